@@ -3,7 +3,7 @@
 `osp_accuracy`, `ds_sync_accuracy`, `local_accuracy` and `compression_accuracy` are its users; nothing is run from here.
 
 Of each seed all methods have the same initial model, the same batches and as many steps. A
-training is of virtual workers: how fast a network is changes nothing in what methods compute
+training is of simulated workers: how fast a network is changes nothing in what methods compute
 that ask no clock, so links are so fast that they cost nothing. What is judged is the model
 that `finish()` leaves.
 

@@ -1,4 +1,4 @@
-"""The virtual world's predictions held against real processes on an emulated network.
+"""The simulated runtime's predictions held against real processes on an emulated network.
 
     python benchmarks/agreement.py                    # the table of docs/agreement.md
     python benchmarks/agreement.py --only layers-8-1000 --repeats 1
@@ -242,7 +242,7 @@ class Bench:
             described.write_text(key)
             probed = self.folder / f"probed-{number}.toml"
             paceline(
-                *("probe", "--world=emulated", f"--cluster={described}"),
+                *("probe", "--runtime=emulated", f"--cluster={described}"),
                 f"--output={probed}",
             )
             self.networks[key] = described, probed

@@ -4,7 +4,7 @@
     python benchmarks/collectives.py --only racks --kilobytes 1 1000 --repeats 3 --json
 
 For each network: `paceline probe` measures on the emulated cluster what a message costs this
-machine's processors; on a virtual cluster of the described links and that cost, and then on the
+machine's processors; on a simulated cluster of the described links and that cost, and then on the
 emulated one, the same loop times one all-reduce at a time, from a
 barrier to the last rank's end. The order of two rows counts where their predictions are
 further apart than `CLEAR`. ``auto`` goes by the described cluster in both.
@@ -29,7 +29,7 @@ from paceline.collectives.autotune import cheapest
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.registry import make, over
 from paceline.run_options import RunOptions
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 
 MBIT = 1e6 / 8
@@ -54,12 +54,12 @@ NETWORKS = {
 
 def measured(sizes, rows, repeats):
     """Seconds of each row at each size: medians over repeats of the slowest rank's."""
-    world = join_world()
-    world.connect()
-    plain = TorchComm(world, "barrier")
+    runtime = join_runtime()
+    runtime.connect()
+    plain = TorchComm(runtime, "barrier")
     found = {}
     for name in rows:
-        comm = over(make(name), world, TorchComm(world, name))
+        comm = over(make(name), runtime, TorchComm(runtime, name))
         comm.all_reduce(torch.zeros(64), "sum").wait()  # connections are made
         found[name] = []
         for size in sizes:
@@ -114,7 +114,7 @@ def probe(described):
     with tempfile.TemporaryDirectory() as scratch:
         source, target = Path(scratch) / "described.toml", Path(scratch) / "probed.toml"
         source.write_text(cluster_toml(described))
-        command = [sys.executable, "-m", "paceline", "probe", "--world=emulated"]
+        command = [sys.executable, "-m", "paceline", "probe", "--runtime=emulated"]
         command += [f"--cluster={source}", f"--output={target}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

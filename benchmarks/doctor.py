@@ -36,7 +36,7 @@ class Case:
     script: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     made: dict = field(default_factory=dict)
-    world: str = "virtual"
+    runtime: str = "simulated"
 
 
 def rack(workers, mbit, more="", latency="50 us"):
@@ -176,7 +176,7 @@ def loss(rnd):
 
 def contention_emulated(rnd):
     case = contention(rnd)
-    case.world, case.script = "emulated", EMULATED
+    case.runtime, case.script = "emulated", EMULATED
     return case
 
 
@@ -213,7 +213,7 @@ def two_racks(rnd):
 
 def even_emulated(rnd):
     text = rack(rnd.choice((2, 3, 4)), rnd.choice((200, 400)))
-    return Case(text, script=EMULATED, world="emulated")
+    return Case(text, script=EMULATED, runtime="emulated")
 
 
 VIRTUAL = {
@@ -247,7 +247,7 @@ REALTIME = {
 def command(case, file):
     """What a user types."""
     words = [sys.executable, "-m", "paceline", "doctor", SCRIPT, "--json", "--no-page"]
-    words += ["--world", case.world, "--cluster", file, *case.options]
+    words += ["--runtime", case.runtime, "--cluster", file, *case.options]
     return [*words, "--", *case.script]
 
 
@@ -256,7 +256,7 @@ def run(case):
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.toml"
         file.write_text(case.cluster)
-        if case.world == "namespaces":
+        if case.runtime == "namespaces":
             from doctor_namespaces import doctor_in_namespaces
 
             text = doctor_in_namespaces(SCRIPT, case.script, **case.made)

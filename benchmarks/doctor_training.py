@@ -1,6 +1,6 @@
 """What `benchmarks/doctor.py` has examined: a stand-in of equal layers, with a fault if one is asked for.
 
-    paceline doctor benchmarks/doctor_training.py --world virtual --link 400mbit \\
+    paceline doctor benchmarks/doctor_training.py --runtime simulated --link 400mbit \\
         -- --wait 2 --seconds 0.1
 """
 
@@ -10,7 +10,7 @@ import time
 import torch
 
 import paceline
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--layers", type=int, default=8)
@@ -45,14 +45,14 @@ model = paceline.stand_in(
 )
 plain = torch.optim.SGD(model.parameters(), lr=1e-6)
 optimizer = paceline.distribute(model, plain)
-world = current_world()
+runtime = current_runtime()
 for _ in range(arguments.steps):
-    if world.rank == arguments.wait:
-        if world.name == "virtual":
-            world.spend(arguments.seconds * world.speeds[world.rank], "input")
+    if runtime.rank == arguments.wait:
+        if runtime.name == "simulated":
+            runtime.spend(arguments.seconds * runtime.speeds[runtime.rank], "input")
         else:
             time.sleep(arguments.seconds)
     optimizer.zero_grad()
-    model(torch.full((8,), 1.0 + world.rank)).backward()
+    model(torch.full((8,), 1.0 + runtime.rank)).backward()
     optimizer.step()
 optimizer.finish()

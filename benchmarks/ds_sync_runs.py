@@ -1,6 +1,6 @@
 """What `ds_sync.py` runs: trainings in virtual time, and how long their steps take.
 
-Real images, a small model: a perceptron of eight tensors on digits. On the virtual network
+Real images, a small model: a perceptron of eight tensors on digits. On the simulated network
 its tensors count as ResNet-50's: each stands for an eighth of that model's bytes, in order, and takes
 the time that these take to compute. So what is learnt is real, and what it costs is what
 it would cost for 102 MB of gradients and 78 ms of computing a step.
@@ -131,7 +131,7 @@ def compute_seconds():
 
 
 def heavy_model():
-    """The perceptron, which counts as ResNet-50 on the virtual network."""
+    """The perceptron, which counts as ResNet-50 on the simulated network."""
     return counted_as_resnet(make_model())
 
 

@@ -144,7 +144,7 @@ def ours(method):
 
 
 class Side(peers.Side):
-    """A side whose blocks end when everything has arrived, in any world."""
+    """A side whose blocks end when everything has arrived, in any runtime."""
 
     def block(self, steps=BLOCK):
         dist.barrier()

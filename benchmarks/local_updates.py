@@ -12,7 +12,7 @@ should take (compute + all-reduce / H). Compute is what a step takes without pac
 all-reduce what bsp's takes beyond that: on the same hosts, measured in turn with the others.
 
 `racks`: two racks of four, behind uplinks of 25 Mbit/s. A ring sends 1.75 times the model over each,
-a hierarchical all-reduce once; the virtual world says by how much a step gets shorter.
+a hierarchical all-reduce once; the simulated runtime says by how much a step gets shorter.
 
 All sides are trainings of one job, in turn, `--repeats` times; each figure is the median of its
 repeats, each of whole rounds, after one that is not counted.

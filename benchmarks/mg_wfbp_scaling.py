@@ -6,7 +6,7 @@
 GoogLeNet's published trace on a K80 GPU, a ring of 45.25 us a message (times N / (N - 1),
 as the authors' script has it) and its constants per byte. Each plan is timed
 twice: by the formulas of `paceline.bucketing`, and by training a stand-in with the trace's
-tensors in the virtual world. The two must agree to 1e-9.
+tensors in the simulated runtime. The two must agree to 1e-9.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def network_of(workers):
 
 
 def exact_cost(cluster):
-    """The same with whole bytes in the ring's segments, as the virtual network has them."""
+    """The same with whole bytes in the ring's segments, as the simulated network has them."""
     link, latency = cluster.racks[0].link, cluster.racks[0].latency
 
     def cost(size):

@@ -7,7 +7,7 @@
     python benchmarks/osp_accuracy.py --quick           # 2 seeds, a quarter of the steps
     python benchmarks/osp_accuracy.py --only plot --plot docs/osp_accuracy.png
 
-8 virtual workers (and a server on a host of its own) train in virtual time. Of each seed all
+8 simulated workers (and a server on a host of its own) train in virtual time. Of each seed all
 methods have the same initial model and the same batches.
 
 *digits*: the CNN of examples/digits.py, batches of 64, 150 steps of SGD with momentum 0.9,

@@ -147,7 +147,7 @@ def probed(cluster):
     with tempfile.TemporaryDirectory() as folder:
         described, found = Path(folder) / "described.toml", Path(folder) / "found.toml"
         described.write_text(cluster_toml(cluster))
-        command = [sys.executable, "-m", "paceline", "probe", "--world=emulated"]
+        command = [sys.executable, "-m", "paceline", "probe", "--runtime=emulated"]
         command += [f"--cluster={described}", f"--output={found}"]
         subprocess.run(command, check=True, stdout=sys.stderr)
         return load_cluster(found)

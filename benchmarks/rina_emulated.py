@@ -25,7 +25,7 @@ from paceline.cluster import Cluster, Rack
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.registry import make, over
 from paceline.run_options import RunOptions
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 
 MBIT = 1e6 / 8
@@ -56,11 +56,13 @@ def cluster(aggregators, mbit):
 
 def measured(size, repeats, row):
     """Seconds of each repeat, the slowest rank's."""
-    world = join_world()
-    world.connect()
-    plain = TorchComm(world, "barrier")
-    comm = over(make(row), world, TorchComm(world, row))
-    buffer = torch.randn(size // 4, generator=torch.Generator().manual_seed(world.rank))
+    runtime = join_runtime()
+    runtime.connect()
+    plain = TorchComm(runtime, "barrier")
+    comm = over(make(row), runtime, TorchComm(runtime, row))
+    buffer = torch.randn(
+        size // 4, generator=torch.Generator().manual_seed(runtime.rank)
+    )
     times = []
     for repeat in range(repeats + 1):  # the first makes connections
         plain.all_reduce_natively(torch.zeros(1)).wait()

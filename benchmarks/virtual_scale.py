@@ -1,4 +1,4 @@
-"""How many virtual workers one process holds: real seconds and memory.
+"""How many simulated workers one process holds: real seconds and memory.
 
     python benchmarks/virtual_scale.py                 # 512 x 5 steps, 2048 x 3 steps
     python benchmarks/virtual_scale.py --workers 512 --steps 5

@@ -338,7 +338,7 @@ def test_process_groups_per_thread():
         dist.destroy_process_group()
 
     both = threading.Barrier(2)
-    world = c10d._world
+    runtime = c10d._world
     with torch_internals.process_groups_per_thread():
         threads = [threading.Thread(target=body) for _ in range(2)]
         for thread in threads:
@@ -346,7 +346,7 @@ def test_process_groups_per_thread():
         for thread in threads:
             thread.join(100)
     assert found == [(False, True, 1)] * 2
-    assert c10d._world is world
+    assert c10d._world is runtime
 
 
 COLLECTIVES = """
@@ -411,13 +411,13 @@ def test_all_to_all_options(collectives):
     assert torch_internals.all_to_all_options().asyncOp
 
 
-def test_virtual_end(group):
+def test_simulated_end(group):
     class Virtual:
         lanes = 3
 
     virtual = Virtual()
-    assert torch_internals.virtual_end(group) is None
-    assert torch_internals.virtual_end(virtual) is virtual
+    assert torch_internals.simulated_end(group) is None
+    assert torch_internals.simulated_end(virtual) is virtual
 
 
 def test_follows_streams(group):

@@ -75,7 +75,7 @@ def test_what_has_ended_well_is_let_go_of_when_another_begins(job, status):
     assert done == ([] if over else [0])
 
 
-def test_a_world_may_keep_what_has_ended(job):
+def test_a_runtime_may_keep_what_has_ended(job):
     job.keeps_ended = True
     begin(job, finished=True)
     begin(job)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
         pace,
         rank,
         report_to,
+        runtime_name,
         steps,
-        world_name,
         world_size,
     )
     from paceline.cluster.stand_in import StandIn, stand_in
@@ -56,17 +56,17 @@ __all__ = [
     "pace",
     "rank",
     "report_to",
+    "runtime_name",
     "save",
     "stand_in",
     "steps",
-    "world_name",
     "world_size",
 ]
 
 _HOMES = {
     "api": (
         *("init", "log", "now", "on_step", "pace", "rank", "report_to"),
-        *("steps", "world_name", "world_size"),
+        *("steps", "runtime_name", "world_size"),
     ),
     "core.checkpoint": ("load", "save"),
     "core.distribute": ("distribute",),

@@ -1,4 +1,4 @@
-"""What a training script calls beside `distribute`; the same in every world."""
+"""What a training script calls beside `distribute`; the same in every runtime."""
 
 from __future__ import annotations
 
@@ -8,58 +8,58 @@ from typing import Any, TypeVar, overload
 
 from paceline.core.step_loggers import Told, report
 from paceline.errors import UsageError
-from paceline.interfaces import World
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces import Runtime
+from paceline.interfaces.current_runtime import current_runtime
 from paceline.interfaces.trainings import Job
 from paceline.records import StepRecord
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 
 Item = TypeVar("Item")
 
 
 def init() -> None:
-    """Join the job: the worker that torchrun's variables name, or the virtual worker that
+    """Join the job: the worker that torchrun's variables name, or the simulated worker that
     this script runs in; without either, a job of one.
 
     Initializes torch.distributed if the script has not. Again is harmless.
     """
-    join_world().connect()
+    join_runtime().connect()
 
 
 def rank() -> int:
     """This worker's number, 0 to `world_size` - 1."""
-    return _world().rank
+    return _runtime().rank
 
 
 def world_size() -> int:
     """Number of workers."""
-    return _world().size
+    return _runtime().size
 
 
-def world_name() -> str:
-    """``"real"``, ``"emulated"`` or ``"virtual"``."""
-    return _world().name
+def runtime_name() -> str:
+    """``"real"``, ``"emulated"`` or ``"simulated"``."""
+    return _runtime().name
 
 
 def now() -> float:
-    """Seconds on this world's clock, from an arbitrary origin."""
-    return _world().now()
+    """Seconds on this runtime's clock, from an arbitrary origin."""
+    return _runtime().now()
 
 
 def pace(seconds: float) -> None:
     """Spend *seconds* of compute time: sleeps, or moves the virtual clock.
 
-    In the virtual world a script that calls this is charged nothing else for computing,
+    In the simulated runtime a script that calls this is charged nothing else for computing,
     and a worker of speed 0.5 takes twice as long.
     """
     if not seconds >= 0:
         raise UsageError(f"pace(): expected zero or more seconds, got {seconds}")
-    _world().pace(seconds)
+    _runtime().pace(seconds)
 
 
 def log(**metrics: object) -> None:
     """Note metrics (numbers or one-element tensors) for the records and the tables."""
-    _world().journal.log(metrics)
+    _runtime().journal.log(metrics)
 
 
 @overload
@@ -77,7 +77,7 @@ def steps(of: Iterable[Any] | None = None) -> Iterator[Any]:
     A loop over this ends by itself then, and what stands after it is run. In any other loop the last
     ``optimizer.step()`` raises `SystemExit`. Of loops in each other, such as epochs and batches, each is one over this.
     """
-    job = join_world().job
+    job = join_runtime().job
     return _until_ended(job, itertools.count() if of is None else of)
 
 
@@ -103,9 +103,9 @@ def on_step(callback: Callable[[StepRecord], None]) -> None:
     It runs in the training's own thread, so what takes long makes steps longer; what it raises ends the
     training. Records come on every worker: ``if paceline.rank() == 0`` where one is enough.
     """
-    world = join_world()
-    world.connect()
-    world.journal.tell(Told(callback), figures=True)
+    runtime = join_runtime()
+    runtime.connect()
+    runtime.journal.tell(Told(callback), figures=True)
 
 
 def report_to(where: str) -> None:
@@ -115,11 +115,11 @@ def report_to(where: str) -> None:
     Of W&B and MLflow a run that the script has begun is used, else one is begun. Raises `UsageError` for what
     nobody knows, and where the package is missing.
     """
-    report(join_world(), where)
+    report(join_runtime(), where)
 
 
-def _world() -> World:
-    world = current_world()
-    if world is None:
+def _runtime() -> Runtime:
+    runtime = current_runtime()
+    if runtime is None:
         raise UsageError("call paceline.init() or paceline.distribute(...) first")
-    return world
+    return runtime

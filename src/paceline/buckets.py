@@ -97,7 +97,7 @@ def wire_bytes(tensor: torch.Tensor) -> int:
 def stand_in_for(
     size: int, tensor: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Make *tensor* count as *size* bytes on the virtual network, however few it has, and to
+    """Make *tensor* count as *size* bytes on the simulated network, however few it has, and to
     compressors as one of this *shape*, if that is known."""
     tensor.stands_for_bytes = size  # type: ignore[attr-defined]
     if shape is not None:

@@ -44,7 +44,7 @@ class Span(NamedTuple):
 class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """One optimizer step of one worker: from the end of the one before to its own end.
 
-    *end_seconds* counts from the start of training on this world's clock.
+    *end_seconds* counts from the start of training on this runtime's clock.
     *exposed_communication_seconds* is waiting for paceline's own communication, and
     *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
     own collectives included. *method*: by which spec it was done, in a training that changes it.
@@ -96,7 +96,7 @@ STEPS_KEPT = 1000
 class Journal:
     """One worker's observations.
 
-    *now* is its world's clock; *recorder* is told everything, and so is whoever asks to be
+    *now* is its runtime's clock; *recorder* is told everything, and so is whoever asks to be
     (`tell`). ``step_count`` counts steps,
     and ``steps`` are the last `STEPS_KEPT`: training may go on for ever. What steps take
     and send repeats after ``period`` of them. ``observers`` are

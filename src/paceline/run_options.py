@@ -89,7 +89,7 @@ class RunOptions:
     ) -> RunOptions:
         """Read back, in a real process, what `to_environment` wrote or a person set.
 
-        The virtual world does not look: its options come from its command line.
+        The simulated runtime does not look: its options come from its command line.
         """
 
         def whole(key: str) -> int | None:

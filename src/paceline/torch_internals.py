@@ -182,7 +182,7 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     Under gloo torch's registry does not know it: its threads and connections go with its
     last reference.
     """
-    end = virtual_end(parent)
+    end = simulated_end(parent)
     if end is not None:
         made: dist.ProcessGroup = end.beside(name, ranks)
         return made
@@ -302,14 +302,14 @@ def all_to_all_options() -> Any:
     return options
 
 
-def virtual_end(group: Any) -> Any | None:
+def simulated_end(group: Any) -> Any | None:
     """The group itself if it is one in virtual time, which has more to say."""
     return None if getattr(group, "lanes", None) is None else group
 
 
 def follows_streams(group: Any, device: torch.device) -> bool:
     """Whether waiting for a result on *device* only makes its current stream wait."""
-    if virtual_end(group) is not None:
+    if simulated_end(group) is not None:
         return False
     return bool(group._get_backend(device).name() == "nccl")
 
@@ -320,7 +320,7 @@ GLOO_LANES = 2
 
 def moves_host_tensors(group: Any) -> bool:
     """Whether a process group moves tensors that are in the hosts' memory."""
-    if virtual_end(group) is not None:
+    if simulated_end(group) is not None:
         return True
     try:
         group._get_backend(torch.device("cpu"))
@@ -331,7 +331,7 @@ def moves_host_tensors(group: Any) -> bool:
 
 def lanes_of(group: Any, device: torch.device) -> int:
     """Collectives on tensors of *device* that a process group moves at a time."""
-    end = virtual_end(group)
+    end = simulated_end(group)
     if end is not None:
         lanes: int = end.lanes
         return lanes

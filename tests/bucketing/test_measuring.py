@@ -1,4 +1,4 @@
-"""The all-reduce curve, measured in the virtual world, against the ring's formula."""
+"""The all-reduce curve, measured in the simulated runtime, against the ring's formula."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.bucketing import TableCost
 from paceline.bucketing.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.schedules import Ring
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 from tests.bucketing.tunings import on
 from tests.support.simulations import LATENCY, LINK
 from tests.support.tables import crossed
@@ -19,13 +19,13 @@ CPU = torch.device("cpu")
 
 
 def measured(largest: int) -> TableCost:
-    world = current_world()
-    assert world is not None
-    comm = TorchComm(world)
+    runtime = current_runtime()
+    assert runtime is not None
+    comm = TorchComm(runtime)
     # Ranks come at different times, as they do after a backward pass.
     paceline.pace(0.01 * paceline.rank())
     return measure_mean(
-        comm, largest, CPU, world.stopwatch(CPU), world.blank, comm.all_reduce
+        comm, largest, CPU, runtime.stopwatch(CPU), runtime.blank, comm.all_reduce
     )
 
 

@@ -62,7 +62,7 @@ def test_the_plan_adopted_is_that_of_the_workloads_own_times(workers, lanes):
 
 
 def test_where_a_plan_is_adopted_one_line_says_so(capsys):
-    answers, world = on(4, lambda rank: train_stand_in(UNEVEN, 30))
+    answers, runtime = on(4, lambda rank: train_stand_in(UNEVEN, 30))
     _, end = planned("optimal", UNEVEN, 4, 2)
     _, end_of_ddp = planned("ddp", UNEVEN, 4, 2)
     count = len(answers[0].plan)
@@ -73,7 +73,7 @@ def test_where_a_plan_is_adopted_one_line_says_so(capsys):
         "used"
     )
     assert capsys.readouterr().err == f"{line}\n"
-    journal = world.result.journals[0]
+    journal = runtime.result.journals[0]
     assert [f"paceline: {note}" for note in journal.notes] == [line]
 
 
@@ -173,8 +173,8 @@ def test_one_worker_measures_nothing(rule, capsys):
 def test_a_result_says_whether_its_figures_are_of_settled_steps(
     rule, steps, settled, note
 ):
-    _, world = on(2, lambda rank: train_stand_in(UNEVEN, steps, fusion=rule))
-    result = result_of(world.result, 2)
+    _, runtime = on(2, lambda rank: train_stand_in(UNEVEN, steps, fusion=rule))
+    result = result_of(runtime.result, 2)
     assert result.settled is settled
     said = result.cautions
     assert said == result.notes[: len(said)]
@@ -182,8 +182,8 @@ def test_a_result_says_whether_its_figures_are_of_settled_steps(
 
 
 def test_figures_are_of_settled_steps():
-    answers, world = on(2, lambda rank: train_stand_in(UNEVEN, 30))
-    journal = world.result.journals[0]
+    answers, runtime = on(2, lambda rank: train_stand_in(UNEVEN, 30))
+    journal = runtime.result.journals[0]
     summary = Summary.of(journal)
     assert summary.steps == 30
     assert summary.step_seconds == pytest.approx(

@@ -19,7 +19,7 @@ from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Plan
 from paceline.cluster import Workload
 from paceline.collectives.communicator import TorchComm
 from paceline.interfaces import Message
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 from paceline.testing import inspect
 from tests.bucketing.test_message_plan import random_cases
 from tests.bucketing.tunings import (
@@ -67,8 +67,8 @@ class Steps:
             pending.wait()
 
     def take(self) -> None:
-        world, planner, load = current_world(), self.planner, self.workload
-        assert world is not None
+        runtime, planner, load = current_runtime(), self.planner, self.workload
+        assert runtime is not None
         if self.touches_all:
             for index in range(len(load.sizes)):
                 self._wait(index)
@@ -94,19 +94,19 @@ class Steps:
         if planner.sending is None:
             for index in range(len(load.sizes)):
                 self._wait(index)
-        self.ends.append(world.now())
+        self.ends.append(runtime.now())
         planner.backward_ended()
         self.groups.append(planner.groups)
         self.sending.append(planner.sending)
 
     def _send(self, message: Message) -> None:
-        world = current_world()
-        assert world is not None
+        runtime = current_runtime()
+        assert runtime is not None
         if message.half == "gather":
             return
         group = self.planner.groups[message.bucket]
         size = sum(self.workload.sizes[index] for index in group)
-        part = world.blank(round(size * (message.stop - message.start)), CPU)
+        part = runtime.blank(round(size * (message.stop - message.start)), CPU)
         pending = self.comm.all_reduce(part, "sum")
         for index in group:
             self._late.setdefault(index, []).append(pending)
@@ -115,13 +115,13 @@ class Steps:
 def steps_of(
     rule: str, goes_past: GoesPast, count: int, lock_step: bool = True, **options: Any
 ) -> Steps:
-    world = current_world()
-    assert world is not None
-    comm, said = TorchComm(world), []
+    runtime = current_runtime()
+    assert runtime is not None
+    comm, said = TorchComm(runtime), []
     workload = options.get("workload", UNEVEN)
     planner = Planner(
         *(comm, rule, workload.sizes, ["float32"] * len(workload.sizes), CPU),
-        *(world.stopwatch(CPU), world.blank, lambda count, settled: None),
+        *(runtime.stopwatch(CPU), runtime.blank, lambda count, settled: None),
         said.append,
         lambda buffer: comm.all_reduce(buffer, "sum"),
         lock_step=lock_step,
@@ -301,12 +301,12 @@ def test_a_change_for_good_is_measured_where_backward_ends(monkeypatch: Any) -> 
 
 def test_changed_messages_of_the_same_buckets_are_a_change() -> None:
     def body(rank: int) -> tuple[bool, bool]:
-        world = current_world()
-        assert world is not None
-        comm = TorchComm(world)
+        runtime = current_runtime()
+        assert runtime is not None
+        comm = TorchComm(runtime)
         planner = Planner(
-            *(comm, "wfbp", [4000, 4000], ["a", "a"], CPU, world.stopwatch(CPU)),
-            *(world.blank, lambda count, settled: None, lambda text: None),
+            *(comm, "wfbp", [4000, 4000], ["a", "a"], CPU, runtime.stopwatch(CPU)),
+            *(runtime.blank, lambda count, settled: None, lambda text: None),
             lambda buffer: comm.all_reduce(buffer, "sum"),
             goes_past="whole",
         )

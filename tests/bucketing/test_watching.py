@@ -35,17 +35,17 @@ def train(
     seconds: Callable[[int], float],
     order: Callable[[int], str],
     steps: int = 110,
-    before: Callable[[Simulation, int], None] = lambda world, step: None,
+    before: Callable[[Simulation, int], None] = lambda runtime, step: None,
 ) -> Watched:
     """Steps that compute for *seconds* of the step's number, on both ranks."""
-    world = simulation(SLOW)
+    runtime = simulation(SLOW)
 
     def body(rank: int) -> Watched:
         model = Crossed()
         optimizer = sgd(model)
         watched = Watched()
         for step in range(steps):
-            before(world, step)
+            before(runtime, step)
             optimizer.zero_grad()
             model.seconds = seconds(step) / 3
             model(batch(rank, step), order(step)).backward()
@@ -53,7 +53,7 @@ def train(
             note(watched, model, optimizer)
         return ended(watched, optimizer)
 
-    first, second = run_on(world, body)
+    first, second = run_on(runtime, body)
     assert first.groups == second.groups
     assert torch.equal(first.parameters[-1], second.parameters[-1])
     return first
@@ -79,10 +79,10 @@ def test_a_step_that_takes_another_time_for_good_is_measured_again_once(factor, 
 
 
 def test_a_network_that_slows_down_for_good_is_measured_again_once(capsys):
-    def slow_down(world: Simulation, step: int) -> None:
+    def slow_down(runtime: Simulation, step: int) -> None:
         if step == 30:
-            for link in range(len(world.cluster.capacities)):
-                world.links.set_capacity(link, 0.2 * world.cluster.capacities[link])
+            for link in range(len(runtime.cluster.capacities)):
+                runtime.links.set_capacity(link, 0.2 * runtime.cluster.capacities[link])
 
     train(lambda step: 0.01, lambda step: "abc", before=slow_down)
     assert capsys.readouterr().err.splitlines().count(AGAIN) == 1

@@ -31,7 +31,7 @@ UNEVEN = Workload(
 def ring_cost(
     workers: int, lanes: int, link: float = LINK, latency: float = LATENCY
 ) -> bucketing.AffineCost:
-    """A ring all-reduce in the virtual world, of sizes that are multiples of *workers*."""
+    """A ring all-reduce in the simulated runtime, of sizes that are multiples of *workers*."""
     rounds = 2 * (workers - 1)
     start_up = rounds * latency
     overlapping = start_up if lanes > 1 else 0.0
@@ -101,8 +101,8 @@ def on(
     where: int | Cluster, body: Callable[[int], Any], **options: Any
 ) -> tuple[list[Any], Simulation]:
     """What *body* returned on each rank, and the simulation."""
-    world = simulation(where, **options)
-    return run_on(world, body), world
+    runtime = simulation(where, **options)
+    return run_on(runtime, body), runtime
 
 
 def batch(rank: int, step: int, size: int = 6) -> torch.Tensor:

@@ -30,7 +30,7 @@ def test_json_is_one_object_and_nothing_else():
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
     result = json.loads(done.stdout)
-    assert result["world"] == "virtual"
+    assert result["runtime"] == "simulated"
     assert result["workers"] == 2
     assert result["method"] == "bsp:fusion=optimal"
     assert result["steps"] == 24
@@ -128,12 +128,12 @@ def test_compare_json(tmp_path):
 
 
 @pytest.mark.slow
-def test_compare_in_the_real_world(tmp_path):
-    words = ("--variant", "bsp", "--world", "real", "--workers", 2, "--json")
+def test_compare_in_the_real_runtime(tmp_path):
+    words = ("--variant", "bsp", "--runtime", "real", "--workers", 2, "--json")
     done = paceline("compare", LAYERS, *words, "--steps", 4, *QUICK, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["variants"]
-    assert (row["world"], row["steps"]) == ("real", 4)
+    assert (row["runtime"], row["steps"]) == ("real", 4)
     assert row["step_seconds"] >= 0.3
     lines = (tmp_path / "paceline-runs" / "records.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 4
@@ -164,7 +164,7 @@ def test_compare_in_the_real_world(tmp_path):
         (["simulate", LAYERS, "--workers=4", "--layers=3"], "arguments stand after --"),
         (["emulate", LAYERS, "--workers=4", "--layers=3"], "arguments stand after --"),
         (["compare", LAYERS, "--variant=bsp", "--layers=3"], "stand after --"),
-        (["probe", "--world=virtual", "--nnodes=2"], "--nnodes=2 means nothing"),
+        (["probe", "--runtime=simulated", "--nnodes=2"], "--nnodes=2 means nothing"),
         *(
             ([verb, "--workers=4", f"--method=gssp:{key}", LAYERS], message)
             for verb in ("run", "simulate", "emulate")
@@ -177,15 +177,15 @@ def test_compare_in_the_real_world(tmp_path):
                 ("nothing=1", "unknown key 'nothing'"),
             )
         ),
-        (["compare", LAYERS, "--world=real"], "nobody knows the network"),
+        (["compare", LAYERS, "--runtime=real"], "nobody knows the network"),
         (["compare", LAYERS, "--variant=bsp", "--quality=late"], "--quality is for"),
         (["compare", LAYERS, "--variant=bsp", "--until=loss"], "METRIC=VALUE"),
         (["compare", LAYERS, "--quality=exact,late"], "--quality exact --quality late"),
         (["compare", LAYERS, "--quality=lat"], "Did you mean 'late'"),
         (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
         (
-            ["compare", LAYERS, "--variant=bsp", "--world=real", "--link=1gbit"],
-            "--link means nothing in the real world",
+            ["compare", LAYERS, "--variant=bsp", "--runtime=real", "--link=1gbit"],
+            "--link means nothing in the real runtime",
         ),
     ],
     ids=lambda value: (

@@ -63,14 +63,14 @@ def test_what_is_refused(folder):
     assert "nobody to wait for" in refused("--workers", "1", "train.py")
     assert "--link describes" in refused("--workers", "2", "--link", "1gbit")
     assert "--cluster describes" in refused("--cluster", "slow.toml", "train.py")
-    assert "--nnodes=2 means nothing" in refused("--world", "virtual", "--nnodes=2")
-    assert "or more" in refused("--world", "virtual", "--workers", "1")
-    assert "did you mean '--world'" in refused("--wrld", "virtual")
-    assert "--steps" in refused("--world", "virtual", "--steps", "0", "train.py")
+    assert "--nnodes=2 means nothing" in refused("--runtime", "simulated", "--nnodes=2")
+    assert "or more" in refused("--runtime", "simulated", "--workers", "1")
+    assert "did you mean '--runtime'" in refused("--wrld", "simulated")
+    assert "--steps" in refused("--runtime", "simulated", "--steps", "0", "train.py")
 
 
 def test_a_healthy_training(folder, capfd):
-    words = ("--world", "virtual", "--cluster", "equal.toml")
+    words = ("--runtime", "simulated", "--cluster", "equal.toml")
     ran = doctor(*words, "--json", "train.py")
     told = json.loads(capfd.readouterr().out)
     assert ran.exit_code == 0
@@ -80,7 +80,7 @@ def test_a_healthy_training(folder, capfd):
 
 
 def test_a_fault_is_named_in_ten_lines(folder, capfd):
-    words = ("--world", "virtual", "--cluster", "slow.toml")
+    words = ("--runtime", "simulated", "--cluster", "slow.toml")
     ran = doctor(*words, "train.py")
     said = capfd.readouterr().out
     assert ran.exit_code == 1
@@ -89,6 +89,6 @@ def test_a_fault_is_named_in_ten_lines(folder, capfd):
 
 
 def test_a_script_that_trains_nothing_is_told_so(folder):
-    ran = doctor("--world", "virtual", "--workers", "2", "plain.py")
+    ran = doctor("--runtime", "simulated", "--workers", "2", "plain.py")
     assert ran.exit_code == 0
     assert "plain.py took no step of an optimizer" in ran.stderr

@@ -158,8 +158,8 @@ def test_control_c_ends_a_verb_in_one_line(start, words, place):
         "emulate prints.py --workers 2 --output all",
         "compare short.py --variant bsp --forward 1 --no-plots",
         "plan short.py --workers 2 --forward 0.1 --no-plots",
-        "doctor --world virtual",
-        "probe --world virtual",
+        "doctor --runtime simulated",
+        "probe --runtime simulated",
         "profile short.py",
         "serve --workers 2 --port 0",
         "aggregate --listen 127.0.0.1:0",
@@ -178,9 +178,9 @@ def test_a_reader_that_goes_ends_a_verb_without_a_traceback(start, words):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", ["virtual", "real"])
-def test_a_comparison_that_is_killed_takes_its_variants_along(start, world):
-    verb = start(f"compare sleeps.py --variant bsp --world {world} --workers 2")
+@pytest.mark.parametrize("runtime", ["simulated", "real"])
+def test_a_comparison_that_is_killed_takes_its_variants_along(start, runtime):
+    verb = start(f"compare sleeps.py --variant bsp --runtime {runtime} --workers 2")
     wait_until(lambda: verb.is_at("ready"), SECONDS, "its script")
     verb.process.kill()
     verb.process.wait()

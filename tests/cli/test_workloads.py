@@ -329,11 +329,11 @@ def test_compare_profiles_once_for_all_variants(tmp_path):
         assert row["compute_seconds"] == pytest.approx(seconds)
 
 
-def test_compare_in_the_real_world_refuses_a_workload(paceline, tmp_path):
+def test_compare_in_the_real_runtime_refuses_a_workload(paceline, tmp_path):
     write(tmp_path, "train.py", TRAINS)
-    words = ("--variant", "bsp", "--world", "real", "--workload", "resnet50")
+    words = ("--variant", "bsp", "--runtime", "real", "--workload", "resnet50")
     output = paceline("compare", "train.py", *words, status=1)
-    assert "--workload means nothing in the real world; leave it out" in output.err
+    assert "--workload means nothing in the real runtime; leave it out" in output.err
 
 
 # ---- profile ----

@@ -121,7 +121,7 @@ def test_a_path_that_there_is_not(name: str, words: str) -> None:
         Cluster((rack,), (cut(name, at=0.0),))
 
 
-def test_the_emulated_world_refuses_paths() -> None:
+def test_the_emulated_runtime_refuses_paths() -> None:
     rack = Rack(workers=3, link=RATE, latency=0.0)
     rules = (cut("worker 0 to worker 1", at=0.0),)
     with pytest.raises(

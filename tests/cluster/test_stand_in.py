@@ -118,13 +118,13 @@ def test_it_learns_and_all_workers_hold_the_same():
 
 
 def test_compute_time_is_its_own_unless_a_workload_is_given():
-    world = simulation(1)
-    run_on(world, lambda rank: watched_step(SMALL))
-    assert world.result.stand_in
+    runtime = simulation(1)
+    run_on(runtime, lambda rank: watched_step(SMALL))
+    assert runtime.result.stand_in
     other = Workload.spread(SMALL.names, SMALL.sizes, 1.0, 2.0)
-    world = simulation(1, compute=ComputeModel(workload=other))
-    _, ready = run_on(world, lambda rank: watched_step(SMALL))[0]
-    assert not world.result.stand_in
+    runtime = simulation(1, compute=ComputeModel(workload=other))
+    _, ready = run_on(runtime, lambda rank: watched_step(SMALL))[0]
+    assert not runtime.result.stand_in
     assert ready[-1][1] == pytest.approx(3.0)
 
 
@@ -143,14 +143,14 @@ def test_tensors_that_no_model_can_have_are_named(names, message):
         run(1, lambda rank: paceline.stand_in(workload))
 
 
-def test_it_needs_a_world_and_a_workload_that_is_there():
+def test_it_needs_a_runtime_and_a_workload_that_is_there():
     with pytest.raises(UsageError, match=r"call paceline.init\(\) before"):
         paceline.stand_in(SMALL)
     with pytest.raises(WorkerFailedError, match="Did you mean 'resnet50'"):
         run(1, lambda rank: paceline.stand_in("resnet5"))
 
 
-def test_sizes_in_the_virtual_world_need_no_memory():
+def test_sizes_in_the_simulated_runtime_need_no_memory():
     huge = Workload(names=("a",), sizes=(1 << 40,), forward=(0,), backward=(0,))
     (steps,) = run(1, lambda rank: sent(huge, "ddp"))
     assert steps == 4 * [0]

@@ -1,4 +1,4 @@
-"""How averages are formed: laws that hold in every world, on three workers."""
+"""How averages are formed: laws that hold in every runtime, on three workers."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from paceline.collectives.autotune import CANDIDATES
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.collectives.registry import COLLECTIVES, make, over
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
 
 def every_collective_forms_the_same_mean(comm: TorchComm) -> None:
-    world = join_world()
+    runtime = join_runtime()
     rank = comm.rank
     for name in COLLECTIVES:
         collective = make(name)
         if collective.needs_servers:
             continue
-        other = over(collective, world, comm.channel(name))
+        other = over(collective, runtime, comm.channel(name))
         order: list[int] = []
         sums = [buffer.to(torch.int64) for buffer in buffers(rank)]
         pendings = []
@@ -55,11 +55,11 @@ def every_collective_forms_the_same_mean(comm: TorchComm) -> None:
             value = torch.tensor([5.0 + rank])
             pair.all_reduce(value, "sum").wait()
             assert value.item() == 11.0
-        before = world.journal.bytes_sent
+        before = runtime.journal.bytes_sent
         sent_in_bytes = 4 * 12 * 1024
         other.all_reduce(torch.zeros(sent_in_bytes // 4), "sum").wait()
         schedule = collective.schedule(sent_in_bytes, other, other.racks)
-        assert world.journal.bytes_sent - before == schedule.bytes_sent(rank)
+        assert runtime.journal.bytes_sent - before == schedule.bytes_sent(rank)
         other.close()
 
 
@@ -103,9 +103,9 @@ def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
 
 def auto_takes_the_same_row_on_all_ranks(comm: TorchComm) -> None:
     """In the whole and in groups, in the training's order and in works."""
-    world, rank = join_world(), comm.rank
+    runtime, rank = join_runtime(), comm.rank
     auto = make("auto")
-    other = over(auto, world, comm.channel("auto"))
+    other = over(auto, runtime, comm.channel("auto"))
     if comm.places.cluster is None:  # it was measured: all have the slowest one's times
         times = [auto._measured[name].seconds for name in sorted(auto._measured)]
         own = torch.tensor(times, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Laws of a `Comm` that hold in every world: each case runs on three workers.
+"""Laws of a `Comm` that hold in every runtime: each case runs on three workers.
 
 A case is called with a communicator of its own.
 """
@@ -6,7 +6,7 @@ A case is called with a communicator of its own.
 from __future__ import annotations
 
 from paceline.collectives.communicator import TorchComm
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.collectives import averages, halves, messages, works
 
 CASES = {
@@ -17,7 +17,7 @@ CASES = {
 
 def run_case(name: str) -> None:
     """Run a case on this worker."""
-    world = join_world()
-    comm = TorchComm(world, f"case {name}")
+    runtime = join_runtime()
+    comm = TorchComm(runtime, f"case {name}")
     CASES[name](comm)
     comm.close()

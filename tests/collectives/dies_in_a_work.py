@@ -6,10 +6,10 @@ import torch
 
 import paceline
 from paceline.collectives.communicator import TorchComm
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 
 paceline.init()
-comm = TorchComm(join_world(), "dying")
+comm = TorchComm(join_runtime(), "dying")
 buffer = torch.ones(1000)
 
 

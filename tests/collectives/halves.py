@@ -1,4 +1,4 @@
-"""All-reduces in two halves: laws that hold in every world, on any number of workers."""
+"""All-reduces in two halves: laws that hold in every runtime, on any number of workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.buckets import wire_bytes
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.reduce_scatter import OwnHalves, scatter
 from paceline.collectives.registry import make, over
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import skew
 
 SCHEDULES = ("ring", "hierarchical", "halving-doubling", "tree")
@@ -29,13 +29,13 @@ def random(size: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
 
 def two_halves_are_the_whole(comm: TorchComm) -> None:
     """To the bit, in whatever order they are gathered; native's are the ring's."""
-    world, rank = join_world(), comm.rank
+    runtime, rank = join_runtime(), comm.rank
     wholes = {
-        name: over(make(name), world, comm.channel(f"{name}, whole"))
+        name: over(make(name), runtime, comm.channel(f"{name}, whole"))
         for name in SCHEDULES
     }
     for row in ("native", "auto", *SCHEDULES):
-        halves = over(make(row), world, comm.channel(f"{row}, halves"))
+        halves = over(make(row), runtime, comm.channel(f"{row}, halves"))
         held, expected, scattered = [], [], []
         for number, (size, dtype) in enumerate(product(SIZES, DTYPES)):
             buffer, operation = random(size, dtype, rank), ("sum", "mean")[number % 2]
@@ -62,11 +62,11 @@ def two_halves_are_the_whole(comm: TorchComm) -> None:
 
 
 def halves_send_as_much_as_the_whole(comm: TorchComm) -> None:
-    world, n = join_world(), comm.size
-    journal = world.journal
+    runtime, n = join_runtime(), comm.size
+    journal = runtime.journal
     for row in ("native", *SCHEDULES):
         collective = make(row)
-        other = over(collective, world, comm.channel(f"{row}, counted"))
+        other = over(collective, runtime, comm.channel(f"{row}, counted"))
         for size in (1, 5, 1200):
             buffer = torch.zeros(size)
             start = journal.bytes_sent

@@ -1,4 +1,4 @@
-"""What ranks send each other, and groups of some of them: laws that hold in every world, on
+"""What ranks send each other, and groups of some of them: laws that hold in every runtime, on
 three workers."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import torch
 
 from paceline.collectives.communicator import MOST_GROUPS, PointToPointComm, TorchComm
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import buffers, skew
 
 
@@ -124,7 +124,7 @@ def groups_over_the_same_connections(comm: TorchComm) -> None:
 
 def groups_that_are_kept_are_bounded(comm: TorchComm) -> None:
     """Members agree on who sends how, whatever else each of them keeps."""
-    world, rank = join_world(), comm.rank
+    runtime, rank = join_runtime(), comm.rank
     channel = comm.channel("bounded")
     kept = [channel.channel(str(number)) for number in range(2)]
     if rank == 0:  # it alone keeps many, without the others
@@ -137,7 +137,7 @@ def groups_that_are_kept_are_bounded(comm: TorchComm) -> None:
         value = torch.tensor([float(rank)])
         group.all_reduce(value, "sum").wait()
         assert value.item() == sum(members)
-        if world.name != "virtual":
+        if runtime.name != "simulated":
             assert group.has_own_group == (members == (1, 2))
         group.close()
         again = channel.group(members)  # made anew, by both

@@ -17,7 +17,7 @@ from paceline.collectives.in_network.packets import MOST_WORKERS
 from paceline.collectives.placement import Places
 from paceline.collectives.registry import make, over
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.support.simulations import cluster, rack, run
 
@@ -34,9 +34,9 @@ def test_auto_is_as_fast_as_the_fastest(where: Cluster) -> None:
     sizes = [1 << 10, 1 << 15, 1 << 20]
 
     def body(rank: int) -> list[list[float]]:
-        world, found = join_world(), []
+        runtime, found = join_runtime(), []
         for name in ("auto", *ROWS):
-            comm = over(make(name), world, TorchComm(world, name))
+            comm = over(make(name), runtime, TorchComm(runtime, name))
             found.append([])
             for size in sizes:
                 start = float(int(paceline.now()) + 1)  # together
@@ -64,9 +64,9 @@ def test_where_switches_add_up_large_messages_go_there() -> None:
     assert cheapest(SWITCH, everybody, large, switches=True) == "native"
 
     def body(rank: int) -> tuple[torch.Tensor, float, list[str]]:
-        world = join_world()
+        runtime = join_runtime()
         row = Auto()
-        comm = over(row, world, TorchComm(world, "auto"))
+        comm = over(row, runtime, TorchComm(runtime, "auto"))
         buffer = torch.full((large // 400,), float(rank))
         start = paceline.now()
         comm.all_reduce(buffer, "sum").wait()
@@ -101,8 +101,8 @@ def test_switches_are_no_candidate_for_what_they_do_not_form(
 
     def took(name: str) -> float:
         def body(rank: int) -> float:
-            world = join_world()
-            comm = over(make(name), world, TorchComm(world, name))
+            runtime = join_runtime()
+            comm = over(make(name), runtime, TorchComm(runtime, name))
             start = paceline.now()
             element = torch.empty(0, dtype=dtype).element_size()
             comm.all_reduce(torch.ones(size // element, dtype=dtype), operation).wait()
@@ -125,8 +125,8 @@ def test_a_rack_with_more_workers_than_an_aggregator_takes_is_not_for_rina(
     assert cheapest(where, everybody[:8], 1 << 25, switches=True) == "rina"
 
     def body(rank: int) -> float:
-        world = join_world()
-        comm = over(make("auto"), world, TorchComm(world, "auto"))
+        runtime = join_runtime()
+        comm = over(make("auto"), runtime, TorchComm(runtime, "auto"))
         buffer = torch.ones(4)
         comm.all_reduce(buffer, "sum").wait()
         return buffer[0].item()
@@ -154,8 +154,8 @@ def test_what_is_cheapest_by_hand() -> None:
 
 def test_groups_are_priced_where_their_members_are() -> None:
     def body(rank: int) -> list[str]:
-        world = join_world()
-        comm = over(make("auto"), world, TorchComm(world, "auto"))
+        runtime = join_runtime()
+        comm = over(make("auto"), runtime, TorchComm(runtime, "auto"))
         mine = range(4) if rank < 4 else range(4, 8)
         chosen = [comm.collective.choice(1 << 25, comm)]
         for group in (comm.group(mine), PointToPointComm(comm, mine, "sends")):
@@ -208,13 +208,13 @@ def test_hierarchical_is_native_under_nccl() -> None:
 
 def test_measuring_stops_before_it_takes_long(monkeypatch) -> None:
     """Each candidate takes 1 us a byte: the third size would take three seconds."""
-    world = SimpleNamespace(now=0.0, tried=[])
+    runtime = SimpleNamespace(now=0.0, tried=[])
     comm = SimpleNamespace(all_reduce_natively=lambda *of: run_one(*of))
 
     def run_one(buffer: torch.Tensor, operation: str) -> SimpleNamespace:
         if operation == "sum":
-            world.now += buffer.numel() * 4e-6
-            world.tried.append(buffer.numel() * 4)
+            runtime.now += buffer.numel() * 4e-6
+            runtime.tried.append(buffer.numel() * 4)
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr(
@@ -222,16 +222,16 @@ def test_measuring_stops_before_it_takes_long(monkeypatch) -> None:
     )
     for row in (autotune.Tree, autotune.HalvingDoubling):
         monkeypatch.setattr(row, "run", lambda self, comm, *of: run_one(*of))
-    world.blank = lambda size, device: torch.zeros(size // 4)
-    world.stopwatch = lambda device: SimpleNamespace(
-        mark=lambda: world.now, seconds=lambda start, marks: [marks[0] - start]
+    runtime.blank = lambda size, device: torch.zeros(size // 4)
+    runtime.stopwatch = lambda device: SimpleNamespace(
+        mark=lambda: runtime.now, seconds=lambda start, marks: [marks[0] - start]
     )
-    curves = measure(comm, world, CPU)
+    curves = measure(comm, runtime, CPU)
     assert set(curves) == set(ROWS) - {"ring"}
-    assert max(world.tried) == autotune.MEASURED[1]
+    assert max(runtime.tried) == autotune.MEASURED[1]
     for curve in curves.values():
         assert curve(1 << 14) == pytest.approx(1e-6 * (1 << 14))
-    assert world.now < 2 * autotune.MOST_SECONDS
+    assert runtime.now < 2 * autotune.MOST_SECONDS
 
 
 def test_what_was_measured_decides_and_noise_does_not() -> None:
@@ -252,9 +252,9 @@ def test_what_was_measured_decides_and_noise_does_not() -> None:
 
 def test_a_described_cluster_of_another_size_is_refused() -> None:
     for racks, where in ((None, THIN), ([0, 0, 1], None)):
-        world = SimpleNamespace(size=4, racks=racks, cluster=where)
+        runtime = SimpleNamespace(size=4, racks=racks, cluster=where)
         with pytest.raises(UsageError, match="this job has 4"):
-            Places.of(world)
+            Places.of(runtime)
 
 
 def test_planned_buckets_are_priced_by_what_auto_takes(capsys) -> None:

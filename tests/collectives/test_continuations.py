@@ -27,11 +27,11 @@ class Result:
             raise self.error
 
     def when_in(self, action):
-        raise AssertionError("this is no virtual world")
+        raise AssertionError("this is no simulated runtime")
 
 
-class World:
-    """What a chain asks of its world."""
+class Runtime:
+    """What a chain asks of its runtime."""
 
     def __init__(self) -> None:
         self.journal = Journal(0, self.now)
@@ -46,16 +46,16 @@ class World:
 
 
 @pytest.fixture
-def world():
-    return World()
+def runtime():
+    return Runtime()
 
 
 def threads(name: str) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == name]
 
 
-def test_works_run_in_the_order_of_issue_whatever_is_in_first(world):
-    chain = Chain(world, "order")
+def test_works_run_in_the_order_of_issue_whatever_is_in_first(runtime):
+    chain = Chain(runtime, "order")
     results = [Result() for _ in range(3)]
     ran = []
     pendings = [
@@ -72,8 +72,8 @@ def test_works_run_in_the_order_of_issue_whatever_is_in_first(world):
     chain.close()
 
 
-def test_works_run_beside_the_caller_without_gradients(world):
-    chain = Chain(world, "beside")
+def test_works_run_beside_the_caller_without_gradients(runtime):
+    chain = Chain(runtime, "beside")
     seen = []
     chain.follow(
         None, lambda: seen.append((threading.current_thread(), torch.is_grad_enabled()))
@@ -83,8 +83,8 @@ def test_works_run_beside_the_caller_without_gradients(world):
     chain.close()
 
 
-def test_a_thread_starts_with_the_first_work_and_ends_with_close(world):
-    chain = Chain(world, "lazy")
+def test_a_thread_starts_with_the_first_work_and_ends_with_close(runtime):
+    chain = Chain(runtime, "lazy")
     assert threads("lazy") == []
     chain.follow(None, lambda: None).wait()
     assert len(threads("lazy")) == 1
@@ -103,8 +103,8 @@ def test_a_runner_that_nobody_closes_takes_its_thread_along():
     assert not thread.is_alive()
 
 
-def test_close_drops_what_has_not_run_and_says_so(world):
-    chain = Chain(world, "closed")
+def test_close_drops_what_has_not_run_and_says_so(runtime):
+    chain = Chain(runtime, "closed")
     under_way, ran = Result(), []
     first = chain.follow(under_way, lambda: ran.append("first"))
     second = chain.follow(Result(), lambda: ran.append("second"))
@@ -123,8 +123,8 @@ def test_close_drops_what_has_not_run_and_says_so(world):
     assert threads("closed") == []
 
 
-def test_what_a_transport_raises_reaches_wait_and_all_later_works(world):
-    chain = Chain(world, "broken")
+def test_what_a_transport_raises_reaches_wait_and_all_later_works(runtime):
+    chain = Chain(runtime, "broken")
     lost = RuntimeError("Connection closed by peer")
     failing, later = Result(lost), Result()
     failing.is_in.set()
@@ -142,8 +142,8 @@ def test_what_a_transport_raises_reaches_wait_and_all_later_works(world):
     chain.close()
 
 
-def test_where_only_the_caller_can_take_results_works_run_as_it_waits(world):
-    chain = Chain(world, "caller", thread=False)
+def test_where_only_the_caller_can_take_results_works_run_as_it_waits(runtime):
+    chain = Chain(runtime, "caller", thread=False)
     results = [Result() for _ in range(3)]
     for result in results:
         result.is_in.set()

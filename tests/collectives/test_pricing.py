@@ -1,4 +1,4 @@
-"""Schedules priced without a world, held against the virtual world's time."""
+"""Schedules priced without a runtime, held against the simulated runtime's time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.collectives.registry import make, over
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
 from paceline.interfaces import Schedule
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.support.profiles import examples
 from tests.support.simulations import cluster, rack, run
 
@@ -43,15 +43,15 @@ CLUSTERS = {
 
 @pytest.mark.parametrize("play", [False, True], ids=["priced", "played"])
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_price_is_the_virtual_world_s_time(name: str, play: bool) -> None:
+def test_a_price_is_the_simulated_runtime_s_time(name: str, play: bool) -> None:
     where = CLUSTERS[name]
     draw = random.Random(name)
     sizes = [draw.randint(1, 50), draw.randint(1_000, 9_000), 30_030]
 
     def body(rank: int) -> list[float]:
-        world, took = join_world(), []
+        runtime, took = join_runtime(), []
         for name in PERFORMED:
-            comm = over(make(name), world, TorchComm(world, f"case {name}"))
+            comm = over(make(name), runtime, TorchComm(runtime, f"case {name}"))
             for size in sizes:
                 start = math.ceil(paceline.now()) + 1.0  # together, on idle links
                 paceline.pace(start - paceline.now())

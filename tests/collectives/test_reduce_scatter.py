@@ -1,6 +1,6 @@
 """Schedules cut in two, and what the halves take in virtual time.
 
-What all worlds have in common is in `halves`, and runs on three workers in `test_runtimes`.
+What all runtimes have in common is in `halves`, and runs on three workers in `test_runtimes`.
 """
 
 import pytest
@@ -18,7 +18,7 @@ from paceline.collectives.reduce_scatter import check_halves, halved, scatter
 from paceline.collectives.registry import make
 from paceline.collectives.schedules import Ring, Star, Tree
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.collectives.halves import CASES, random
 from tests.collectives.test_schedules import racked
 from tests.support.simulations import LATENCY, LINK, cluster, rack, run
@@ -93,7 +93,7 @@ def test_a_part_of_a_schedule_counts_its_steps_from_nought():
 )
 def test_law_on_more_and_fewer_workers(case, n, play):
     where = cluster(rack(n - n // 3), rack(n // 3)) if n > 2 else n
-    run(where, lambda rank: case(TorchComm(join_world(), "law")), play=play)
+    run(where, lambda rank: case(TorchComm(join_runtime(), "law")), play=play)
 
 
 # ---- time ----
@@ -110,14 +110,14 @@ HALF = 3 * LATENCY + 3 / 4 * SIZE / LINK
 
 def test_a_gather_asked_for_early_starts_when_its_scatter_is_in():
     def body(rank):
-        world = join_world()
-        comm = TorchComm(world, "early")
+        runtime = join_runtime()
+        comm = TorchComm(runtime, "early")
         buffer = stand_in(SIZE)
-        start = world.now()
+        start = runtime.now()
         pending = scatter(comm, buffer, "sum").gather()
         pending.wait()
         assert torch.equal(buffer, torch.full((10,), 4.0))
-        return world.now() - start
+        return runtime.now() - start
 
     assert run(4, body) == [pytest.approx(2 * HALF, rel=1e-6)] * 4
 
@@ -126,13 +126,13 @@ def test_a_gather_of_its_own_time_takes_half():
     """It starts where it is asked for, long after the scatter was in."""
 
     def body(rank):
-        world = join_world()
-        comm = TorchComm(world, "late")
+        runtime = join_runtime()
+        comm = TorchComm(runtime, "late")
         scattered = scatter(comm, stand_in(SIZE), "sum")
         paceline.pace(10.0)
-        start = world.now()
+        start = runtime.now()
         scattered.gather().wait()
-        return world.now() - start
+        return runtime.now() - start
 
     assert run(4, body) == [pytest.approx(HALF, rel=1e-6)] * 4
 
@@ -142,14 +142,14 @@ def test_gathers_follow_one_another_in_the_order_of_asking():
     whose scatters were in before, of which two move at a time."""
 
     def body(rank):
-        world = join_world()
-        comm = TorchComm(world, "in turn")
+        runtime = join_runtime()
+        comm = TorchComm(runtime, "in turn")
         scattered = [scatter(comm, stand_in(SIZE), "sum") for _ in range(4)]
         pendings = [one.gather() for one in reversed(scattered)]
         ends = []
         for pending in pendings:
             pending.wait()
-            ends.append(world.now())
+            ends.append(runtime.now())
         return ends
 
     latency, wire = 3 * LATENCY, 3 / 4 * SIZE / LINK
@@ -165,22 +165,22 @@ def test_scatters_do_not_queue_behind_gathers():
     in long before."""
 
     def body(rank):
-        world = join_world()
-        comm = TorchComm(world, "beside")
+        runtime = join_runtime()
+        comm = TorchComm(runtime, "beside")
         other = comm.channel("other")
         large = [scatter(comm, stand_in(SIZE), "sum") for _ in range(3)]
         paceline.pace(10.0)
-        start = world.now()
+        start = runtime.now()
         gathers = [one.gather() for one in large]
         small = scatter(comm, stand_in(4000), "sum").gather()
         own = stand_in(4000)
         late = scatter(comm, own, "sum")
         other.all_reduce(stand_in(6000)).wait()  # a little longer than a scatter
-        assert world.now() - start < 0.1 * HALF
+        assert runtime.now() - start < 0.1 * HALF
         assert own.max() == 4.0  # this rank's part of the sum
         assert own.min() < 4.0
         for pending in (*gathers, small, late.gather()):
             pending.wait()
-        return world.now() - start
+        return runtime.now() - start
 
     assert min(run(4, body)) > 3 * HALF

@@ -6,7 +6,7 @@ import torch
 from paceline.buckets import stand_in_for
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.collectives.registry import COLLECTIVES, make, over
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.support.simulations import cluster, rack, run
 
 WORKERS = 6
@@ -44,11 +44,11 @@ def seconds(make_comm, operation, elements):
         return stand_in_for(size, torch.zeros(max(1, elements * size // SIZE)))
 
     def body(rank):
-        world = join_world()
-        comm = make_comm(world, TorchComm(world))
-        start = world.now()
+        runtime = join_runtime()
+        comm = make_comm(runtime, TorchComm(runtime))
+        start = runtime.now()
         operation(comm, tensor).wait()
-        return world.now() - start
+        return runtime.now() - start
 
     return max(run(cluster(rack(4), rack(2, uplink=8e6)), body))
 
@@ -57,7 +57,7 @@ def seconds(make_comm, operation, elements):
 def test_a_collective_s_price_is_of_the_bytes(name):
     def of(elements):
         return seconds(
-            lambda world, comm: over(make(name), world, comm), all_reduce, elements
+            lambda runtime, comm: over(make(name), runtime, comm), all_reduce, elements
         )
 
     assert of(2) == of(100) == of(SIZE // 4)
@@ -84,10 +84,10 @@ def test_the_price_of_each_operation_is_of_the_bytes(operation, make_comm):
 def test_a_message_is_sent_at_the_price_of_the_bytes(shape):
     def of(tensor):
         def body(rank):
-            world = join_world()
-            comm, start = TorchComm(world), world.now()
+            runtime = join_runtime()
+            comm, start = TorchComm(runtime), runtime.now()
             (comm.receive if rank else comm.send)(tensor, 1 - rank).wait()
-            return world.now() - start
+            return runtime.now() - start
 
         return max(run(2, body))
 

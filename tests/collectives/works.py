@@ -1,4 +1,4 @@
-"""What follows results (`Pending.then`): laws that hold in every world, on three workers."""
+"""What follows results (`Pending.then`): laws that hold in every runtime, on three workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.collectives.communicator import TorchComm
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
@@ -213,8 +213,8 @@ def a_work_waits_for_nothing_and_makes_nothing(comm: TorchComm) -> None:
 
 def closing_drops_what_has_not_run(comm: TorchComm) -> None:
     """What is left at a good end is dropped, and whoever still waits is told."""
-    world = join_world()
-    other = TorchComm(world, f"{comm.name} to be closed", comm.process_group)
+    runtime = join_runtime()
+    other = TorchComm(runtime, f"{comm.name} to be closed", comm.process_group)
     channel = other.channel("closed")
     values = [torch.ones(2) for _ in range(3)]
     done = [channel.all_reduce(value, "sum").then(lambda: None) for value in values]
@@ -226,7 +226,7 @@ def closing_drops_what_has_not_run(comm: TorchComm) -> None:
     with pytest.raises(UsageError, match="closed"):
         late.wait()
     other.close()
-    again = TorchComm(world, f"{comm.name} to be closed", comm.process_group)
+    again = TorchComm(runtime, f"{comm.name} to be closed", comm.process_group)
     again.channel("closed").all_reduce(values[0], "sum").wait()  # made anew
     again.close()
 

@@ -4,7 +4,7 @@ import torch
 
 import paceline
 from paceline.compression import Later, Residuals
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
 from paceline.testing.lockstep import Workers, gradients
 from tests.compression.toys import RankOne, TopK
@@ -82,7 +82,7 @@ def test_plans_are_made_for_what_follows_first_steps():
                 model(torch.full((1, 200), 1.0 + rank)).sum().backward()
                 optimizer.step()
             optimizer.finish()
-            notes.append(list(join_world().journal.notes))
+            notes.append(list(join_runtime().journal.notes))
         return notes
 
     compute = ComputeModel(forward=0.002, backward=0.004)

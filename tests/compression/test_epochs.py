@@ -13,7 +13,7 @@ from paceline.cluster import Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.compression import full_spec, make, warm_up_of
 from paceline.compression.gd_top_k import EPOCH_STEPS
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.__main__ import present_of
 from paceline.tools.plan.predict import Job, predict
 from paceline.tools.plan.script import facts_of
@@ -35,7 +35,7 @@ def sent(epochs, sampled=True, spec=SPEC, stands_in=False):
     """Bytes that rank 0 sends in each step of so many epochs."""
 
     def body(rank):
-        world, data = join_world(), torch.zeros(EPOCH * WORKERS, SIDE)
+        runtime, data = join_runtime(), torch.zeros(EPOCH * WORKERS, SIDE)
         model = stand_in(WORKLOAD) if stands_in else torch.nn.Linear(SIDE, SIDE, False)
         sampler = paceline.Sampler(data, WORKERS)
         optimizer = paceline.distribute(
@@ -51,7 +51,7 @@ def sent(epochs, sampled=True, spec=SPEC, stands_in=False):
                 model(inputs).square().mean().backward()
                 optimizer.step()
         optimizer.finish()
-        return [step.bytes_sent for step in world.journal.steps]
+        return [step.bytes_sent for step in runtime.journal.steps]
 
     return run(cluster(WORKERS), body)[0]
 

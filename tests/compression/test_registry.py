@@ -28,7 +28,7 @@ from paceline.compression import (
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP
 from paceline.methods.local_updates.sparse_loco import SparseLoCo
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.spec import Spec, nested
 from tests.support.simulations import run
 
@@ -145,7 +145,7 @@ def test_distribute_takes_objects_as_names():
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(model, inner, fusion="single", **given)
         optimizer.finish()
-        return join_world().journal.method
+        return join_runtime().journal.method
 
     def told(**given):
         first, second = run(2, lambda rank: method_of(rank, **given))

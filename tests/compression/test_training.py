@@ -15,7 +15,7 @@ from paceline.core.method_spec import read_spec
 from paceline.core.presence import Presence
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
 from tests.support.simulations import run
 
@@ -38,7 +38,7 @@ class Model(torch.nn.Module):
 
 def counted(train):
     """Bytes that this worker sends in *train*."""
-    journal, sent = join_world().journal, []
+    journal, sent = join_runtime().journal, []
     before = journal.sent
     journal.sent = lambda count: (sent.append(count), before(count))
     try:

@@ -19,7 +19,7 @@ SLOW_VIRTUAL = 5
 
 
 class Row(NamedTuple):
-    """A trial on so many virtual workers."""
+    """A trial on so many simulated workers."""
 
     trial: Trial
     workers: int

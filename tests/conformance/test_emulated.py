@@ -11,7 +11,7 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.emulated.launch import EmulatedJob
 from paceline.runtimes.emulated.network import Fabric
 from paceline.testing.cases import cluster_of
-from paceline.testing.method_checks import WORLD_CHECKS, sample, trials
+from paceline.testing.method_checks import RUNTIME_CHECKS, sample, trials
 from tests.conformance.table import SLOW_EMULATED
 from tests.runtimes.emulated.conftest import refusal
 
@@ -19,7 +19,7 @@ from tests.runtimes.emulated.conftest import refusal
 @pytest.mark.slow
 @pytest.mark.skipif(bool(refusal()), reason=refusal() or "namespaces are permitted")
 @pytest.mark.parametrize("servers", [0, 1], ids=["beside rank 0", "on its own host"])
-def test_a_sample_of_the_checks_holds_in_the_emulated_world(servers, capfd):
+def test_a_sample_of_the_checks_holds_in_the_emulated_runtime(servers, capfd):
     racks = cluster_of(3, racks=2)
     cluster = replace(racks, servers=(ServerHost(),) * servers)
     with Fabric(cluster) as fabric:
@@ -31,4 +31,4 @@ def test_a_sample_of_the_checks_holds_in_the_emulated_world(servers, capfd):
 
 
 def kit_size():
-    return len(sample(trials(3), SLOW_EMULATED)) + len(WORLD_CHECKS)
+    return len(sample(trials(3), SLOW_EMULATED)) + len(RUNTIME_CHECKS)

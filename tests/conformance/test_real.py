@@ -1,4 +1,4 @@
-"""The same table on real processes, and the worlds held against each other."""
+"""The same table on real processes, and the runtimes held against each other."""
 
 import json
 
@@ -13,7 +13,7 @@ from paceline.testing.__main__ import rows
 from paceline.testing.cases import cluster_of
 from paceline.testing.method_checks import (
     RULES,
-    WORLD_CHECKS,
+    RUNTIME_CHECKS,
     final_parameters,
     sample,
     trials,
@@ -48,7 +48,7 @@ def check_job(workers, words, tried, ends, folder):
     said, *_ = forked.run_together(
         workers, words, seconds=400, environment={"PACELINE_CLUSTER": str(file)}
     )
-    expected = {f"{name}: ok" for name in [*WORLD_CHECKS, *(t.name for t in tried)]}
+    expected = {f"{name}: ok" for name in [*RUNTIME_CHECKS, *(t.name for t in tried)]}
     assert expected <= set(said.stderr.splitlines())
     real = json.loads(said.stdout)
     for case, rule in [row for row in ends if row[0].timing_free]:
@@ -62,7 +62,7 @@ def check_job(workers, words, tried, ends, folder):
         for ours in virtual.values():
             if rule in bucketing.MEASURED:  # another plan adds in another order
                 torch.testing.assert_close(torch.tensor(ours), theirs)
-            else:  # gloo's order of adding is known, so worlds agree to the last bit
+            else:  # gloo's order of adding is known, so runtimes agree to the last bit
                 assert torch.equal(torch.tensor(ours), theirs)
 
 

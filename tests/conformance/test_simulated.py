@@ -1,4 +1,4 @@
-"""Every row of the table, every check, every fusion rule, sampled: the virtual world."""
+"""Every row of the table, every check, every fusion rule, sampled: the simulated runtime."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.spec import parse
 from paceline.testing import CASES, CHECKS
 from paceline.testing.cases import cluster_of
-from paceline.testing.method_checks import RULES, WORLD_CHECKS
+from paceline.testing.method_checks import RULES, RUNTIME_CHECKS
 from tests.conformance.table import (
     SLOW_VIRTUAL,
     one_of_each,
@@ -35,8 +35,8 @@ def test_row(trial, workers):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("check", WORLD_CHECKS.values(), ids=WORLD_CHECKS)
-def test_the_world(check, workers):
+@pytest.mark.parametrize("check", RUNTIME_CHECKS.values(), ids=RUNTIME_CHECKS)
+def test_the_runtime(check, workers):
     Simulation(cluster_of(workers)).run(lambda rank: check())
 
 

@@ -1,4 +1,4 @@
-"""What DDP's users expect, case by case; each runs on all workers of any world.
+"""What DDP's users expect, case by case; each runs on all workers of any runtime.
 
 Inputs follow from the rank, so every worker can compute alone what the mean over all of
 them must be, and compare.
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.core.halved import halves_train_as_the_whole
 
@@ -861,8 +861,8 @@ def a_backward_that_raised_can_be_done_again():
 
 def a_checkpoint_keeps_each_ranks_buffers():
     model = normalized_model()
-    world = join_world()
-    world.job.trainings.clear()
+    runtime = join_runtime()
+    runtime.job.trainings.clear()
     optimizer = wrap(model)
     for step in range(2):
         model(inputs(paceline.rank(), step)).square().mean().backward()
@@ -878,7 +878,7 @@ def a_checkpoint_keeps_each_ranks_buffers():
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     optimizer.finish()
-    world.job.trainings.clear()
+    runtime.job.trainings.clear()
 
 
 def groups_and_channels_of_unequal_history():
@@ -925,16 +925,16 @@ def a_restart_equals_straight_training():
                 schedule.step()
 
     folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "checkpoint"
-    world = join_world()
+    runtime = join_runtime()
     for steps in (range(10), range(2)):  # the second replaces the first
-        world.job.trainings.clear()
+        runtime.job.trainings.clear()
         straight = begin()
         torch.manual_seed(paceline.rank())
         train(*straight, steps)
         paceline.save(folder, schedule=straight[2])
         train(*straight, range(len(steps), 20))
         straight[1].finish()
-        world.job.trainings.clear()
+        runtime.job.trainings.clear()
         model, optimizer, schedule = begin()
         paceline.load(folder, schedule=schedule)
         train(model, optimizer, schedule, range(len(steps), 20))
@@ -947,7 +947,7 @@ def a_restart_equals_straight_training():
         paceline.load(folder)
     with pytest.raises(UsageError, match="no checkpoint"):
         paceline.load(folder / "nowhere")
-    world.job.trainings.clear()
+    runtime.job.trainings.clear()
 
 
 CASES = {

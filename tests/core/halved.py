@@ -1,4 +1,4 @@
-"""Means in two halves, as a method forms them: a law of all worlds."""
+"""Means in two halves, as a method forms them: a law of all runtimes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 import paceline
 from paceline.interfaces import Pending, Scattered
 from paceline.methods.bsp import BSP
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 
 
 @dataclass
@@ -79,7 +79,7 @@ def train(method, fusion, steps, collective="ring", branch=None):
         used = (rank + step) % 3 if branch is None else branch
         model(torch.randn(4, 6, generator=draw), used).backward()
         optimizer.step()
-    sent = [record.bytes_sent for record in join_world().journal.steps]
+    sent = [record.bytes_sent for record in join_runtime().journal.steps]
     optimizer.finish()
     return [p.detach().clone() for p in model.parameters()], sent[len(sent) - steps :]
 

@@ -1,4 +1,4 @@
-"""Cases on one GPU: two processes that share it, one with NCCL, virtual workers."""
+"""Cases on one GPU: two processes that share it, one with NCCL, simulated workers."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ def test_one_process_with_nccl(backend):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_virtual_workers_share_a_gpu(name):
+def test_simulated_workers_share_a_gpu(name):
     simulation = Simulation(uniform_cluster(3, "1gbit", "50us"))
 
     def body(rank):

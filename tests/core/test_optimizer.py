@@ -12,7 +12,7 @@ import paceline
 from paceline.core.optimizer import TrainingEnded
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.core.cases import inputs, small_model
 from tests.support.simulations import run
@@ -213,7 +213,7 @@ def test_another_face_of_the_optimizer_is_the_same_optimizer(method):
         # the model is free for another training, whichever face has finished
         given(model).finish()
         # steps through any face are the job's
-        return end, join_world().journal.step_count
+        return end, join_runtime().journal.step_count
 
     ends = run(2, body)
     assert torch.equal(ends[0][0], ends[1][0])

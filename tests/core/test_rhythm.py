@@ -12,7 +12,7 @@ from paceline.buckets import stand_in_for
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
 from paceline.methods.bsp import BSP
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary
 from paceline.testing import inspect
 from paceline.testing.task import Counting
@@ -50,7 +50,7 @@ def train(method, workers, steps, make=Counting, fusion="optimal"):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        sent = [record.bytes_sent for record in join_world().journal.steps]
+        sent = [record.bytes_sent for record in join_runtime().journal.steps]
         before = applied(model)
         optimizer.finish()
         return sent, before, applied(model), model
@@ -384,7 +384,7 @@ def test_figures_are_of_as_many_steps_as_it_takes_to_repeat(method, period):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        journal = join_world().journal
+        journal = join_runtime().journal
         sent = [record.bytes_sent for record in journal.steps]
         figure = Summary.of(journal).bytes_sent
         optimizer.finish()

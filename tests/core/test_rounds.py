@@ -9,7 +9,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.interfaces import Rhythm
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
 from paceline.testing.restart_checks import shared_folder
@@ -100,7 +100,7 @@ def test_a_round_with_a_lag_waits_for_nobody():
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        at = join_world().now()
+        at = join_runtime().now()
         optimizer.finish()
         return at
 

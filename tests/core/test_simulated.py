@@ -1,4 +1,4 @@
-"""Every case in the virtual world, on 1 and 3 workers."""
+"""Every case in the simulated runtime, on 1 and 3 workers."""
 
 import pytest
 

@@ -77,7 +77,7 @@ def trainings():
 
 @pytest.mark.parametrize("block", list(trainings()))
 def test_python_that_is_shown_runs(block, monkeypatch):
-    """On two virtual workers, with the names that such a script has by then."""
+    """On two simulated workers, with the names that such a script has by then."""
 
     def body(rank):
         paceline.init()

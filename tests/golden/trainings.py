@@ -1,4 +1,4 @@
-"""Trainings in the virtual world, and all of their behaviour that is to stay as it is.
+"""Trainings in the simulated runtime, and all of their behaviour that is to stay as it is.
 
 Each row of the conformance table is trained on described networks whose workers differ in
 speed, so that its virtual times mean something. The models compute element by element, since
@@ -18,7 +18,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, parse_cluster
 from paceline.core.optimizer import DistributedOptimizer
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.testing import CASES, Case
 
@@ -212,15 +212,15 @@ def _train_unevenly(
 
 def _begin(rank: int, simulation: Simulation) -> list[int]:
     """Wait for this worker's start; returns what counts its bytes from then on."""
-    world = join_world()
-    count, sent = world.journal.sent, [0]
+    runtime = join_runtime()
+    count, sent = runtime.journal.sent, [0]
 
     def counted(number: int) -> None:
         sent[0] += number
         count(number)
 
     simulation.clock.pause(START + APART * rank - paceline.now())
-    world.journal.sent = counted
+    runtime.journal.sent = counted
     return sent
 
 

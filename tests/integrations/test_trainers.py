@@ -131,7 +131,7 @@ def require_alike(ours: Lines, theirs: Lines) -> None:
 
 
 @pytest.mark.parametrize("tried", TRIED, ids=lambda tried: tried.name)
-def test_learns_what_ddp_learns_in_both_worlds(tried: Tried, tmp_path: Path) -> None:
+def test_learns_what_ddp_learns_in_both_runtimes(tried: Tried, tmp_path: Path) -> None:
     needs(tried.package)
     theirs = trained(tried, "ddp", tmp_path / "ddp", tried.cases)
     asked = [*tried.cases, *tried.others]
@@ -150,7 +150,7 @@ def test_learns_what_ddp_learns_in_both_worlds(tried: Tried, tmp_path: Path) -> 
         if case.startswith("early"):
             steps = ours[case, rank]["steps"]
             assert steps == ours[case, 0]["steps"] < TO_THE_END
-    virtual = trained_in_virtual_time(tried, tmp_path / "virtual")
+    virtual = trained_in_virtual_time(tried, tmp_path / "simulated")
     assert virtual.keys() == {(tried.virtual, rank) for rank in (0, 1)}
     require_alike(virtual, ours)
 

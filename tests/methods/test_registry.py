@@ -7,7 +7,7 @@ from paceline.core.distribute import distribute
 from paceline.core.method_spec import brief_spec, read_spec
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.spec import field_types, parse
 from paceline.testing import CASES
@@ -102,7 +102,7 @@ def test_what_tables_call_a_run_is_enough_to_repeat_it(case):
         model = Quadratic()
         adam = torch.optim.Adam(model.parameters())
         distribute(model, adam, method=case.method).finish()
-        found.append(join_world().journal.brief)
+        found.append(join_runtime().journal.brief)
 
     Simulation(cluster_of(1)).run(begin)
     assert read_spec(found[0]) == read_spec(case.method)

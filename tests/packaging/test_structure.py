@@ -214,7 +214,7 @@ def test_nothing_mocks_but_tests():
 @pytest.mark.slow
 def test_tests_look_at_an_optimizer_by_inspect_alone():
     """`paceline.testing.inspect` gives what they need: what is private may move."""
-    private = ("_training", "_world", "_present")
+    private = ("_training", "_runtime", "_present")
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         for node in nodes_of(path):
             where = f"{path}:{getattr(node, 'lineno', 0)}: use inspect(optimizer)"

@@ -1,4 +1,4 @@
-"""What the tests of the emulated world share."""
+"""What the tests of the emulated runtime share."""
 
 import os
 import select

@@ -35,14 +35,14 @@ def run(where: int | Cluster, body: Callable[[int], Any], **options: Any) -> lis
     return run_on(simulation(where, **options), body)
 
 
-def run_on(world: Simulation, body: Callable[[int], Any]) -> list[Any]:
-    answers: list[Any] = [None] * world.cluster.workers
+def run_on(runtime: Simulation, body: Callable[[int], Any]) -> list[Any]:
+    answers: list[Any] = [None] * runtime.cluster.workers
 
     def main(rank: int) -> None:
         paceline.init()
         answers[rank] = body(rank)
 
-    world.run(main)
+    runtime.run(main)
     return answers
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 ROUNDS = 4
 REPEATABLE = 1e-6
-"""Relative spread below which times are taken as exact: a virtual world without jitter."""
+"""Relative spread below which times are taken as exact: a simulated runtime without jitter."""
 
 CLEAR = 3.0
 NOISE = 0.05

@@ -66,9 +66,9 @@ def compare(
             help="Say when each reached this value of a logged metric. \\[default: no column for it]",
         ),
     ] = None,
-    world: Annotated[
-        Literal["virtual", "emulated", "real"], typer.Option(help="Where to run.")
-    ] = "virtual",
+    runtime: Annotated[
+        Literal["simulated", "emulated", "real"], typer.Option(help="Where to run.")
+    ] = "simulated",
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
@@ -95,7 +95,7 @@ def compare(
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
     o.check_job(script, *variant or ())
-    _check_plan(world, variant, quality)
+    _check_plan(runtime, variant, quality)
     from paceline.tools.compare.goal import Goal
 
     goal = None if until is None else Goal.read(until)
@@ -111,14 +111,14 @@ def compare(
         jitter=jitter or None,
         pace=pace,
     )
-    given.check(world)
+    given.check(runtime)
     from paceline.runtimes.results import Result
     from paceline.tools.compare.runner import Variant
 
     arguments = script_arguments or []
     shared: dict[str, object] = {"--steps": steps, "--seed": seed, "--workers": workers}
     plan, measures = None, True
-    if world == "real":
+    if runtime == "real":
         shared["--workers"] = o.REAL_WORKERS if workers is None else workers
     else:
         # Complain here, once, not in every variant; and profile once for all.
@@ -130,7 +130,7 @@ def compare(
                 "backward": backward,
             }
             plan = _planned(script, arguments, described, allowed, times, json)
-        if world == "virtual":
+        if runtime == "simulated":
             compute = o.make_compute(workload, forward, backward, jitter, seed)
             measures = not any((workload, forward, backward))
             if measures:
@@ -142,13 +142,15 @@ def compare(
     clear(str(output))  # else what is left of the last comparison looks like this one's
     results, reached = _run_all(
         variants,
-        world,
+        runtime,
         script,
         arguments,
-        given.options(world, shared),
+        given.options(runtime, shared),
         output,
         goal,
-        at_once=1 if world != "virtual" or measures else min(MOST_AT_ONCE, processes()),
+        at_once=1
+        if runtime != "simulated" or measures
+        else min(MOST_AT_ONCE, processes()),
         json=json,
     )
     ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
@@ -164,16 +166,16 @@ def compare(
 
 
 def _check_plan(
-    world: str, variant: Sequence[str] | None, quality: Sequence[str] | None
+    runtime: str, variant: Sequence[str] | None, quality: Sequence[str] | None
 ) -> None:
     """Raises `UsageError` where a plan is asked for that cannot be made, or that nobody needs."""
     if variant and quality:
         raise UsageError(
             "--quality is for the plan, which --variant replaces: leave it out"
         )
-    if world == "real" and not variant:
+    if runtime == "real" and not variant:
         raise UsageError(
-            "in the real world nobody knows the network: give one --variant SPEC or more "
+            "in the real runtime nobody knows the network: give one --variant SPEC or more "
             "(paceline plan SCRIPT --probe measures it, and says which are fastest)"
         )
 
@@ -305,13 +307,13 @@ def _print_gains(
         plan.workers,
         plan.one_machine.step_seconds,
         goal,
-        title=f"{plan.cluster}, {first.world} world",
+        title=f"{plan.cluster}, {first.runtime} runtime",
     )
 
 
 def _run_all(
     variants: Sequence[Variant],
-    world: str,
+    runtime: str,
     script: Path,
     script_arguments: Sequence[str],
     options: Sequence[str],
@@ -347,7 +349,7 @@ def _run_all(
             end = shown.begin(f"[{item.number + 1}/{len(variants)}] {item.spec}", now)
             outcome, errors = run_variant(
                 item,
-                world,
+                runtime,
                 str(script),
                 script_arguments,
                 options,

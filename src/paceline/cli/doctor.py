@@ -61,8 +61,8 @@ def doctor(
         ),
     ] = None,
     script_arguments: o.ScriptArguments = None,
-    world: Annotated[
-        Literal["real", "emulated", "virtual"], typer.Option(help="What to examine.")
+    runtime: Annotated[
+        Literal["real", "emulated", "simulated"], typer.Option(help="What to examine.")
     ] = "real",
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
@@ -81,9 +81,9 @@ def doctor(
     no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
     json: o.Json = False,
 ) -> None:
-    """Say what slows a training down: measured on the machines, or in any world.
+    """Say what slows a training down: measured on the machines, or in any runtime.
 
-    In the real world torchrun's options are passed through: run the same command on each
+    In the real runtime torchrun's options are passed through: run the same command on each
     machine. Exit status: 0 healthy, 1 faults, 2 nothing was found out.
     """
     if not seconds > 0:
@@ -98,19 +98,19 @@ def doctor(
         json=json,
     )
     with o.standard_output_for_result(True) as true_output:
-        if world == "real":
+        if runtime == "real":
             described = (link, latency, server_hosts, cluster, workload)
             evidence = job.real(context, workers, described)
         else:
             for word in torchrun_words(context)[:1]:
-                raise UsageError(f"{word} means nothing in the {world} world")
+                raise UsageError(f"{word} means nothing in the {runtime} runtime")
             network = o.make_cluster(cluster, workers, link, latency, server_hosts)
             if network.workers < 2:
                 raise UsageError(
                     "one worker has nobody to wait for: expected --workers 2, or more"
                 )
             o.check_workers(method, network.workers, network.groups)
-            run = job.emulated if world == "emulated" else job.virtual
+            run = job.emulated if runtime == "emulated" else job.simulated
             evidence = run(network, workload)
         if evidence is None:
             return  # another machine's rank 0 has it
@@ -156,7 +156,7 @@ def _json(diagnosis: Diagnosis, evidence: Evidence) -> str:
 
 
 class _Job:
-    """What is examined, whatever the world."""
+    """What is examined, whatever the runtime."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class _Job:
         for name, value in zip(names, described, strict=True):
             if value is not None:
                 raise UsageError(
-                    f"{name} describes what this measures: leave it out, or say --world "
-                    "emulated or virtual"
+                    f"{name} describes what this measures: leave it out, or say --runtime "
+                    "emulated or simulated"
                 )
         os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
         words = torchrun_words(context)
@@ -189,7 +189,7 @@ class _Job:
             raise UsageError(
                 "one worker has nobody to wait for: expected --workers 2 or more on this "
                 "machine, or torchrun's options on each of several (--nnodes 2 --node-rank 0 "
-                "--master-addr HOST ...); or --world emulated or virtual"
+                "--master-addr HOST ...); or --runtime emulated or simulated"
             )
         with scratch_folder() as scratch:
             file = Path(scratch) / "evidence.json"
@@ -213,7 +213,7 @@ class _Job:
                 status = job.run()
             return self._read(file, status)
 
-    def virtual(self, network: Cluster, workload: str | None) -> Evidence | None:
+    def simulated(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.cli.compute_times import profiled, run_or_profile_anew
         from paceline.runtimes.simulated import Simulation
         from paceline.tools.doctor.simulated import examined, examined_network

@@ -117,7 +117,7 @@ Processes = Annotated[
 WorkersOrProcesses = Annotated[
     int | None,
     typer.Option(
-        help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}; in the real world "
+        help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}; in the real runtime "
         f"{REAL_WORKERS}, or what options of torchrun's say]"
     ),
 ]

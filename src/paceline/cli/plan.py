@@ -328,5 +328,5 @@ def _probed(
 
     with scratch_folder() as folder, o.standard_output_for_result(True):
         file = Path(folder) / "cluster.toml"
-        probe(context, world="real", workers=workers, output=file, seconds=0.1)
+        probe(context, runtime="real", workers=workers, output=file, seconds=0.1)
         return load_cluster(file) if file.exists() else None

@@ -28,8 +28,8 @@ SCRIPT = str(Path(__file__).parent.parent / "cluster" / "probe" / "__main__.py")
 
 def probe(
     context: typer.Context,
-    world: Annotated[
-        Literal["real", "emulated", "virtual"], typer.Option(help="What to measure.")
+    runtime: Annotated[
+        Literal["real", "emulated", "simulated"], typer.Option(help="What to measure.")
     ] = "real",
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
@@ -46,7 +46,7 @@ def probe(
 ) -> None:
     """Measure goodput and latency between hosts, all-reduces, and processors.
 
-    In the real world torchrun's options are passed through: run the same command on each
+    In the real runtime torchrun's options are passed through: run the same command on each
     machine. The file that is written can be simulated and emulated.
     """
     from paceline.cluster.probe import Findings, infer_cluster
@@ -66,7 +66,7 @@ def probe(
         found = Path(scratch) / "findings.json"
         arguments = [f"--output={found}", f"--seconds-per-pair={seconds}"]
         servers = 0
-        if world == "real":
+        if runtime == "real":
             for name, value in (
                 ("--link", link),
                 ("--latency", latency),
@@ -82,12 +82,12 @@ def probe(
                 status = launch(workers, words, SCRIPT, arguments, RunOptions())
         elif torchrun_words(context):
             raise UsageError(
-                f"{torchrun_words(context)[0]} means nothing in the {world} world"
+                f"{torchrun_words(context)[0]} means nothing in the {runtime} runtime"
             )
         else:
             described = o.make_cluster(cluster, workers, link, latency, server_hosts)
             servers = len(described.servers)
-            if world == "emulated":
+            if runtime == "emulated":
                 with Fabric(described) as fabric:
                     for warning in fabric.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
@@ -117,10 +117,10 @@ def probe(
 
 def _in_virtual_time(simulation: Simulation, path: Path, seconds: float) -> int:
     from paceline.cluster.probe import measure
-    from paceline.runtimes.join import join_world
+    from paceline.runtimes.join import join_runtime
 
     def body(rank: int) -> None:
-        findings = measure(join_world(), seconds_per_pair=seconds)
+        findings = measure(join_runtime(), seconds_per_pair=seconds)
         if rank == 0:
             path.write_bytes(msgspec.json.encode(findings))
 

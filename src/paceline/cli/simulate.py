@@ -44,7 +44,7 @@ def simulate(
     report_to: o.ReportTo = None,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT once per virtual worker, in one process, on a virtual clock."""
+    """Run SCRIPT once per simulated worker, in one process, on a virtual clock."""
     o.check_job(script, method)
     o.check_report(report_to)
     if records is not None:
@@ -68,7 +68,7 @@ def simulate(
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
-                    standing = Standing.of(simulation.world_of(0).journal)
+                    standing = Standing.of(simulation.runtime_of(0).journal)
                     told(f"virtual time {now:.3f} s · {describe(standing, steps)}")
                     if there is not None:
                         standing.write(there)

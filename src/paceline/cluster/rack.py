@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from paceline.errors import ClusterError
 
 MAX_WORKERS = 100_000
-"""More workers than any world here can hold: a typing mistake, not a cluster."""
+"""More workers than any runtime here can hold: a typing mistake, not a cluster."""
 
 PACKET_BYTES = 1432
 """Of numbers, in a packet of an aggregator on an Ethernet (MTU 1500)."""

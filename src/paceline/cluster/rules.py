@@ -1,5 +1,5 @@
 """What happens to a cluster during a run: links that slow down, break and come back,
-workers that die. The same objects in the virtual and, but for paths, in the emulated world.
+workers that die. The same objects in the simulated and, but for paths, in the emulated runtime.
 
 ::
 
@@ -19,7 +19,7 @@ workers that die. The same objects in the virtual and, but for paths, in the emu
     [[rule]]
     at = "0 s"
     throttle = "worker 1 to worker 2"  # this path alone: what no others share, such as a bad
-    rate = "25 Mbit/s"         # route; virtual alone
+    rate = "25 Mbit/s"         # route; simulated alone
 
     [[rule]]
     step = 30

@@ -9,20 +9,20 @@ import torch
 from paceline.buckets import nearly_square, stand_in_for, stands_in, wire_bytes
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
-from paceline.interfaces import World
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces import Runtime
+from paceline.interfaces.current_runtime import current_runtime
 
 
 class StandIn(torch.nn.Module):
     """A model with a workload's tensors, which become ready in the workload's order.
 
     Called with a batch, it returns a loss: half the squared distance of every parameter
-    from the batch's mean. In the virtual world a tensor has few elements and is priced at
+    from the batch's mean. In the simulated runtime a tensor has few elements and is priced at
     the workload's bytes, and shapes; elsewhere it has them all. Either way a step is charged,
     or takes, the workload's times.
     """
 
-    def __init__(self, workload: Workload, world: World) -> None:
+    def __init__(self, workload: Workload, runtime: Runtime) -> None:
         super().__init__()
         self.workload = workload
         made = []
@@ -30,7 +30,7 @@ class StandIn(torch.nn.Module):
         for name, size, shape in zip(
             workload.names, workload.sizes, shapes, strict=True
         ):
-            parameter = _tensor(world.blank(size, torch.device("cpu")), shape)
+            parameter = _tensor(runtime.blank(size, torch.device("cpu")), shape)
             try:
                 self._register(name, parameter)
             except KeyError as error:
@@ -71,7 +71,7 @@ class StandIn(torch.nn.Module):
 def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
     """A parameter that is, or stands for, what *blank* is, as one of *shape*: where that has
     as many bytes as one of *blank*'s type. Of others it is a matrix that is nearly square, or else,
-    as where their number is prime, one of a row: of the same shape in every world, as codes
+    as where their number is prime, one of a row: of the same shape in every runtime, as codes
     do by it what they do."""
     elements = wire_bytes(blank) // blank.element_size()
     if shape is None or math.prod(shape) != elements:
@@ -90,9 +90,9 @@ def stand_in(workload: Workload | str) -> StandIn:
     Call `init` first. Raises `UsageError` for a workload that cannot be read, or whose
     tensors no model can have.
     """
-    world = current_world()
-    if world is None:
+    runtime = current_runtime()
+    if runtime is None:
         raise UsageError("call paceline.init() before paceline.stand_in(...)")
     if not isinstance(workload, Workload):
         workload = Workload.load(workload)
-    return StandIn(workload, world)
+    return StandIn(workload, runtime)

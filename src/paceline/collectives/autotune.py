@@ -1,7 +1,7 @@
 """Which collective is the cheapest for a message.
 
 Where the cluster is known, the candidates' schedules are priced on it: the same on all ranks
-and in all worlds. Where it is not, they are timed once, when training begins, and all ranks go
+and in all runtimes. Where it is not, they are timed once, when training begins, and all ranks go
 by the slowest one's times. ``native`` is kept unless another one is cheaper by `MARGIN`.
 
 ``rina`` is a candidate for what switches form (`aggregated.suits_switches`), where the cluster is
@@ -41,8 +41,8 @@ from paceline.interfaces import (
     Comm,
     Pending,
     ReduceOperation,
+    Runtime,
     Schedule,
-    World,
 )
 from paceline.units import show_bytes
 
@@ -129,18 +129,18 @@ class Auto:
                 )
         return self._known[key]
 
-    def begin(self, comm: TorchComm, world: World, device: torch.device) -> str:
+    def begin(self, comm: TorchComm, runtime: Runtime, device: torch.device) -> str:
         """Measure, where nothing is known. Returns what to tell people. Collective."""
         if comm.size == 1 or (device.type == "cuda" and comm.follows_streams):
             return ""
         how = "as priced on the cluster"
-        self._adds_up = self._found(comm, world)
+        self._adds_up = self._found(comm, runtime)
         if comm.places.cluster is None:
-            self._measured = measure(comm, world, device)
+            self._measured = measure(comm, runtime, device)
             sizes = next(iter(self._measured.values())).sizes
             how = f"as measured up to {show_bytes(sizes[-1])}"
         elif self._adds_up and Rina.name in [self.choice(n, comm) for n in SHOWN]:
-            self._rina.begin(comm, world)
+            self._rina.begin(comm, runtime)
         spans = []
         for name, of_span in itertools.groupby(
             SHOWN, lambda size: self.choice(size, comm)
@@ -157,13 +157,13 @@ class Auto:
             )
         return told
 
-    def _found(self, comm: TorchComm, world: World) -> bool:
+    def _found(self, comm: TorchComm, runtime: Runtime) -> bool:
         """Whether the switches that add up on this cluster can be used."""
         if comm.places.cluster is None or self._rina.plain(comm):
             return False
         if not self._rina.has_room(comm):
             return False
-        addresses = world.aggregators
+        addresses = runtime.aggregators
         return addresses is None or comm.aggregating <= addresses.keys()
 
 
@@ -204,15 +204,15 @@ def _least(times: Mapping[str, float]) -> str:
 
 
 def measure(
-    comm: TorchComm, world: World, device: torch.device
+    comm: TorchComm, runtime: Runtime, device: torch.device
 ) -> dict[str, TableCost]:
     """Each candidate's seconds by its bytes, as the slowest rank found them: the same on
     all. A ring is what native is, and is not tried. Collective."""
-    stopwatch = world.stopwatch(device)
+    stopwatch = runtime.stopwatch(device)
     rows = {name: row for name, row in CANDIDATES.items() if name != Ring.name}
 
     def timed(row: Any, size: int) -> float:
-        buffer = world.blank(size, device)
+        buffer = runtime.blank(size, device)
         start = stopwatch.mark()
         if isinstance(row, Native):
             pending = comm.all_reduce_natively(buffer, "sum")

@@ -1,4 +1,4 @@
-"""The one `Comm`: over torch.distributed, whatever backend a world brings."""
+"""The one `Comm`: over torch.distributed, whatever backend a runtime brings."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from paceline.interfaces import (
     Collective,
     Pending,
     ReduceOperation,
+    Runtime,
     Schedule,
-    World,
 )
 from paceline.torch_internals import (
     all_gather_options,
@@ -32,7 +32,7 @@ from paceline.torch_internals import (
     group_beside,
     lanes_of,
     reduce_scatter_options,
-    virtual_end,
+    simulated_end,
 )
 
 MOST_GROUPS = 16
@@ -48,12 +48,12 @@ _OPERATIONS: dict[ReduceOperation, Any] = {
 class TorchComm(Messages):
     """A `Comm` over a torch.distributed process group.
 
-    Counts bytes and waits in *world*'s journal. A group of one moves nothing. *name* is
+    Counts bytes and waits in *runtime*'s journal. A group of one moves nothing. *name* is
     unique in the job and the same on all ranks. *chain* runs what follows results; groups
     share it with the communicator that they are of. *issuer*: the chain whose works issue
     all that is issued here; None: the training itself. *collective*: how averages are
     formed; None: as torch.distributed does it. *places*: where its ranks are (None: all of the
-    world's workers, where they are).
+    runtime's workers, where they are).
     """
 
     threads: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class TorchComm(Messages):
 
     def __init__(
         self,
-        world: World,
+        runtime: Runtime,
         name: str = "training",
         group: dist.ProcessGroup | None = None,
         chain: Chain | None = None,
@@ -69,14 +69,14 @@ class TorchComm(Messages):
         collective: Collective | None = None,
         places: Places | None = None,
     ) -> None:
-        super().__init__(world, name)
+        super().__init__(runtime, name)
         whole: Any = dist.group.WORLD
         self._group: Any = whole if group is None else group
-        self.chain = chain or Chain(world, name, thread=self.threads)
+        self.chain = chain or Chain(runtime, name, thread=self.threads)
         self._owns_chain = chain is None
         self.issuer = issuer
         self.collective = collective
-        self.places = Places.of(world) if places is None else places
+        self.places = Places.of(runtime) if places is None else places
         self._channels: dict[str, TorchComm] = {}
         self._groups: dict[tuple[int, ...], TorchComm] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
@@ -113,7 +113,7 @@ class TorchComm(Messages):
 
     def tell(self, sentence: str) -> None:
         """Say it to people, and keep it beside the run's figures."""
-        self._world.journal.note(sentence)
+        self._runtime.journal.note(sentence)
         if self.rank == 0:
             print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
@@ -154,7 +154,7 @@ class TorchComm(Messages):
         size = wire_bytes(buffer)
         if size not in self._ring_bytes:
             self._ring_bytes[size] = Ring(self.size, size).bytes_sent(self.rank)
-        self._world.journal.sent(self._ring_bytes[size])
+        self._runtime.journal.sent(self._ring_bytes[size])
         # The group's own method, not dist.all_reduce: that checks and logs for 25 us,
         # which is a percent of a small step, and in virtual time it would take the
         # thread's worker for the one who calls.
@@ -222,7 +222,7 @@ class TorchComm(Messages):
     def _make_channel(self, name: str) -> TorchComm:
         full_name, group = self._beside(f"channel {name}", range(self.size))
         return TorchComm(
-            self._world, full_name, group, None, None, self.collective, self.places
+            self._runtime, full_name, group, None, None, self.collective, self.places
         )
 
     def group(self, ranks: Sequence[int]) -> TorchComm:
@@ -246,7 +246,7 @@ class TorchComm(Messages):
             return self._groups[key]
         name, group = self._beside(f"group {text}", key)
         self._groups[key] = TorchComm(
-            self._world,
+            self._runtime,
             name,
             group,
             self.chain,
@@ -264,7 +264,7 @@ class TorchComm(Messages):
     def _all_have_room(self, members: tuple[int, ...], text: str) -> bool:
         """Whether each of *members* can keep one more group of its own: they agree on it,
         since what others of their groups are is unknown to each other. Collective."""
-        if virtual_end(self._group) is not None or len(members) == 1:
+        if simulated_end(self._group) is not None or len(members) == 1:
             return True  # costs neither threads nor connections
         if not self.speaks_gloo:
             return True
@@ -304,7 +304,13 @@ class TorchComm(Messages):
     def _make_round(self, issuer: Chain) -> TorchComm:
         name, group = self._beside(f"after {issuer.path}", range(self.size))
         return TorchComm(
-            self._world, name, group, issuer.inner, issuer, self.collective, self.places
+            self._runtime,
+            name,
+            group,
+            issuer.inner,
+            issuer,
+            self.collective,
+            self.places,
         )
 
     def _beside(self, what: str, ranks: Sequence[int]) -> tuple[str, dist.ProcessGroup]:
@@ -315,7 +321,7 @@ class TorchComm(Messages):
         return name, group_beside(self._group, name, ranks)
 
     def _count(self, schedule: Schedule) -> None:
-        self._world.journal.sent(schedule.bytes_sent(self.rank))
+        self._runtime.journal.sent(schedule.bytes_sent(self.rank))
 
 
 def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
@@ -337,12 +343,12 @@ class PointToPointComm(TorchComm):
     def __init__(self, parent: TorchComm, ranks: Sequence[int], name: str) -> None:
         self._parent = parent
         group = parent.process_group
-        end = virtual_end(group)
+        end = simulated_end(group)
         if end is not None:
             members = [parent._peers[rank] for rank in ranks]
             group = end.shared(f"{parent.name}, among {members}", members)
         super().__init__(
-            parent._world,
+            parent._runtime,
             name,
             group,
             parent.chain,

@@ -14,7 +14,7 @@ who issues, and keeps a queue (a process group) of its own for each chain. What 
 *those* operations is a chain of its own again, the ``inner`` one; what follows the Pending
 that ``then`` gave back is the ``after`` one. Paths name them: equal on all ranks.
 
-Who runs the works is the world's to say, in a `Runner`: a thread per chain (`ThreadRunner`),
+Who runs the works is the runtime's to say, in a `Runner`: a thread per chain (`ThreadRunner`),
 an event at a virtual instant, or, where results can be taken only by the thread that asked
 for them, whoever waits (`WaitingRunner`).
 
@@ -34,7 +34,7 @@ from queue import Empty, SimpleQueue
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Awaited, Pending, Runner, Signal, World
+from paceline.interfaces import Awaited, Pending, Runner, Runtime, Signal
 from paceline.timeouts import timeouts
 
 Work = Callable[[], Pending | None]
@@ -82,12 +82,12 @@ def _working(chain: Chain | None) -> Iterator[None]:
 class Chain:
     """Works in the order of issue. *name* is that of the communicator whose operations they
     follow, *steps* how it comes from there: together the same on all ranks. *thread*: see
-    `World.runner`."""
+    `Runtime.runner`."""
 
     def __init__(
-        self, world: World, name: str, steps: str = "", *, thread: bool = True
+        self, runtime: Runtime, name: str, steps: str = "", *, thread: bool = True
     ) -> None:
-        self.world = world
+        self.runtime = runtime
         self.steps = steps
         self._name = name
         self._thread = thread
@@ -113,14 +113,14 @@ class Chain:
     def _other(self, step: str) -> Chain:
         if step not in self._others:
             self._others[step] = Chain(
-                self.world, self._name, self.steps + step, thread=self._thread
+                self.runtime, self._name, self.steps + step, thread=self._thread
             )
         return self._others[step]
 
     def follow(self, awaited: Awaited | None, work: Work) -> Chained:
         """Run *work* when *awaited* is in, after the works that came before."""
         if self._runner is None:
-            self._runner = self.world.runner(self.path, thread=self._thread)
+            self._runner = self.runtime.runner(self.path, thread=self._thread)
         chained = Chained(self, work, self._runner.signal(f"what follows {self.path}"))
         self._runner.put(awaited, chained.run)
         return chained
@@ -177,10 +177,10 @@ class Chained:
         if self._known_in:
             return
         check_may_wait()
-        world = self._chain.world
-        start = world.now()
-        world.journal.block("chained", self.settle)
-        world.journal.waited("chained", start, world.now())
+        runtime = self._chain.runtime
+        start = runtime.now()
+        runtime.journal.block("chained", self.settle)
+        runtime.journal.waited("chained", start, runtime.now())
 
     def settle(self) -> None:
         self._ran.wait()

@@ -8,15 +8,15 @@ from typing import NoReturn
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Schedule, World
+from paceline.interfaces import Runtime, Schedule
 
 
 class AloneComm:
     """Knows its rank and the number of workers, and refuses every collective: in a job that
     survives deaths, nobody may wait for a worker that a server has not evicted."""
 
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
+    def __init__(self, runtime: Runtime) -> None:
+        self.rank, self.size = runtime.rank, runtime.size
         self.racks = None
         self.aggregating: frozenset[int] = frozenset()
 

@@ -139,7 +139,7 @@ class CallsBack(Protocol):
 
 
 def call_when_all_in(several: Sequence[CallsBack], action: Callable[[], None]) -> None:
-    """Virtual worlds: call *action* at the instant at which the last of them is in."""
+    """Simulated runtimes: call *action* at the instant at which the last of them is in."""
     missing = len(several)
 
     def one_is_in() -> None:

@@ -1,4 +1,4 @@
-"""Where a communicator's ranks are, as far as their world knows."""
+"""Where a communicator's ranks are, as far as their runtime knows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.cluster import Cluster
 from paceline.errors import UsageError
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 
 
 @dataclass(frozen=True)
@@ -23,27 +23,27 @@ class Places:
     servers: int = 0
 
     @classmethod
-    def of(cls, world: World) -> Places:
+    def of(cls, runtime: Runtime) -> Places:
         """Of all workers. Raises `UsageError` where what is described is another job."""
-        cluster, racks = world.cluster, world.racks
+        cluster, racks = runtime.cluster, runtime.racks
         for what, count in (
             ("the racks that are described", None if racks is None else len(racks)),
             ("the cluster that is described", cluster and cluster.workers),
         ):
-            if count not in (None, world.size):
+            if count not in (None, runtime.size):
                 raise UsageError(
-                    f"{what} have room for {count} workers, and this job has {world.size}: "
+                    f"{what} have room for {count} workers, and this job has {runtime.size}: "
                     "give the description of this job's hosts, with a worker for each rank"
                 )
-        aggregating, found = aggregating_racks(cluster), world.aggregators
+        aggregating, found = aggregating_racks(cluster), runtime.aggregators
         if found is not None:
             aggregating = frozenset(found)
             if racks is None and len(found) == 1:  # then it is everybody's
-                racks = (*found,) * world.size
+                racks = (*found,) * runtime.size
         return cls(
             None if racks is None else tuple(racks),
             cluster,
-            tuple(range(world.size)),
+            tuple(range(runtime.size)),
             aggregating,
             0 if cluster is None else len(cluster.servers),
         )

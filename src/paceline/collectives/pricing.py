@@ -1,4 +1,4 @@
-"""What a schedule costs on a cluster, without a world."""
+"""What a schedule costs on a cluster, without a runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def seconds(
     """Seconds from a common start to the last rank's end, on idle links.
 
     One unit of *schedule*'s sizes is *unit* bytes. ``ranks[i]`` is the worker of *cluster* that is its rank i
-    (None: all workers, in order). It is what the virtual world charges where nothing else
+    (None: all workers, in order). It is what the simulated runtime charges where nothing else
     moves: links are shared max-min fairly, messages take their latency, and the processors'
     time where *cluster* says what it costs. *play*: message by message, also what has a
     price. The cluster's rules count for nothing. Raises `UsageError` for other ranks

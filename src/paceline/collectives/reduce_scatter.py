@@ -40,7 +40,7 @@ from paceline.interfaces import (
     Scattered,
     Schedule,
 )
-from paceline.torch_internals import virtual_end
+from paceline.torch_internals import simulated_end
 
 
 def scatter(
@@ -57,7 +57,7 @@ def scatter(
             "a reduce-scatter where workers meet only at servers: expected a collective "
             "among workers; use collective='native' or 'ring', without --survive"
         )
-    on_cuda = buffer.is_cuda and virtual_end(comm.process_group) is None
+    on_cuda = buffer.is_cuda and simulated_end(comm.process_group) is None
     if on_cuda and comm.size > 1:
         _check_on_cuda(comm)
         return OwnHalves(comm, buffer, operation)

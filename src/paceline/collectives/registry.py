@@ -25,7 +25,7 @@ from paceline.collectives.in_network.atp import ATP
 from paceline.collectives.in_network.rina import Rina
 from paceline.collectives.in_network.switchml import SwitchML
 from paceline.errors import UnknownNameError, unknown
-from paceline.interfaces import Collective, Endpoint, World
+from paceline.interfaces import Collective, Endpoint, Runtime
 
 if TYPE_CHECKING:
     from paceline.collectives.communicator import TorchComm
@@ -55,7 +55,7 @@ def make(name: str) -> Collective:
 
 def over(
     collective: Collective,
-    world: World,
+    runtime: Runtime,
     comm: TorchComm,
     endpoints: Sequence[Endpoint] = (),
     device: torch.device = CPU,
@@ -67,7 +67,7 @@ def over(
     from paceline.collectives.server_communicator import ServerComm
 
     if collective.needs_servers:
-        return ServerComm(world, comm.name, endpoints, comm.process_group)
+        return ServerComm(runtime, comm.name, endpoints, comm.process_group)
     if isinstance(collective, Native):
         return comm
     on_streams = device.type == "cuda" and comm.follows_streams
@@ -78,7 +78,7 @@ def over(
         )
         return comm
     made = TorchComm(
-        world,
+        runtime,
         comm.name,
         comm.process_group,
         collective=collective,
@@ -86,9 +86,9 @@ def over(
     )
     told = ""
     if isinstance(collective, Auto):
-        told = collective.begin(made, world, device)
+        told = collective.begin(made, runtime, device)
     elif isinstance(collective, Aggregated):
-        told = collective.begin(made, world)
+        told = collective.begin(made, runtime)
     if told:
         made.tell(told)
     return made

@@ -1,4 +1,4 @@
-"""Sums in the order in which gloo's ring adds, so that both worlds round alike.
+"""Sums in the order in which gloo's ring adds, so that both runtimes round alike.
 
 Floating-point addition depends on order. gloo cuts a buffer into n chunks of equal size
 (the last may be short), and passes chunk c once round the ring, from rank c-1 downwards:

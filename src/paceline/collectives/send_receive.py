@@ -18,12 +18,12 @@ from paceline.interfaces import (
     Pending,
     ReduceOperation,
     Runner,
+    Runtime,
     Schedule,
-    World,
     servers_of,
     switches_of,
 )
-from paceline.torch_internals import follows_streams, virtual_end
+from paceline.torch_internals import follows_streams, simulated_end
 
 _LANES = 2
 """Schedules that a communicator performs at a time: as many collectives as gloo moves."""
@@ -45,8 +45,8 @@ class Messages:
     _peers: Sequence[int]
     """Each rank's position in the process group."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self._world = world
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self._runtime = runtime
         self.name = name
         self._lanes: dict[str, _Lanes] = {}
         self._under_way: set[OneWait] = set()
@@ -54,7 +54,7 @@ class Messages:
     @property
     def is_alone(self) -> bool:
         """Whether there is no other worker in the whole job."""
-        return self._world.size == 1
+        return self._runtime.size == 1
 
     @property
     def follows_streams(self) -> bool:
@@ -69,14 +69,14 @@ class Messages:
 
     def wait_for(self, work: Any, name: str) -> None:
         """Wait, and count it."""
-        start = self._world.now()
-        self._world.journal.block(name, work.wait)
-        self._world.journal.waited(name, start, self._world.now())
+        start = self._runtime.now()
+        self._runtime.journal.block(name, work.wait)
+        self._runtime.journal.waited(name, start, self._runtime.now())
 
     def send(self, buffer: torch.Tensor, to: int) -> Pending:
         self._check_peer(to, "send(buffer, to)")
         issuer = continuations.current()
-        self._world.journal.sent(wire_bytes(buffer))
+        self._runtime.journal.sent(wire_bytes(buffer))
         flat = [stand_alike(flat_of(buffer), buffer)]
         work = self._group.send(flat, self._peers[to], self._tag("", issuer))
         return self._message(work, issuer, "send", buffer)
@@ -109,9 +109,9 @@ class Messages:
             timed = schedule
         else:
             unit = 1.0
-        self._world.journal.sent(round(unit * timed.bytes_sent(self.rank)))
+        self._runtime.journal.sent(round(unit * timed.bytes_sent(self.rank)))
         path = "" if issuer is self.issuer or issuer is None else issuer.path
-        end = virtual_end(self._group)
+        end = simulated_end(self._group)
         work: Any
         if end is not None:
             if path:
@@ -124,7 +124,7 @@ class Messages:
                     "only: elsewhere programs do what these do (`paceline aggregate`)"
                 )
             if path not in self._lanes:
-                self._lanes[path] = _Lanes(self._world, f"{self.name}{path}")
+                self._lanes[path] = _Lanes(self._runtime, f"{self.name}{path}")
             lanes = self._lanes[path]
             tag = self._tag(f"perform {lanes.started}", issuer)
             work = Job(partial(self._move, schedule, flat, operation, tag))
@@ -138,7 +138,7 @@ class Messages:
 
     def count_sent(self, size: int) -> None:
         """So many bytes leave this rank otherwise than by this object's methods."""
-        self._world.journal.sent(size)
+        self._runtime.journal.sent(size)
 
     def _move(
         self,
@@ -164,7 +164,7 @@ class Messages:
     def _message(
         self, work: Any, issuer: Chain | None, name: str, buffer: torch.Tensor
     ) -> Pending:
-        if virtual_end(self._group) is None:
+        if simulated_end(self._group) is None:
             work = OneWait(work, self._under_way)
         return WorkPending(self, issuer, work, name, buffer.is_cuda)
 
@@ -189,10 +189,11 @@ class Messages:
 class _Lanes:
     """Threads that perform schedules, in the order of issue."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, runtime: Runtime, name: str) -> None:
         self.started = 0
         self._runners: list[Runner] = [
-            world.runner(f"{name}, lane {lane}", thread=True) for lane in range(_LANES)
+            runtime.runner(f"{name}, lane {lane}", thread=True)
+            for lane in range(_LANES)
         ]
 
     def start(self, job: Job) -> None:

@@ -15,7 +15,7 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.continuations import Chain, Work
 from paceline.collectives.pending import call_when_all_in
 from paceline.errors import UsageError
-from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, World
+from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, Runtime
 from paceline.interfaces.server_messages import Leave, Reduce
 from paceline.transport.protocol import SMALL_BYTES
 
@@ -24,13 +24,13 @@ class ServerComm(TorchComm):
     """A `Comm` whose all-reduces are requests to *endpoints*, each of which adds up its
     part of the buffer in rank order; all else goes through torch.distributed.
 
-    The sum has the same bits in all worlds. Each buffer goes out once and comes back once:
+    The sum has the same bits in all runtimes. Each buffer goes out once and comes back once:
     every server's link carries as many times its part as there are workers, each way.
     """
 
     def __init__(
         self,
-        world: World,
+        runtime: Runtime,
         name: str,
         endpoints: Sequence[Endpoint],
         group: dist.ProcessGroup | None = None,
@@ -38,7 +38,7 @@ class ServerComm(TorchComm):
         chain: Chain | None = None,
         issuer: Chain | None = None,
     ) -> None:
-        super().__init__(world, name, group, chain, issuer)
+        super().__init__(runtime, name, group, chain, issuer)
         self._endpoints = endpoints
         self._channel = channel
         self._numbers = 0
@@ -72,7 +72,7 @@ class ServerComm(TorchComm):
 
     def _make_channel(self, name: str) -> TorchComm:
         full_name, group = self._beside(f"channel {name}", range(self.size))
-        return ServerComm(self._world, full_name, self._endpoints, group, name)
+        return ServerComm(self._runtime, full_name, self._endpoints, group, name)
 
     def group(self, ranks: Sequence[int]) -> NoReturn:
         raise UsageError(
@@ -85,7 +85,7 @@ class ServerComm(TorchComm):
         name, group = self._beside(f"after {issuer.path}", range(self.size))
         channel = self._channel + issuer.steps
         return ServerComm(
-            self._world, name, self._endpoints, group, channel, issuer.inner, issuer
+            self._runtime, name, self._endpoints, group, channel, issuer.inner, issuer
         )
 
     def _parts(

@@ -17,7 +17,7 @@ _TAIL = """
 ## What carries them out
 
 `ring`, `tree`, `halving-doubling` and `hierarchical` are schedules: lists of who sends which part to whom. One executor performs them, over
-sends and receives, in real and in emulated processes; the virtual world moves the same lists in virtual time, to the same bits. A method's groups, gradients that
+sends and receives, in real and in emulated processes; the simulated runtime moves the same lists in virtual time, to the same bits. A method's groups, gradients that
 come later, compressed sums and the planner's measurements form their sums by the same row. `native` is torch.distributed's own all-reduce.
 
 **hierarchical**, for a buffer S in racks of g ranks each, over links of rate b and uplinks of rate u per rack, r racks:
@@ -29,14 +29,14 @@ that, it takes 1.43, 1.00, 0.79 and 0.68 of the ring's time: it is for uplinks t
 uplink only once. Racks may have different sizes, and ranks may be numbered in any way. A group inside one rack is a ring.
 Under NCCL, which performs no schedules and picks an algorithm for the topology by itself, it is `native`. A line says so when training begins.
 
-**auto** prices `native`, `tree`, `halving-doubling` and `hierarchical` where the cluster is known (virtual and emulated worlds, and real jobs that were given a cluster
-file): the seconds of each schedule on idle links, from `collectives/pricing.py`, which are those of the virtual world. The same choice on all ranks and in all worlds, in each group by
+**auto** prices `native`, `tree`, `halving-doubling` and `hierarchical` where the cluster is known (simulated and emulated runtimes, and real jobs that were given a cluster
+file): the seconds of each schedule on idle links, from `collectives/pricing.py`, which are those of the simulated runtime. The same choice on all ranks and in all runtimes, in each group by
 where its members are; sizes up to the next power of two are one. Where nothing is known it times them at 1 KB to 4 MB when training begins, for about a second, and goes by the slowest
 rank's times; which row it takes may then differ from run to run, and with it the last bits. It says which in one line. `native` is kept unless another one is more than
 5 % cheaper, and always under NCCL, which chooses by itself. `rina` is a candidate for what switches form, where no rack has more than the 64 workers that one aggregator takes.
 
 **rina**, **switchml** and **atp** form sums at switches, where something stands that adds up: `aggregates = true` in the cluster file, `paceline aggregate` in real jobs. Numbers
-become 32-bit integers, so all ranks and worlds have the same bits whatever switch has added what. Only float32 (with complex64) and sums of int32 are formed there: other types, and maxima, go around the ring, and so does
+become 32-bit integers, so all ranks and runtimes have the same bits whatever switch has added what. Only float32 (with complex64) and sums of int32 are formed there: other types, and maxima, go around the ring, and so does
 everything where no switch adds up. **bfloat16 and float16 go around the ring, too**, since at a switch they would be 4 bytes a number, and each rank would send more than the ring does: so `compression=bf16` and `fp16`, and models of
 16 bits, gain nothing from a switch, and a line says so when training begins. They have no halves. See docs/rina.md.
 

@@ -1,7 +1,7 @@
 """Schedules in time, over links: played message by message, or priced as a few activities.
 
-The virtual world moves its collectives so, on its clock; `pricing` does the same on an
-agenda of its own, without a world.
+The simulated runtime moves its collectives so, on its clock; `pricing` does the same on an
+agenda of its own, without a runtime.
 """
 
 from __future__ import annotations

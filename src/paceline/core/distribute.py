@@ -18,9 +18,9 @@ from paceline.core.settings import UNSAID, ModuleBuffers, Settings
 from paceline.core.start import Subject, train
 from paceline.core.step_loggers import report_as_asked
 from paceline.errors import UsageError
-from paceline.interfaces import Compressor, Method, World
+from paceline.interfaces import Compressor, Method, Runtime
 from paceline.interfaces.server_messages import Answers
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.config import (
     CHOSEN_BY_AUTO,
     FIRST,
@@ -86,7 +86,7 @@ def distribute(
     `ModelMismatchError` on every rank where ranks differ.
     """
     _check_arguments(model, optimizer)
-    world = join_world()
+    runtime = join_runtime()
     settings = Settings(
         fusion=fusion,
         buffers=buffers,
@@ -97,15 +97,15 @@ def distribute(
         clip_norm=math.inf if clip_norm is None else clip_norm,
         answers=answers,
     )
-    report_as_asked(world)
-    subject = Subject(world, model, optimizer, sampler, len(world.job.trainings))
-    override = world.job.options.method
+    report_as_asked(runtime)
+    subject = Subject(runtime, model, optimizer, sampler, len(runtime.job.trainings))
+    override = runtime.job.options.method
     if override is None and _changes(method):
         return method.train(subject, settings)
     wish = wish_of(override or (method if isinstance(method, str) else None))
     if wish is not None:
         return _train_by(wish, subject, settings, overrides=override is not None)
-    return train(subject, *_resolve(world, method, settings))
+    return train(subject, *_resolve(runtime, method, settings))
 
 
 def _train_by(
@@ -114,18 +114,18 @@ def _train_by(
     """What the user leaves to paceline; *overrides*: by the command line, which wins over the script."""
     from paceline.tools.auto.course import changing  # it needs much that others do not
 
-    world = subject.world
+    runtime = subject.runtime
     if overrides:
         usual = Settings()
         own = {key: getattr(usual, key) for key in CHOSEN_BY_AUTO}
         settings = replace(settings, **own)
     beside = settings.changed_keys()
     beside = {key: beside[key] for key in CHOSEN_BY_AUTO if key in beside}
-    check_wish(world, chosen_beside=beside, others=bool(world.job.unfinished))
-    world.connect()
-    if world.size == 1:
-        say_alone(world)
-    if world.size == 1 or world.job.options.profile is not None:
+    check_wish(runtime, chosen_beside=beside, others=bool(runtime.job.unfinished))
+    runtime.connect()
+    if runtime.size == 1:
+        say_alone(runtime)
+    if runtime.size == 1 or runtime.job.options.profile is not None:
         return train(subject, *read_spec(FIRST, settings))
     return changing(wish, settings).train(subject, settings)
 
@@ -171,16 +171,16 @@ def _check_arguments(model: object, optimizer: object) -> None:
 
 
 def _resolve(
-    world: World, method: str | Method | Auto | None, settings: Settings
+    runtime: Runtime, method: str | Method | Auto | None, settings: Settings
 ) -> tuple[Method, Settings]:
     """The method object and the settings, the command line's before the script's."""
-    override = world.job.options.method
+    override = runtime.job.options.method
     if override is None and method is not None and not isinstance(method, str):
         assert not _changes(method)
         return fitted(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)
-    if override is not None and method is not None and world.rank == 0:
+    if override is not None and method is not None and runtime.rank == 0:
         print(
             f"paceline: --method {override} overrides the script's {method!r}",
             file=sys.stderr,

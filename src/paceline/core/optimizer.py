@@ -17,7 +17,7 @@ from paceline.buckets import match_strides
 from paceline.core.active_training import Present
 from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.torch_internals import inside_scaler, note_step
 
 
@@ -37,7 +37,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     _inner: torch.optim.Optimizer
     _present: Present
-    _world: World
+    _runtime: Runtime
     # Whatever changes is kept behind these: trainers wrap optimizers by copying what
     # is in `__dict__`, and each face must know what another one was told.
 
@@ -46,10 +46,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cls,
         inner: torch.optim.Optimizer,
         present: Present,
-        world: World,
+        runtime: Runtime,
     ) -> DistributedOptimizer:
         self = cls.__new__(cls)
-        self._inner, self._present, self._world = inner, present, world
+        self._inner, self._present, self._runtime = inner, present, runtime
         # Not __init__: it would copy the groups. What unpickling does sets up the rest.
         self.__setstate__({})
         return self
@@ -130,7 +130,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"Distributed[{self._world.journal.method}]({self._inner!r})"
+        return f"Distributed[{self._runtime.journal.method}]({self._inner!r})"
 
     # ---- training ----
 
@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is logged as ``loss``. Raises `UsageError` after `finish`, `TrainingEnded` with the last step that
         ``--steps`` asks for, or after it in a loop over `paceline.steps`.
         """
-        job = self._world.job
+        job = self._runtime.job
         if self._present.finished and job.ended:
             if job.options.steps:
                 raise self._ended()
@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if present.changes is not None and not present.scales:
             present.scales = inside_scaler()
         if loss is not None:
-            self._world.journal.log({"loss": loss})
+            self._runtime.journal.log({"loss": loss})
         result = self._update(closure)
         self._training.after_update()
         if self._sets_the_pace() and not job.ended:
@@ -177,17 +177,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _done(self) -> int:
         """Steps of the job."""
-        return self.first_step + self._world.journal.step_count
+        return self.first_step + self._runtime.journal.step_count
 
     def _count_step(self) -> None:
-        journal = self._world.journal
+        journal = self._runtime.journal
         figures = self._training.figures() if journal.wants_figures else {}
         journal.step(self.first_step, figures)
 
     def _end_if_complete(self) -> None:
         """Of a worker that was started again: the job's steps may be done by now. It has the finished
         model then, and its script's steps change nothing."""
-        job, rank = self._world.job, self._world.rank
+        job, rank = self._runtime.job, self._runtime.rank
         steps = job.options.steps or math.inf
         if not self._training.was_left and self.first_step < steps:
             return
@@ -202,7 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _end_script(self) -> None:
         """Let its loops come to their end, if they can: else leave them."""
         self.finish()
-        job = self._world.job
+        job = self._runtime.job
         if not job.loops:
             raise self._ended()
         job.ended = True
@@ -218,8 +218,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return TrainingEnded(0)
 
     def _say(self, how: str) -> None:
-        options = self._world.job.options
-        if self._world.rank == 0 and options.tells and options.profile is None:
+        options = self._runtime.job.options
+        if self._runtime.rank == 0 and options.tells and options.profile is None:
             words = f"paceline: ended after {self._done} steps, as --steps asked{how}"
             print(words, file=sys.stderr)
 
@@ -293,13 +293,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         one's own steps nor another's, and what a schedule by samples follows. Elsewhere it is
         this worker's own steps."""
         known: float | None = getattr(self._training.state, "steps_of_all", None)
-        own = self.first_step + self._world.journal.step_count
+        own = self.first_step + self._runtime.journal.step_count
         return float(own) if known is None else known
 
     def _sets_the_pace(self) -> bool:
         """Of several optimizers the first one's steps are counted and measured: the others
         step within them."""
-        others = self._world.job.unfinished
+        others = self._runtime.job.unfinished
         return not others or others[0].training is self._present
 
     def no_sync(self) -> Any:

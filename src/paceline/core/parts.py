@@ -36,7 +36,7 @@ from paceline.core.settings import Settings
 from paceline.core.step import Steps
 from paceline.core.step_listeners import Observers
 from paceline.core.sync import SharedBuffers, broadcast_tensors
-from paceline.interfaces import CodingStage, Compressor, Message, Method, World
+from paceline.interfaces import CodingStage, Compressor, Message, Method, Runtime
 from paceline.parameter_server.client.compression import Charge
 from paceline.parameter_server.client.load_hooks import Loading
 from paceline.parameter_server.client.remote_model import RemoteParameters
@@ -53,7 +53,7 @@ class Parts:
 
     def __init__(
         self,
-        world: World,
+        runtime: Runtime,
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         method: Method,
@@ -66,11 +66,11 @@ class Parts:
     ) -> None:
         self.comm, self.sampler = comm, sampler
         self.parameters = list(parameters)
-        self._world, self._model, self._method = world, model, method
+        self._runtime, self._model, self._method = runtime, model, method
         self._settings, self._looking = settings, looking
         self.rhythm = method.rhythm
-        world.journal.repeats_after(self.rhythm.every)
-        world.journal.learning = _learning(method, settings)
+        runtime.journal.repeats_after(self.rhythm.every)
+        runtime.journal.learning = _learning(method, settings)
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
         self.faults = Faults()
         by_others = remote is not None or getattr(method, "averages_buffers", False)
@@ -127,7 +127,7 @@ class Parts:
         comm, presence, method = self.comm, self.presence, self._method
         rhythm, settings = self.rhythm, self._settings
         device = self.parameters[0][1].device
-        self.stopwatch = self._world.stopwatch(device)
+        self.stopwatch = self._runtime.stopwatch(device)
         compressed = settings.compression != Identity()
         beside = compressed or device.type != "cpu" or rhythm.waits_for_nobody
         waits_late = getattr(method, "waits_late", False)
@@ -160,8 +160,8 @@ class Parts:
             [kind_of(parameter) for _, parameter in self.parameters],
             device,
             self.stopwatch,
-            self._world.blank,
-            self._world.journal.planned,
+            self._runtime.blank,
+            self._runtime.journal.planned,
             self.say,
             partial(means.try_out, in_halves=getattr(method, "sends_halves", False)),
             lock_step=rhythm.is_every_step,
@@ -210,14 +210,14 @@ class Parts:
             [parameter for _, parameter in self.parameters],
             self.stopwatch,
             self.say,
-            self._world.journal.repeats_after,
+            self._runtime.journal.repeats_after,
             lambda: self.buckets,
-            self._world.journal.metrics.get,
+            self._runtime.journal.metrics.get,
             self.steps.keep_company,
             self.take_model,
             optimizer if self.remote is None else None,
             [] if self._settings.buffers == "local" else list(self._model.buffers()),
-            self._world.cluster,
+            self._runtime.cluster,
             self._sending,
         )
 
@@ -260,10 +260,10 @@ class Parts:
             lambda: self.arrivals.share,
         )
         samples = None if self.sampler is None else self.sampler.mean_samples
-        compute = self._world.compute(self._model, self.parameters, samples)
+        compute = self._runtime.compute(self._model, self.parameters, samples)
         watchers = [
             one
-            for watcher in self._world.job.watchers
+            for watcher in self._runtime.job.watchers
             for one in watcher(self._model, self.parameters)
         ]
         observers = Observers([compute, self.planner, same_data, *watchers])
@@ -312,8 +312,8 @@ class Parts:
 
     def say(self, sentence: str) -> None:
         """Tell people something, once for all workers: now, and beside the run's figures."""
-        known = sentence in self._world.journal.notes
-        self._world.journal.note(sentence)
+        known = sentence in self._runtime.journal.notes
+        self._runtime.journal.note(sentence)
         if self.comm.rank == 0 and not known:
             print(f"paceline: {sentence}", file=sys.stderr)
 
@@ -329,8 +329,8 @@ class Parts:
 
     def _note_life(self) -> None:
         """A forward pass begins. An evaluation takes long, and sends nothing else."""
-        if self.remote is not None and self._world.alone:
-            self.remote.note(self._world.now())
+        if self.remote is not None and self._runtime.alone:
+            self.remote.note(self._runtime.now())
 
     def end_backward(self) -> None:
         self.steps.end_backward()

@@ -9,14 +9,14 @@ from typing import Any, Literal
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
     """A batch sampler: ``DataLoader(dataset, batch_sampler=paceline.Sampler(...))``.
 
     *batch_size* counts samples over all workers. Each batch is cut by *shares*: one
-    positive number per worker (any scale), ``"speed"`` for the speeds that the world
+    positive number per worker (any scale), ``"speed"`` for the speeds that the runtime
     knows, or None for equal shares. Where shares are no whole numbers of samples, the
     odd ones go in turn to whoever is furthest behind its share. All workers take the same
     number of steps in an epoch; a last batch with fewer samples than workers is left out.
@@ -50,10 +50,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         drop_last: bool = False,
         rotate: bool = False,
     ) -> None:
-        world = current_world()
-        if world is None:
+        runtime = current_runtime()
+        if runtime is None:
             raise UsageError("call paceline.init() before making a Sampler")
-        workers = world.size
+        workers = runtime.size
         if not workers <= batch_size <= len(dataset):
             raise UsageError(
                 f"batch_size: expected {workers} (one sample per worker) to "
@@ -66,14 +66,14 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
                 "waits for slow workers, equal parts cost no time)"
             )
         if shares == "speed":
-            if world.speeds is None:
+            if runtime.speeds is None:
                 raise UsageError(
-                    'shares="speed": this world does not know its workers\' speeds; give '
+                    'shares="speed": this runtime does not know its workers\' speeds; give '
                     "a list of numbers, one per worker"
                 )
-            shares = world.speeds
+            shares = runtime.speeds
         self.batch_size = batch_size
-        self.rank = world.rank
+        self.rank = runtime.rank
         self._shares = _normalized(shares, workers)
         self._size = len(dataset)
         self._shuffle = shuffle

@@ -39,9 +39,9 @@ from paceline.interfaces import (
     Compressor,
     Endpoint,
     Method,
+    Runtime,
     ServerJob,
     UpdatesOnServer,
-    World,
 )
 from paceline.interfaces.server_messages import Join
 from paceline.interfaces.trainings import Job
@@ -59,7 +59,7 @@ from paceline.torch_internals import is_compiled_whole
 class Subject:
     """What is trained on one worker. *number*: of this training among the script's."""
 
-    world: World
+    runtime: Runtime
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     sampler: Sampler | None = None
@@ -105,10 +105,10 @@ class Made:
 
 def train(subject: Subject, method: Method, settings: Settings) -> DistributedOptimizer:
     """Begin the first training of a model; returns the optimizer to use from now on. Collective."""
-    world = subject.world
-    world.connect()
+    runtime = subject.runtime
+    runtime.connect()
     prepared = prepare(subject, method, settings)
-    _check_not_yet_trained(subject.model, world)
+    _check_not_yet_trained(subject.model, runtime)
     if is_compiled_whole(subject.model):
         warnings.warn(
             "the whole model is compiled, so all gradients become ready at once when "
@@ -117,27 +117,27 @@ def train(subject: Subject, method: Method, settings: Settings) -> DistributedOp
             stacklevel=3,
         )
     made = begin(subject, prepared)
-    world.journal.begin(prepared.spec, prepared.brief)
+    runtime.journal.begin(prepared.spec, prepared.brief)
     present = Present(made.training, made.endpoints)
-    wrapped = DistributedOptimizer._wrap(subject.optimizer, present, world)
-    world.job.begin(subject.model, wrapped, present, wrapped.finish)
-    world.job.hold(made.training, made.close)
+    wrapped = DistributedOptimizer._wrap(subject.optimizer, present, runtime)
+    runtime.job.begin(subject.model, wrapped, present, wrapped.finish)
+    runtime.job.hold(made.training, made.close)
     wrapped._end_if_complete()
     return wrapped
 
 
 def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
     """Check what is known before anything is sent. Raises `UsageError`."""
-    world, optimizer = subject.world, subject.optimizer
+    runtime, optimizer = subject.runtime, subject.optimizer
     named, asked = method, settings.compression
     if subject.sampler is not None:
         settings = replace(settings, compression=asked.in_epochs(len(subject.sampler)))
-    if world.cluster is not None:
-        named = methods.grouped(named, world.cluster.groups)
+    if runtime.cluster is not None:
+        named = methods.grouped(named, runtime.cluster.groups)
     chosen = compressed(named, settings)
     check_declared(chosen)
     check_hooks(chosen)
-    settings = _without_averages(world, chosen, settings)
+    settings = _without_averages(runtime, chosen, settings)
     forming = collectives.make(settings.collective)
     _check_compression(chosen, settings, forming, optimizer)
     if getattr(chosen, "sends_halves", False):
@@ -156,26 +156,26 @@ def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
 def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
     """Make the training. *anew*: all workers begin with rank 0's model; else with what they have,
     which is the same. Collective. Raises `ModelMismatchError` on every rank where ranks differ."""
-    world, model, optimizer = subject.world, subject.model, subject.optimizer
+    runtime, model, optimizer = subject.runtime, subject.model, subject.optimizer
     method, settings, forming = prepared.method, prepared.settings, prepared.forming
     parameters = subject.parameters
     device = parameters[0][1].device
-    comm = _comm(world, method, subject.number)
+    comm = _comm(runtime, method, subject.number)
     options = f"{prepared.spec} with {type(optimizer).__name__}"
     description = describe(model, options)
     if isinstance(comm, TorchComm):
         check_same_everywhere(comm, description, device)
-        _let_go_of_earlier(comm, world.job, device)
+        _let_go_of_earlier(comm, runtime.job, device)
     if anew and isinstance(comm, TorchComm) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    endpoints, job = _servers(world, method, settings, forming)
+    endpoints, job = _servers(runtime, method, settings, forming)
     remote: MakeRemote | None = None
     if method.updates_on == "server":
         kept = settings.buffers == "local"
         total = sum(wire_bytes(parameter) for _, parameter in parameters)
         remote = partial(
             RemoteParameters,
-            world.rank,
+            runtime.rank,
             optimizer,
             endpoints,
             job,
@@ -183,16 +183,16 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
             description.tensors,
             [*_frozen(model), *model.buffers()],
             () if kept else tuple(model.buffers()),
-            world.alone,
+            runtime.alone,
             most_bytes=cast(UpdatesOnServer, method).piece_bytes(total),
         )
     elif isinstance(comm, TorchComm):
-        comm = collectives.over(forming, world, comm, endpoints, device)
+        comm = collectives.over(forming, runtime, comm, endpoints, device)
         join = Join(options=options)
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
     training = Training(
-        *(world, model, parameters, method, settings, comm),
+        *(runtime, model, parameters, method, settings, comm),
         *(subject.sampler, remote, optimizer, subject.number),
     )
     _say_warm_up(subject, settings.compression)
@@ -201,11 +201,11 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
 
 def _say_warm_up(subject: Subject, compressor: Compressor) -> None:
     """Tell people of first steps in which more is sent."""
-    world = subject.world
-    if world.size == 1:
+    runtime = subject.runtime
+    if runtime.size == 1:
         return
     shapes = [wire_shape(parameter) for _, parameter in subject.parameters]
-    sentence = warm_up_of(compressor, shapes, torch.float32, world.size)
+    sentence = warm_up_of(compressor, shapes, torch.float32, runtime.size)
     if not sentence:
         return
     if compressor != compressor.in_epochs(1):
@@ -213,17 +213,17 @@ def _say_warm_up(subject: Subject, compressor: Compressor) -> None:
             "; distribute was given no sampler, so how many steps an epoch has is a guess: "
             "say it as compression.epoch_steps"
         )
-    known = sentence in world.journal.notes
-    world.journal.note(sentence)
-    if world.rank == 0 and not known:
+    known = sentence in runtime.journal.notes
+    runtime.journal.note(sentence)
+    if runtime.rank == 0 and not known:
         print(f"paceline: {sentence}", file=sys.stderr)
 
 
-def _without_averages(world: World, method: Method, settings: Settings) -> Settings:
+def _without_averages(runtime: Runtime, method: Method, settings: Settings) -> Settings:
     """Where servers update nobody forms averages: *settings* without what says how."""
     if method.updates_on != "server" or settings.collective == "native":
         return settings
-    if world.rank == 0:
+    if runtime.rank == 0:
         print(
             f"paceline: collective={settings.collective!r} is not used: under "
             f"{method.name} servers take gradients, and nobody forms their average",
@@ -264,13 +264,13 @@ def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if not p.requires_grad and p.numel()]
 
 
-def _comm(world: World, method: Method, number: int) -> TorchComm | AloneComm:
+def _comm(runtime: Runtime, method: Method, number: int) -> TorchComm | AloneComm:
     """How the workers of training *number* meet."""
-    if world.alone:
+    if runtime.alone:
         methods.check_survives(method)
-        return AloneComm(world)
-    comm = TorchComm(world, world.job.next_name())
-    if comm.size > 1 and world.job.beside(number):
+        return AloneComm(runtime)
+    comm = TorchComm(runtime, runtime.job.next_name())
+    if comm.size > 1 and runtime.job.beside(number):
         # Two models may be in the middle of their steps at once: each has a queue.
         comm = comm.channel("gradients")
     return comm
@@ -285,16 +285,16 @@ def _let_go_of_earlier(comm: TorchComm, job: Job, device: torch.device) -> None:
 
 
 def _servers(
-    world: World, method: Method, settings: Settings, collective: Collective
+    runtime: Runtime, method: Method, settings: Settings, collective: Collective
 ) -> tuple[Sequence[Endpoint], ServerJob]:
     """This training's servers, if it has any. Collective."""
     holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
     groups = None
     if holds is not None:  # both may refuse: on every rank, before one is started
-        holds.server(world.size)
-        groups = holds.groups(world.size)
+        holds.server(runtime.size)
+        groups = holds.groups(runtime.size)
     # One worker alone is not compressed, as where workers form means.
-    pushed = holds is not None and world.size > 1
+    pushed = holds is not None and runtime.size > 1
     compressed = pushed and settings.compression != Identity()
     job = ServerJob(
         method=holds,
@@ -307,7 +307,7 @@ def _servers(
     )
     if holds is None and not collective.needs_servers:
         return (), job
-    return world.services(job.services), job
+    return runtime.services(job.services), job
 
 
 def _check_servers_update_all(
@@ -330,9 +330,9 @@ def _check_servers_update_all(
         )
 
 
-def _check_not_yet_trained(model: torch.nn.Module, world: World) -> None:
+def _check_not_yet_trained(model: torch.nn.Module, runtime: Runtime) -> None:
     mine = {id(parameter) for parameter in model.parameters()}
-    for other in world.job.unfinished:
+    for other in runtime.job.unfinished:
         if any(id(p) in mine for p in other.model.parameters()):
             raise UsageError(
                 "distribute was called before for a model with some of these parameters: "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.records import Span, StepRecord
 
 
@@ -40,13 +40,13 @@ class Told:
         """Nobody has asked for these."""
 
 
-def report(world: World, where: str) -> None:
+def report(runtime: Runtime, where: str) -> None:
     """Send worker 0's records there, from now on until its script ends."""
-    world.connect()
-    if world.rank == 0:
+    runtime.connect()
+    if runtime.rank == 0:
         sink = Dispensable(where, sink_for(where))
-        world.journal.tell(Told(sink.step), figures=True)
-        world.job.at_exit(sink.close)
+        runtime.journal.tell(Told(sink.step), figures=True)
+        runtime.job.at_exit(sink.close)
         # A script that fails does nothing more of its job, and what it did until then is what people
         # look for. At the interpreter's end W&B takes its service away: what is registered later is
         # called sooner.
@@ -87,11 +87,11 @@ class Dispensable:
         )
 
 
-def report_as_asked(world: World) -> None:
+def report_as_asked(runtime: Runtime) -> None:
     """Where the command line says, from the first training on."""
-    where = world.job.options.report_to
-    if where is not None and not world.job.trainings:
-        report(world, where)
+    where = runtime.job.options.report_to
+    if where is not None and not runtime.job.trainings:
+        report(runtime, where)
 
 
 def numbers_of(record: StepRecord) -> dict[str, float]:

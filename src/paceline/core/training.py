@@ -33,7 +33,7 @@ from paceline.core.run import UpdatingWorkerRun
 from paceline.core.sampler import Sampler
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
-from paceline.interfaces import Method, World
+from paceline.interfaces import Method, Runtime
 from paceline.parameter_server.client.load_hooks import Loading
 from paceline.parameter_server.client.remote_model import RemoteParameters
 
@@ -47,7 +47,7 @@ class Training:
 
     def __init__(
         self,
-        world: World,
+        runtime: Runtime,
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         method: Method,
@@ -62,7 +62,7 @@ class Training:
         self.leads = False
         """Whether this worker was the lowest rank of those who met last."""
         self.looking = False  # inside `consolidated`
-        self._world, self._model, self._method = world, model, method
+        self._runtime, self._model, self._method = runtime, model, method
         self._number = number
         planned = {id(parameter) for _, parameter in parameters}
         self._outside = [
@@ -71,7 +71,7 @@ class Training:
             if id(parameter) not in planned and parameter.numel()
         ]
         self._parts = parts = Parts(
-            *(world, model, parameters, method, settings, comm, sampler, remote),
+            *(runtime, model, parameters, method, settings, comm, sampler, remote),
             optimizer,
             lambda: self.looking,
         )
@@ -83,7 +83,7 @@ class Training:
         self._hooks, self._shared = parts.hooks, parts.shared
         self._remote, self._loading = parts.remote, parts.loading
         self._figures = Figures(parts)
-        self._place_number = world.job.places.add()
+        self._place_number = runtime.job.places.add()
         if self.consolidates_together and comm.size > 1:
             self._steps.goes_on = self._goes_on
 
@@ -183,7 +183,7 @@ class Training:
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self._steps.progress = saved
-        self._world.job.places.begins_anew(self._place_number)
+        self._runtime.job.places.begins_anew(self._place_number)
 
     # ---- what the wrapped optimizer calls ----
 
@@ -237,7 +237,7 @@ class Training:
         not where the training is broken: then the others are told. *together*: all ranks
         know that all call this now, so nobody needs company."""
         self.finished = True
-        self._world.job.places.leaves(self._place_number)
+        self._runtime.job.places.leaves(self._place_number)
         if together:
             self._presence.somebody_trains = False
         if self._arrivals.in_backward and self._arrivals.some_have_left:
@@ -251,7 +251,7 @@ class Training:
         finally:
             self._presence.active = False
             if self.broken_by:
-                self._world.job.broke(self._number, self.broken_by)
+                self._runtime.job.broke(self._number, self.broken_by)
             self.detach()
 
     @contextmanager
@@ -275,7 +275,7 @@ class Training:
     def abandon(self) -> None:
         """It is not to be trained by this, after all: nobody has done a step."""
         self.finished, self._presence.active = True, False
-        self._world.job.places.take_back(self._place_number)
+        self._runtime.job.places.take_back(self._place_number)
         self.detach()
 
     def figures(self) -> dict[str, float]:
@@ -338,7 +338,7 @@ class Training:
 
     def _goes_on(self, place: int) -> None:
         with self._fails_together():
-            self._world.job.places.goes_on(self._place_number, place)
+            self._runtime.job.places.goes_on(self._place_number, place)
 
     @contextmanager
     def _fails_together(self) -> Iterator[None]:
@@ -360,12 +360,12 @@ class Training:
             loading.complete()
         if self.consolidates_together and self.comm.size > 1:
             enter = partial(
-                self._world.job.places.enter,
+                self._runtime.job.places.enter,
                 *(self._place_number, self._steps.place),
                 without_left=self._method.rhythm.waits_for_nobody,
             )
             with self._fails_together():
-                self._world.journal.block("consolidated", enter)
+                self._runtime.journal.block("consolidated", enter)
         undo: Callable[[], None] = self._hooks.call("consolidate")
         return undo
 

@@ -1,4 +1,4 @@
-"""What Accelerate keeps for a process, and virtual workers, which are threads, need one by one."""
+"""What Accelerate keeps for a process, and simulated workers, which are threads, need one by one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from accelerate.state import (
 )
 
 from paceline.errors import UsageError
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 
 
 def states_of_threads() -> None:
     """In virtual time workers are threads: each has a state of its own, as on TPUs."""
-    world = current_world()
-    if world is None or world.name != "virtual":
+    runtime = current_runtime()
+    if runtime is None or runtime.name != "simulated":
         return
     if PartialState._shared_state:
         raise UsageError(

@@ -18,7 +18,7 @@ from paceline.core.model_checks import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Method
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 
 _NOT_HERE = ("model", "optimizer", "sampler")
@@ -51,8 +51,8 @@ def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
 def shows_mean(method: str | Method | None) -> bool:
     """Whether ``.grad`` holds the mean under what is trained: *method*, or what the
     command line says instead. Not under ``auto``, which may change it."""
-    world = current_world()
-    said = None if world is None else world.job.options.method
+    runtime = current_runtime()
+    said = None if runtime is None else runtime.job.options.method
     chosen = said or method or "bsp"
     if isinstance(chosen, str):
         if spec.parse(chosen).name == "auto":

@@ -16,7 +16,7 @@ import torch
 
 from paceline.integrations.lightning_workers import (
     OfLaunched,
-    is_virtual,
+    is_simulated,
     take_lightnings,
 )
 
@@ -65,11 +65,11 @@ class FabricStrategy(OfLaunched, DDPStrategy):
         """This worker's share of the data; None where it is dealt out here. Fabric asks, where the script
         has not said ``use_distributed_sampler=False``, just before it calls `process_dataloader`."""
         self._sampler_is_asked_for = True
-        return None if is_virtual() else super().distributed_sampler_kwargs
+        return None if is_simulated() else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
         """In virtual time it is dealt out here, where a script wants that."""
-        self.deals = is_virtual() and self._sampler_is_asked_for
+        self.deals = is_simulated() and self._sampler_is_asked_for
         self._sampler_is_asked_for = False
         return super().process_dataloader(dataloader)
 

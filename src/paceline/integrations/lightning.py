@@ -18,7 +18,7 @@ import torch
 
 from paceline.integrations.lightning_workers import (
     OfLaunched,
-    is_virtual,
+    is_simulated,
     take_lightnings,
 )
 
@@ -75,7 +75,7 @@ class PacelineStrategy(OfLaunched, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         connector = trainer._accelerator_connector
-        self.deals = connector.use_distributed_sampler and is_virtual()
+        self.deals = connector.use_distributed_sampler and is_simulated()
         if self.deals:
             connector.use_distributed_sampler = False
         super().setup(trainer)

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E4
 
 from paceline.api import init, rank, world_size  # noqa: E402
 from paceline.integrations.lightning_loaders import dealt  # noqa: E402
-from paceline.interfaces.current_runtime import current_world  # noqa: E402
+from paceline.interfaces.current_runtime import current_runtime  # noqa: E402
 from paceline.runtimes import launchers  # noqa: E402
 
 _LIGHTNINGS = (
@@ -33,7 +33,7 @@ class PacelineEnvironment(ClusterEnvironment):
     @staticmethod
     def detect() -> bool:
         """Whether this process is one of several workers, by whoever launched it."""
-        return current_world() is not None or launchers.find(os.environ) is not None
+        return current_runtime() is not None or launchers.find(os.environ) is not None
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -72,10 +72,10 @@ class PacelineEnvironment(ClusterEnvironment):
         return self.global_rank() if place is None else place.node
 
 
-def is_virtual() -> bool:
+def is_simulated() -> bool:
     """Whether this worker is a thread in virtual time."""
-    world = current_world()
-    return world is not None and world.name == "virtual"
+    runtime = current_runtime()
+    return runtime is not None and runtime.name == "simulated"
 
 
 def take_lightnings(settings: dict[str, Any]) -> dict[str, Any]:

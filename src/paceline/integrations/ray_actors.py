@@ -40,10 +40,10 @@ from paceline.integrations.ray_coordinator import (
 from paceline.parameter_server.process.control import IsDone
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.run_options import seconds_from
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.real.exit import end_at_once
 from paceline.runtimes.real.external_worker import environment_of
-from paceline.runtimes.real.runtime import RealWorld
+from paceline.runtimes.real.runtime import RealRuntime
 from paceline.runtimes.real.server_process import (
     INCARNATION_VARIABLE,
     SERVER_ENVIRONMENT,
@@ -184,11 +184,11 @@ class Worker:
             }
         )
         try:
-            world = join_world()
-            assert isinstance(world, RealWorld)
-            world.journal.observers.append(lambda step: self._note(world, step))
+            runtime = join_runtime()
+            assert isinstance(runtime, RealRuntime)
+            runtime.journal.observers.append(lambda step: self._note(runtime, step))
             result = self._result_of(loop, arguments)
-            world.close()
+            runtime.close()
         except Exception as error:
             if not is_consequence(error):
                 raise
@@ -208,11 +208,11 @@ class Worker:
                 ) from end
             return None
 
-    def _note(self, world: RealWorld, step: int) -> None:
+    def _note(self, runtime: RealRuntime, step: int) -> None:
         now = time.monotonic()
         if step == 1 or (step and now > self._told + NOTE_SECONDS):
             self._told = now
-            reached = world.job.first_step + step
+            reached = runtime.job.first_step + step
             self._coordinator.reached.remote(self._rank, reached)
 
 

@@ -1,4 +1,4 @@
-"""Every seam of paceline: what a method sees, and what a world brings.
+"""Every seam of paceline: what a method sees, and what a runtime brings.
 
 Files are split by who implements a seam and who uses it. Low to high:
 
@@ -26,8 +26,8 @@ Files are split by who implements a seam and who uses it. Low to high:
 - `runtime`: where a worker lives: its rank, its clock, its way to spend compute time.
 - `current_runtime`: the caller's runtime.
 
-No seam here has a time-out of its own: when a peer is gone, the world's transport raises
-(gloo and NCCL by connection loss, the virtual world at once), and every call here lets
+No seam here has a time-out of its own: when a peer is gone, the runtime's transport raises
+(gloo and NCCL by connection loss, the simulated runtime at once), and every call here lets
 that error through. After an error from a collective the contents of its buffer are
 undefined and the communicator must not be used again.
 """
@@ -96,7 +96,7 @@ from paceline.interfaces.partial_optimizer import Hyperparameters, Piece, Update
 from paceline.interfaces.remote_model import Arrived, Remote, Told, UnitPlace
 from paceline.interfaces.rounds import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
-from paceline.interfaces.runtime import ServerJob, Service, ServiceJob, World
+from paceline.interfaces.runtime import Runtime, ServerJob, Service, ServiceJob
 from paceline.interfaces.schedule import (
     Priced,
     Schedule,
@@ -173,6 +173,7 @@ __all__ = [
     "Rhythm",
     "Run",
     "Runner",
+    "Runtime",
     "Scattered",
     "Schedule",
     "Sender",
@@ -200,7 +201,6 @@ __all__ = [
     "UpdatesOnServer",
     "UpdatingRun",
     "Work",
-    "World",
     "members_text",
     "read_members",
     "refused",

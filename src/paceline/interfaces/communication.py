@@ -1,6 +1,6 @@
 """Communication: a worker's ends of the group of workers, and of the servers.
 
-`paceline.collectives` implements `Comm`, for methods and the planner. Worlds bring an
+`paceline.collectives` implements `Comm`, for methods and the planner. Runtimes bring an
 `Endpoint` for each server, which a training's `Remote`, and averages over servers, use,
 and a `Runner` for what is chained.
 """
@@ -215,7 +215,7 @@ class Reception(Protocol):
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Virtual worlds: call *action* at the instant at which the answer is in."""
+        """Simulated runtimes: call *action* at the instant at which the answer is in."""
         ...
 
 
@@ -256,7 +256,7 @@ class Signal(Protocol):
     def wait(self) -> None: ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Virtual worlds: call *action* at the instant at which it happens."""
+        """Simulated runtimes: call *action* at the instant at which it happens."""
         ...
 
 
@@ -269,7 +269,7 @@ class Awaited(Protocol):
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Virtual worlds: call *action* at the instant at which the result is in."""
+        """Simulated runtimes: call *action* at the instant at which the result is in."""
         ...
 
 

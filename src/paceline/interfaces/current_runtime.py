@@ -1,27 +1,27 @@
-"""Which world the caller lives in: this process's, or this virtual worker's."""
+"""Which runtime the caller lives in: this process's, or this simulated worker's."""
 
 from __future__ import annotations
 
 import threading
 
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 
 _of_thread = threading.local()
-_of_process: World | None = None
+_of_process: Runtime | None = None
 
 
-def current_world() -> World | None:
-    """The caller's world, or None before `paceline.init`."""
-    world: World | None = getattr(_of_thread, "world", None)
-    return world if world is not None else _of_process
+def current_runtime() -> Runtime | None:
+    """The caller's runtime, or None before `paceline.init`."""
+    runtime: Runtime | None = getattr(_of_thread, "runtime", None)
+    return runtime if runtime is not None else _of_process
 
 
-def enter_world(world: World) -> None:
-    """Make *world* this process's."""
+def enter_runtime(runtime: Runtime) -> None:
+    """Make *runtime* this process's."""
     global _of_process
-    _of_process = world
+    _of_process = runtime
 
 
-def enter_world_in_this_thread(world: World | None) -> None:
-    """Make *world* the calling thread's, before this process's."""
-    _of_thread.world = world
+def enter_runtime_in_this_thread(runtime: Runtime | None) -> None:
+    """Make *runtime* the calling thread's, before this process's."""
+    _of_thread.runtime = runtime

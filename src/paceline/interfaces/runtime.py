@@ -1,6 +1,6 @@
-"""A world, and what it is asked to start.
+"""A runtime, and what it is asked to start.
 
-`paceline.runtimes` implements `World`; `distribute`, `paceline.core` and the
+`paceline.runtimes` implements `Runtime`; `distribute`, `paceline.core` and the
 collectives use it, among others. Methods never see it.
 """
 
@@ -73,7 +73,7 @@ class ServerJob:
 
     @property
     def services(self) -> ServiceJob:
-        """These servers as services: for `World.services`. A group's stands beside its first
+        """These servers as services: for `Runtime.services`. A group's stands beside its first
         worker, unless *place* says otherwise; those of groups that are empty as yet beside
         workers all over."""
         service = Service("server", place=self.place)
@@ -87,11 +87,11 @@ class ServerJob:
         return ServiceJob((service,), self.method)
 
 
-class World(Protocol):
+class Runtime(Protocol):
     """Where one worker lives."""
 
     name: ClassVar[str]
-    """``"real"``, ``"emulated"`` or ``"virtual"``."""
+    """``"real"``, ``"emulated"`` or ``"simulated"``."""
 
     @property
     def rank(self) -> int: ...
@@ -101,18 +101,18 @@ class World(Protocol):
 
     @property
     def speeds(self) -> Sequence[float] | None:
-        """Relative compute speed of each worker, where the world knows it."""
+        """Relative compute speed of each worker, where the runtime knows it."""
         ...
 
     @property
     def cluster(self) -> Cluster | None:
-        """The network that the workers are on, where the world knows it: the same on all
+        """The network that the workers are on, where the runtime knows it: the same on all
         ranks, from `connect` on, and with as many workers."""
         ...
 
     @property
     def racks(self) -> Sequence[int] | None:
-        """In which rack each worker is, where the world knows it: the same on all ranks."""
+        """In which rack each worker is, where the runtime knows it: the same on all ranks."""
         ...
 
     @property
@@ -160,8 +160,8 @@ class World(Protocol):
         ...
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
-        """A flat float32 tensor of zeros that is *size* bytes on this world's network (in
-        the virtual world it may have fewer elements)."""
+        """A flat float32 tensor of zeros that is *size* bytes on this runtime's network (in
+        the simulated runtime it may have fewer elements)."""
         ...
 
     def connect(self) -> None:
@@ -180,7 +180,7 @@ class World(Protocol):
         ...
 
     def now(self) -> float:
-        """Seconds on this world's clock, from an arbitrary origin."""
+        """Seconds on this runtime's clock, from an arbitrary origin."""
         ...
 
     def pace(self, seconds: float) -> None:
@@ -193,6 +193,6 @@ class World(Protocol):
         ...
 
     def outside(self, wait: Callable[[], None]) -> None:
-        """Wait for something that is not of this world, such as another process: where time is virtual,
+        """Wait for something that is outside of this runtime, such as another process: where time is virtual,
         it takes none."""
         ...

@@ -1,8 +1,8 @@
 """Collectives as data: who sends which part of a buffer to whom, and after what.
 
 One list of transfers serves four readers: `collectives.execute` *performs* it on real tensors
-over sends and receives; the virtual world *plays* it message by message, or *prices* it as
-one activity; the planner prices it without a world. Ranks here are positions in the group, 0
+over sends and receives; the simulated runtime *plays* it message by message, or *prices* it as
+one activity; the planner prices it without a runtime. Ranks here are positions in the group, 0
 to n-1. Sizes and offsets are in one unit, whichever whoever makes a schedule takes: elements
 of the buffer to perform it, bytes to price it.
 

@@ -1,7 +1,7 @@
 """A server, or another service, as those who run it see it.
 
 `paceline.parameter_server` implements `Server` (`state_machine.server`; `process` wraps it). Those who run it
-are a thread behind sockets (`transport.listener`), the virtual world, and tests. `parameter_server.process.kinds`
+are a thread behind sockets (`transport.listener`), the simulated runtime, and tests. `parameter_server.process.kinds`
 says which services there are. One that asks others is an `AskingServer`.
 """
 
@@ -62,8 +62,8 @@ class Work(NamedTuple):
 
 
 class Server(Protocol):
-    """A server as a pure state machine: no I/O, no clock, no threads. The real world runs
-    it behind sockets, the virtual world as an event handler, a test calls it directly.
+    """A server as a pure state machine: no I/O, no clock, no threads. The real runtime runs
+    it behind sockets, the simulated runtime as an event handler, a test calls it directly.
 
     Exceptions are faults of the server itself: what workers do wrong is answered with
     `Refused`, and changes nothing.

@@ -1,6 +1,6 @@
 """Compute time: how it is charged or measured, and how work is timed.
 
-Worlds bring both. `paceline.core` reports to `Compute`; the planner and methods time
+Runtimes bring both. `paceline.core` reports to `Compute`; the planner and methods time
 with a `Stopwatch`.
 """
 

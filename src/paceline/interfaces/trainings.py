@@ -1,6 +1,6 @@
 """What one worker's script does: its options, its trainings, what is put off until its end.
 
-A `World` has one `Job`. It is filled by `distribute`; worlds and checkpoints read it. What a
+A `Runtime` has one `Job`. It is filled by `distribute`; runtimes and checkpoints read it. What a
 training holds is closed when all workers have done with it, and at the end at the latest. A model and its
 optimizer are the script's own again when their training has ended and another begins: a script may train many.
 """

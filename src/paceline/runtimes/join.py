@@ -1,28 +1,28 @@
-"""Which world this process is in."""
+"""Which runtime this process is in."""
 
 from __future__ import annotations
 
 import os
 
 from paceline.core.random_state import seed_everything
-from paceline.interfaces import World
-from paceline.interfaces.current_runtime import current_world, enter_world
+from paceline.interfaces import Runtime
+from paceline.interfaces.current_runtime import current_runtime, enter_runtime
 from paceline.run_options import RunOptions
-from paceline.runtimes.emulated.runtime import WORLD_VARIABLE, EmulatedWorld
-from paceline.runtimes.real.runtime import RealWorld
+from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
+from paceline.runtimes.real.runtime import RealRuntime
 
 
-def join_world() -> World:
-    """The caller's world; where there is none yet, this process becomes a real worker, or
+def join_runtime() -> Runtime:
+    """The caller's runtime; where there is none yet, this process becomes a real worker, or
     an emulated one where its launcher says so."""
-    world = current_world()
-    if world is None:
+    runtime = current_runtime()
+    if runtime is None:
         options = RunOptions.from_environment()
-        if os.environ.get(WORLD_VARIABLE) == EmulatedWorld.name:
-            world = EmulatedWorld(options)
+        if os.environ.get(RUNTIME_VARIABLE) == EmulatedRuntime.name:
+            runtime = EmulatedRuntime(options)
         else:
-            world = RealWorld(options)
-        enter_world(world)
+            runtime = RealRuntime(options)
+        enter_runtime(runtime)
         if options.seed is not None:
             seed_everything(options.seed)
-    return world
+    return runtime

@@ -1,7 +1,7 @@
 """Scripts that start workers by themselves: refused where somebody else starts them.
 
 ``torch.multiprocessing.spawn`` in a script that a launcher runs n times starts n jobs, which
-wait for each other's ports for ever; in the virtual world it starts real ones.
+wait for each other's ports for ever; in the simulated runtime it starts real ones.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Result(msgspec.Struct, kw_only=True):
     were no settled steps (*settled_from* is null), and the figures are of others.
     """
 
-    world: str
+    runtime: str
     workers: int
     method: str
     steps: int
@@ -91,7 +91,7 @@ class Result(msgspec.Struct, kw_only=True):
     @classmethod
     def of(
         cls,
-        world: str,
+        runtime: str,
         workers: int,
         journal: Journal,
         summaries: Sequence[Summary],
@@ -123,7 +123,7 @@ class Result(msgspec.Struct, kw_only=True):
                 f"steps repeat after {journal.period}: figures are medians of means over so many"
             )
         return cls(
-            world=world,
+            runtime=runtime,
             workers=workers,
             method=journal.method,
             brief=journal.brief,

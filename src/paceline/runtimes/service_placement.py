@@ -1,4 +1,4 @@
-"""The words of `Service.place`, in every world."""
+"""The words of `Service.place`, in every runtime."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 with ``--one-in 8`` a sample of it, with ``--row ds-sync`` the rows that have this in their names.
 
 Rank 0 prints one line per check that applies to a row and a rule, and at the end, as JSON, what each row ends
-with that depends on no timing, to be compared between worlds. Exit status 1 if any check failed.
+with that depends on no timing, to be compared between runtimes. Exit status 1 if any check failed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import paceline
 from paceline.testing.cases import CASES, Case
 from paceline.testing.method_checks import (
     RULES,
-    WORLD_CHECKS,
+    RUNTIME_CHECKS,
     Trial,
     final_parameters,
     sample,
@@ -51,9 +51,9 @@ def rows(cases: Sequence[Case], every: int) -> list[tuple[Case, str]]:
 
 
 def run_table(chosen: Sequence[Trial], rows: Sequence[tuple[Case, str]]) -> int:
-    """Run the checks of the world, those that were *chosen*, and to their ends those of the
+    """Run the checks of the runtime, those that were *chosen*, and to their ends those of the
     *rows* that depend on no timing. Returns the exit status."""
-    failed = sum(not _holds(name, law) for name, law in WORLD_CHECKS.items())
+    failed = sum(not _holds(name, law) for name, law in RUNTIME_CHECKS.items())
     failed += sum(not _holds(trial.name, trial.run) for trial in chosen)
     ends = {
         f"{case.name} {rule}": final_parameters(case, rule)

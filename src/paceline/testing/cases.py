@@ -18,7 +18,7 @@ class Case:
     """One method, and what is particular about it.
 
     *method*: a spec or a method object. *timing_free*: its result depends on the data and
-    not on who is fast, so all worlds end with the same parameters. *learning_rate* and
+    not on who is fast, so all runtimes end with the same parameters. *learning_rate* and
     *steps*: enough to solve the kit's quadratic. *under_way*: between steps a part of an
     update is on its way, so a restart is not quite the same as no restart. *rounding*: how
     far one worker alone may be from its reference, where something is derived and not sent. *reference*: the step that one worker

@@ -14,7 +14,7 @@ from paceline.core.optimizer import present_of
 from paceline.interfaces import Comm, Endpoint, OwnState, Run
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.records import Journal
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         state=training.state,
         run=training.run,
         comm=training.comm,
-        journal=join_world().journal,
+        journal=join_runtime().journal,
         own_states=training.own_states,
         planner=training.planner,
         remote=training.remote if training.updates_on_server else None,

@@ -1,4 +1,4 @@
-"""The checks: each runs on all workers of the world that it is called in.
+"""The checks: each runs on all workers of the runtime that it is called in.
 
 A check trains a small model under one row of the table and one fusion rule, and raises
 `CheckFailedError` on every worker that sees the law broken. Where a law says nothing about a
@@ -21,7 +21,7 @@ from paceline import bucketing
 from paceline.collectives.communicator import TorchComm
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import PacelineError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES, Case
 from paceline.testing.problems import (
@@ -223,7 +223,7 @@ def _require_one_model(model: torch.nn.Module, optimizer: DistributedOptimizer) 
 def a_buffer_is_free_after_its_wait() -> None:
     """What a worker does to a buffer that it has waited for reaches nobody."""
     paceline.init()
-    comm = TorchComm(join_world())
+    comm = TorchComm(join_runtime())
     n = comm.size
     for late in range(n):
         buffer = torch.full((1000,), float(comm.rank))
@@ -304,10 +304,10 @@ CHECKS: dict[str, Check] = {
     )
 }
 
-WORLD_CHECKS: dict[str, Callable[[], None]] = {
+RUNTIME_CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check for check in (a_buffer_is_free_after_its_wait,)
 }
-"""What a world promises to every method: run once in each."""
+"""What a runtime promises to every method: run once in each."""
 
 
 def checks_of(case: Case, rule: str, workers: int) -> list[Check]:
@@ -354,7 +354,7 @@ def sample(table: Sequence[Trial], every: int) -> list[Trial]:
 
 def final_parameters(case: Case, rule: str) -> list[float]:
     """Ten steps with momentum: what a method that does not depend on timing ends with, in
-    whatever world."""
+    whatever runtime."""
     model, optimizer = begin(case, rule, momentum)
     for number in range(1, 11):
         step(model, optimizer, centers_of(paceline.rank(), number))
@@ -364,8 +364,8 @@ def final_parameters(case: Case, rule: str) -> list[float]:
 
 
 def run_checks(case: Case, rule: str) -> None:
-    """All checks that apply, in the world of the caller; raises `CheckFailedError` at the
-    first that fails. Collective: every worker of that world calls it."""
+    """All checks that apply, in the runtime of the caller; raises `CheckFailedError` at the
+    first that fails. Collective: every worker of that runtime calls it."""
     paceline.init()
     for check in checks_of(case, rule, paceline.world_size()):
         with _named(f"{case.name}, fusion {rule}, {check.name}"):
@@ -373,10 +373,10 @@ def run_checks(case: Case, rule: str) -> None:
 
 
 def check_method(case: Case, workers: tuple[int, ...] = (1, 2, 3)) -> None:
-    """All checks under all fusion rules in the virtual world, for some numbers of workers.
+    """All checks under all fusion rules in the simulated runtime, for some numbers of workers.
 
     Raises what the failing worker raised: `CheckFailedError` for a broken law, and the
-    virtual world's own errors, `DeadlockError` among them.
+    simulated runtime's own errors, `DeadlockError` among them.
     """
     for count in workers:
         for rule in RULES:

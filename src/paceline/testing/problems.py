@@ -16,7 +16,7 @@ from paceline.core.distribute import distribute
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.testing.cases import Case
 from paceline.testing.task import Quadratic, flat_parameters
 
@@ -79,15 +79,15 @@ def step(
 
 @contextmanager
 def only_these_trainings() -> Iterator[None]:
-    """Within it the world knows of no training that began before: `paceline.save` holds
+    """Within it the runtime knows of no training that began before: `paceline.save` holds
     those that begin here."""
-    world = join_world()
-    before = list(world.job.trainings)
-    world.job.trainings.clear()
+    runtime = join_runtime()
+    before = list(runtime.job.trainings)
+    runtime.job.trainings.clear()
     try:
         yield
     finally:
-        world.job.trainings[:] = before + world.job.trainings
+        runtime.job.trainings[:] = before + runtime.job.trainings
 
 
 @contextmanager

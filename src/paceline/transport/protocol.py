@@ -36,7 +36,7 @@ CHUNK_BYTES = 2 << 20
 FRAME_BYTES = 4 << 20
 """No frame is larger: neither a chunk nor a header, which may describe a whole model."""
 HEADER_BYTES = 128
-"""What every world counts for a message beside its payload: its MessagePack header, ZeroMQ's
+"""What every runtime counts for a message beside its payload: its MessagePack header, ZeroMQ's
 frames, and the headers of TCP and IP of one packet."""
 SMALL_BYTES = 64 * 1024
 """A part smaller than this is not worth a message of its own."""

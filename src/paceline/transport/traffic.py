@@ -14,7 +14,7 @@ from paceline.transport.protocol import HEADER_BYTES
 
 @dataclass
 class Traffic:
-    """Bytes as all worlds count them, and requests by what they ask for."""
+    """Bytes as all runtimes count them, and requests by what they ask for."""
 
     received_bytes: int = 0
     sent_bytes: int = 0

@@ -10,7 +10,7 @@ from paceline.cluster import load_cluster, uniform_cluster
 from paceline.cluster.probe import Findings, infer_cluster, measure
 from paceline.cluster.probe.pairs import MOST_BYTES, Pairs
 from paceline.errors import ClusterError, PacelineError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.real.cluster_check import Seat, check_places
 from paceline.runtimes.simulated import Simulation
 from tests.support import forked
@@ -43,7 +43,7 @@ def test_a_wrong_option_is_named(tmp_path):
 
 
 def test_one_worker_has_no_network(tmp_path):
-    done = probe(tmp_path, "--world", "virtual", "--workers", "1")
+    done = probe(tmp_path, "--runtime", "simulated", "--workers", "1")
     assert done.returncode == 1
     assert "one worker has no network to measure" in done.stderr
 
@@ -57,7 +57,7 @@ def test_machines_are_called_by_their_names():
 
 def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():
     findings = Findings(
-        world="real",
+        runtime="real",
         hosts=[0, 1, 2, 3],
         goodput=[[1e8] * 4] * 4,
         latency=[[1e-4] * 4] * 4,
@@ -86,7 +86,7 @@ def test_a_pair_that_fails_names_both_ends(monkeypatch):
     monkeypatch.setattr(Pairs, "_ping", broken)
     simulation = Simulation(uniform_cluster(3, "1gbit", "50us"))
     with pytest.raises(PacelineError) as caught:
-        simulation.run(lambda rank: measure(join_world(), seconds_per_pair=0.01))
+        simulation.run(lambda rank: measure(join_runtime(), seconds_per_pair=0.01))
     here = re.escape(gethostname())
     said = f"{caught.value} {caught.value.__cause__}"
     assert re.search(rf"between rank 1 \({here}\) and rank 2 \({here}\): Conn", said)
@@ -104,7 +104,7 @@ def test_buffers_are_bounded_however_fast_a_link_is(monkeypatch):
     found = []
 
     def body(rank):
-        found.append(measure(join_world(), seconds_per_pair=1.0))
+        found.append(measure(join_runtime(), seconds_per_pair=1.0))
 
     simulation.run(body)
     assert max(asked) == MOST_BYTES

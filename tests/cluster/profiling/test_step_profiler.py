@@ -18,14 +18,14 @@ import paceline
 from paceline.cluster import Workload
 from paceline.cluster.profiling import WARM_UP_STEPS, Profiler, times_of, with_times
 from paceline.errors import UsageError
-from paceline.runtimes.simulated import simulation as world
+from paceline.runtimes.simulated import simulation as runtime
 from tests.support.simulations import run_on, simulation
 
 UPDATE = 0.25
 
 
 class HostClock:
-    """The host's clock in the virtual world: it goes on when somebody computes."""
+    """The host's clock in the simulated runtime: it goes on when somebody computes."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -38,7 +38,7 @@ class HostClock:
 def clock(monkeypatch):
     clock = HostClock()
     time = SimpleNamespace(perf_counter=lambda: clock.now)
-    monkeypatch.setattr(world, "time", time)
+    monkeypatch.setattr(runtime, "time", time)
     return clock
 
 
@@ -99,10 +99,10 @@ def distributed(model: nn.Module, clock: HostClock) -> Any:
 def profile(
     body: Callable[[int], Any], workers: int = 1, expected: int = 1
 ) -> Profiler:
-    world = simulation(workers, profile=True)
-    run_on(world, body)
-    assert len(world.result.profilers) == expected
-    return world.result.profilers[0]
+    runtime = simulation(workers, profile=True)
+    run_on(runtime, body)
+    assert len(runtime.result.profilers) == expected
+    return runtime.result.profilers[0]
 
 
 def steps(

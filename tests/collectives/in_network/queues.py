@@ -5,11 +5,11 @@ import torch
 import paceline
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.collectives.registry import make, over
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 
 paceline.init()
-world = join_world()
-comm = over(make("rina"), world, TorchComm(world))
+runtime = join_runtime()
+comm = over(make("rina"), runtime, TorchComm(runtime))
 rank = comm.rank
 mine = [0, 1] if rank < 2 else [2, 3]
 rack, pair = comm.group(mine), comm.group(sorted((rank, rank ^ 2)))

@@ -21,7 +21,7 @@ from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
 from paceline.collectives.pricing import seconds
 from paceline.collectives.registry import make, over
 from paceline.errors import WorkerFailedError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.collectives.in_network.test_rina import LAYOUTS, cluster_of, shape
 from tests.support.profiles import examples
 from tests.support.simulations import run
@@ -33,11 +33,11 @@ def summed(layout, name, held, operation="sum"):
     """What each rank has of *held* (a tensor each), and how long it took."""
 
     def body(rank):
-        world = join_world()
-        comm = over(make(name), world, TorchComm(world))
-        mine, start = held[rank].clone(), world.now()
+        runtime = join_runtime()
+        comm = over(make(name), runtime, TorchComm(runtime))
+        mine, start = held[rank].clone(), runtime.now()
         comm.all_reduce(mine, operation).wait()
-        return mine, world.now() - start
+        return mine, runtime.now() - start
 
     return zip(*run(cluster_of(layout), body), strict=True)
 
@@ -170,11 +170,11 @@ def test_a_sum_takes_what_its_two_schedules_are_priced_at(play):
     comm = shape(layout)
 
     def body(rank):
-        world = join_world()
-        comm = over(make("rina"), world, TorchComm(world))
-        start = world.now()
+        runtime = join_runtime()
+        comm = over(make("rina"), runtime, TorchComm(runtime))
+        start = runtime.now()
         comm.all_reduce(torch.ones(size), "sum").wait()
-        return world.now() - start
+        return runtime.now() - start
 
     agreeing = HalvingDoubling(ranks, algorithms.exponent_bytes(size))
     expected = seconds(agreeing, where, play=play)
@@ -190,12 +190,12 @@ def test_what_stands_for_more_is_moved_at_the_price_of_that(name):
 
     def took(elements, dtype=torch.float32, name=name):
         def body(rank):
-            world = join_world()
-            comm = over(make(name), world, TorchComm(world))
+            runtime = join_runtime()
+            comm = over(make(name), runtime, TorchComm(runtime))
             buffer = stand_in_for(size, torch.ones(elements, dtype=dtype))
-            start = world.now()
+            start = runtime.now()
             comm.all_reduce(buffer, "sum").wait()
-            return world.now() - start
+            return runtime.now() - start
 
         return max(run(cluster_of([(3, True), (2, True)]), body))
 

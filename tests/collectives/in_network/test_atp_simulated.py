@@ -6,7 +6,7 @@ import torch
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.registry import make, over
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.support.simulations import run
 
 SIZE = 3000
@@ -24,12 +24,12 @@ def means(cluster, name):
     """What each rank has, and when the last has it."""
 
     def body(rank):
-        world = join_world()
-        comm = over(make(name), world, TorchComm(world))
+        runtime = join_runtime()
+        comm = over(make(name), runtime, TorchComm(runtime))
         numbers = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
-        start = world.now()
+        start = runtime.now()
         comm.all_reduce(numbers).wait()
-        return numbers, world.now() - start
+        return numbers, runtime.now() - start
 
     found, ends = zip(*run(cluster, body), strict=True)
     return found, max(ends)

@@ -20,7 +20,7 @@ from paceline.collectives.pricing import seconds
 from paceline.collectives.registry import make, over
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.support.profiles import examples
 from tests.support.simulations import run
 
@@ -158,17 +158,17 @@ def test_switchml_is_where_most_workers_are():
 
 
 def test_more_workers_than_an_aggregator_takes_are_refused_at_the_start():
-    comm, world = shape([(65, True)]), SimpleNamespace(aggregators=None)
+    comm, runtime = shape([(65, True)]), SimpleNamespace(aggregators=None)
     for name in ("rina", "switchml"):
         with pytest.raises(UsageError, match="65 workers at one aggregator"):
-            make(name).begin(comm, world)
-    assert "plain ring" in make("rina").begin(shape([(65, False)]), world)
+            make(name).begin(comm, runtime)
+    assert "plain ring" in make("rina").begin(shape([(65, False)]), runtime)
 
 
 def test_people_are_told_where_sums_are_formed(capsys):
     def body(rank):
-        world = join_world()
-        over(make("rina"), world, TorchComm(world))
+        runtime = join_runtime()
+        over(make("rina"), runtime, TorchComm(runtime))
 
     run(cluster_of([(5, True), (3, False)]), body)
     assert capsys.readouterr().err.count("sums of 1 of 4 groups of workers") == 1

@@ -1,4 +1,4 @@
-"""`save` and `load` in the virtual world: what is in a checkpoint, and what is refused."""
+"""`save` and `load` in the simulated runtime: what is in a checkpoint, and what is refused."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from tests.core.checkpoint.kill import killed_after
 
 
 def on(workers, body):
-    """Run *body* on virtual workers; returns what it gave, by rank."""
+    """Run *body* on simulated workers; returns what it gave, by rank."""
     results = {}
     Simulation(uniform_cluster(workers, "1gbit", "50us")).run(
         lambda rank: results.update({rank: body(rank)})

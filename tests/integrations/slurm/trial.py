@@ -76,7 +76,7 @@ def say(what, step, seconds=None):
     took = "" if seconds is None else f", {seconds:.1f} s after the kill"
     print(f"{what}: exit status {step.process.returncode}{took}", flush=True)
     for line in step.output.splitlines():
-        if re.search(r"paceline:|Error|error:|accuracy|\"world\"", line):
+        if re.search(r"paceline:|Error|error:|accuracy|\"runtime\"", line):
             print(f"    {line[:220]}", flush=True)
 
 

@@ -15,7 +15,7 @@ import paceline
 from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
 from paceline.methods.contrib.sel_sync import SelSync, SelSyncState, norm_of
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.methods.local_updates.helpers import adam, momentum, simulate, spread, train
 from tests.methods.osp.helpers import flat, loss_of, network
 
@@ -165,7 +165,7 @@ def test_it_says_how_often_there_was_a_mean() -> None:
             optimizer.step()
         optimizer.finish()
         flat(model)
-        return list(join_world().journal.notes)
+        return list(join_runtime().journal.notes)
 
     notes = simulate(2, body)[0]
     assert any("averaged in 3 of" in note for note in notes)

@@ -1,4 +1,4 @@
-"""Trainings under ds-sync in the virtual world, whose workers' models are looked at."""
+"""Trainings under ds-sync in the simulated runtime, whose workers' models are looked at."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Walk(torch.nn.Module):
 def simulate(
     cluster: int | Cluster, body: Callable[[int], Any]
 ) -> tuple[list[Any], Simulation]:
-    """What *body* gives on each virtual worker; and the simulation."""
+    """What *body* gives on each simulated worker; and the simulation."""
     if isinstance(cluster, int):
         cluster = uniform_cluster(cluster, "1gbit", "50us")
     simulation = Simulation(cluster)

@@ -8,7 +8,7 @@ import paceline
 from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack, Rule
 from paceline.cluster.rules import repair, throttle
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
 
 LINK = 125e6
@@ -55,7 +55,7 @@ def train(cluster, method=METHOD, steps=60):
         plans = steps_of(
             model, optimizer, steps[rank] if isinstance(steps, list) else steps
         )
-        ends = [record.end_seconds for record in join_world().journal.steps]
+        ends = [record.end_seconds for record in join_runtime().journal.steps]
         optimizer.finish()
         return plans, ends, model
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.methods.ds_sync.helpers import Walk, equal, simulate
 from tests.methods.ds_sync.trainings import (
     OVERLAPS,
@@ -86,7 +86,7 @@ def test_overlap_hides_what_the_group_sends():
                 hidden.sum().backward()
                 paceline.pace(0.0002)
                 optimizer.step()
-            return join_world().journal.steps[-1]
+            return join_runtime().journal.steps[-1]
 
         (last, _), _ = simulate(2, body)
         waits[overlap] = last.exposed_communication_seconds

@@ -1,4 +1,4 @@
-"""Real processes and virtual workers, of whom each meets others in each step, end with the same
+"""Real processes and simulated workers, of whom each meets others in each step, end with the same
 bits."""
 
 import json
@@ -19,7 +19,7 @@ from tests.support import forked
         pytest.param(5, slice(None), id="5", marks=pytest.mark.slow),
     ],
 )
-def test_worlds_end_with_the_same_bits(workers, part):
+def test_runtimes_end_with_the_same_bits(workers, part):
     words = ["-m", "tests.methods.ds_sync.ends", *(["few"] if part == FEW else [])]
     first, *_ = forked.run_together(workers, words)
     virtual = {}

@@ -1,4 +1,4 @@
-"""A small network trained under ds-sync by virtual workers, each on data of its own."""
+"""A small network trained under ds-sync by simulated workers, each on data of its own."""
 
 import pytest
 import torch

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.support.simulations import LINK, run
 
 LAYERS, FORWARD, BACKWARD = 4, 0.02, 0.04
@@ -49,7 +49,7 @@ def step_seconds(method):
             optimizer.zero_grad()
             model(torch.zeros(())).backward()
             optimizer.step()
-            ends.append(join_world().now())
+            ends.append(join_runtime().now())
         optimizer.finish()
         return ends[-1] - ends[-2]
 

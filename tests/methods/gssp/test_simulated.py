@@ -13,7 +13,7 @@ import torch
 
 import paceline
 from paceline.cluster import uniform_cluster
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.testing.task import Counting, flat_parameters
 
@@ -47,7 +47,7 @@ def job(
         ends[rank] = paceline.now()
         optimizer.finish()
         models[rank] = flat_parameters(model)
-        notes[:] = join_world().journal.notes
+        notes[:] = join_runtime().journal.notes
 
     Simulation(uniform_cluster(workers, "1gbit", "50us")).run(train)
     for rank in range(workers):

@@ -1,1 +1,1 @@
-"""Local updates: their laws, in the virtual world."""
+"""Local updates: their laws, in the simulated runtime."""

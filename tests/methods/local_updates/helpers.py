@@ -1,4 +1,4 @@
-"""Small trainings of local updates in the virtual world, and the same in plain torch."""
+"""Small trainings of local updates in the simulated runtime, and the same in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline
 from paceline.cluster import Cluster, uniform_cluster
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from tests.methods.osp.helpers import flat, loss_of, network
 
@@ -92,7 +92,7 @@ def train(
             **options,
         )
         seen = []
-        began = join_world().now()
+        began = join_runtime().now()
         for step in range(steps if isinstance(steps, int) else steps[rank]):
             if rates:
                 for group in wrapped.param_groups:
@@ -105,8 +105,8 @@ def train(
             seen.append(flat(model))
             if watch is not None:
                 watch(rank, step, model, wrapped)
-        sent = [record.bytes_sent for record in join_world().journal.steps]
-        seconds = join_world().now() - began
+        sent = [record.bytes_sent for record in join_runtime().journal.steps]
+        seconds = join_runtime().now() - began
         wrapped.finish()
         return Trained(seen, flat(model), sent, seconds, model)
 

@@ -88,7 +88,7 @@ def test_groups_that_change_nothing_are_told(racks, told, capsys):
 
 
 def test_a_group_of_which_nobody_knows_is_refused():
-    """In a world that tells no network there are no racks; here one of other workers."""
+    """In a runtime that tells no network there are no racks; here one of other workers."""
     method = METHODS["hierarchical-local-sgd"]
     comm = SimpleNamespace(size=4, racks=None)
     run = SimpleNamespace(comm=comm, cluster=None)

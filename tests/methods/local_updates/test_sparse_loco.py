@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.local_updates import SparseLoCo
 from paceline.methods.table import methods_page
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.methods.local_updates.helpers import adam, simulate, train
 from tests.methods.local_updates.test_compressed import PLAIN, WIDE, to_own, wide
 from tests.methods.local_updates.test_laws import CLOSE, apart
@@ -119,7 +119,7 @@ def test_what_is_saved_says_it(spec: Any, options: dict[str, Any], said: str) ->
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(model, inner, method=spec, **options)
         optimizer.finish()
-        journal = join_world().journal
+        journal = join_runtime().journal
         return journal.method, journal.brief
 
     full, brief = simulate(1, body)[0]

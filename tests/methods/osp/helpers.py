@@ -1,4 +1,4 @@
-"""Small trainings in the virtual world, and the masks with which native OSP is tried."""
+"""Small trainings in the simulated runtime, and the masks with which native OSP is tried."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes over gloo end with the bits of the virtual world."""
+"""Real processes over gloo end with the bits of the simulated runtime."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ METHODS = [
     "osp:collective=native",
 ]
 """The last one measures a network that is fast enough for so small a model, or is not:
-what it defers is not the same in both worlds, and it must end well."""
+what it defers is not the same in both runtimes, and it must end well."""
 
 
 @pytest.mark.slow
-def test_virtual_equals_real(tmp_path):
+def test_simulated_equals_real(tmp_path):
     """Two workers, uneven data, looks at the exact parameters in between."""
-    folders = [tmp_path / "real", tmp_path / "virtual"]
+    folders = [tmp_path / "real", tmp_path / "simulated"]
     for folder in folders:
         folder.mkdir()
     script, (real, virtual) = SCRIPTS / "osp.py", folders

@@ -34,9 +34,11 @@ def servers_by_themselves(monkeypatch):
     monkeypatch.setitem(kinds.KINDS, "group-server", _by_itself)
 
 
-def train(method, steps=3, after=lambda *_: None, momentum=0.0, world=None, **options):
+def train(
+    method, steps=3, after=lambda *_: None, momentum=0.0, runtime=None, **options
+):
     """What each worker's *model* and *optimizer* end as."""
-    world, ends = world or simulation(WORKERS), {}
+    runtime, ends = runtime or simulation(WORKERS), {}
 
     def body(rank):
         model = Counting()
@@ -50,12 +52,12 @@ def train(method, steps=3, after=lambda *_: None, momentum=0.0, world=None, **op
         optimizer.finish()
         ends[rank] = flat_parameters(model), optimizer.state_dict()["state"]
 
-    world.run(body)
-    return [ends[rank] for rank in range(WORKERS)], world
+    runtime.run(body)
+    return [ends[rank] for rank in range(WORKERS)], runtime
 
 
-def machines(world):
-    return [service.server for service in world._services[0]]
+def machines(runtime):
+    return [service.server for service in runtime._services[0]]
 
 
 def start():
@@ -70,13 +72,13 @@ def moved(end):
 
 
 def test_gradients_go_to_the_group_s_server_alone():
-    ends, world = train("grouped:members=0-2+3")
+    ends, runtime = train("grouped:members=0-2+3")
     assert [moved(end) for end in ends] == [3 * 3 / 4] * 3 + [3 * 1 / 4]
-    counts = [machine.counts["gradients applied"] for machine in machines(world)]
-    buckets = len(machines(world)[0].shard.buckets)
+    counts = [machine.counts["gradients applied"] for machine in machines(runtime)]
+    buckets = len(machines(runtime)[0].shard.buckets)
     assert counts == [9 * buckets, 3 * buckets]
     # Each holds all of the model.
-    sizes = [sum(f.numel() for f in m.shard.store.flats) for m in machines(world)]
+    sizes = [sum(f.numel() for f in m.shard.store.flats) for m in machines(runtime)]
     assert sizes == [start().numel()] * 2
 
 
@@ -110,7 +112,7 @@ def test_who_looks_sees_the_group_s_server_s():
     ids=["dense", "differences"],
 )
 def test_a_worker_that_moves_holds_what_its_new_server_has(options):
-    world = simulation(WORKERS)
+    runtime = simulation(WORKERS)
 
     def move(rank, step, model, optimizer):
         remote = inspect(optimizer).remote
@@ -121,17 +123,17 @@ def test_a_worker_that_moves_holds_what_its_new_server_has(options):
             assert remote.group == 0
             assert moved([flat_parameters(model)]) == 2 * 2 / 4
             for server, copies in enumerate(
-                machine.shard.coded for machine in machines(world)
+                machine.shard.coded for machine in machines(runtime)
             ):
                 if options:  # the other one has let go of its copies
                     held = [key for key in copies.shadows if key[0] == 3]
                     assert bool(held) == (server == 0)
         remote.meet()
 
-    ends, _ = train(TWO, 4, move, world=world, **options)
+    ends, _ = train(TWO, 4, move, runtime=runtime, **options)
     # Server 0 has 4 gradients of workers 0 and 1, and 2 of worker 3; the other one the rest.
     assert [moved(end) for end in ends] == [(8 + 2) / 4] * 2 + [(4 + 2) / 4, 10 / 4]
-    assert machines(world)[0].shard.members.clock(3) == 4
+    assert machines(runtime)[0].shard.members.clock(3) == 4
 
 
 def test_a_worker_may_move_there_and_back():
@@ -139,9 +141,9 @@ def test_a_worker_may_move_there_and_back():
         if rank == 3:
             inspect(optimizer).remote.move(step % 2, step + 1)
 
-    ends, world = train(TWO, 5, move, compression="int8", answers="differences")
-    assert sum(m.counts["gradients applied"] for m in machines(world)) == 20 * len(
-        machines(world)[0].shard.buckets
+    ends, runtime = train(TWO, 5, move, compression="int8", answers="differences")
+    assert sum(m.counts["gradients applied"] for m in machines(runtime)) == 20 * len(
+        machines(runtime)[0].shard.buckets
     )
     assert moved(ends[0]) == (2 * 5 + 2) / 4
 
@@ -153,14 +155,14 @@ def test_a_step_that_a_server_had_not_heard_of_may_be_an_earlier_one():
         remote = inspect(optimizer).remote
         remote.meet()
         if rank == 0 and step == 1:
-            machines(world)[0].shard.members[3].begins_with(50)
+            machines(runtime)[0].shard.members[3].begins_with(50)
         remote.meet()
         if rank == 3 and step == 1:
             remote.move(0, 2)
 
-    world = simulation(WORKERS)
-    train(TWO, 4, move, world=world)
-    assert machines(world)[0].shard.members.clock(3) == 4
+    runtime = simulation(WORKERS)
+    train(TWO, 4, move, runtime=runtime)
+    assert machines(runtime)[0].shard.members.clock(3) == 4
 
 
 def test_groups_that_there_are_not_are_refused():
@@ -175,28 +177,28 @@ def test_groups_that_there_are_not_are_refused():
 
 def test_groups_of_the_cluster_file_are_the_method_s_unless_it_has_others():
     by_hand = cluster(rack(3, group="a"), rack(1, group="b"))
-    world = simulation(by_hand)
-    ends, _ = train("grouped", world=world)
+    runtime = simulation(by_hand)
+    ends, _ = train("grouped", runtime=runtime)
     assert [moved(end) for end in ends] == [3 * 3 / 4] * 3 + [3 * 1 / 4]
     # Servers elsewhere know of it from the spec that workers join with.
-    first = machines(world)[0]._admission._first
+    first = machines(runtime)[0]._admission._first
     assert "members=0-2+3" in first.method
-    ends, _ = train(TWO, world=simulation(by_hand))
+    ends, _ = train(TWO, runtime=simulation(by_hand))
     assert [moved(end) for end in ends] == [3 * 2 / 4] * 4
-    ends, _ = train("asp", world=simulation(by_hand))
+    ends, _ = train("asp", runtime=simulation(by_hand))
     assert [moved(end) for end in ends] == [3 * 4 / 4] * 4
 
 
 def test_dedicated_hosts_and_named_places_have_a_server_each():
     for hosts, place in ((2, "auto"), (3, "dedicated"), (0, "per-node"), (1, "auto")):
-        world = simulation(
+        runtime = simulation(
             replace(cluster(rack(WORKERS)), servers=(ServerHost(),) * hosts)
         )
-        train("grouped:members=0.3+1-2", world=world, servers=place)
-        found = [service.host for service in world._services[0]]
-        own = world.cluster.host_of_server
+        train("grouped:members=0.3+1-2", runtime=runtime, servers=place)
+        found = [service.host for service in runtime._services[0]]
+        own = runtime.cluster.host_of_server
         expected = [own(0), own(1)] if hosts > 1 else [0, 1]
         assert found == expected, (hosts, place)
     one = replace(cluster(rack(WORKERS)), servers=(ServerHost(),))
     with pytest.raises(WorkerFailedError, match=r"has 2 servers, .* for 1: start"):
-        train(TWO, world=simulation(one), servers="dedicated")
+        train(TWO, runtime=simulation(one), servers="dedicated")

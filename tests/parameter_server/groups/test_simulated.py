@@ -10,7 +10,7 @@ import paceline
 from paceline.cluster import Cluster
 from paceline.methods import METHODS
 from paceline.methods.gssp import GSSP
-from paceline.runtimes.simulated.services import VirtualServer
+from paceline.runtimes.simulated.services import SimulatedServer
 from paceline.testing.task import Counting, flat_parameters
 from tests.runtimes.simulated.test_coding_time import model, train, workload
 from tests.support.group_toy import Grouped
@@ -29,7 +29,7 @@ def toy(monkeypatch):
 def counted(method: str, where: int | Cluster = WORKERS, steps=(7, 7, 7, 7), **options):
     """By how many whole gradients each worker's parameters have moved at the end, and the
     servers' machines."""
-    world = simulation(where)
+    runtime = simulation(where)
 
     def body(rank: int) -> float:
         trained = Counting()
@@ -45,8 +45,8 @@ def counted(method: str, where: int | Cluster = WORKERS, steps=(7, 7, 7, 7), **o
         assert counts.max() - counts.min() < 1e-3
         return round(counts.mean().item(), 3)
 
-    found = run_on(world, body)
-    return found, [service.server for service in world._services[0]]
+    found = run_on(runtime, body)
+    return found, [service.server for service in runtime._services[0]]
 
 
 @pytest.mark.parametrize("steps", [(7, 7, 7, 7), (1, 9, 0, 4)])
@@ -77,7 +77,7 @@ def test_racks_may_be_groups():
 def talk(monkeypatch):
     """What servers ask each other: kinds of requests, and their bytes."""
     asked = []
-    take = VirtualServer.take
+    take = SimulatedServer.take
 
     def counting(self, sender, message, payload, receiver, time):
         size = take(self, sender, message, payload, receiver, time)
@@ -85,7 +85,7 @@ def talk(monkeypatch):
             asked.append((type(message).__name__, size))
         return size
 
-    monkeypatch.setattr(VirtualServer, "take", counting)
+    monkeypatch.setattr(SimulatedServer, "take", counting)
     return asked
 
 

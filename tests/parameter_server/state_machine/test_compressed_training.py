@@ -87,17 +87,17 @@ def simulation(workers, servers=1, compute=None, link=1e9):
     return Simulation(cluster, compute=compute or ComputeModel())
 
 
-def machines(world):
+def machines(runtime):
     """The servers' state machines."""
-    return [service.server for service in world._services[0]]
+    return [service.server for service in runtime._services[0]]
 
 
 def train(
-    world, method, steps=6, after=lambda *_: None, dtype=torch.float64, **options
+    runtime, method, steps=6, after=lambda *_: None, dtype=torch.float64, **options
 ):
     """Every worker's end: parameters, residuals, gradients that it made, times its weight."""
     ends = {}
-    workers = world.cluster.workers
+    workers = runtime.cluster.workers
 
     def body(rank):
         model = Given(dtype)
@@ -118,7 +118,7 @@ def train(
         optimizer.finish()
         ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
 
-    world.run(body)
+    runtime.run(body)
     return [ends[rank] for rank in range(workers)]
 
 
@@ -135,8 +135,8 @@ def train(
     ),
 )
 def test_what_was_applied_and_what_is_left_are_all_gradients(method, servers, answers):
-    world = simulation(3, servers)
-    ends = train(world, method, compression="largest:residuals=true", answers=answers)
+    runtime = simulation(3, servers)
+    ends = train(runtime, method, compression="largest:residuals=true", answers=answers)
     first = ends[0][0]
     for parameters, _, _ in ends:
         for mine, theirs in zip(parameters, first, strict=True):
@@ -182,7 +182,7 @@ def test_without_residuals_that_law_fails():
     ),
 )
 def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
-    world, looked = simulation(3, servers), []
+    runtime, looked = simulation(3, servers), []
 
     def look(rank, step, model, optimizer):
         if step == 3:  # what is shown in between is not what is held
@@ -194,18 +194,18 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
             )
         spread = inspect(optimizer).remote._spread
         for part in spread.pulled():
-            shadows = machines(world)[part.shard].shard.coded.shadows
+            shadows = machines(runtime)[part.shard].shard.coded.shadows
             shadow = shadows[rank, part.bucket].values
             assert torch.equal(shadow, spread.landing_of(part))
             flat = torch.cat(
                 [p.detach().view(-1) for p in spread.buckets[part.bucket].parameters]
             )
             assert torch.equal(shadow, flat[part.start : part.stop])
-        now = [machine.shard.store.flats for machine in machines(world)]
+        now = [machine.shard.store.flats for machine in machines(runtime)]
         assert len(now) == servers
 
     train(
-        world,
+        runtime,
         method,
         after=look,
         dtype=dtype,
@@ -213,7 +213,7 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
         answers="differences",
     )
     assert looked == [False] * 3
-    for machine in machines(world):
+    for machine in machines(runtime):
         assert not machine.shard.coded.shadows  # all have left
 
 
@@ -245,7 +245,7 @@ def seconds_of_a_step(answers, compression="largest", link=1e5, memory=1e15):
     took = {}
     compute = ComputeModel(forward=0.0, backward=0.0, memory=memory)
     rack = Rack(workers=2, link=link, latency=0.0)
-    world = Simulation(Cluster((rack,), servers=(ServerHost(),)), compute=compute)
+    runtime = Simulation(Cluster((rack,), servers=(ServerHost(),)), compute=compute)
 
     def body(rank):
         model = Given()
@@ -269,7 +269,7 @@ def seconds_of_a_step(answers, compression="largest", link=1e5, memory=1e15):
         took[rank] = (paceline.now() - start) / 3
         optimizer.finish()
 
-    world.run(body)
+    runtime.run(body)
     return max(took.values())
 
 
@@ -536,9 +536,9 @@ def test_what_makes_no_sense_is_refused_with_the_reason(options, said):
 
 def test_keys_of_a_spec_say_it_too():
     spec = "ssp:staleness=1,compression=largest,answers=differences"
-    world = simulation(2)
-    train(world, spec)
-    (machine,) = machines(world)
+    runtime = simulation(2)
+    train(runtime, spec)
+    (machine,) = machines(runtime)
     assert machine.shard.coded is not None
     assert machine.shard.coded.shadows == {}
 
@@ -559,17 +559,17 @@ def test_workers_that_differ_are_refused_before_training():
 
 @pytest.mark.parametrize("name", alone())
 def test_each_code_that_stands_alone_goes_both_ways(name):
-    world = simulation(2)
+    runtime = simulation(2)
 
     def look(rank, step, model, optimizer):
         spread = inspect(optimizer).remote._spread
         for part in spread.pulled():
-            shadows = machines(world)[0].shard.coded.shadows
+            shadows = machines(runtime)[0].shard.coded.shadows
             held = shadows[rank, part.bucket].values
             assert torch.equal(held, spread.landing_of(part))
 
     (one, _, made), (other, _, more) = train(
-        world,
+        runtime,
         "ssp:staleness=1",
         after=look,
         dtype=torch.float32,

@@ -103,7 +103,7 @@ def test_a_worker_whose_class_changes_pushes_codes_of_other_sizes() -> None:
 def test_classes_change_within_a_training(
     answers: str, direction: str, noted: dict[int, list[int]]
 ) -> None:
-    world, answered = simulation(2), []
+    runtime, answered = simulation(2), []
 
     def change(rank: int, step: int, model: Any, optimizer: Any) -> None:
         remote = inspect(optimizer).remote
@@ -112,12 +112,12 @@ def test_classes_change_within_a_training(
         for part in remote._spread.parts[0]:
             answered.append(remote.encoding.room(part).numel())
             if answers == "differences":
-                shadows = machines(world)[0].shard.coded.shadows
+                shadows = machines(runtime)[0].shard.coded.shadows
                 held = shadows[rank, part.bucket].values
                 assert torch.equal(held, remote._spread.landing_of(part))
 
     ends = train(
-        world,
+        runtime,
         "ssp:staleness=1",
         steps=len(CHANGES),
         after=change,

@@ -69,7 +69,7 @@ def test_a_job_trains_and_says_what_it_was(tmp_path):
     status, out, err = emulate(tmp_path, "--workers=2", "--link=200mbit")
     assert status == 0, err
     result = json.loads(out)
-    assert (result["world"], result["workers"], result["steps"]) == ("emulated", 2, 8)
+    assert (result["runtime"], result["workers"], result["steps"]) == ("emulated", 2, 8)
     assert result["compute"] == "paced by the script"
     assert result["network"].startswith("2 workers, 200 Mbit/s")
     # 1 MB each way at 25 MB/s: the wire sets the pace, and 40 ms are computed.
@@ -79,7 +79,7 @@ def test_a_job_trains_and_says_what_it_was(tmp_path):
 
 @pytest.mark.slow
 def test_workers_know_the_cluster_that_is_described(tmp_path):
-    """As in the virtual world, to the last bit of a mean over its racks."""
+    """As in the simulated runtime, to the last bit of a mean over its racks."""
     racks = (Rack(workers=1, link=1e9 / 7, latency=0.0),)
     racks += (replace(racks[0], workers=3, speed=(1.0, 0.5, 1 / 3)),)
     file = tmp_path / "cluster.toml"
@@ -106,7 +106,7 @@ def test_a_probe_takes_the_speeds_that_are_described(tmp_path):
     rack = Rack(workers=2, link=1e8, latency=0.0, speed=(1.0, 0.25))
     file = tmp_path / "described.toml"
     file.write_text(cluster_toml(Cluster((rack,))))
-    words = ("probe", "--world=emulated", f"--cluster={file}", "--seconds=0.02")
+    words = ("probe", "--runtime=emulated", f"--cluster={file}", "--seconds=0.02")
     status, _, err = finish(start(tmp_path, *words))
     assert status == 0, err
     assert load_cluster(tmp_path / "cluster.toml").speeds == rack.speed

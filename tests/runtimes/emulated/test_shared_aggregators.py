@@ -18,7 +18,7 @@ from paceline.run_options import CLUSTER_VARIABLE
 from paceline.runtimes.emulated.control_messages import INTERFACE
 from paceline.runtimes.emulated.network import Fabric
 from paceline.runtimes.emulated.network_plan import JUMBO_MTU
-from paceline.runtimes.emulated.runtime import WORLD_VARIABLE, EmulatedWorld
+from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
 from paceline.transport.security import TOKEN, TRUSTED
 from tests.support.hanging import SECONDS
 from tests.support.processes import wait_until
@@ -46,7 +46,7 @@ class Shared:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
-            WORLD_VARIABLE: EmulatedWorld.name,
+            RUNTIME_VARIABLE: EmulatedRuntime.name,
             CLUSTER_VARIABLE: str(file),
             TOKEN: "a token of these tests",
             TRUSTED: "1",

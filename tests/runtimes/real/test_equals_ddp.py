@@ -1,4 +1,4 @@
-"""bsp is DDP: the same parameters after 20 steps, whichever world and fusion rule."""
+"""bsp is DDP: the same parameters after 20 steps, whichever runtime and fusion rule."""
 
 import pytest
 import torch
@@ -14,15 +14,15 @@ BOUNDS = {"sgd": 1e-6, "adamw": 1e-5, "batchnorm": 1e-6, "everything": 1e-6}
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def trained(request, tmp_path_factory):
     """A folder of what real processes trained, with paceline and with DDP, and of what
-    virtual workers did."""
+    simulated workers did."""
     size = request.param
-    folders = {w: tmp_path_factory.mktemp(f"{w}-{size}") for w in ("real", "virtual")}
+    folders = {w: tmp_path_factory.mktemp(f"{w}-{size}") for w in ("real", "simulated")}
     script, real, virtual = SCRIPTS / "train_cases.py", *folders.values()
     forked.run_together(size, [script, real, "paceline", "ddp"])
     words = ["-m", "paceline", "simulate", f"--workers={size}", script, "--"]
     done = forked.run([*words, virtual, "paceline"], folder=virtual)
     assert done.returncode == 0, done.stderr
-    folders["virtual"] /= SCRATCH  # where a simulation's checkpoints end up
+    folders["simulated"] /= SCRATCH  # where a simulation's checkpoints end up
     return size, folders
 
 
@@ -52,13 +52,13 @@ def test_real_equals_ddp(trained, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_virtual_equals_real(trained, name):
-    """To the last bit: the virtual world adds in gloo's order."""
+def test_simulated_equals_real(trained, name):
+    """To the last bit: the simulated runtime adds in gloo's order."""
     size, folders = trained
     for rank in range(size):
         virtual, real = (
-            load(folders[world], "paceline", name, rank)
-            for world in ("virtual", "real")
+            load(folders[runtime], "paceline", name, rank)
+            for runtime in ("simulated", "real")
         )
         assert_close(virtual, real, bound=0.0)
 

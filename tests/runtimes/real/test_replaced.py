@@ -1,4 +1,4 @@
-"""Functions of Python's and torch's that are replaced while a script is in a world."""
+"""Functions of Python's and torch's that are replaced while a script is in a runtime."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ builtins.exit = builtins.quit = lambda code=None: None  # a forked process has n
 before = there()
 atexit.register(say, "in the end")  # called after what is registered later
 import paceline
-paceline.world_name  # its module is imported, too
+paceline.runtime_name  # its module is imported, too
 say("imported")
 paceline.init()
 say("joined")

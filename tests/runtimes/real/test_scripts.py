@@ -86,7 +86,7 @@ def test_unused_parameters_and_uneven_data():
 
 
 NOT_MEASURED = (
-    "world",
+    "runtime",
     "workers",
     "method",
     "steps",
@@ -139,7 +139,7 @@ def test_command_line_decides_over_the_script(tmp_path):
     assert list(one) == list(other)
     for name in NOT_MEASURED:
         assert one[name] == other[name]
-    assert (one["world"], one["workers"], one["steps"]) == ("real", 2, 7)
+    assert (one["runtime"], one["workers"], one["steps"]) == ("real", 2, 7)
     assert one["method"] == spec
     assert one["step_seconds"] > 0
 
@@ -228,9 +228,9 @@ def check_bare_script(folder, end, launchers, workers=2, **options):
     ]
     for job in wait_for_all(jobs):
         job.check_ended_well()
-    # under paceline run, what a step took, as in the other worlds
+    # under paceline run, what a step took, as in the other runtimes
     assert f"{workers} worker" in jobs[0].stdout
-    assert ", real world" in jobs[0].stdout
+    assert ", real runtime" in jobs[0].stdout
     assert "│ bsp " in jobs[0].stdout
 
 
@@ -239,7 +239,7 @@ def check_bare_script(folder, end, launchers, workers=2, **options):
     "method",
     ["ssp:staleness=0,fusion=wfbp", "bsp:collective=parameter-server"],
 )
-def test_both_worlds_count_the_same_bytes_towards_servers(tmp_path, method):
+def test_both_runtimes_count_the_same_bytes_towards_servers(tmp_path, method):
     options = {"JSON": "1", "STEPS": "7", "METHOD": method}
     environment = {f"PACELINE_{name}": value for name, value in options.items()}
     loops = SCRIPTS / "loops.py"

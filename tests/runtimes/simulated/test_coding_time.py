@@ -65,9 +65,9 @@ def coding_seconds(
     given: ComputeModel, workers: int | Cluster, **options: Any
 ) -> float:
     """Of worker 0, in all steps."""
-    world = simulation(workers, compute=given, trace=True)
-    run_on(world, lambda rank: train(model(), **options) and None)
-    spans = [span for kept in world.result.kept for span in kept.spans]
+    runtime = simulation(workers, compute=given, trace=True)
+    run_on(runtime, lambda rank: train(model(), **options) and None)
+    spans = [span for kept in runtime.result.kept for span in kept.spans]
     return sum(
         span.end - span.start
         for span in spans
@@ -101,9 +101,9 @@ def test_dense_first_steps_are_no_other_compressor():
 
 def test_bytes_are_charged_where_nobody_has_measured():
     compute = ComputeModel(workload=workload(), memory=1e6)
-    world = simulation(2, compute=compute)
-    run_on(world, lambda rank: train(model(), compression="bf16") and None)
-    (sentence,) = world.result.guessed
+    runtime = simulation(2, compute=compute)
+    run_on(runtime, lambda rank: train(model(), compression="bf16") and None)
+    (sentence,) = runtime.result.guessed
     assert "paceline profile SCRIPT --compression bf16:residuals=false" in sentence
     before, after = make("bf16").passes(2)
     seconds = coding_seconds(compute, 2, compression="bf16", fusion="single")

@@ -352,7 +352,7 @@ def test_deadlock_names_the_call_and_who_has_not_made_it() -> None:
     for rank in (0, 2):
         assert (
             f"worker {rank} waits for all_reduce(SUM, float32[2]), operation 1 on group "
-            "'world'; not called by worker 1"
+            "'runtime'; not called by worker 1"
         ) in message
     assert "worker 1 has ended" in message
 
@@ -364,7 +364,7 @@ def test_deadlock_of_a_receive_names_its_source() -> None:
 
     with pytest.raises(DeadlockError) as caught:
         run(3, body)
-    expected = "worker 2 waits for receive from worker 0, tag 5, on group 'world'"
+    expected = "worker 2 waits for receive from worker 0, tag 5, on group 'runtime'"
     assert expected in str(caught.value)
 
 
@@ -419,7 +419,7 @@ def test_mismatched_collectives_name_both_workers_and_calls(
     with pytest.raises(CollectiveMismatchError) as caught:
         run(3, body)
     message = str(caught.value)
-    assert "operation 1 on group 'world'" in message
+    assert "operation 1 on group 'runtime'" in message
     for worker, call in zip((0, 2), said, strict=True):
         assert f"worker {worker} called {call}" in message
 
@@ -428,7 +428,7 @@ def test_mismatched_collectives_name_both_workers_and_calls(
 
 
 def test_spans_show_each_worker_lane_and_time() -> None:
-    world = simulation(2, lanes=1, trace=True)
+    runtime = simulation(2, lanes=1, trace=True)
 
     def body(rank: int) -> None:
         paceline.pace(0.25 if rank else 0.0)
@@ -437,8 +437,8 @@ def test_spans_show_each_worker_lane_and_time() -> None:
         dist.barrier()
         work.wait()
 
-    run_on(world, body)
-    spans = [span for span in world.result.spans if span.worker == 0]
+    run_on(runtime, body)
+    spans = [span for span in runtime.result.spans if span.worker == 0]
     assert [span.name for span in spans] == [
         "all_reduce(SUM, float32[25000]), 100 kB sent",
         "all_reduce(SUM, float32[25000]), 100 kB sent",
@@ -449,7 +449,7 @@ def test_spans_show_each_worker_lane_and_time() -> None:
     times = [(span.start, span.end) for span in spans]
     expected = [(0, 0.2541), (0.2541, 0.2582), (0.2582, 0.25825)]
     assert times == [pytest.approx(pair) for pair in expected]
-    assert next(s.start for s in world.result.spans if s.worker == 1) == 0.25
+    assert next(s.start for s in runtime.result.spans if s.worker == 1) == 0.25
 
 
 def test_without_a_trace_no_spans_are_kept() -> None:

@@ -9,7 +9,7 @@ import pytest
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
-from paceline.runtimes.simulated.compute import VirtualCompute
+from paceline.runtimes.simulated.compute import SimulatedCompute
 from tests.support.simulations import cluster, rack, run, run_on, simulation
 
 
@@ -45,7 +45,7 @@ def test_without_jitter_the_seed_does_not_matter() -> None:
 def drawn(jitter: float, steps: int) -> list[float]:
     """One worker's time for a second of work, step by step."""
     spent: list[float] = []
-    compute = VirtualCompute(
+    compute = SimulatedCompute(
         ComputeModel(jitter=jitter, seed=1),
         0,
         1.0,
@@ -74,7 +74,7 @@ def test_jitter_never_makes_time_negative() -> None:
 def test_forward_and_backward_are_spread_by_bytes() -> None:
     spent: list[tuple[str, float]] = []
     model = ComputeModel(forward=0.3, backward=0.6)
-    worker = VirtualCompute(model, 0, 0.5, lambda s, name: spent.append((name, s)))
+    worker = SimulatedCompute(model, 0, 0.5, lambda s, name: spent.append((name, s)))
     compute = worker.of_model(["small", "large"], [100, 200], None)
     compute.forward(32, training=True)
     assert spent == []  # shows only with the first gradient, or a wait
@@ -93,7 +93,9 @@ def test_forward_and_backward_are_spread_by_bytes() -> None:
 
 def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
     spent: list[str] = []
-    worker = VirtualCompute(ComputeModel(), 0, 1.0, lambda s, name: spent.append(name))
+    worker = SimulatedCompute(
+        ComputeModel(), 0, 1.0, lambda s, name: spent.append(name)
+    )
     compute = worker.of_model(["w"], [4], None)
     compute.forward(1, training=True)
     worker.pace(0.5)
@@ -105,19 +107,19 @@ def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
 
 
 def test_pacing_shows_in_the_trace_and_in_the_result() -> None:
-    world = simulation(cluster(rack(2, speed=(1.0, 0.5))), trace=True)
-    run_on(world, paced)
+    runtime = simulation(cluster(rack(2, speed=(1.0, 0.5))), trace=True)
+    run_on(runtime, paced)
     spans = [
         (s.worker, s.row, s.name, s.start, s.end)
-        for kept in world.result.kept
+        for kept in runtime.result.kept
         for s in kept.spans
     ]
     assert spans == [
         (0, "compute", "paced", 0.0, 1.0),
         (1, "compute", "paced", 0.0, 2.0),
     ]
-    assert world.result.virtual_seconds == 2.0
-    assert world.result.paced_by_script
+    assert runtime.result.virtual_seconds == 2.0
+    assert runtime.result.paced_by_script
 
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan")])

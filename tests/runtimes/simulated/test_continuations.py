@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.collectives.communicator import TorchComm
 from paceline.errors import WorkerFailedError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from tests.support.simulations import LATENCY, LINK, run
 
 SIZE = 300_000
@@ -18,7 +18,7 @@ RING = 4 * LATENCY + 4 / 3 * 4 * SIZE / LINK
 
 
 def comm_of(name: str = "test") -> TorchComm:
-    return TorchComm(join_world(), name)
+    return TorchComm(join_runtime(), name)
 
 
 def test_a_second_round_begins_when_the_first_ends():
@@ -44,12 +44,12 @@ def test_a_second_round_begins_when_the_first_ends():
 
 def test_what_a_work_computes_delays_what_it_issues_and_nothing_else():
     def body(rank):
-        world, comm = join_world(), comm_of()
+        runtime, comm = join_runtime(), comm_of()
         buffer = torch.ones(SIZE)
 
         def second():
-            world.spend(2.0, "coding")
-            assert world.now() == pytest.approx(RING + 2.0)
+            runtime.spend(2.0, "coding")
+            assert runtime.now() == pytest.approx(RING + 2.0)
             return comm.all_reduce(buffer, "sum")
 
         pending = comm.all_reduce(buffer, "sum").then(second)
@@ -62,11 +62,11 @@ def test_what_a_work_computes_delays_what_it_issues_and_nothing_else():
 
 def test_works_of_a_worker_compute_one_after_the_other():
     def body(rank):
-        world, comm = join_world(), comm_of()
+        runtime, comm = join_runtime(), comm_of()
         ends = []
         for _ in range(3):
             pending = comm.all_reduce(torch.ones(1), "sum").then(
-                lambda: world.spend(1.0, "coding")
+                lambda: runtime.spend(1.0, "coding")
             )
             ends.append(pending)
         times = []

@@ -11,7 +11,7 @@ from paceline.cluster.links import Links
 from paceline.interfaces import Answer, Sender, Work
 from paceline.interfaces.server_messages import Note, Request
 from paceline.runtimes.simulated.clock import Clock, Completion
-from paceline.runtimes.simulated.services import ServerRates, VirtualServer
+from paceline.runtimes.simulated.services import ServerRates, SimulatedServer
 from tests.support.simulations import until_over
 
 
@@ -51,7 +51,7 @@ def when_it_rings(plan: dict[float, float | None], work: int = 0) -> list[float]
     server = Sleeper(plan, work)
     links = Links(clock, uniform_cluster(1, "1gbit", "0 s", 1))
     rates = ServerRates(added=1.0)
-    virtual = VirtualServer("server 0", 1, 0, server, clock, links, rates)
+    virtual = SimulatedServer("server 0", 1, 0, server, clock, links, rates)
     for number, time in enumerate(plan):
         sender = Sender(0, 0, "", number)
         heard = partial(server.on_message, sender, Note(), None)

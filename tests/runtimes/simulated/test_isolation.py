@@ -30,7 +30,7 @@ from paceline.errors import (
     UsageError,
     WorkerFailedError,
 )
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.simulated.simulation import place_of
@@ -84,7 +84,7 @@ def process_state() -> dict[str, Any]:
         "kernel threads": torch.get_num_threads(),
         "kernel threads of a new thread": threads,
         "multithreaded backward": torch.autograd.is_multithreading_enabled(),
-        "world": current_world(),
+        "runtime": current_runtime(),
         "threads": threading.enumerate(),
         "arguments": sys.argv[:],
     }
@@ -376,18 +376,18 @@ def test_changes_of_the_environment_are_a_workers_own(
 
 
 def test_each_worker_has_its_own_main_module() -> None:
-    world = simulation(3)
+    runtime = simulation(3)
     own_main = sys.modules["__main__"]
 
     def body(rank: int) -> None:
         module = ModuleType("__main__")
         module.rank = rank
-        world.mains.register(rank, module)
+        runtime.mains.register(rank, module)
         for _ in range(3):
             dist.barrier()
             assert sys.modules["__main__"].rank == rank
 
-    run_on(world, body)
+    run_on(runtime, body)
     assert sys.modules["__main__"] is own_main
 
 

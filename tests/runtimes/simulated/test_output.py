@@ -1,4 +1,4 @@
-"""Whose words are shown of what virtual workers print."""
+"""Whose words are shown of what simulated workers print."""
 
 from __future__ import annotations
 

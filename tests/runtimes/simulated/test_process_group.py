@@ -481,7 +481,7 @@ def test_scripts_may_initialize_as_under_torchrun(play: bool, arguments) -> None
         paceline.init()  # again is harmless
         assert paceline.rank() == rank
         assert paceline.world_size() == 3
-        assert paceline.world_name() == "virtual"
+        assert paceline.runtime_name() == "simulated"
 
     simulation(3, play=play).run(main)
 
@@ -594,8 +594,8 @@ def racks() -> Cluster:
 def test_two_runs_are_equal_bit_for_bit(play: bool) -> None:
     runs = []
     for _ in range(2):
-        world = simulation(racks(), play=play, trace=True)
-        runs.append((run_on(world, everything), world.result))
+        runtime = simulation(racks(), play=play, trace=True)
+        runs.append((run_on(runtime, everything), runtime.result))
     (first, one), (second, two) = runs
     # Three sums of all, one of a half, a broadcast, and a message to the next.
     assert len(one.spans) == 4 * (3 + 1 + 1 + 1) * N

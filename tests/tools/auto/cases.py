@@ -1,4 +1,4 @@
-"""Trainings that change their method, case by case; each runs on all workers of any world."""
+"""Trainings that change their method, case by case; each runs on all workers of any runtime."""
 
 import os
 import random
@@ -16,7 +16,7 @@ from paceline.core.checkpoint.folder import part
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from paceline.tools.auto.method_switching import Auto
 
@@ -200,9 +200,9 @@ def a_checkpoint_says_which_method_it_had():
     """And what only that method keeps is taken by it, also where it is not the present one."""
     code = "bsp:compression=top-k,compression.density=0.25,compression.small=0"
     folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "under-auto"
-    world = join_world()
+    runtime = join_runtime()
     for spec in (code, "local-sgd:every=3"):
-        world.job.trainings.clear()
+        runtime.job.trainings.clear()
         net, straight = begun(changing({3: spec}))
         for step in range(5):
             one_step(net, straight, step)
@@ -212,7 +212,7 @@ def a_checkpoint_says_which_method_it_had():
         straight.finish()
         ends = flat(net)
         for method in (spec, changing({1: "dear"}), changing({})):
-            world.job.trainings.clear()
+            runtime.job.trainings.clear()
             net, wrapped = begun(method)
             if method != spec:
                 one_step(net, wrapped, 50)
@@ -227,14 +227,14 @@ def a_checkpoint_says_which_method_it_had():
             exactly = method == spec or spec == code
             assert torch.allclose(flat(net), ends, atol=0 if exactly else 0.05), method
             assert_equal_everywhere(flat(net))
-    world.job.trainings.clear()
+    runtime.job.trainings.clear()
 
 
 def a_load_that_is_refused_leaves_the_method_that_it_found():
     """Also where the method had to be changed to see that the checkpoint is not whole."""
     code = "bsp:compression=top-k,compression.density=0.25,compression.small=0"
     folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "not-whole"
-    world = join_world()
+    runtime = join_runtime()
     net, wrapped = begun(changing({1: code, 4: "bsp"}))
     for step in range(3):
         one_step(net, wrapped, step)
@@ -244,22 +244,22 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
     changes = inspect(wrapped).changes
     before, values = changes.spec, flat(net)
     dist.barrier()
-    if world.rank == 0:
-        part(folder, world.size - 1).rename(folder / "elsewhere")
+    if runtime.rank == 0:
+        part(folder, runtime.size - 1).rename(folder / "elsewhere")
     dist.barrier()
-    with pytest.raises(UsageError, match=f"worker {world.size - 1}"):
+    with pytest.raises(UsageError, match=f"worker {runtime.size - 1}"):
         paceline.load(folder)
     assert changes.spec == before, changes.spec
     assert torch.equal(flat(net), values)
     one_step(net, wrapped, 6)
     wrapped.finish()
     assert_equal_everywhere(flat(net))
-    world.job.trainings.clear()
+    runtime.job.trainings.clear()
 
 
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
     net, wrapped = begun(changing({60: "dear", 62: "bsp:fusion=optimal", 66: "bsp"}))
-    changes, journal = inspect(wrapped).changes, join_world().journal
+    changes, journal = inspect(wrapped).changes, join_runtime().journal
     assert not changes.change("bsp:fusion=optimal", together=True)
     for step in range(60):
         one_step(net, wrapped, step)

@@ -75,30 +75,30 @@ class End:
 
 
 class Senses:
-    """One rank of a world in which a step with each spec takes so long: `World.seconds`."""
+    """One rank of a runtime in which a step with each spec takes so long: `Runtime.seconds`."""
 
     needs_probe = True
 
-    def __init__(self, world, rank):
-        self._world, self._rank = world, rank
+    def __init__(self, runtime, rank):
+        self._runtime, self._rank = runtime, rank
         self.refused = ""
         self._times = []
         self._since_change = 0
 
     def step(self, spec, changed):
-        world = self._world
+        runtime = self._runtime
         if changed:
             self._since_change = 0
         self._since_change += 1
-        seconds = world.seconds(spec, len(self._times))
-        seconds *= 1 + world.noise * world.random[self._rank].gauss(0, 1)
+        seconds = runtime.seconds(spec, len(self._times))
+        seconds *= 1 + runtime.noise * runtime.random[self._rank].gauss(0, 1)
         if changed:
-            seconds += world.change_seconds
+            seconds += runtime.change_seconds
         self._times.append(max(1e-6, seconds))
 
     @property
     def settled(self):
-        return self._since_change > self._world.settles_after
+        return self._since_change > self._runtime.settles_after
 
     period = 1
 
@@ -106,26 +106,26 @@ class Senses:
         return self._times[-steps:]
 
     def waited(self):
-        return self._world.waited
+        return self._runtime.waited
 
     def recall(self):
-        return self._world.recalled if self._rank == 0 else ("", 0.0)
+        return self._runtime.recalled if self._rank == 0 else ("", 0.0)
 
     def network_is_as_recalled(self):
-        return self._world.as_recalled
+        return self._runtime.as_recalled
 
     def begin_plan(self, probe_seconds):
-        self._world.probes[self._rank].append(probe_seconds)
-        self._planned_at = len(self._times) + self._world.plan_steps
+        self._runtime.probes[self._rank].append(probe_seconds)
+        self._planned_at = len(self._times) + self._runtime.plan_steps
 
     def plan_is_there(self):
         return self._rank == 0 and len(self._times) >= self._planned_at
 
     def candidates(self):
-        return list(self._world.candidates) if self._rank == 0 else []
+        return list(self._runtime.candidates) if self._rank == 0 else []
 
 
-class World:
+class Runtime:
     """What happens to all ranks. *seconds* gives a step's, by spec and by its number."""
 
     def __init__(self, size, seconds, candidates=(), **options):

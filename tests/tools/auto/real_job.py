@@ -22,7 +22,7 @@ optimizer = paceline.distribute(
     torch.optim.SGD(model.parameters(), lr=0.01),
     method=f"{LOSSY},file={sys.argv[1]}",
 )
-journal = paceline.api._world().journal
+journal = paceline.api._runtime().journal
 specs = set()
 for _ in range(2000):
     optimizer.zero_grad()

@@ -8,7 +8,7 @@ import pytest
 from paceline.bucketing.trial import WORTH_IT
 from paceline.tools.auto import controller
 from paceline.tools.auto.controller import typical
-from tests.tools.auto.fleet import World
+from tests.tools.auto.fleet import Runtime
 
 
 def fixed(**seconds):
@@ -16,22 +16,22 @@ def fixed(**seconds):
     return lambda spec, step: seconds[spec]
 
 
-def settle(world, most=1500):
+def settle(runtime, most=1500):
     """Steps until all ranks have decided, and some more."""
     for number in range(most):
-        world.step()
-        if number > 5 and all(one.is_settled for one in world.programs):
+        runtime.step()
+        if number > 5 and all(one.is_settled for one in runtime.programs):
             return number
     raise AssertionError(f"nothing is settled after {most} steps")
 
 
 def test_the_fastest_candidate_stays_and_all_ranks_know_it():
-    world = World(
+    runtime = Runtime(
         3, fixed(bsp=1.0, dear=0.8, osp=0.7), [("osp", 0.7), ("dear", 0.8)], noise=0.01
     )
-    settle(world)
-    assert world.specs == ["osp"] * 3
-    for found in world.found:
+    settle(runtime)
+    assert runtime.specs == ["osp"] * 3
+    for found in runtime.found:
         (one,) = found
         assert one.chosen == "osp"
         assert one.before == "bsp"
@@ -42,10 +42,10 @@ def test_the_fastest_candidate_stays_and_all_ranks_know_it():
 
 
 def test_a_candidate_that_was_predicted_to_be_fast_and_is_not_is_left():
-    world = World(2, fixed(bsp=1.0, dear=1.1), [("dear", 0.5)], noise=0.01)
-    settle(world)
-    assert world.specs == ["bsp"] * 2
-    assert not world.found[0][0].tried[0].better
+    runtime = Runtime(2, fixed(bsp=1.0, dear=1.1), [("dear", 0.5)], noise=0.01)
+    settle(runtime)
+    assert runtime.specs == ["bsp"] * 2
+    assert not runtime.found[0][0].tried[0].better
 
 
 @pytest.mark.parametrize("phase", range(4, 8))
@@ -55,54 +55,54 @@ def test_what_was_given_up_for_its_cost_is_told_with_its_cost(phase):
     def seconds(spec, step):
         if spec == "bsp":
             return 1.0
-        return 0.9 if (world.since[spec] + phase) % 8 > 4 else 1.4
+        return 0.9 if (runtime.since[spec] + phase) % 8 > 4 else 1.4
 
-    world = World(2, seconds, [("dear", 0.5)], settles_after=140)
-    world.since = collections.Counter()
-    step = world.senses[0].step
+    runtime = Runtime(2, seconds, [("dear", 0.5)], settles_after=140)
+    runtime.since = collections.Counter()
+    step = runtime.senses[0].step
 
     def counted(spec, changed):
-        world.since[spec] += 1
+        runtime.since[spec] += 1
         step(spec, changed)
 
-    world.senses[0].step = counted
-    settle(world)
-    (tried,) = world.found[0][0].tried
+    runtime.senses[0].step = counted
+    settle(runtime)
+    (tried,) = runtime.found[0][0].tried
     assert "given up" in tried.why
     assert tried.seconds > tried.before_seconds
 
 
 def test_where_nothing_waits_nothing_is_measured():
-    world = World(2, fixed(bsp=1.0, dear=0.5), [("dear", 0.5)], waited=0.01)
-    settle(world)
-    assert world.specs == ["bsp"] * 2
-    assert world.probes == [[], []]
-    assert world.found[0][0].tried == []
+    runtime = Runtime(2, fixed(bsp=1.0, dear=0.5), [("dear", 0.5)], waited=0.01)
+    settle(runtime)
+    assert runtime.specs == ["bsp"] * 2
+    assert runtime.probes == [[], []]
+    assert runtime.found[0][0].tried == []
 
 
 def test_a_refused_candidate_is_named_and_the_next_one_is_tried():
-    world = World(
+    runtime = Runtime(
         2,
         fixed(bsp=1.0, dear=0.8, osp=0.1),
         [("osp", 0.1), ("dear", 0.8)],
         refuses=("osp",),
     )
-    settle(world)
-    assert world.specs == ["dear"] * 2
-    assert "not with this one" in world.found[0][0].tried[0].why
+    settle(runtime)
+    assert runtime.specs == ["dear"] * 2
+    assert "not with this one" in runtime.found[0][0].tried[0].why
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_laws_on_random_networks(seed):
-    """Ranks decide alike (`World.step` asserts it), it comes to an end, what stays is not slower than
+    """Ranks decide alike (`Runtime.step` asserts it), it comes to an end, what stays is not slower than
     what ran before by more than noise, and the thousand steps that follow its beginning take
     hardly longer than with what ran before."""
     draw = random.Random(seed)
     specs = ["a", "b"]
     times = {"bsp": 1.0} | {spec: draw.uniform(0.4, 2.5) for spec in specs}
     noise = draw.choice([0.0, 0.005, 0.02])
-    world = World(
+    runtime = Runtime(
         draw.randint(2, 4),
         lambda spec, step: times[spec],
         [(spec, 0.5) for spec in specs],
@@ -111,15 +111,15 @@ def test_laws_on_random_networks(seed):
         settles_after=draw.randint(0, 60),
         seed=seed,
     )
-    while len(world.history) < 1000:
-        world.step()
-    assert sum(world.senses[0].last(1000)) <= 1000 * (1 + controller.SHARE + 0.005)
-    assert times[world.specs[0]] <= 1.0
-    while len(world.history) < 2500:  # what was put off
-        world.step()
+    while len(runtime.history) < 1000:
+        runtime.step()
+    assert sum(runtime.senses[0].last(1000)) <= 1000 * (1 + controller.SHARE + 0.005)
+    assert times[runtime.specs[0]] <= 1.0
+    while len(runtime.history) < 2500:  # what was put off
+        runtime.step()
     best = min(times.values())
-    assert times[world.specs[0]] <= best / WORTH_IT * (1 + 2 * noise)
-    assert set(world.history) <= {"bsp", *specs}
+    assert times[runtime.specs[0]] <= best / WORTH_IT * (1 + 2 * noise)
+    assert set(runtime.history) <= {"bsp", *specs}
 
 
 def test_the_bound_on_costs_is_what_holds_them():
@@ -127,19 +127,19 @@ def test_the_bound_on_costs_is_what_holds_them():
     times = {"bsp": 1.0, "a": 1.25}
     bound, controller.SHARE = controller.SHARE, 10.0
     try:
-        world = World(
+        runtime = Runtime(
             2, lambda spec, step: times[spec], [("a", 0.5)], settles_after=120
         )
-        settle(world)
+        settle(runtime)
     finally:
         controller.SHARE = bound
-    assert sum(world.senses[0].last(2000)) - len(world.history) > 20
+    assert sum(runtime.senses[0].last(2000)) - len(runtime.history) > 20
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_is_out_of_data_stops_all_changes_and_nobody_waits(seed):
     draw = random.Random(seed)
-    world = World(
+    runtime = Runtime(
         3,
         fixed(bsp=1.0, dear=0.9, osp=0.7),
         [("osp", 0.7), ("dear", 0.9)],
@@ -149,70 +149,70 @@ def test_whoever_is_out_of_data_stops_all_changes_and_nobody_waits(seed):
         seed=seed,
     )
     for _ in range(draw.randint(1, 150)):
-        world.step()
+        runtime.step()
     leaving = draw.sample(range(3), draw.randint(1, 3))
     for rank in leaving:
-        world.leave(rank)
+        runtime.leave(rank)
         for _ in range(draw.randint(0, 20)):
-            changed = world.step()
+            changed = runtime.step()
             assert not any(changed.values())
     for _ in range(100):
-        assert not any(world.step().values())
-    for rank in set(range(3)) - world.left:
-        world.leave(rank)
-    posted = {len(message) for message in world.mail.messages}
+        assert not any(runtime.step().values())
+    for rank in set(range(3)) - runtime.left:
+        runtime.leave(rank)
+    posted = {len(message) for message in runtime.mail.messages}
     assert posted == {3}, "some ranks have posted more than others"
 
 
 def test_steps_that_are_slower_for_good_are_decided_anew_and_a_blip_is_not():
     times = {"bsp": 1.0, "dear": 1.2}
-    world = World(
+    runtime = Runtime(
         2,
         lambda spec, step: times[spec] * (3 if 400 < step < 440 else 1),
         [("dear", 0.5)],
         noise=0.01,
     )
-    settle(world)
+    settle(runtime)
     for _ in range(700):
-        world.step()
-    assert len(world.found[0]) == 1
+        runtime.step()
+    assert len(runtime.found[0]) == 1
     times.update(bsp=2.0, dear=1.0)
     for _ in range(1500):
-        world.step()
-    assert world.specs == ["dear"] * 2
-    assert len(world.found[0]) == 2
+        runtime.step()
+    assert runtime.specs == ["dear"] * 2
+    assert len(runtime.found[0]) == 2
 
 
 def test_a_network_that_changes_all_the_time_is_not_run_after():
-    world = World(2, lambda spec, step: 2.0 if step // 400 % 2 else 1.0, noise=0.01)
+    runtime = Runtime(2, lambda spec, step: 2.0 if step // 400 % 2 else 1.0, noise=0.01)
     for _ in range(6000):
-        world.step()
-    assert len(world.found[0]) <= controller.DECISIONS
-    assert "stays" in world.said[0][-1]
+        runtime.step()
+    assert len(runtime.found[0]) <= controller.DECISIONS
+    assert "stays" in runtime.said[0][-1]
 
 
 def test_looks_get_rarer():
-    world = World(2, fixed(bsp=1.0), noise=0.01)
-    settle(world)
-    before = len(world.mail.messages)
+    runtime = Runtime(2, fixed(bsp=1.0), noise=0.01)
+    settle(runtime)
+    before = len(runtime.mail.messages)
     for _ in range(5000):
-        world.step()
-    assert len(world.mail.messages) - before < 15
+        runtime.step()
+    assert len(runtime.mail.messages) - before < 15
 
 
 def test_what_was_decided_before_is_used_at_once_where_it_holds():
-    world = World(2, fixed(bsp=1.0, dear=0.8), recalled=("dear", 0.81), noise=0.01)
-    steps = settle(world)
-    assert world.specs == ["dear"] * 2
-    assert world.history[3] == "dear"
+    runtime = Runtime(2, fixed(bsp=1.0, dear=0.8), recalled=("dear", 0.81), noise=0.01)
+    steps = settle(runtime)
+    assert runtime.specs == ["dear"] * 2
+    assert runtime.history[3] == "dear"
     assert steps < 60
-    assert world.found[0][0].recalled
-    assert world.probes == [[], []]
+    assert runtime.found[0][0].recalled
+    assert runtime.probes == [[], []]
 
 
 @pytest.mark.parametrize("as_recalled", [True, False])
 def test_what_was_decided_before_is_decided_anew_where_it_does_not_hold(as_recalled):
-    world = World(
+    runtime = Runtime(
         2,
         fixed(bsp=1.0, dear=0.9, osp=0.7),
         [("osp", 0.7)],
@@ -220,41 +220,41 @@ def test_what_was_decided_before_is_decided_anew_where_it_does_not_hold(as_recal
         as_recalled=as_recalled,
         noise=0.01,
     )
-    settle(world)
-    assert world.specs == ["osp"] * 2
-    assert ("dear" in world.history) == as_recalled
-    assert not world.found[0][0].recalled
+    settle(runtime)
+    assert runtime.specs == ["osp"] * 2
+    assert ("dear" in runtime.history) == as_recalled
+    assert not runtime.found[0][0].recalled
 
 
 def test_steps_of_milliseconds_put_the_probe_off():
-    world = World(
+    runtime = Runtime(
         2, lambda spec, step: {"bsp": 0.04, "dear": 0.03}[spec], [("dear", 0.03)]
     )
     for _ in range(1000):
-        world.step()
-    assert world.probes == [[], []]
-    assert world.found == [[], []]
+        runtime.step()
+    assert runtime.probes == [[], []]
+    assert runtime.found == [[], []]
     for _ in range(1500):
-        world.step()
-    assert len(world.probes[0]) == 1
-    assert world.specs == ["dear"] * 2
+        runtime.step()
+    assert len(runtime.probes[0]) == 1
+    assert runtime.specs == ["dear"] * 2
 
 
 def test_what_is_put_off_is_said_and_tried_later():
-    world = World(
+    runtime = Runtime(
         2,
         fixed(bsp=1.0, dear=0.5, osp=0.4),
         [("osp", 0.4), ("dear", 0.5)],
         change_seconds=4.0,
     )
-    settle(world)
-    for found in world.found:
+    settle(runtime)
+    for found in runtime.found:
         assert [one.spec for one in found[0].tried] == ["osp"]
         assert found[0].chosen == "osp"
-    while len(world.found[0]) < 2:
-        world.step()
-    assert [one.spec for one in world.found[0][1].tried] == ["osp", "dear"]
-    assert not world.found[0][1].later
+    while len(runtime.found[0]) < 2:
+        runtime.step()
+    assert [one.spec for one in runtime.found[0][1].tried] == ["osp", "dear"]
+    assert not runtime.found[0][1].later
 
 
 def test_periods_are_measured_whole():

@@ -21,7 +21,7 @@ from paceline.tools.auto.decision_cache import (
 )
 from paceline.tools.auto.decision_text import paragraph
 
-ABOUT = About(model="abc", optimizer="SGD", workers=4, quality="late", world="real")
+ABOUT = About(model="abc", optimizer="SGD", workers=4, quality="late", runtime="real")
 TRIED = Tried(
     spec="osp",
     before="bsp",
@@ -54,7 +54,7 @@ def test_what_is_written_is_read(tmp_path):
         ("optimizer", "Adam"),
         ("workers", 5),
         ("quality", "exact"),
-        ("world", "emulated"),
+        ("runtime", "emulated"),
         ("version", "0.0.1"),
     ],
 )
@@ -85,8 +85,8 @@ def test_where_it_is(tmp_path):
     records = RunOptions(records=str(tmp_path))
     assert file_of(Auto(), "real", records) == tmp_path / FILE
     wish = replace_wish(Auto(), file="mine.json")
-    assert str(file_of(wish, "virtual", records)) == "mine.json"
-    assert file_of(Auto(), "virtual", records) is None
+    assert str(file_of(wish, "simulated", records)) == "mine.json"
+    assert file_of(Auto(), "simulated", records) is None
 
 
 def test_a_file_that_cannot_be_written(tmp_path):

@@ -72,7 +72,7 @@ def training(method, steps=140, clip=False, **options):
         optimizer = paceline.distribute(
             model, torch.optim.SGD(model.parameters(), lr=0.1), method=method, **options
         )
-        journal = paceline.api._world().journal
+        journal = paceline.api._runtime().journal
         specs = []
         for _ in range(steps if isinstance(steps, int) else steps[rank]):
             optimizer.zero_grad()
@@ -176,8 +176,8 @@ def test_what_is_refused(method, options, words):
 
 
 def test_the_command_lines_auto_wins_over_the_scripts_choices(planner):
-    world = simulation(2, options=RunOptions(method="auto:quality=late"))
-    (specs, _, _), _ = run_on(world, training("osp", steps=3, fusion="ddp"))
+    runtime = simulation(2, options=RunOptions(method="auto:quality=late"))
+    (specs, _, _), _ = run_on(runtime, training("osp", steps=3, fusion="ddp"))
     assert set(specs) == {"bsp"}
 
 

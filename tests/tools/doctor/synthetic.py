@@ -17,7 +17,7 @@ from tests.tools.plan.helpers import layers
 
 GIGABIT = 125e6
 ETHERNET = Interface(name="eth0", kind="ethernet", rate=GIGABIT, network="10.0.0.0/24")
-BRIDGE = Interface(name="docker0", kind="virtual", network="172.17.0.0/16")
+BRIDGE = Interface(name="docker0", kind="simulated", network="172.17.0.0/16")
 LOST = 2e-2
 REPEATS = 6
 
@@ -66,7 +66,7 @@ class _Measures:
         site = self.site
         pairs = [(a, b) for a in range(site.hosts) for b in range(site.hosts) if a != b]
         return Evidence(
-            world="real",
+            runtime="real",
             workers=tuple(map(self.worker, range(site.hosts * site.each))),
             paths=tuple(self.path(a, b) for a, b in pairs),
             together=tuple(map(self.together, range(1, site.hosts))),

@@ -28,7 +28,7 @@ def test_evidence_survives_json():
     )
     eth = Interface(name="eth0", kind="ethernet", rate=125e6)
     evidence = Evidence(
-        world="virtual",
+        runtime="simulated",
         workers=(WorkerEvidence(rank=0, host=0, interface=eth, step=step),),
         paths=(PathEvidence(source=0, target=1, rates=(1e8, 2e8), latency=5e-5),),
         together=(TogetherEvidence(sources=(0,), targets=(1,), rates=(1e8,)),),

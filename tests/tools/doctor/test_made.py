@@ -9,7 +9,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.cluster.rules import throttle
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces.current_runtime import current_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.tools.doctor import diagnose
 from paceline.tools.doctor.simulated import examined
@@ -36,7 +36,7 @@ def evidence_of(
                 with optimizer.no_sync():
                     model(torch.full((8,), 1.0 + rank)).backward()
             if waits:
-                current_world().spend(waits.get(rank, 0.0), "input")
+                current_runtime().spend(waits.get(rank, 0.0), "input")
             model(torch.full((8,), 1.0 + rank)).backward()
             optimizer.step()
 

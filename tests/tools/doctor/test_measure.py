@@ -130,16 +130,16 @@ def test_parts_make_up_the_step_wherever_a_method_waits(spec):
     simulation = Simulation(cluster, compute=ComputeModel(forward=0.02, backward=0.04))
     watches = []
 
-    def watcher(world):
+    def watcher(runtime):
         def begins(model, parameters):
-            watches.append(StepWatch(world, model, parameters))
+            watches.append(StepWatch(runtime, model, parameters))
             return watches[-1:]
 
         return begins
 
     for rank in range(3):
-        world = simulation.world_of(rank)
-        world.job.watchers.append(watcher(world))
+        runtime = simulation.runtime_of(rank)
+        runtime.job.watchers.append(watcher(runtime))
     simulation.run(trains(steps=9, method=spec))
     for watch in watches:
         found = watch.evidence()

@@ -28,7 +28,7 @@ def examine(folder, *script, workers=2):
 @pytest.mark.slow
 def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
     evidence = examine(tmp_path, TRAINS, "slow", "own")
-    assert (evidence.world, evidence.spec) == ("real", "bsp:fusion=ddp")
+    assert (evidence.runtime, evidence.spec) == ("real", "bsp:fusion=ddp")
     first, second = evidence.workers
     assert first.step.input.median < 0.05 <= second.step.input.median
     # The other one waits for it: what both take is the same.
@@ -125,10 +125,10 @@ def test_a_machine_knows_its_own_interfaces():
     [
         ({"device/vendor": "1"}, "ethernet"),
         ({"device/vendor": "1", "wireless/status": "0"}, "wireless"),
-        ({"bridge/bridge_id": "1"}, "virtual"),
-        ({"tun_flags": "0x1001"}, "virtual"),
+        ({"bridge/bridge_id": "1"}, "simulated"),
+        ({"tun_flags": "0x1001"}, "simulated"),
         ({"iflink": "9"}, "container"),
-        ({"iflink": "9", "lower_eth0/ifindex": "9"}, "virtual"),
+        ({"iflink": "9", "lower_eth0/ifindex": "9"}, "simulated"),
         (
             {
                 "iflink": "9",

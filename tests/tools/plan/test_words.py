@@ -215,7 +215,7 @@ def test_each_reason_for_a_brief_look_has_its_own_line(capsys):
 def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
     def ran(seconds):
         return Result(
-            world="virtual",
+            runtime="simulated",
             workers=4,
             method="bsp",
             steps=9,

@@ -36,12 +36,12 @@ class Comparison:
         workers: int = 1,
         compute: float = 0.03,
         exposed: float = 0.01,
-        world: str = "virtual",
+        runtime: str = "simulated",
     ) -> None:
         """A variant whose workers all log *logged*[k] before the end of step k + 1, and
         *last* after the last one."""
         result = Result(
-            world=world,
+            runtime=runtime,
             workers=workers,
             method=spec,
             steps=len(logged),
@@ -122,6 +122,6 @@ def wild() -> Comparison:
     numbers."""
     comparison = Comparison()
     name = '<script src="http://bad">&$x_1$'
-    comparison.add("bsp:a=<b>&'\"", [{name: 1.0, "loss": None}] * 3, world="real")
+    comparison.add("bsp:a=<b>&'\"", [{name: 1.0, "loss": None}] * 3, runtime="real")
     comparison.add("$\\frac$\x07 漢字", [{name: float("nan"), "loss": None}] * 3)
     return comparison

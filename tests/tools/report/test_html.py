@@ -116,7 +116,7 @@ def test_the_page_holds_everything(text_of_three: str) -> None:
         "paceline compare digits.py --variant 'a<b>'",
         "4 workers & more",
         "paced",
-        "virtual, 2 workers",
+        "simulated, 2 workers",
         "open ui.perfetto.dev in a browser and load",
     ):
         assert word in page.text
@@ -251,7 +251,7 @@ def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> Non
     ]
     assert len(page.cells) == 14
     assert page.tags["svg"] == 1
-    assert "virtual, 1 worker" in page.text
+    assert "simulated, 1 worker" in page.text
     assert "workers logged" not in page.text
 
 

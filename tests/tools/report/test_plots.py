@@ -105,7 +105,7 @@ def test_names_are_text_whatever_they_hold(tmp_path: Path) -> None:
         assert "$\\frac$\N{REPLACEMENT CHARACTER} 漢字" in words
     words = " ".join(texts(pictures["metric--script-src-http-bad-x_1-"]))
     assert '<script src="http://bad">&$x_1$' in words
-    assert "time since training began (ms)" in words  # a real world's, not virtual
+    assert "time since training began (ms)" in words  # a real runtime's, not virtual
     assert "漢字 (no finite value)" in words
     assert "no finite value was logged" in texts(pictures["metric-loss"])
 

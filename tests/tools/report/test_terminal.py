@@ -77,7 +77,7 @@ def test_it_says_of_which_steps_figures_are() -> None:
 def test_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     print_results(rows_with_a_failure())
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].strip() == "2 workers, virtual world"
+    assert lines[0].strip() == "2 workers, simulated runtime"
     assert lines[-1].rstrip() == "[1] failed: worker 0 raised GradientError: clipped"
 
 

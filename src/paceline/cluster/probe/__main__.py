@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.cluster.probe.measure import SIZES, measure
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 
 
 def main() -> None:
@@ -20,20 +20,20 @@ def main() -> None:
     parser.add_argument("--seconds-per-pair", type=float, default=0.1)
     parser.add_argument("--largest", type=int, default=SIZES[-1])
     arguments = parser.parse_args()
-    world = join_world()
-    world.connect()
+    runtime = join_runtime()
+    runtime.connect()
 
     def say(text: str) -> None:
-        if world.rank == 0:
+        if runtime.rank == 0:
             print(f"probe: {text}", file=sys.stderr, flush=True)
 
     findings = measure(
-        world,
+        runtime,
         seconds_per_pair=arguments.seconds_per_pair,
         largest=arguments.largest,
         say=say,
     )
-    if world.rank == 0:
+    if runtime.rank == 0:
         arguments.output.write_bytes(msgspec.json.encode(findings))
 
 

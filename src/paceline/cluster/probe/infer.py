@@ -23,7 +23,7 @@ NO_LIMIT = 0.9
 
 
 def infer_cluster(findings: Findings) -> Cluster:
-    """The cluster in which the virtual world takes the times that were measured.
+    """The cluster in which the simulated runtime takes the times that were measured.
 
     Each host's link is the best goodput to or from it in its rack. A message's latency and
     its processor time come from all-reduces of all sizes, one at a time and two at a time:
@@ -87,7 +87,7 @@ def _start_up(findings: Findings) -> tuple[float, Processor | None]:
     """A message's latency, and what it costs processors: what fits all sizes best."""
     n = findings.workers
     steps = 2 * (n - 1)
-    if findings.world == "virtual" or n == 1 or not findings.all_reduce:
+    if findings.runtime == "simulated" or n == 1 or not findings.all_reduce:
         others = [v for row in findings.latency for v in row if v > 0]
         return min(others, default=0.0), None
     cores = findings.shared_cores
@@ -111,7 +111,7 @@ def _fit_start_up(
 ) -> tuple[float, float]:
     """Seconds of latency, and of processors' work, in the start-up of an all-reduce.
 
-    The model is the virtual world's: bytes move while processors work, the slower of the
+    The model is the simulated runtime's: bytes move while processors work, the slower of the
     two sets the pace, both are shared by two at a time, and latency passes beside. The sum
     of relative errors over all sizes, alone and in pairs, is made as small as it gets:
     a few outliers then do not matter.

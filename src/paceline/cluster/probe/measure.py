@@ -1,4 +1,4 @@
-"""Measures between the workers of a job, on torch.distributed, in any world."""
+"""Measures between the workers of a job, on torch.distributed, in any runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.cluster.probe.racks import find_racks
 from paceline.cluster.probe.result import Findings, Size
 from paceline.core.sync import gather_bytes
 from paceline.errors import UsageError
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import seat
 
 SIZES = tuple(4096 * 4**k for k in range(7))
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def measure(
-    world: World,
+    runtime: Runtime,
     *,
     seconds_per_pair: float = 0.1,
     largest: int = SIZES[-1],
@@ -43,13 +43,13 @@ def measure(
     else may use the network meanwhile. *say* is told what begins, on every rank. Raises
     `UsageError` where there is one worker only.
     """
-    world.connect()
-    if world.size < 2:
+    runtime.connect()
+    if runtime.size < 2:
         raise UsageError(
             "one worker has no network to measure: expected two or more, such as "
             "--workers 2, or torchrun's options for several machines"
         )
-    probe = _Probe(world, seconds_per_pair)
+    probe = _Probe(runtime, seconds_per_pair)
     say("hosts")
     hosts, shared_cores = probe.hosts()
     say("latency and goodput, pair by pair")
@@ -61,7 +61,7 @@ def measure(
     all_reduce = probe.all_reduces([s for s in SIZES if s <= largest], shared_cores)
     say("compute speeds")
     return Findings(
-        world=world.name,
+        runtime=runtime.name,
         hosts=hosts,
         goodput=goodput,
         latency=latency,
@@ -75,11 +75,11 @@ def measure(
 
 
 class _Probe:
-    def __init__(self, world: World, seconds_per_pair: float) -> None:
-        self._world = world
-        self._rank, self._size = world.rank, world.size
+    def __init__(self, runtime: Runtime, seconds_per_pair: float) -> None:
+        self._runtime = runtime
+        self._rank, self._size = runtime.rank, runtime.size
         self._seconds = seconds_per_pair
-        self.pairs = Pairs(world, seconds_per_pair)
+        self.pairs = Pairs(runtime, seconds_per_pair)
 
     # ---- who is where ----
 
@@ -90,8 +90,8 @@ class _Probe:
         host if they have one network there. Where that makes a single host, loopback is
         the network, and each worker counts as a host.
         """
-        cluster = self._world.cluster
-        if self._world.name == "virtual" and cluster is not None:
+        cluster = self._runtime.cluster
+        if self._runtime.name == "simulated" and cluster is not None:
             return [cluster.host_of(worker) for worker in range(self._size)], None
         mine = seat()
         machines = self._gather([_number(mine.machine)])
@@ -110,10 +110,10 @@ class _Probe:
         return names if len(set(names)) == len(set(hosts)) > 1 else []
 
     def speeds(self) -> list[float]:
-        """Relative compute speeds: what the world says, else of a product of matrices,
+        """Relative compute speeds: what the runtime says, else of a product of matrices,
         worker by worker, since they may share cores."""
-        if self._world.speeds is not None:
-            return list(self._world.speeds)
+        if self._runtime.speeds is not None:
+            return list(self._runtime.speeds)
         times = []
         a = torch.randn(256, 256)
         for turn in range(self._size):
@@ -149,14 +149,14 @@ class _Probe:
                 pairs = list(zip(senders, takers, strict=False))
                 size = int(goodput[senders[0]][takers[0]] * 4 * self._seconds)
                 self.pairs.barrier()
-                start = self._world.now()
+                start = self._runtime.now()
                 for sender, taker in pairs:
                     if self._rank == sender:
-                        self.pairs.send(self._world.blank(size, CPU), taker)
+                        self.pairs.send(self._runtime.blank(size, CPU), taker)
                     elif self._rank == taker:
-                        data = self._world.blank(size, CPU)
+                        data = self._runtime.blank(size, CPU)
                         self.pairs.receive(data, sender)
-                took = self.pairs.max(self._world.now() - start)
+                took = self.pairs.max(self._runtime.now() - start)
                 found.append((a, b, len(pairs) * size / took))
         return found
 
@@ -172,14 +172,14 @@ class _Probe:
             if found and estimate > LONGEST_SECONDS:
                 break  # what is larger only takes longer, by its bytes
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
-            if self._world.name == "virtual":
+            if self._runtime.name == "simulated":
                 repeats = 1  # all are alike
             self.pairs.barrier()
             before = self._core_seconds(shared_cores)
-            start = self._world.now()
+            start = self._runtime.now()
             times = [self._run(size, 1) for _ in range(repeats)]
             spent = self._core_seconds(shared_cores) - before
-            spent -= idle * (self._world.now() - start)
+            spent -= idle * (self._runtime.now() - start)
             spent = max(0.0, spent / repeats)
             pairs = [
                 self._run(size, 2) for _ in range(max(min(3, repeats), repeats // 2))
@@ -201,11 +201,11 @@ class _Probe:
         return found
 
     def _run(self, size: int, together: int) -> float:
-        buffers = [self._world.blank(size, CPU) for _ in range(together)]
-        start = self._world.now()
+        buffers = [self._runtime.blank(size, CPU) for _ in range(together)]
+        start = self._runtime.now()
         for pending in [self.pairs.comm.all_reduce(b, "sum") for b in buffers]:
             pending.wait()
-        return self._world.now() - start
+        return self._runtime.now() - start
 
     def _idle_load(self, shared_cores: int | None) -> float:
         """Cores that others keep busy on this machine while no worker does anything."""
@@ -220,7 +220,7 @@ class _Probe:
     def _core_seconds(self, shared_cores: int | None) -> float:
         """Processor time so far: of the whole machine where all hosts are on it (the
         kernel's work for the network is nobody's), else of this process."""
-        if self._world.name == "virtual":
+        if self._runtime.name == "simulated":
             return 0.0
         if shared_cores is None or not Path("/proc/stat").exists():
             return time.process_time()

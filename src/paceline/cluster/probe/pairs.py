@@ -15,7 +15,7 @@ from paceline.cluster.probe import tcp_counters
 from paceline.collectives.communicator import TorchComm
 from paceline.core.sync import gather_bytes
 from paceline.errors import PeerLostError
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import seat
 from paceline.torch_internals import moves_host_tensors
 
@@ -53,17 +53,17 @@ class Pairs:
     counts: start-up, latency and what a shaper lets through at once cancel.
     """
 
-    def __init__(self, world: World, seconds: float) -> None:
-        self._world, self._seconds = world, seconds
-        self._rank, self._size = world.rank, world.size
+    def __init__(self, runtime: Runtime, seconds: float) -> None:
+        self._runtime, self._seconds = runtime, seconds
+        self._rank, self._size = runtime.rank, runtime.size
         # Times in virtual time are all alike, and nothing is lost there.
-        virtual = world.name == "virtual"
-        self._pings, self._whispers = (2, 1) if virtual else (PINGS, WHISPERS)
-        self._tries = 1 if virtual else TRIES
+        simulated = runtime.name == "simulated"
+        self._pings, self._whispers = (2, 1) if simulated else (PINGS, WHISPERS)
+        self._tries = 1 if simulated else TRIES
         self._group: Any = dist.group.WORLD
         if not moves_host_tensors(self._group):  # NCCL alone
             self._group = dist.new_group(backend="gloo")
-        self.comm = TorchComm(world, "probe", self._group)
+        self.comm = TorchComm(runtime, "probe", self._group)
         # Asked now: when a pair fails, nobody answers.
         names = gather_bytes(seat().name.encode(), CPU)
         self._names = [name.decode(errors="replace") for name in names]
@@ -207,7 +207,7 @@ class Pairs:
             if self._rank == source:
                 going = target, parts
         self.barrier()
-        start = self._world.now()
+        start = self._runtime.now()
         self.barrier()  # nobody has begun before the start that any of them knows
         works = [] if going is None else self._begin(*going)
         if coming is not None:
@@ -222,10 +222,10 @@ class Pairs:
         word = torch.zeros(1, dtype=torch.int64)
         times = []
         for _ in range(self._pings):
-            start = self._world.now()
+            start = self._runtime.now()
             self.send(word, peer)
             self.receive(word, peer)
-            times.append((self._world.now() - start) / 2)
+            times.append((self._runtime.now() - start) / 2)
         return min(times)  # what is longer waited for a processor
 
     def _answer_pings(self, peer: int) -> None:
@@ -252,10 +252,10 @@ class Pairs:
             return 0.0
         data = self._blank(size)
         self.receive(length, peer)  # the peer's buffer is there
-        start = self._world.now()
+        start = self._runtime.now()
         self.send(data, peer)
         self.receive(length, peer)
-        return self._world.now() - start
+        return self._runtime.now() - start
 
     def _answer(self, peer: int) -> None:
         word = torch.zeros(1, dtype=torch.int64)
@@ -280,7 +280,7 @@ class Pairs:
 
     def _take_parts(self, peer: int, sizes: Sequence[int]) -> float:
         works = self._expect(peer, sizes)
-        start = self._world.now()
+        start = self._runtime.now()
         self.send(torch.zeros(1, dtype=torch.int64), peer)
         return self._rate(works, sizes, start)
 
@@ -305,7 +305,7 @@ class Pairs:
         times = []
         for work in works:
             work.wait()
-            times.append(self._world.now() - start)
+            times.append(self._runtime.now() - start)
         return _rate_of(sum(sizes), times[-1], sum(sizes[1:]), times[-1] - times[0])
 
     def _is_disturbed(self, transfer: Callable[[], object]) -> bool:
@@ -320,9 +320,9 @@ class Pairs:
 
     def _whisper(self, peer: int) -> list[float]:
         """Segments sent meanwhile, and those sent again."""
-        before, start = tcp_counters.segments(), self._world.now()
+        before, start = tcp_counters.segments(), self._runtime.now()
         for left in reversed(range(self._whispers)):
-            over = not left or self._world.now() - start > self._seconds
+            over = not left or self._runtime.now() - start > self._seconds
             self.send(torch.tensor([int(over)]), peer)
             self.receive(torch.zeros(1, dtype=torch.int64), peer)
             if over:
@@ -338,13 +338,13 @@ class Pairs:
         return _since(before)
 
     def _blank(self, size: int) -> torch.Tensor:
-        return self._world.blank(max(1, size), CPU)
+        return self._runtime.blank(max(1, size), CPU)
 
     # ---- agreement ----
 
     def now(self) -> float:
         """This worker's clock."""
-        return self._world.now()
+        return self._runtime.now()
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         dist.send(tensor, peer, group=self._group)

@@ -27,7 +27,7 @@ class Findings(msgspec.Struct, kw_only=True):
     itself, where the hosts are machines.
     """
 
-    world: str
+    runtime: str
     hosts: list[int]
     goodput: list[list[float]]
     latency: list[list[float]]

@@ -46,7 +46,7 @@ def print_findings(findings: Findings) -> None:
 def comment_on(findings: Findings) -> str:
     """What stands above the cluster file: the all-reduce's fit and its range."""
     lines = [
-        f"measured by paceline probe: {findings.workers} workers, {findings.world} world"
+        f"measured by paceline probe: {findings.workers} workers, {findings.runtime} runtime"
     ]
     if findings.all_reduce:
         start_up, slope = fit(findings.all_reduce)

@@ -1,4 +1,4 @@
-"""Sums of integers formed at switches: what does it, in which world."""
+"""Sums of integers formed at switches: what does it, in which runtime."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What collectives have in common whose sums are formed at switches: numbers become integers.
 
 1. The buffer is cut into blocks of `BLOCK` numbers, as many as a datagram has on an Ethernet;
-   whatever datagrams really are, so that all worlds have the same bits. The last number is a block
+   whatever datagrams really are, so that all runtimes have the same bits. The last number is a block
    by itself: a worker that has something to tell makes it NaN (`core.participation`), and all
    others must get through. All ranks agree on each block's
    exponent: the largest of theirs, by a schedule of 2 log2 n steps. One element more is what ranks
@@ -47,8 +47,8 @@ from paceline.collectives.in_network.sum_queue import MakeEnd
 from paceline.collectives.in_network.topology import Group
 from paceline.collectives.schedules import Ring
 from paceline.collectives.send_receive import flat_of
-from paceline.interfaces import Comm, Pending, ReduceOperation, Schedule, World
-from paceline.torch_internals import virtual_end
+from paceline.interfaces import Comm, Pending, ReduceOperation, Runtime, Schedule
+from paceline.torch_internals import simulated_end
 
 if TYPE_CHECKING:
     from paceline.collectives.communicator import TorchComm
@@ -108,11 +108,11 @@ class Aggregated:
 
     # ---- at the start ----
 
-    def begin(self, comm: TorchComm, world: World) -> str:
+    def begin(self, comm: TorchComm, runtime: Runtime) -> str:
         """Returns what to tell people. Raises `UsageError` where more workers would be at one
         aggregator than it takes, and where one refuses; `PeerLostError` where there is none.
         Collective."""
-        check_found(comm, world)
+        check_found(comm, runtime)
         groups = self.groups(comm)
         for group in groups:
             all_bits(len(group.ranks))
@@ -123,8 +123,8 @@ class Aggregated:
                 "go around the plain ring"
             )
         self._tell = comm.tell
-        if virtual_end(comm.process_group) is None:
-            self._datagrams = UdpAggregation(self, terms_of(comm, world))
+        if simulated_end(comm.process_group) is None:
+            self._datagrams = UdpAggregation(self, terms_of(comm, runtime))
             comm.at_close(self._datagrams.close)
             self._datagrams.start(comm)
         at_switches = sum(group.rack is not None for group in groups)
@@ -136,7 +136,7 @@ class Aggregated:
     def aggregation_of(self, comm: TorchComm) -> Aggregation | None:
         """What adds up for *comm*; None: nothing does. Collective."""
         if comm.name not in self._aggregations:
-            if virtual_end(comm.process_group) is None:
+            if simulated_end(comm.process_group) is None:
                 # Groups that come and go have no queue of their own.
                 return self._datagrams if comm.has_own_group else None
             self._aggregations[comm.name] = ScheduledAggregation(self)

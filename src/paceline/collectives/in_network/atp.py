@@ -21,12 +21,12 @@ from paceline.errors import UsageError
 from paceline.interfaces import (
     CollectiveSummary,
     Comm,
+    Runtime,
     Schedule,
     Service,
     ServiceJob,
-    World,
 )
-from paceline.torch_internals import virtual_end
+from paceline.torch_internals import simulated_end
 
 if TYPE_CHECKING:
     from paceline.collectives.communicator import TorchComm
@@ -84,14 +84,14 @@ class ATP(Aggregated):
     def end(self, comm: TorchComm) -> MakeEnd:
         return partial(ServedEnd, self.ways(comm), self._hosts)
 
-    def begin(self, comm: TorchComm, world: World) -> str:
+    def begin(self, comm: TorchComm, runtime: Runtime) -> str:
         if self.plain(comm):
-            return super().begin(comm, world)
+            return super().begin(comm, runtime)
         ways = self.ways(comm)
         own = sum(server.rank is None for server in ways.servers)
-        if own and virtual_end(comm.process_group) is None:
-            self._hosts = self._found(comm, world, own)
-        super().begin(comm, world)
+        if own and simulated_end(comm.process_group) is None:
+            self._hosts = self._found(comm, runtime, own)
+        super().begin(comm, runtime)
         where = "on hosts of their own" if own else "beside workers"
         count = len(ways.servers)
         streams = len(ways.merging) + len(ways.alone)
@@ -101,10 +101,10 @@ class ATP(Aggregated):
             "racks' switches"
         )
 
-    def _found(self, comm: TorchComm, world: World, own: int) -> ServerHosts:
+    def _found(self, comm: TorchComm, runtime: Runtime, own: int) -> ServerHosts:
         """The servers on hosts of their own. Collective."""
         job = ServiceJob((Service("sums", kind=KIND, place="dedicated"),))
-        ends = cast("Sequence[RemoteServer]", world.services(job))
+        ends = cast("Sequence[RemoteServer]", runtime.services(job))
         for end in ends:
             comm.at_close(end.close)
         if len(ends) != own:

@@ -15,7 +15,7 @@ from paceline.collectives.in_network.client import SLOTS
 from paceline.collectives.in_network.sum_queue import Line, MakeEnd, Terms
 from paceline.collectives.pending import WorkPending
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending, Schedule, World
+from paceline.interfaces import Comm, Pending, Runtime, Schedule
 from paceline.torch_internals import default_store
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
@@ -78,10 +78,10 @@ class UdpAggregation:
 
 
 def terms_of(
-    comm: TorchComm, world: World, environment: Mapping[str, str] = os.environ
+    comm: TorchComm, runtime: Runtime, environment: Mapping[str, str] = os.environ
 ) -> Terms:
     """What a job's environment says of its aggregators. Collective. Raises `UsageError`."""
-    found = world.aggregators or {}
+    found = runtime.aggregators or {}
     token = dedicated_token(environment)
     if token is None and found:
         raise UsageError(
@@ -108,13 +108,13 @@ def terms_of(
     )
 
 
-def check_found(comm: TorchComm, world: World) -> None:
+def check_found(comm: TorchComm, runtime: Runtime) -> None:
     """Raise `UsageError` where the cluster has aggregators, and nobody says where; or the
     other way around."""
-    found = world.aggregators
+    found = runtime.aggregators
     if found is None:
         return
-    cluster = world.cluster
+    cluster = runtime.cluster
     racks = () if cluster is None else cluster.racks
     described = [number for number, rack in enumerate(racks) if rack.aggregates]
     if described and not found:

@@ -31,8 +31,8 @@ from paceline.core.checkpoint.worker_state import VERSION, OwnPart, Saved, pack_
 from paceline.core.optimizer import DistributedOptimizer, training_of
 from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.interfaces import World
-from paceline.interfaces.current_runtime import current_world
+from paceline.interfaces import Runtime
+from paceline.interfaces.current_runtime import current_runtime
 
 _INDEX = "index"
 """The one state in a checkpoint's index."""
@@ -68,29 +68,29 @@ def save(path: str | Path, **others: Stateful) -> None:
     *path* is one folder for all workers. Where machines have disks of their own, the parts of
     those on other machines than rank 0's stay on theirs, in ``PATH.partial``.
     """
-    world = _world()
-    world.job.drop_unheld()
-    if world.alone:
-        _save_alone(world, _prepare(path, others), others)
+    runtime = _runtime()
+    runtime.job.drop_unheld()
+    if runtime.alone:
+        _save_alone(runtime, _prepare(path, others), others)
         return
     # When all are here, each has the answers to what it sent; and none goes on before all
     # have met again, when rank 0 has the state. Servers are told first: under some methods
     # who is not here yet would wait for those who are.
-    for training in _trainings(world):
+    for training in _trainings(runtime):
         if training.updates_on_server:
             training.meet()
-    writes = world.rank == 0
-    folder = together(world, "save", lambda: _prepare(path, others))
-    together(world, "save", lambda: folders.settle(folder) if writes else None)
+    writes = runtime.rank == 0
+    folder = together(runtime, "save", lambda: _prepare(path, others))
+    together(runtime, "save", lambda: folders.settle(folder) if writes else None)
     try:
         shared, own = together(
-            world,
+            runtime,
             "save",
-            lambda: (_write_shared(world, others, writes, folder), pack_own(world)),
+            lambda: (_write_shared(runtime, others, writes, folder), pack_own(runtime)),
         )
-        together(world, "save", lambda: _write_own(world, own, folder))
-        saved = Saved.now(world, shared, list(range(world.size)))
-        together(world, "save", lambda: _complete(saved, folder) if writes else None)
+        together(runtime, "save", lambda: _write_own(runtime, own, folder))
+        saved = Saved.now(runtime, shared, list(range(runtime.size)))
+        together(runtime, "save", lambda: _complete(saved, folder) if writes else None)
     except Exception:
         if writes:
             folders.discard(folder)
@@ -116,46 +116,48 @@ def load(path: str | Path, **others: Stateful) -> None:
     Under ``paceline run --survive`` a worker that was started again calls this too, alone:
     then models and optimizers stay as the servers hold them, since the job goes on.
     """
-    world = _world()
-    world.job.drop_unheld()
-    states = dict(_shared_states(world, others))
+    runtime = _runtime()
+    runtime.job.drop_unheld()
+    states = dict(_shared_states(runtime, others))
     # Servers are told first: some wait for the fastest only, who are here.
-    for training in _trainings(world):
-        if training.updates_on_server and not world.alone:
+    for training in _trainings(runtime):
+        if training.updates_on_server and not runtime.alone:
             training.meet()
-    found = together(world, "load", lambda: _find(world, path, set(states)))
-    with trained_by(world, found.saved.specs):
-        checkpoint = together(world, "load", lambda: _read(world, found, set(states)))
-        together(world, "load", lambda: _load_shared(states, checkpoint.shared))
-        used = [training.load_is_complete() for training in _trainings(world)]
-        together(world, "load", lambda: checkpoint.give_back() if all(used) else None)
+    found = together(runtime, "load", lambda: _find(runtime, path, set(states)))
+    with trained_by(runtime, found.saved.specs):
+        checkpoint = together(
+            runtime, "load", lambda: _read(runtime, found, set(states))
+        )
+        together(runtime, "load", lambda: _load_shared(states, checkpoint.shared))
+        used = [training.load_is_complete() for training in _trainings(runtime)]
+        together(runtime, "load", lambda: checkpoint.give_back() if all(used) else None)
 
 
-def _world() -> World:
-    world = current_world()
-    if world is None or not world.job.trainings:
+def _runtime() -> Runtime:
+    runtime = current_runtime()
+    if runtime is None or not runtime.job.trainings:
         raise UsageError("call paceline.distribute(...) before save and load")
-    return world
+    return runtime
 
 
-def _trainings(world: World) -> list[Training]:
+def _trainings(runtime: Runtime) -> list[Training]:
     """Those that go on."""
-    return [training_of(begun.optimizer) for begun in world.job.unfinished]
+    return [training_of(begun.optimizer) for begun in runtime.job.unfinished]
 
 
 # ---- where workers meet only at their servers ----
 
 
-def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None:
+def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> None:
     """`save` there; after the training workers no longer meet, and all hold the same.
 
     Between two meetings each does its part. Whoever dies is not waited for: without its
     part the checkpoint is whole, and without the leader it is not replaced. An error is raised
     when all have met: nobody is left waiting."""
-    trainings = _trainings(world)
+    trainings = _trainings(runtime)
     met = [training for training in trainings if training.meet()]
     here = len(met) == len(trainings)
-    leads = here and (met[0].leads if met else world.rank == 0)
+    leads = here and (met[0].leads if met else runtime.rank == 0)
     shared: list[str] = []
     errors: list[Exception] = []
 
@@ -172,16 +174,16 @@ def _save_alone(world: World, folder: Path, others: dict[str, Stateful]) -> None
         if leads:
             folders.settle(folder)
             folders.begin(folder)
-        shared.extend(_write_shared(world, others, leads, folder))
+        shared.extend(_write_shared(runtime, others, leads, folder))
 
     def write_own() -> None:
         if (leads or met) and folders.is_begun(folder):
-            _write_own(world, pack_own(world), folder)
+            _write_own(runtime, pack_own(runtime), folder)
 
     def complete() -> None:
         if leads:
             parts = folders.parts(folders.partial(folder))
-            _complete(Saved.now(world, shared, parts), folder)
+            _complete(Saved.now(runtime, shared, parts), folder)
 
     for action in (begin, write_own, complete):
         attempt(action)
@@ -205,10 +207,10 @@ def _prepare(path: str | Path, others: dict[str, Stateful]) -> Path:
 
 
 def _shared_states(
-    world: World, others: dict[str, Stateful]
+    runtime: Runtime, others: dict[str, Stateful]
 ) -> Iterator[tuple[str, Stateful]]:
     """Names and states that are equal on all workers."""
-    for number, begun in world.job.there():
+    for number, begun in runtime.job.there():
         yield f"model{number}", begun.model
         yield f"optimizer{number}", begun.optimizer
         sampler = training_of(begun.optimizer).sampler
@@ -219,15 +221,15 @@ def _shared_states(
 
 
 def _write_shared(
-    world: World, others: dict[str, Stateful], writes: bool, folder: Path
+    runtime: Runtime, others: dict[str, Stateful], writes: bool, folder: Path
 ) -> list[str]:
     """Write what is equal on all, for the one that *writes* it; returns the names. The others
     enter `consolidated` too where the method's result takes all of them. Nothing is copied:
     what models hold within is written there."""
-    for training in _trainings(world):
+    for training in _trainings(runtime):
         training.settle_buffers()
     with contextlib.ExitStack() as stack:
-        for _, begun in world.job.there():
+        for _, begun in runtime.job.there():
             # The method's result: a worker's own parameters may be tentative.
             if writes or training_of(begun.optimizer).consolidates_together:
                 entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
@@ -236,14 +238,14 @@ def _write_shared(
             return []
         data = {
             name: as_data(state.state_dict(), name)
-            for name, state in _shared_states(world, others)
+            for name, state in _shared_states(runtime, others)
         }
         files.write(data, folders.shared(folders.partial(folder)))
         return list(data)
 
 
-def _write_own(world: World, own: dict[str, Any], folder: Path) -> None:
-    files.write(own, folders.part(folders.partial(folder), world.rank))
+def _write_own(runtime: Runtime, own: dict[str, Any], folder: Path) -> None:
+    files.write(own, folders.part(folders.partial(folder), runtime.rank))
 
 
 def _complete(saved: Saved, folder: Path) -> None:
@@ -272,12 +274,12 @@ class _Checkpoint:
     give_back: Callable[[], None]
 
 
-def _find(world: World, path: str | Path, wanted: set[str]) -> _Found:
+def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
     """Changes nothing. Raises `UsageError` where the checkpoint holds other states than are
     *wanted*."""
     folder = folders.as_folder(path)
     found = folders.find(folder)
-    if found != folder and world.rank == 0:
+    if found != folder and runtime.rank == 0:
         print(
             f"paceline: a save into {folder} was interrupted: loading {found}",
             file=sys.stderr,
@@ -285,7 +287,7 @@ def _find(world: World, path: str | Path, wanted: set[str]) -> _Found:
     saved = _read_index(found)
     gone = {
         f"{kind}{number}"
-        for number, begun in enumerate(world.job.trainings)
+        for number, begun in enumerate(runtime.job.trainings)
         for kind in ("model", "optimizer", "sampler")
         if begun.gone
     }
@@ -315,10 +317,10 @@ def _read_index(found: Path) -> Saved:
         ) from (None)
 
 
-def _read(world: World, found: _Found, wanted: Collection[str]) -> _Checkpoint:
+def _read(runtime: Runtime, found: _Found, wanted: Collection[str]) -> _Checkpoint:
     """Changes nothing. Raises `UsageError` where an own state's owner refuses what it is to have."""
     shared = files.read(folders.shared(found.at), wanted)
-    return _Checkpoint(shared, OwnPart(world, found.at, found.saved).give_back)
+    return _Checkpoint(shared, OwnPart(runtime, found.at, found.saved).give_back)
 
 
 def _load_shared(states: dict[str, Stateful], shared: dict[str, Any]) -> None:

@@ -8,26 +8,26 @@ from contextlib import contextmanager
 
 from paceline.core.active_training import Changes
 from paceline.core.optimizer import present_of
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 
 
-def specs_of(world: World) -> list[str]:
+def specs_of(runtime: Runtime) -> list[str]:
     """By which spec each training goes now, of those that change their method; nothing of others."""
     changing = (
         None if begun.gone else present_of(begun.optimizer).changes
-        for begun in world.job.trainings
+        for begun in runtime.job.trainings
     )
     return ["" if one is None else one.spec for one in changing]
 
 
 @contextmanager
-def trained_by(world: World, specs: Sequence[str]) -> Iterator[None]:
+def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
     """Within it the trainings that change their method go by those *specs*, so that what belongs to
     them is taken: what a code had not sent, a worker's own model in the middle of a round. Afterwards
     each goes on as it did, also when the checkpoint is refused. Collective."""
     back: list[tuple[Changes, str]] = []
     try:
-        for begun, spec in zip(world.job.trainings, specs, strict=False):
+        for begun, spec in zip(runtime.job.trainings, specs, strict=False):
             if begun.gone:
                 continue
             present = present_of(begun.optimizer)
@@ -38,7 +38,7 @@ def trained_by(world: World, specs: Sequence[str]) -> Iterator[None]:
             why = changes.change(spec, together=True)
             if not why:
                 back.append((changes, before))
-            elif world.rank == 0:
+            elif runtime.rank == 0:
                 print(
                     f"paceline: the checkpoint was saved under {spec}, which cannot be begun "
                     f"here ({why}): what only that method keeps is not taken",

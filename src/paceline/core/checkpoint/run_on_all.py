@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 
 T = TypeVar("T")
 
@@ -22,11 +22,11 @@ class _Fault(msgspec.Struct, frozen=True, array_like=True):
     words: str = ""
 
 
-def together(world: World, what: str, attempt: Callable[[], T]) -> T:
+def together(runtime: Runtime, what: str, attempt: Callable[[], T]) -> T:
     """Do *attempt* on every worker, and return when all have done it. Where it fails on
     one, all raise: nobody is left alone in the collective that comes next. Where workers
     meet only at their servers each does it by itself."""
-    if world.alone:
+    if runtime.alone:
         return attempt()
     result: list[T] = []
     fault: Exception | None = None
@@ -38,7 +38,7 @@ def together(world: World, what: str, attempt: Callable[[], T]) -> T:
     if fault is not None:
         usage, words = isinstance(fault, UsageError), f"{type(fault).__name__}: {fault}"
         mine = _Fault(True, usage, words)
-    device = next(world.job.trainings[-1].model.parameters()).device
+    device = next(runtime.job.trainings[-1].model.parameters()).device
     everyone = gather_bytes(msgspec.msgpack.encode(mine), device)
     if fault is not None:
         raise fault

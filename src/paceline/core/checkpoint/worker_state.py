@@ -24,7 +24,7 @@ from paceline.core.checkpoint.structure import as_data
 from paceline.core.optimizer import training_of
 from paceline.core.random_state import random_states, set_random_states
 from paceline.errors import UsageError
-from paceline.interfaces import OwnState, World
+from paceline.interfaces import OwnState, Runtime
 
 VERSION = 3
 """Of the format that `save` writes and `load` reads."""
@@ -48,16 +48,16 @@ class Saved(msgspec.Struct, frozen=True):
     specs: list[str] = []
 
     @classmethod
-    def now(cls, world: World, shared: list[str], parts: list[int]) -> Saved:
+    def now(cls, runtime: Runtime, shared: list[str], parts: list[int]) -> Saved:
         """What is saved now."""
         progress = [
             {} if begun.gone else training_of(begun.optimizer).progress
-            for begun in world.job.trainings
+            for begun in runtime.job.trainings
         ]
-        states = sorted(_owners(world))
+        states = sorted(_owners(runtime))
         return cls(
-            *(VERSION, sorted(shared), world.size, parts, states),
-            *(progress, specs_of(world)),
+            *(VERSION, sorted(shared), runtime.size, parts, states),
+            *(progress, specs_of(runtime)),
         )
 
     def is_of(self, workers: int) -> bool:
@@ -65,15 +65,15 @@ class Saved(msgspec.Struct, frozen=True):
         return self.workers == workers and self.parts == list(range(workers))
 
 
-def pack_own(world: World) -> dict[str, Any]:
+def pack_own(runtime: Runtime) -> dict[str, Any]:
     """This worker's part."""
     own = {
         "random": random_states(),
-        "buffers": _buffers(world),
-        "metrics": dict(world.journal.metrics),
+        "buffers": _buffers(runtime),
+        "metrics": dict(runtime.journal.metrics),
     }
     states = {_WORKER: own}
-    states |= {name: owner.save() for name, owner in _owners(world).items()}
+    states |= {name: owner.save() for name, owner in _owners(runtime).items()}
     return {name: as_data(state, name) for name, state in states.items()}
 
 
@@ -84,33 +84,33 @@ class OwnPart:
     owner refuses, or its part is not there.
     """
 
-    def __init__(self, world: World, found: Path, saved: Saved) -> None:
-        self._world, self._found, self._saved = world, found, saved
+    def __init__(self, runtime: Runtime, found: Path, saved: Saved) -> None:
+        self._runtime, self._found, self._saved = runtime, found, saved
         self._worker = self._read_worker()
-        self._owners = _owners(world)
+        self._owners = _owners(runtime)
         self._states = {
             name: self._state(name, owner)
             for name, owner in self._owners.items()
             if name in saved.states
         }
-        if world.rank == 0:
+        if runtime.rank == 0:
             self._say_what_is_left()
 
     def give_back(self) -> None:
         """Everybody goes on from it."""
-        trainings = self._world.job.trainings
+        trainings = self._runtime.job.trainings
         for begun, progress in zip(trainings, self._saved.progress, strict=True):
             if not begun.gone:
                 training_of(begun.optimizer).progress = progress
         if self._worker is not None:
-            give_back_worker(self._world, self._worker)
+            give_back_worker(self._runtime, self._worker)
         for name, state in self._states.items():
             self._owners[name].load(state)
 
     # ---- what is read ----
 
     def _read_worker(self) -> dict[str, Any] | None:
-        rank = self._world.rank
+        rank = self._runtime.rank
         if rank not in self._saved.parts:
             return None
         place = folders.part(self._found, rank)
@@ -120,9 +120,9 @@ class OwnPart:
         return _read(place, _WORKER)
 
     def _state(self, name: str, owner: OwnState) -> dict[str, Any]:
-        if self._saved.is_of(self._world.size):
-            return _read(self._place(self._world.rank), name)
-        return owner.redistribute(self._parts(name), self._world.size)
+        if self._saved.is_of(self._runtime.size):
+            return _read(self._place(self._runtime.rank), name)
+        return owner.redistribute(self._parts(name), self._runtime.size)
 
     def _parts(self, name: str) -> Iterator[dict[str, Any]]:
         for rank in self._saved.parts:
@@ -147,32 +147,32 @@ class OwnPart:
             _say(f"{self._found} holds {name}, which nothing in this job takes")
 
 
-def give_back_worker(world: World, saved: dict[str, Any]) -> None:
+def give_back_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Random states, buffers, and what the script last reported: a method may go by its
     loss (`Run.loss`)."""
     set_random_states(saved["random"])
-    world.journal.metrics.update(saved["metrics"])
+    runtime.journal.metrics.update(saved["metrics"])
     with torch.no_grad():
-        for here, buffers in zip(_buffers(world), saved["buffers"], strict=True):
+        for here, buffers in zip(_buffers(runtime), saved["buffers"], strict=True):
             for name, buffer in here.items():
                 buffer.copy_(buffers[name])
 
 
-def _owners(world: World) -> dict[str, OwnState]:
+def _owners(runtime: Runtime) -> dict[str, OwnState]:
     """Of all trainings that go on, by the name that their states have in a checkpoint."""
     return {
         f"training{number}.{owner.name}": owner
-        for number, begun in enumerate(world.job.trainings)
+        for number, begun in enumerate(runtime.job.trainings)
         if not begun.training.finished
         for owner in training_of(begun.optimizer).own_states
     }
 
 
-def _buffers(world: World) -> list[dict[str, torch.Tensor]]:
+def _buffers(runtime: Runtime) -> list[dict[str, torch.Tensor]]:
     """Each model's buffers here: ranks differ in them between steps."""
     return [
         {} if begun.gone else dict(begun.model.named_buffers())
-        for begun in world.job.trainings
+        for begun in runtime.job.trainings
     ]
 
 

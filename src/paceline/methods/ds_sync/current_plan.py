@@ -15,7 +15,7 @@ from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.plan import Plan, make_plan
 
 _made, _described = lru_cache(16)(make_plan), lru_cache(16)(describe)
-"""Virtual workers, who share a process, ask for the same."""
+"""Simulated workers, who share a process, ask for the same."""
 
 
 class CurrentPlan:

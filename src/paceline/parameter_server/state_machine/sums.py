@@ -11,7 +11,7 @@ from paceline.buckets import stand_alike, wire_bytes
 
 class Sum:
     """Adds up one tensor per worker in the order of ranks, so that the bits are the same in all
-    worlds. It holds a tensor that is early until those before it have come. *operation* ``"max"``
+    runtimes. It holds a tensor that is early until those before it have come. *operation* ``"max"``
     takes the element-wise maximum instead.
     """
 

@@ -24,7 +24,7 @@ from paceline.runtimes.emulated.aggregators import Aggregators
 from paceline.runtimes.emulated.control_messages import INTERFACE
 from paceline.runtimes.emulated.host_process import HostProcess
 from paceline.runtimes.emulated.network import Fabric
-from paceline.runtimes.emulated.runtime import WORLD_VARIABLE, EmulatedWorld
+from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
 from paceline.runtimes.failures import Failure, reported, summary
 from paceline.runtimes.output import Shown, WorkerOutput
 from paceline.runtimes.processes import end_all, wait_for_all
@@ -108,7 +108,7 @@ class EmulatedJob:
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
             "TORCHELASTIC_RUN_ID": "emulated",
-            WORLD_VARIABLE: EmulatedWorld.name,
+            RUNTIME_VARIABLE: EmulatedRuntime.name,
         }
         # Hosts have no names: torch would warn of each connection that it cannot name one.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}

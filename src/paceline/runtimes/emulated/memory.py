@@ -52,6 +52,6 @@ def check(hosts: int, processes: int, process_bytes: int) -> None:
             f"expected a cluster that fits into memory: {hosts} hosts with {processes} "
             f"processes of {units.show_bytes(process_bytes)} need "
             f"{units.show_bytes(need)}, and {units.show_bytes(free)} are free, enough for "
-            f"{most_hosts(free, process_bytes)} hosts. Use fewer, or the virtual world, "
+            f"{most_hosts(free, process_bytes)} hosts. Use fewer, or the simulated runtime, "
             "which holds thousands"
         )

@@ -57,8 +57,8 @@ class Plan:
         if cluster.paths:
             one = cluster.link_name(len(cluster.capacities) - 1)
             raise UsageError(
-                f"the path {one!r} is a rule's: the emulated world shapes links, and no paths: "
-                "name a link, or use the virtual world (paceline simulate, or --world virtual)"
+                f"the path {one!r} is a rule's: the emulated runtime shapes links, and no paths: "
+                "name a link, or use the simulated runtime (paceline simulate, or --runtime simulated)"
             )
         aggregating = [i for i, rack in enumerate(cluster.racks) if rack.aggregates]
         servers = len(cluster.servers) + extra_hosts
@@ -66,7 +66,7 @@ class Plan:
         if wanted > MAX_HOSTS:
             raise UsageError(
                 f"expected at most {MAX_HOSTS} hosts in an emulated cluster, got "
-                f"{wanted}: use the virtual world for more"
+                f"{wanted}: use the simulated runtime for more"
             )
         beside = (ServerHost(),) * extra_hosts
         self.cluster = cluster = replace(cluster, servers=cluster.servers + beside)

@@ -16,7 +16,7 @@ from paceline.run_options import RunOptions
 from paceline.runtimes import progress
 from paceline.runtimes.real.cluster_check import load_of
 from paceline.runtimes.real.compute import PacedCompute
-from paceline.runtimes.real.runtime import RealWorld
+from paceline.runtimes.real.runtime import RealRuntime
 from paceline.units import show_seconds
 
 BEHIND = 1.25
@@ -31,11 +31,11 @@ def _short(seconds: float) -> str:
     return show_seconds(float(f"{seconds:.3g}"))
 
 
-WORLD_VARIABLE = "PACELINE_WORLD"
+RUNTIME_VARIABLE = "PACELINE_WORLD"
 
 
-class EmulatedWorld(RealWorld):
-    """A `RealWorld` whose network is shaped, and whose compute time may be paced."""
+class EmulatedRuntime(RealRuntime):
+    """A `RealRuntime` whose network is shaped, and whose compute time may be paced."""
 
     name = "emulated"
 

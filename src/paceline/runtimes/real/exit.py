@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Python tells `atexit` nothing about why a process ends, so exceptions that nobody handles,
-``sys.exit`` and ``destroy_process_group`` are watched, from when the script joins a world until the
+``sys.exit`` and ``destroy_process_group`` are watched, from when the script joins a runtime until the
 process ends. That replaces ``sys.excepthook`` and ``dist.destroy_process_group``, and, where others
 would wait for this worker or a launcher asks how it ended, ``sys.exit``, ``exit`` and ``quit``:
 each calls the one that was there, which is put back at the end. Importing paceline

@@ -1,4 +1,4 @@
-"""The real world: one process per worker, launched by torchrun, srun, mpirun or whatever sets
+"""The real runtime: one process per worker, launched by torchrun, srun, mpirun or whatever sets
 torchrun's variables, on the wall clock."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from paceline.tools.report.run_files import WorkerRecords
 from paceline.torch_internals import COLLECTIVES, default_store, local_store
 
 
-class RealWorld:
+class RealRuntime:
     """This process as one worker of a job.
 
     The variables of its launcher say which (see `launchers`); without them the process is

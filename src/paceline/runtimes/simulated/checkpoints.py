@@ -462,5 +462,5 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
             raise UsageError(
                 f"the script changes the checkpoint {path} in a way that a simulation "
                 "cannot redirect: write it with open(), torch.save or safetensors, or "
-                'only where paceline.world_name() is not "virtual"'
+                'only where paceline.runtime_name() is not "simulated"'
             )

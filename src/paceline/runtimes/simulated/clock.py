@@ -101,7 +101,7 @@ class Clock:
         self._interruption: BaseException | None = None
         self.switches = 0
         self.waits_outside = False
-        """Whether who has the baton waits for something of the real world, which may take long."""
+        """Whether who has the baton waits for something of a real process, which may take long."""
         self.explain: Callable[[], str] = lambda: QUESTION
         """The last line of a deadlock's text."""
         self._resumed = resumed

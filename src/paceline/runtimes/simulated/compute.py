@@ -85,7 +85,7 @@ class ComputeModel:
         return f"{text}; jitter {self.jitter:g}" if self.jitter else text
 
 
-class VirtualCompute:
+class SimulatedCompute:
     """One worker's compute time: its speed, its jitter, and what is still owed.
 
     A forward pass is charged when its first gradient (or a wait) shows that it has run, or,
@@ -237,7 +237,7 @@ class ModelCompute:
     """A `Compute` for one model, which takes its worker's time."""
 
     def __init__(
-        self, worker: VirtualCompute, workload: Workload, samples: float | None
+        self, worker: SimulatedCompute, workload: Workload, samples: float | None
     ) -> None:
         self._worker = worker
         self._workload = workload

@@ -1,4 +1,4 @@
-"""What virtual workers print: the first one's words, or all, each line with its rank.
+"""What simulated workers print: the first one's words, or all, each line with its rank.
 
 All workers share one standard output. What the first prints goes through as it is; what
 the others print is left out, or comes line by line behind ``[3]``. What anybody writes to

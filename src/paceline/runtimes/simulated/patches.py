@@ -91,7 +91,7 @@ def _monitored_barrier(
 
 def _refuse_ddp(original: Any, *arguments: Any, **keywords: Any) -> None:
     raise UsageError(
-        "DistributedDataParallel cannot run in the virtual world: its C++ reducer waits "
+        "DistributedDataParallel cannot run in the simulated runtime: its C++ reducer waits "
         "where the virtual clock cannot see it. Leave the model unwrapped and use "
         "optimizer = paceline.distribute(model, optimizer)"
     )
@@ -105,7 +105,7 @@ def _data_loader_init(
     if workers:
         warnings.warn(
             f"DataLoader(num_workers={workers}) loads in the worker itself in the "
-            "virtual world",
+            "simulated runtime",
             stacklevel=3,
         )
         if len(positional) > 5:
@@ -125,6 +125,6 @@ def _refuse_spawn(
 
 def _refuse_signal(original: Any, number: Any, handler: Any) -> Any:
     raise UsageError(
-        "signal handlers are per process, and all virtual workers share one: install "
-        "them only where paceline.world_name() is not 'virtual'"
+        "signal handlers are per process, and all simulated workers share one: install "
+        "them only where paceline.runtime_name() is not 'simulated'"
     )

@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
 from paceline.runtimes.simulated.comm import Communicator, Deliver, Operation
 from paceline.runtimes.simulated.mailbox import Mailbox
-from paceline.runtimes.simulated.work import VirtualWork
+from paceline.runtimes.simulated.work import SimulatedWork
 from paceline.torch_internals import ProcessGroupBase, reduce_operation_name
 
 BACKEND = "paceline_virtual"
@@ -38,7 +38,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-class VirtualProcessGroup(ProcessGroupBase):
+class SimulatedProcessGroup(ProcessGroupBase):
     """One worker's end of a `Communicator`.
 
     *make* gives the calling worker's end of a group with this name and these workers, a new
@@ -50,7 +50,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         rank: int,
         communicator: Communicator,
         mailbox: Mailbox,
-        make: Callable[[str, Sequence[int], bool], VirtualProcessGroup],
+        make: Callable[[str, Sequence[int], bool], SimulatedProcessGroup],
     ) -> None:
         super().__init__(rank, len(communicator.ranks))
         self._make = make
@@ -63,12 +63,12 @@ class VirtualProcessGroup(ProcessGroupBase):
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return BACKEND
 
-    def beside(self, name: str, ranks: Sequence[int]) -> VirtualProcessGroup:
+    def beside(self, name: str, ranks: Sequence[int]) -> SimulatedProcessGroup:
         """A new group *name* of the members *ranks* of this one."""
         members = [self._communicator.ranks[rank] for rank in ranks]
         return self._make(name, members, False)
 
-    def shared(self, name: str, ranks: Sequence[int]) -> VirtualProcessGroup:
+    def shared(self, name: str, ranks: Sequence[int]) -> SimulatedProcessGroup:
         """The group *name* of the members *ranks* of this one: the same one each time."""
         members = [self._communicator.ranks[rank] for rank in ranks]
         return self._make(name, members, True)
@@ -80,7 +80,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         contribution: Any,
         deliver: Deliver,
         unit: float = 1,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         def write(operation: Operation, position: int) -> None:
             # Whichever worker's thread this is: parameters and inference tensors too.
             with torch.inference_mode():
@@ -89,21 +89,21 @@ class VirtualProcessGroup(ProcessGroupBase):
         completion = self._communicator.launch(
             self._position, call, schedule, contribution, write, unit
         )
-        return VirtualWork(self._clock, completion)
+        return SimulatedWork(self._clock, completion)
 
     # ---- reductions ----
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> VirtualWork:
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> SimulatedWork:
         return self._all_reduce("all_reduce", tensors, opts)
 
     def allreduce_coalesced(
         self, tensors: list[torch.Tensor], opts: Any = None
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         return self._all_reduce("all_reduce_coalesced", tensors, opts)
 
     def _all_reduce(
         self, call: str, tensors: list[torch.Tensor], opts: Any
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         name = _operation(opts)
 
         def deliver(operation: Operation, position: int) -> None:
@@ -117,7 +117,7 @@ class VirtualProcessGroup(ProcessGroupBase):
             deliver,
         )
 
-    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> VirtualWork:
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> SimulatedWork:
         name = _operation(opts)
 
         def deliver(operation: Operation, position: int) -> None:
@@ -137,12 +137,12 @@ class VirtualProcessGroup(ProcessGroupBase):
         outputs: list[torch.Tensor],
         inputs: list[list[torch.Tensor]],
         opts: Any = None,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         return self._reduce_scatter(outputs, inputs[0], _bytes(inputs[0]), opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         parts = buffer.reshape(-1).split(output.numel())
         return self._reduce_scatter([output], list(parts), wire_bytes(buffer), opts)
 
@@ -152,7 +152,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         parts: list[torch.Tensor],
         size: int,
         opts: Any,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         name = _operation(opts)
 
         def deliver(operation: Operation, position: int) -> None:
@@ -173,7 +173,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         operation: ReduceOperation,
         timed: Schedule,
         unit: float,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         """Move and add up as *schedule* says. *timed* is the same where time is charged; one
         unit of that is *unit* bytes."""
 
@@ -203,7 +203,7 @@ class VirtualProcessGroup(ProcessGroupBase):
 
     # ---- copies ----
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> VirtualWork:
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> SimulatedWork:
         root = opts.rootRank
 
         def deliver(operation: Operation, position: int) -> None:
@@ -222,7 +222,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         outputs: list[list[torch.Tensor]],
         inputs: list[torch.Tensor],
         opts: Any = None,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         def deliver(operation: Operation, position: int) -> None:
             for output, contribution in zip(
                 outputs[0], operation.contributions, strict=True
@@ -233,7 +233,7 @@ class VirtualProcessGroup(ProcessGroupBase):
 
     def all_gather_single(
         self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         def deliver(operation: Operation, position: int) -> None:
             if 0 not in operation.results:  # once for all ranks: n copies, not n * n
                 flat = [tensors[0].reshape(-1) for tensors in operation.contributions]
@@ -246,7 +246,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         self,
         inputs: list[torch.Tensor],
         deliver: Deliver,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         return self._launch(
             f"all_gather({_shapes(inputs)})",
             Ring(self.size(), self.size() * _bytes(inputs), rounds=1),
@@ -259,7 +259,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         outputs: list[list[torch.Tensor]],
         inputs: list[torch.Tensor],
         opts: Any,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         root = opts.rootRank
 
         def deliver(operation: Operation, position: int) -> None:
@@ -281,7 +281,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         outputs: list[torch.Tensor],
         inputs: list[list[torch.Tensor]],
         opts: Any,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         root = opts.rootRank
 
         def deliver(operation: Operation, position: int) -> None:
@@ -296,7 +296,7 @@ class VirtualProcessGroup(ProcessGroupBase):
 
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         def deliver(operation: Operation, position: int) -> None:
             for output, contribution in zip(
                 outputs, operation.contributions, strict=True
@@ -318,7 +318,7 @@ class VirtualProcessGroup(ProcessGroupBase):
         output_sizes: list[int],
         input_sizes: list[int],
         opts: Any = None,
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         n = self.size()
 
         def rows(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
@@ -327,30 +327,32 @@ class VirtualProcessGroup(ProcessGroupBase):
 
         return self.alltoall(rows(output, output_sizes), rows(buffer, input_sizes))
 
-    def barrier(self, opts: Any = None) -> VirtualWork:
+    def barrier(self, opts: Any = None) -> SimulatedWork:
         return self._launch(
             "barrier()", barrier(self.size()), None, lambda operation, position: None
         )
 
     # ---- point to point ----
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> VirtualWork:
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> SimulatedWork:
         completion = self._mailbox.send(
             self._position, to, tag, _bytes(tensors), _copies(tensors)
         )
-        return VirtualWork(self._clock, completion)
+        return SimulatedWork(self._clock, completion)
 
     def recv(
         self, tensors: list[torch.Tensor], source: int, tag: int = 0
-    ) -> VirtualWork:
+    ) -> SimulatedWork:
         completion = self._mailbox.receive(
             source, self._position, tag, partial(_fill, tensors)
         )
-        return VirtualWork(self._clock, completion)
+        return SimulatedWork(self._clock, completion)
 
-    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> VirtualWork:
+    def recv_anysource(
+        self, tensors: list[torch.Tensor], tag: int = 0
+    ) -> SimulatedWork:
         raise UsageError(
-            "recv without a source is not available in the virtual world: its order "
+            "recv without a source is not available in the simulated runtime: its order "
             "would depend on timing; name the source"
         )
 
@@ -390,7 +392,7 @@ def _operation(opts: Any) -> str:
     name = "SUM" if opts is None else reduce_operation_name(opts.reduceOp)
     if name not in _REDUCE:
         raise UsageError(
-            f"reduce operation {name} is not available in the virtual world; "
+            f"reduce operation {name} is not available in the simulated runtime; "
             f"available: {', '.join(_REDUCE)}"
         )
     return name

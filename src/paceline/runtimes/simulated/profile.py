@@ -1,4 +1,4 @@
-"""A script's compute times, measured in the virtual world before it is simulated.
+"""A script's compute times, measured in the simulated runtime before it is simulated.
 
 Only one worker runs at a time there, with its own share of the batch and one thread, so
 the host's clock tells what that worker computes. Compressors that the script trains with are

@@ -1,4 +1,4 @@
-"""A script file as the body of every virtual worker."""
+"""A script file as the body of every simulated worker."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ def result_of(
             "the script ended without calling paceline.distribute: nothing was trained"
         )
     summaries = [Summary.of(journal) for journal in outcome.journals]
-    return Result.of("virtual", workers, outcome.journals[0], summaries, asked)
+    return Result.of("simulated", workers, outcome.journals[0], summaries, asked)

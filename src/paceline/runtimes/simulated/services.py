@@ -72,8 +72,8 @@ class Receiver(Protocol):
 Outgoing = Sequence[Answer | Ask]
 
 
-class VirtualServer:
-    """One service on a virtual host. *number*: as who it asks others. *observe* is
+class SimulatedServer:
+    """One service on a simulated host. *number*: as who it asks others. *observe* is
     told when messages from and to workers were on their way, if somebody looks."""
 
     def __init__(
@@ -91,7 +91,7 @@ class VirtualServer:
         self.clock, self.links = clock, links
         self._ways = Ways(name, clock, links.cluster.workers, observe)
         self._number, self._rates = number, rates
-        self._peers: dict[str, VirtualPeer] = {}
+        self._peers: dict[str, SimulatedPeer] = {}
         self._waiting: dict[tuple[int, str, int], Receiver] = {}
         self._queue: deque[Callable[[float], Outgoing]] = deque()
         """What is to be handled, each at an instant that it is told."""
@@ -99,10 +99,10 @@ class VirtualServer:
         self._alarm: float | None = None
         """When the next event is that looks whether a deadline has passed."""
 
-    def meet(self, peers: Sequence[VirtualServer]) -> None:
+    def meet(self, peers: Sequence[SimulatedServer]) -> None:
         """It may ask these."""
         self._peers = {
-            peer.name: VirtualPeer(self._number, self.host, peer) for peer in peers
+            peer.name: SimulatedPeer(self._number, self.host, peer) for peer in peers
         }
 
     def take(
@@ -216,7 +216,7 @@ class VirtualServer:
         )
 
 
-class VirtualReception:
+class SimulatedReception:
     """The `Reception` of one request of a worker on *host*."""
 
     def __init__(
@@ -256,7 +256,7 @@ class VirtualReception:
 
 
 @dataclass
-class VirtualChannel:
+class SimulatedChannel:
     """A sender's requests on one channel: the next one's number, and which of them are
     unanswered, in order."""
 
@@ -272,13 +272,13 @@ class VirtualChannel:
 
 
 @dataclass
-class VirtualEndpoint:
-    """One virtual worker's `Endpoint`."""
+class SimulatedEndpoint:
+    """One simulated worker's `Endpoint`."""
 
     worker: int
-    server: VirtualServer
+    server: SimulatedServer
     journal: Journal
-    _channels: dict[str, VirtualChannel] = field(default_factory=dict)
+    _channels: dict[str, SimulatedChannel] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -290,13 +290,13 @@ class VirtualEndpoint:
         payload: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
         channel: str = "",
-    ) -> VirtualReception:
+    ) -> SimulatedReception:
         clock, cluster = self.server.clock, self.server.links.cluster
-        requests = self._channels.setdefault(channel, VirtualChannel())
+        requests = self._channels.setdefault(channel, SimulatedChannel())
         number, received = requests.take_number()
         sender = Sender(self.worker, 0, channel, number, received)
         what = type(message).__name__.lower()
-        reception = VirtualReception(
+        reception = SimulatedReception(
             cluster.host_of(self.worker),
             clock,
             self.journal,
@@ -312,18 +312,18 @@ class VirtualEndpoint:
         """Nothing is left to do."""
 
 
-class VirtualPeer:
+class SimulatedPeer:
     """A service's end of another one, its *peer*; it asks from *host*, as number *sender*."""
 
-    def __init__(self, sender: int, host: int, peer: VirtualServer) -> None:
+    def __init__(self, sender: int, host: int, peer: SimulatedServer) -> None:
         self._sender, self._host, self._peer = sender, host, peer
-        self._channels: dict[str, VirtualChannel] = {}
+        self._channels: dict[str, SimulatedChannel] = {}
 
     def ask(
         self, ask: Ask, replied: Callable[[Reply, torch.Tensor | None], None]
     ) -> None:
         """Send a request; *replied* is called with its answer, once that is here."""
-        requests = self._channels.setdefault(ask.channel, VirtualChannel())
+        requests = self._channels.setdefault(ask.channel, SimulatedChannel())
         number, received = requests.take_number()
 
         def arrived(reply: Reply) -> None:
@@ -362,11 +362,11 @@ def make_services(
     links: Links,
     rates: ServerRates,
     observe: Observe | None,
-) -> list[VirtualServer]:
+) -> list[SimulatedServer]:
     """The services of a job, where it asks for them."""
     placed = service_placement.spread(job, partial(hosts_of, cluster), cluster.host_of)
     names = tuple(service.name for service, _ in placed)
-    made: dict[str, VirtualServer] = {}
+    made: dict[str, SimulatedServer] = {}
     for index, (service, host) in enumerate(placed):
         number = cluster.workers + index
         start = Start(
@@ -377,7 +377,7 @@ def make_services(
             job.method,
         )
         machine = kinds.make(service.kind, start)
-        made[service.name] = VirtualServer(
+        made[service.name] = SimulatedServer(
             service.name, host, number, machine, clock, links, rates, observe
         )
     for service, _ in placed:
@@ -395,7 +395,7 @@ def hosts_of(cluster: Cluster, place: str) -> Sequence[int]:
         return range(cluster.hosts)
     if place != "dedicated":
         raise UsageError(
-            f"servers={place}: addresses are for real servers; in the virtual world "
+            f"servers={place}: addresses are for real servers; in the simulated runtime "
             "take embedded, per-node or dedicated"
         )
     if not cluster.servers:

@@ -22,8 +22,8 @@ from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from paceline.interfaces import ServiceJob
 from paceline.interfaces.current_runtime import (
-    current_world,
-    enter_world_in_this_thread,
+    current_runtime,
+    enter_runtime_in_this_thread,
 )
 from paceline.interfaces.trainings import Job, Place
 from paceline.records import Journal, Kept, Span
@@ -33,7 +33,7 @@ from paceline.runtimes.simulated.comm import Communicator
 from paceline.runtimes.simulated.compute import (
     ComputeModel,
     ModelCompute,
-    VirtualCompute,
+    SimulatedCompute,
 )
 from paceline.runtimes.simulated.continuations import EventRunner
 from paceline.runtimes.simulated.inputs import SeenInputs
@@ -47,11 +47,11 @@ from paceline.runtimes.simulated.isolation import (
 from paceline.runtimes.simulated.mailbox import Mailbox
 from paceline.runtimes.simulated.output import Shown, speak_as, workers_output
 from paceline.runtimes.simulated.patches import patched_process
-from paceline.runtimes.simulated.process_group import BACKEND, VirtualProcessGroup
+from paceline.runtimes.simulated.process_group import BACKEND, SimulatedProcessGroup
 from paceline.runtimes.simulated.rule_schedule import Conditions
 from paceline.runtimes.simulated.services import (
-    VirtualEndpoint,
-    VirtualServer,
+    SimulatedEndpoint,
+    SimulatedServer,
     make_services,
     rates_of,
 )
@@ -145,17 +145,19 @@ class Simulation:
         self.conditions = Conditions(
             cluster.rules, self.clock, self.links, self.observe
         )
-        self._worlds = [VirtualWorld(self, rank) for rank in range(cluster.workers)]
+        self._runtimes = [
+            SimulatedRuntime(self, rank) for rank in range(cluster.workers)
+        ]
         self._communicators: dict[tuple[str, tuple[int, ...], int], Any] = {}
         self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
         self._names: set[str] = set()
         self._store = local_store()
-        self._services: list[list[VirtualServer]] = []
+        self._services: list[list[SimulatedServer]] = []
         self.server_rates = rates_of(
             self.compute_model.workload, self.compute_model.memory
         )
 
-    def services_of(self, number: int, job: ServiceJob) -> list[VirtualServer]:
+    def services_of(self, number: int, job: ServiceJob) -> list[SimulatedServer]:
         """The services of job *number*: made when its first worker asks."""
         if number == len(self._services):
             self._services.append(
@@ -177,16 +179,16 @@ class Simulation:
 
     def job_of(self, rank: int) -> Job:
         """What a worker's script does: its trainings, after the run."""
-        return self._worlds[rank].job
+        return self._runtimes[rank].job
 
-    def world_of(self, rank: int) -> VirtualWorld:
+    def runtime_of(self, rank: int) -> SimulatedRuntime:
         """Where a worker lives."""
-        return self._worlds[rank]
+        return self._runtimes[rank]
 
     def tell_place(self, rank: int, place: Place) -> None:
         """All other workers hear where worker *rank* is, at no cost."""
-        for world in self._worlds:
-            world.job.places.hear(rank, place, len(self._worlds))
+        for runtime in self._runtimes:
+            runtime.job.places.hear(rank, place, len(self._runtimes))
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""
@@ -204,7 +206,8 @@ class Simulation:
         register_python_backend(BACKEND, _create_group)
         load_lazy_modules()
         bodies = [
-            partial(self._worker_main, rank, body) for rank in range(len(self._worlds))
+            partial(self._worker_main, rank, body)
+            for rank in range(len(self._runtimes))
         ]
         watchdog = self._watchdog(self.clock)
         with (
@@ -217,42 +220,42 @@ class Simulation:
             workers_output(self._output),
         ):
             self.clock.run(bodies, watchdog.watch)
-        self.result.journals = [world.journal for world in self._worlds]
+        self.result.journals = [runtime.journal for runtime in self._runtimes]
         self.result.virtual_seconds = max(w.time for w in self.clock.workers)
         self.result.switches = self.clock.switches
         self.result.paced_by_script = any(
-            world.paced_by_script for world in self._worlds
+            runtime.paced_by_script for runtime in self._runtimes
         )
-        self.result.stand_in = self._worlds[0].stand_in
-        self.result.guessed = self._worlds[0].guessed
+        self.result.stand_in = self._runtimes[0].stand_in
+        self.result.guessed = self._runtimes[0].guessed
         return self.result
 
     def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:
-        """torch's own, for the calling worker, over the virtual backend."""
+        """torch's own, for the calling worker, over the simulated backend."""
         rank = self.clock.current.rank
-        for key, ours in (("rank", rank), ("world_size", len(self._worlds))):
+        for key, ours in (("rank", rank), ("world_size", len(self._runtimes))):
             theirs = arguments.pop(key, -1)
             if theirs not in (-1, None, ours):
                 raise UsageError(
                     f"init_process_group({key}={theirs}): this is worker {rank} of "
-                    f"{len(self._worlds)} in the virtual world"
+                    f"{len(self._runtimes)} in the simulated runtime"
                 )
         keep = {k: arguments[k] for k in ("timeout",) if k in arguments}
         init(
             BACKEND,
             store=self._store,
             rank=rank,
-            world_size=len(self._worlds),
+            world_size=len(self._runtimes),
             **keep,
         )
 
     def process_group(
         self, group_id: str, ranks: Sequence[int], shared: bool = False
-    ) -> VirtualProcessGroup:
+    ) -> SimulatedProcessGroup:
         """The calling worker's end of the group with this name and these members: a new
         one, unless it is to be *shared* with those that it had before."""
         rank = self.clock.current.rank
-        members = tuple(ranks) or tuple(range(len(self._worlds)))
+        members = tuple(ranks) or tuple(range(len(self._runtimes)))
         # A name can return after its group was destroyed: the n-th time that a worker
         # makes a group is the n-th time for every other member.
         times = self._made.get((rank, group_id, members), 0)
@@ -262,7 +265,7 @@ class Simulation:
         if key not in self._communicators:
             # paceline's own groups have names that tell more than "all workers".
             ours = any(w in group_id for w in ("channel", "after", "among"))
-            whole = len(members) == len(self._worlds) and not ours
+            whole = len(members) == len(self._runtimes) and not ours
             name = "world" if whole else group_id
             if name in self._names:
                 name = f"{name} {len(self._communicators)}"
@@ -278,24 +281,24 @@ class Simulation:
             )
             self._communicators[key] = communicator, Mailbox(communicator)
         communicator, mailbox = self._communicators[key]
-        return VirtualProcessGroup(
+        return SimulatedProcessGroup(
             members.index(rank), communicator, mailbox, self.process_group
         )
 
     def _worker_main(self, rank: int, body: Callable[[int], object]) -> None:
-        world = self._worlds[rank]
-        enter_world_in_this_thread(world)
+        runtime = self._runtimes[rank]
+        enter_runtime_in_this_thread(runtime)
         _of_thread.simulation = self
         speak_as(rank)
         EnvironmentOverlay.set_for_this_thread(
             {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(world.size),
+                "WORLD_SIZE": str(runtime.size),
                 **place_of(rank, self._hosts, torch.cuda.device_count()),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
                 "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
-                "TORCHELASTIC_RUN_ID": "virtual",
+                "TORCHELASTIC_RUN_ID": "simulated",
             }
         )
         torch.set_num_threads(1)
@@ -309,7 +312,7 @@ class Simulation:
                     raise UsageError(
                         f"the script ended with exit status {error.code!r}"
                     ) from error
-            world.job.end()
+            runtime.job.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -320,15 +323,15 @@ class Simulation:
         Random states are those of all works together: what a worker draws does not depend
         on when its messages come.
         """
-        owner = current_world()
+        owner = current_runtime()
         self._random.hand_to(ACTORS)
         self.mains.hand_to(actor.rank)
-        enter_world_in_this_thread(self._worlds[actor.rank])
+        enter_runtime_in_this_thread(self._runtimes[actor.rank])
         speak_as(actor.rank)
         try:
             yield
         finally:
-            enter_world_in_this_thread(owner)
+            enter_runtime_in_this_thread(owner)
             if owner is not None:
                 speak_as(owner.rank)
 
@@ -353,10 +356,10 @@ MOST_ELEMENTS = 1024
 """However large the one is that it stands for."""
 
 
-class VirtualWorld:
-    """One virtual worker's `World`."""
+class SimulatedRuntime:
+    """One simulated worker's `Runtime`."""
 
-    name: ClassVar[str] = "virtual"
+    name: ClassVar[str] = "simulated"
 
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation = simulation
@@ -379,7 +382,7 @@ class VirtualWorld:
         if rank == 0:
             self.journal.observers.append(simulation.conditions.reached)
         processor = self.cluster.processor
-        self._compute = VirtualCompute(
+        self._compute = SimulatedCompute(
             simulation.compute_model,
             rank,
             simulation.speeds[rank],
@@ -391,11 +394,11 @@ class VirtualWorld:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
 
-    def services(self, job: ServiceJob) -> list[VirtualEndpoint]:
+    def services(self, job: ServiceJob) -> list[SimulatedEndpoint]:
         number = self._service_jobs
         self._service_jobs += 1
         return [
-            VirtualEndpoint(self.rank, server, self.journal)
+            SimulatedEndpoint(self.rank, server, self.journal)
             for server in self._simulation.services_of(number, job)
         ]
 

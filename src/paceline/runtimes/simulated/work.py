@@ -12,7 +12,7 @@ _ASKING = 1e-6
 """Seconds that a question for completion takes."""
 
 
-class VirtualWork(WorkBase):
+class SimulatedWork(WorkBase):
     """Work that ends at a virtual instant."""
 
     def __init__(self, clock: Clock, completion: Completion) -> None:

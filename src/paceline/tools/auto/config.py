@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline import spec
 from paceline.cluster import Cluster, load_cluster
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import QUALITIES, Quality, World
+from paceline.interfaces import QUALITIES, Quality, Runtime
 
 NAME = "auto"
 FIRST = "bsp"
@@ -76,10 +76,12 @@ def wish_of(text: str | None) -> Auto | None:
     return Auto(**spec.convert_fields(Auto, values, NAME))
 
 
-def check_wish(world: World, *, chosen_beside: Mapping[str, str], others: bool) -> None:
+def check_wish(
+    runtime: Runtime, *, chosen_beside: Mapping[str, str], others: bool
+) -> None:
     """Raise `UsageError` where nothing can be chosen: under ``--survive``, beside choices that it
     makes itself (*chosen_beside*, by argument), and beside another training (*others*)."""
-    if world.alone:
+    if runtime.alone:
         raise UsageError(
             "method 'auto' under --survive: workers that meet only at their servers agree on no "
             "change; name a method whose server updates (`paceline plan SCRIPT` compares them)"
@@ -96,9 +98,9 @@ def check_wish(world: World, *, chosen_beside: Mapping[str, str], others: bool) 
         )
 
 
-def say_alone(world: World) -> None:
+def say_alone(runtime: Runtime) -> None:
     """One worker: nothing can be chosen."""
-    if world.rank == 0:
+    if runtime.rank == 0:
         print(
             f"paceline: auto: one worker sends nothing, so it is {FIRST}",
             file=sys.stderr,

@@ -41,8 +41,8 @@ class Course:
     meets: ClassVar[bool] = True
 
     def __init__(self, subject: Subject, wish: Auto, settings: Settings) -> None:
-        self._world, self._wish = subject.world, wish
-        whole = TorchComm(subject.world, f"auto {subject.number}")
+        self._runtime, self._wish = subject.runtime, wish
+        whole = TorchComm(subject.runtime, f"auto {subject.number}")
         self._comm = whole.channel("course")
         device = torch.device("cpu")
         if not moves_host_tensors(self._comm.process_group):
@@ -56,13 +56,13 @@ class Course:
             self.senses, self._exchange, FIRST, self._decided, self._say
         )
         self._run = self.program.run()
-        self._world.journal.decides(True)
+        self._runtime.journal.decides(True)
 
     def after_step(self, step: int) -> str | None:
         """A step has ended: the spec to go on with, the same on all workers; None: as before."""
         self.senses.step_ended()
         wanted = next(self._run)
-        self._world.journal.decides(not self.program.is_settled)
+        self._runtime.journal.decides(not self.program.is_settled)
         if wanted is not None:
             self.senses.refused = ""
             self._before, self.senses.present = self.senses.present, wanted
@@ -97,6 +97,6 @@ class Course:
             self.senses.keep(found, text)
 
     def _say(self, sentence: str) -> None:
-        if self._world.rank == 0:
-            self._world.journal.note(sentence)
+        if self._runtime.rank == 0:
+            self._runtime.journal.note(sentence)
             print(f"paceline: {sentence}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
 """The file of a decision: the next start of the same training reads it, and begins with what was found.
 
-It counts where the model, the workers, the class, the world and paceline itself are the same; whether the
+It counts where the model, the workers, the class, the runtime and paceline itself are the same; whether the
 network is, is measured.
 """
 
@@ -32,7 +32,7 @@ class About(msgspec.Struct, kw_only=True, frozen=True):
     optimizer: str
     workers: int
     quality: Quality
-    world: str
+    runtime: str
     version: str = installed_version("paceline")
 
 
@@ -55,12 +55,12 @@ def digest(names: Sequence[str], sizes: Sequence[int]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def file_of(wish: Auto, world: str, options: RunOptions) -> Path | None:
+def file_of(wish: Auto, runtime: str, options: RunOptions) -> Path | None:
     """Where the decision is kept. In virtual time only where the user names a file: else the second of
     two equal runs would be another one."""
     if wish.file:
         return Path(wish.file)
-    if world == "virtual":
+    if runtime == "simulated":
         return None
     return Path(options.records or ".") / FILE
 

@@ -74,25 +74,25 @@ class TrainingSenses:
         say: Callable[[str], None],
     ) -> None:
         self._subject, self._wish, self._settings = subject, wish, settings
-        self._world, self._journal = subject.world, subject.world.journal
+        self._runtime, self._journal = subject.runtime, subject.runtime.journal
         self._comm, self._device, self._say = comm, device, say
         parameters = subject.parameters
         self._on_host = parameters[0][1].device.type == "cpu"
-        self._stopwatch = self._world.stopwatch(parameters[0][1].device)
+        self._stopwatch = self._runtime.stopwatch(parameters[0][1].device)
         self._marks: deque[Any] = deque([self._stopwatch.mark()], STEPS_KEPT + 1)
         self._watch = Watch(subject.model, parameters, self._stopwatch)
         self._steps = 0
-        self._named = wish.load_cluster(self._world.size)
+        self._named = wish.load_cluster(self._runtime.size)
         names = [name for name, _ in parameters]
         sizes = [wire_bytes(parameter) for _, parameter in parameters]
         self._about = About(
             model=digest(names, sizes),
             optimizer=type(subject.optimizer).__name__,
-            workers=self._world.size,
+            workers=self._runtime.size,
             quality=wish.quality,
-            world=self._world.name,
+            runtime=self._runtime.name,
         )
-        self._file = file_of(wish, self._world.name, self._world.job.options)
+        self._file = file_of(wish, self._runtime.name, self._runtime.job.options)
         self._recalled: Decision | None = None
         self.planned = Planned()
         self.present = FIRST
@@ -142,7 +142,7 @@ class TrainingSenses:
     # ---- what was decided before ----
 
     def recall(self) -> tuple[str, float]:
-        if self._world.rank or self._file is None:
+        if self._runtime.rank or self._file is None:
             return "", 0.0
         try:
             self._recalled = read(self._file, self._about)
@@ -168,18 +168,18 @@ class TrainingSenses:
     # ---- a plan ----
 
     def _known_cluster(self) -> Cluster | None:
-        """The network that somebody has described: it is not measured. In an emulated world it is all the
+        """The network that somebody has described: it is not measured. In an emulated runtime it is all the
         same, as on real links, unless there is in it what no probe sees."""
         if self._named is not None:
             return self._named
-        described = self._world.cluster
-        if described is None or self._world.name != "emulated":
+        described = self._runtime.cluster
+        if described is None or self._runtime.name != "emulated":
             return described
         helped = described.servers or any(rack.aggregates for rack in described.racks)
         return described if helped else None
 
     def _host_rates(self) -> list[float]:
-        return host_rates(self._world, LOOK_SECONDS, self._device)
+        return host_rates(self._runtime, LOOK_SECONDS, self._device)
 
     @property
     def needs_probe(self) -> bool:
@@ -189,10 +189,10 @@ class TrainingSenses:
         self.planned = Planned(begun_at=self._steps)
         cluster = self._known_cluster()
         if cluster is None:
-            cluster = find_links(self._world, probe_seconds, self._device)
+            cluster = find_links(self._runtime, probe_seconds, self._device)
         compute = self._compute_seconds()
         speeds = [min(compute) / one if one else 1.0 for one in compute]
-        if self._world.rank:
+        if self._runtime.rank:
             return
         try:
             if set(cluster.speeds) == {1.0} and self._on_host:
@@ -210,7 +210,7 @@ class TrainingSenses:
                 "the script never calls the model itself, so nobody knows how long a step of it "
                 "takes"
             )
-        if self._world.name == "virtual":
+        if self._runtime.name == "simulated":
             workload = as_one_pass(workload)
         workload = with_all(workload, compute if self._on_host else 0.0, speed)
         if self._settings.use_gradients:
@@ -252,20 +252,20 @@ class TrainingSenses:
 
     def plan_is_there(self) -> bool:
         planned = self.planned
-        if self._world.rank:
+        if self._runtime.rank:
             return False
         if planned.process is None:
             return True
-        if self._world.name != "virtual":
+        if self._runtime.name != "simulated":
             return planned.process.is_over
         if self._steps < planned.begun_at + PLAN_STEPS:
             return False
-        self._world.outside(planned.process.wait)
+        self._runtime.outside(planned.process.wait)
         return True
 
     def candidates(self) -> list[tuple[str, float]]:
         planned = self.planned
-        if self._world.rank:
+        if self._runtime.rank:
             return []
         if planned.process is None:
             planned.answer = Answer(fault=planned.fault)
@@ -279,7 +279,7 @@ class TrainingSenses:
     def keep(self, found: Found, sentence: str) -> None:
         """Write the decision down, on rank 0."""
         cluster = self.planned.cluster
-        if self._world.rank or self._file is None or cluster is None:
+        if self._runtime.rank or self._file is None or cluster is None:
             return
         decision = Decision(
             about=self._about,
@@ -308,8 +308,8 @@ class TrainingSenses:
         """Of each worker: what it computes in a usual step."""
         steps = list(self._journal.steps)[-MEASURED_STEPS * self.period :]
         mine = statistics.median(step.compute_seconds for step in steps)
-        row = [0.0] * self._world.size
-        row[self._world.rank] = mine
+        row = [0.0] * self._runtime.size
+        row[self._runtime.rank] = mine
         return self._sums(row)
 
     def _sums(self, values: Sequence[float]) -> list[float]:

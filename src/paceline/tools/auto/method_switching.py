@@ -88,7 +88,7 @@ class Auto:
         present.changes = MethodChanges(
             subject, present, settings, now, course, self.quality
         )
-        journal = subject.world.journal
+        journal = subject.runtime.journal
         journal.methods.append((journal.step_count, journal.brief))
         return wrapped
 
@@ -118,7 +118,7 @@ class MethodChanges:
         self.now, self.course, self.steps = now, course, 0
         self._allowed = QUALITIES[: QUALITIES.index(quality) + 1]
         self._subject, self._present, self._settings = subject, present, settings
-        self._world = subject.world
+        self._runtime = subject.runtime
         self._device = subject.parameters[0][1].device
         self._habits = Habits()
         self._codes, self._plans = KeptCodes(), KeptPlans()
@@ -140,7 +140,7 @@ class MethodChanges:
             return
         why = self.change(wanted, together=self.course.meets)
         if why:
-            self._world.journal.note(f"{wanted} cannot be begun here: {why}")
+            self._runtime.journal.note(f"{wanted} cannot be begun here: {why}")
             self.course.refused(wanted, why)
 
     def finish(self) -> None:
@@ -177,7 +177,7 @@ class MethodChanges:
             prepared = self._prepared(spec)
         except UsageError as error:
             return str(error)
-        began = self._world.now()
+        began = self._runtime.now()
         # Workers' scripts may differ in it: so it is said where all meet.
         fault = self._forbid(prepared.method, prepared.settings)
         try:
@@ -187,8 +187,8 @@ class MethodChanges:
             self._broke(error)
             raise
         name = f"change to {spec}"
-        span = Span(self._world.rank, "method", name, began, self._world.now())
-        self._world.journal.observe(span)
+        span = Span(self._runtime.rank, "method", name, began, self._runtime.now())
+        self._runtime.journal.observe(span)
         return why
 
     def _forbid(self, method: Method, settings: Settings) -> str:
@@ -199,7 +199,7 @@ class MethodChanges:
         prepared = prepare(self._subject, *read_spec(spec, self._settings))
         method = prepared.method
         from paceline.tools.plan.candidates import (
-            quality_of,  # it needs the virtual world
+            quality_of,  # it needs the simulated runtime
         )
 
         quality = quality_of(method, prepared.settings)
@@ -246,7 +246,7 @@ class MethodChanges:
         differ = self.now.method.rhythm.lets_models_differ
         if (not differ and len(going) == workers) or workers == 1:
             return
-        comm = TorchComm(self._world, self._world.job.next_name())
+        comm = TorchComm(self._runtime, self._runtime.job.next_name())
         optimizer = self._subject.optimizer
         equalize(comm, optimizer, going, self._device, mean=differ)
         comm.close()
@@ -265,7 +265,7 @@ class MethodChanges:
         return made, faults
 
     def _make(self, prepared: Prepared) -> Made:
-        self._world.journal.change(prepared.spec, prepared.brief)
+        self._runtime.journal.change(prepared.spec, prepared.brief)
         self.now = prepared
         return begin(self._subject, prepared, anew=False)
 
@@ -275,13 +275,13 @@ class MethodChanges:
         self._codes.give_back(self.now.spec, training)
         self._plans.give_back(self.now.spec, training)
         self._habits.watch(training, self.now.method)
-        self._world.job.hold(training, made.close)
+        self._runtime.job.hold(training, made.close)
         self._present.training, self._present.endpoints = training, made.endpoints
 
     def _broke(self, error: BaseException) -> None:
         """No training goes on here: the others are told, as when one breaks."""
         self._present.broke(error)
-        self._world.job.broke(self._subject.number, self._present.broken_by)
+        self._runtime.job.broke(self._subject.number, self._present.broken_by)
 
     def _meet(self, mine: _Wish) -> list[_Wish]:
         """What each worker says, by rank. Collective."""

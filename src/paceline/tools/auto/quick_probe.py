@@ -21,7 +21,7 @@ from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
 from paceline.cluster.probe.racks import find_racks
 from paceline.cluster.probe.result import Size
 from paceline.core.sync import gather_bytes
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import Seat, seat
 
 MOST_SHIFTS = 7
@@ -37,43 +37,43 @@ REPEATS = 5
 CPU = torch.device("cpu")
 
 
-def find_links(world: World, seconds: float, device: torch.device) -> Cluster:
-    """The cluster in which the virtual world takes the times that were measured, in about so many
+def find_links(runtime: Runtime, seconds: float, device: torch.device) -> Cluster:
+    """The cluster in which the simulated runtime takes the times that were measured, in about so many
     *seconds*; the same on all ranks. Collective."""
-    pairs = Pairs(world, seconds / 20)
-    hosts, shared_cores = _hosts(world, device)
+    pairs = Pairs(runtime, seconds / 20)
+    hosts, shared_cores = _hosts(runtime, device)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     rates = _rates(pairs, leaders, FOR_LINKS * seconds)
-    goodput = _matrix(world.size, hosts, leaders, rates)
-    near = [[0.0] * world.size for _ in range(world.size)]
+    goodput = _matrix(runtime.size, hosts, leaders, rates)
+    near = [[0.0] * runtime.size for _ in range(runtime.size)]
     racks = find_racks(goodput, near, hosts)
     return infer_cluster(
         Findings(
-            world=world.name,
+            runtime=runtime.name,
             hosts=hosts,
             goodput=goodput,
             latency=near,
             racks=racks,
             uplinks=_uplinks(racks, rates),
-            all_reduce=_sums(world, pairs, FOR_SUMS * seconds),
+            all_reduce=_sums(runtime, pairs, FOR_SUMS * seconds),
             shared_cores=shared_cores,
-            speeds=[1.0] * world.size,
+            speeds=[1.0] * runtime.size,
         )
     )
 
 
-def host_rates(world: World, seconds: float, device: torch.device) -> list[float]:
+def host_rates(runtime: Runtime, seconds: float, device: torch.device) -> list[float]:
     """What each host sends to the next one while all do, bytes a second: a short look. The same on all
     ranks. Collective."""
-    pairs = Pairs(world, seconds / 20)
-    hosts, _ = _hosts(world, device)
+    pairs = Pairs(runtime, seconds / 20)
+    hosts, _ = _hosts(runtime, device)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
         return []
     return list(_Rounds(pairs, leaders).measure(1, seconds / 2).values())
 
 
-def _hosts(world: World, device: torch.device) -> tuple[list[int], int | None]:
+def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | None]:
     """Each worker's host, and the cores that all of them share, if they share them. Where all are on one,
     loopback is the network, and each worker counts as a host."""
     said = gather_bytes(msgspec.json.encode(seat()), device)
@@ -81,7 +81,7 @@ def _hosts(world: World, device: torch.device) -> tuple[list[int], int | None]:
     order = list(dict.fromkeys(one.host for one in seats))
     hosts = [order.index(one.host) for one in seats]
     if len(order) == 1:
-        hosts = list(range(world.size))
+        hosts = list(range(runtime.size))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return hosts, cores if len({one.machine for one in seats}) == 1 else None
 
@@ -206,34 +206,34 @@ def _uplinks(
     return [(a, b, rate) for (a, b), rate in sorted(most.items())]
 
 
-def _sums(world: World, pairs: Pairs, seconds: float) -> list[Size]:
+def _sums(runtime: Runtime, pairs: Pairs, seconds: float) -> list[Size]:
     """All-reduces, alone and two at a time, while the time lasts."""
     found: list[Size] = []
     for size in SIZES:
-        estimate = pairs.max(_sum(world, pairs, size, 1))
+        estimate = pairs.max(_sum(runtime, pairs, size, 1))
         if found and estimate * 3 > seconds / len(SIZES):
             break
         repeats = max(
             1, min(REPEATS, int(seconds / len(SIZES) / 3 / max(estimate, 1e-6)))
         )
-        alone = [_sum(world, pairs, size, 1) for _ in range(repeats)]
-        both = [_sum(world, pairs, size, 2) for _ in range(repeats)]
+        alone = [_sum(runtime, pairs, size, 1) for _ in range(repeats)]
+        both = [_sum(runtime, pairs, size, 2) for _ in range(repeats)]
         middle, pair = statistics.median(alone), statistics.median(both)
         found.append(
             Size(
                 bytes=size,
-                seconds=pairs.sum(middle) / world.size,
-                spread=pairs.sum(max(alone) - min(alone)) / world.size,
-                pair_seconds=pairs.sum(pair) / world.size,
+                seconds=pairs.sum(middle) / runtime.size,
+                spread=pairs.sum(max(alone) - min(alone)) / runtime.size,
+                pair_seconds=pairs.sum(pair) / runtime.size,
                 core_seconds=0.0,
             )
         )
     return found
 
 
-def _sum(world: World, pairs: Pairs, size: int, together: int) -> float:
-    buffers = [world.blank(size, CPU) for _ in range(together)]
-    start = world.now()
+def _sum(runtime: Runtime, pairs: Pairs, size: int, together: int) -> float:
+    buffers = [runtime.blank(size, CPU) for _ in range(together)]
+    start = runtime.now()
     for pending in [pairs.comm.all_reduce(buffer, "sum") for buffer in buffers]:
         pending.wait()
-    return world.now() - start
+    return runtime.now() - start

@@ -59,7 +59,7 @@ def write_report(
         title=title,
         answer=answer(results),
         command=command,
-        notes=[*notes, ("world", f"{first.world}, {first.workers} {many}")],
+        notes=[*notes, ("runtime", f"{first.runtime}, {first.workers} {many}")],
         details=_details(results, qualities),
         sections=[
             *_shown(results, qualities, pictures, steps),

@@ -20,7 +20,7 @@ from paceline.tools.compare.goal import Goal
 from paceline.tools.report.run_files import claim, make_folder
 from paceline.transport.liveness import without_interrupts
 
-_VERBS = {"virtual": "simulate", "real": "run", "emulated": "emulate"}
+_VERBS = {"simulated": "simulate", "real": "run", "emulated": "emulate"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Variant:
 
 def run_variant(
     variant: Variant,
-    world: str,
+    runtime: str,
     script: str,
     script_arguments: Sequence[str],
     options: Sequence[str],
@@ -54,7 +54,7 @@ def run_variant(
         claim(str(folder), variant.file_name)
         records = make_folder(str(folder / variant.file_name))
     command = [
-        *(sys.executable, "-m", "paceline", _VERBS[world], script, "--json"),
+        *(sys.executable, "-m", "paceline", _VERBS[runtime], script, "--json"),
         *(f"--method={variant.spec}", f"--records={records}", *options),
         *("--", *script_arguments),
     ]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.errors import UsageError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.tools.doctor.evidence import Evidence
 from paceline.tools.doctor.measure import Examination
 
@@ -23,8 +23,8 @@ def main() -> None:
     parser.add_argument("script", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    world = join_world()
-    world.job.options = replace(world.job.options, tells=False)
+    runtime = join_runtime()
+    runtime.job.options = replace(runtime.job.options, tells=False)
 
     def write(evidence: Evidence) -> None:
         # Whoever reads it meanwhile reads all of it, or nothing.
@@ -35,11 +35,11 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"doctor: {text}", file=sys.stderr, flush=True)
 
-    examination = Examination(world, write, seconds=options.seconds_per_pair, say=say)
+    examination = Examination(runtime, write, seconds=options.seconds_per_pair, say=say)
     if options.script is None:
-        world.connect()
+        runtime.connect()
         # Rules of the cluster count from the start of a training.
-        world.journal.begin("bsp")
+        runtime.journal.begin("bsp")
         return
     try:
         run_as_main(options.script, options.arguments)
@@ -47,7 +47,7 @@ def main() -> None:
         if end.code:
             raise
     if not examination.is_over:
-        world.connect()  # what is put off until the end is done only where there is a job
+        runtime.connect()  # what is put off until the end is done only where there is a job
 
 
 def run_as_main(script: str, arguments: list[str]) -> None:

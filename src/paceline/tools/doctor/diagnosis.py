@@ -159,7 +159,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     why figures tell little, if they do."""
 
     faults: tuple[Fault, ...]
-    world: str
+    runtime: str
     workers: int
     spec: str
     ran: bool
@@ -298,7 +298,7 @@ def _diagnosis(picture: Picture, visit: _Visit) -> Diagnosis:
     ]
     return Diagnosis(
         faults=tuple(faults),
-        world=evidence.world,
+        runtime=evidence.runtime,
         workers=len(evidence.workers),
         spec=evidence.spec,
         ran=picture.trains,

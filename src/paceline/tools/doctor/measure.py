@@ -13,7 +13,7 @@ from paceline.cluster.probe import infer_cluster
 from paceline.cluster.profiling import Profiler
 from paceline.core.sync import gather_bytes
 from paceline.errors import UsageError
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.runtimes.results import unsettled
 from paceline.tools.doctor import host
 from paceline.tools.doctor.evidence import Evidence, WorkerEvidence
@@ -34,26 +34,26 @@ class _Said(msgspec.Struct):
 
 
 class Examination:
-    """Begins with the world, before the script; *deliver* is given the evidence, on rank 0, once the script
+    """Begins with the runtime, before the script; *deliver* is given the evidence, on rank 0, once the script
     has ended well. *seconds*: for each pair of hosts, each way. *say*: is told what begins, on rank 0.
     """
 
     def __init__(
         self,
-        world: World,
+        runtime: Runtime,
         deliver: Callable[[Evidence], None],
         *,
         seconds: float = 0.1,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._world, self._deliver, self._seconds = world, deliver, seconds
+        self._runtime, self._deliver, self._seconds = runtime, deliver, seconds
         self._say = say
         self._model: torch.nn.Module | None = None
         self._watch: StepWatch | None = None
         self._profiler: Profiler | None = None
         self.is_over = False
-        world.job.watchers.append(self._training_begins)
-        world.job.at_exit(self._examine, last=True)
+        runtime.job.watchers.append(self._training_begins)
+        runtime.job.at_exit(self._examine, last=True)
 
     def _training_begins(
         self,
@@ -62,43 +62,43 @@ class Examination:
     ) -> Sequence[object]:
         if self._model is None:
             self._model = model
-            stopwatch = self._world.stopwatch(parameters[0][1].device)
+            stopwatch = self._runtime.stopwatch(parameters[0][1].device)
             self._profiler = Profiler(model, parameters, stopwatch)
-            self._watch = StepWatch(self._world, model, parameters)
+            self._watch = StepWatch(self._runtime, model, parameters)
         if self._model is not model:
             return ()  # the first model tells enough
         return [one for one in (self._profiler, self._watch) if one is not None]
 
     def _examine(self) -> None:
         """Collective: the script has ended on all workers."""
-        world, say = self._world, self._say
+        runtime, say = self._runtime, self._say
         threads = torch.get_num_threads()
-        world.connect()
+        runtime.connect()
         found = examine_network(
-            world,
+            runtime,
             self._seconds,
-            lambda text: say(text) if world.rank == 0 else None,
+            lambda text: say(text) if runtime.rank == 0 else None,
         )
         said = [
             msgspec.json.decode(text, type=_Said)
             for text in gather_bytes(msgspec.json.encode(self._say_own(threads)), CPU)
         ]
-        if world.rank == 0:
-            self._deliver(_evidence(world, found, said))
+        if runtime.rank == 0:
+            self._deliver(_evidence(runtime, found, said))
         self.is_over = True
 
     def _say_own(self, threads: int) -> _Said:
-        world = self._world
-        virtual = world.name == "virtual"
+        runtime = self._runtime
+        simulated = runtime.name == "simulated"
         step = None if self._watch is None else self._watch.evidence()
-        used, others = (None, ()) if virtual else host.interfaces()
+        used, others = (None, ()) if simulated else host.interfaces()
         cores = host.cores()
-        if virtual and world.cluster is not None:
-            rack = world.cluster.racks[world.cluster.rack_of(world.rank)]
+        if simulated and runtime.cluster is not None:
+            rack = runtime.cluster.racks[runtime.cluster.rack_of(runtime.rank)]
             cores = max(rack.cores, rack.workers_per_host)
         return _Said(
             worker=WorkerEvidence(
-                rank=world.rank,
+                rank=runtime.rank,
                 host=0,
                 threads=threads,
                 cores=cores,
@@ -106,14 +106,14 @@ class Examination:
                 others=others,
                 step=step,
             ),
-            busy=0.0 if virtual else host.busy_cores(IDLE_SECONDS),
+            busy=0.0 if simulated else host.busy_cores(IDLE_SECONDS),
             workload=self._workload() if step is not None else None,
-            spec=world.journal.method or "bsp",
+            spec=runtime.journal.method or "bsp",
         )
 
     def _workload(self) -> Workload | None:
-        if self._world.workload is not None:
-            return self._world.workload
+        if self._runtime.workload is not None:
+            return self._runtime.workload
         if self._profiler is None:
             return None
         try:
@@ -122,9 +122,9 @@ class Examination:
             return None  # the model itself was never called
 
 
-def _evidence(world: World, found: NetworkFound, said: Sequence[_Said]) -> Evidence:
+def _evidence(runtime: Runtime, found: NetworkFound, said: Sequence[_Said]) -> Evidence:
     findings = found.findings
-    names = findings.names or [""] * world.size
+    names = findings.names or [""] * runtime.size
     workers = tuple(
         msgspec.structs.replace(
             one.worker,
@@ -137,7 +137,7 @@ def _evidence(world: World, found: NetworkFound, said: Sequence[_Said]) -> Evide
         for rank, one in enumerate(said)
     )
     return Evidence(
-        world=world.name,
+        runtime=runtime.name,
         workers=workers,
         paths=found.paths,
         together=found.together,
@@ -145,16 +145,16 @@ def _evidence(world: World, found: NetworkFound, said: Sequence[_Said]) -> Evide
         workload=_of_the_usual(said),
         spec=said[0].spec,
         shared_cores=findings.shared_cores,
-        notes=_cautions(world, said),
+        notes=_cautions(runtime, said),
     )
 
 
-def _cautions(world: World, said: Sequence[_Said]) -> tuple[str, ...]:
+def _cautions(runtime: Runtime, said: Sequence[_Said]) -> tuple[str, ...]:
     """Why the steps that were watched tell little about later ones, if they do."""
     step = said[0].worker.step
     if step is None or step.steady:
         return ()
-    return (unsettled(world.journal.step_count, world.journal),)
+    return (unsettled(runtime.journal.step_count, runtime.journal),)
 
 
 def _of_the_usual(said: Sequence[_Said]) -> Workload | None:

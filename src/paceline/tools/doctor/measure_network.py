@@ -11,7 +11,7 @@ import msgspec
 from paceline.cluster.probe import Findings, measure
 from paceline.cluster.probe.pairs import MOST_BYTES, TRIES, Pairs
 from paceline.cluster.probe.racks import find_racks
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.tools.doctor.evidence import PathEvidence, TogetherEvidence
 from paceline.tools.doctor.thresholds import SLOW_LINK
 
@@ -35,17 +35,17 @@ class NetworkFound:
 
 
 def examine_network(
-    world: World, seconds: float, say: Callable[[str], None]
+    runtime: Runtime, seconds: float, say: Callable[[str], None]
 ) -> NetworkFound:
     """Measure the network between the workers' hosts; the same on every rank. Collective.
 
     *seconds*: for each pair of hosts, each way, in the first round; *say* is told what begins. Raises `UsageError` where there is one
     worker only.
     """
-    findings = measure(world, seconds_per_pair=seconds, say=say)
+    findings = measure(runtime, seconds_per_pair=seconds, say=say)
     hosts = list(dict.fromkeys(findings.hosts))
     leaders = [findings.hosts.index(host) for host in hosts]
-    pairs = Pairs(world, seconds)
+    pairs = Pairs(runtime, seconds)
     rates: dict[tuple[int, int], list[float]] = {
         (a, b): [findings.goodput[a][b]] for a in leaders for b in leaders if a != b
     }

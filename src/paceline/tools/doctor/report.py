@@ -55,7 +55,7 @@ def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:
         *_all_faults(found),
     ]
     return Page(
-        title=f"{what}: {found.workers} {many}, {found.world} world",
+        title=f"{what}: {found.workers} {many}, {found.runtime} runtime",
         answer=_answer(found),
         details=(lines_of(found)[0], *found.notes),
         command=command,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.cluster import Cluster
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.tools.doctor.evidence import Evidence
 from paceline.tools.doctor.measure import Examination
@@ -17,7 +17,7 @@ def examined(
     """Let *simulation*, which has not run, examine what its workers train; *deliver* is given
     the evidence."""
     for rank in range(simulation.cluster.workers):
-        Examination(simulation.world_of(rank), deliver, seconds=seconds)
+        Examination(simulation.runtime_of(rank), deliver, seconds=seconds)
 
 
 def examined_network(cluster: Cluster, seconds: float = 0.1) -> Evidence:
@@ -27,9 +27,9 @@ def examined_network(cluster: Cluster, seconds: float = 0.1) -> Evidence:
     examined(simulation, found.append, seconds)
 
     def body(rank: int) -> None:
-        world = join_world()
-        world.connect()
-        world.journal.begin("bsp")  # rules count from here
+        runtime = join_runtime()
+        runtime.connect()
+        runtime.journal.begin("bsp")  # rules count from here
 
     simulation.run(body)
     return found[-1]

@@ -1,4 +1,4 @@
-"""Where one worker's step goes: watched from outside of the method, in every world."""
+"""Where one worker's step goes: watched from outside of the method, in every runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.buckets import wire_bytes
-from paceline.interfaces import World
+from paceline.interfaces import Runtime
 from paceline.records import Span, StepRecord
 from paceline.tools.doctor.evidence import Measured, StepEvidence
 from paceline.torch_internals import Uncopied, is_compiled_whole
@@ -36,15 +36,15 @@ class StepWatch:
 
     def __init__(
         self,
-        world: World,
+        runtime: Runtime,
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
     ) -> None:
-        self._world, self._journal = world, world.journal
+        self._runtime, self._journal = runtime, runtime.journal
         self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
         self._device = parameters[0][1].device
         self._is_cuda = self._device.type == "cuda"
-        self._stopwatch = world.stopwatch(self._device)
+        self._stopwatch = runtime.stopwatch(self._device)
         self.compiled_whole = is_compiled_whole(model)
         self._steps: list[tuple[int, dict[str, float]]] = []
         """Each with its number, as the recorder counts."""
@@ -52,9 +52,9 @@ class StepWatch:
         self._waits: list[tuple[float, float]] = []
         self._end: float | None = None
         self._means_at: float | None = None
-        self._messages = world.journal.messages
+        self._messages = runtime.journal.messages
         model.register_forward_hook(Uncopied(self._forward_ended))
-        world.journal.tell(self)
+        runtime.journal.tell(self)
 
     # ---- what the training tells ----
 
@@ -67,7 +67,7 @@ class StepWatch:
             self._passes.append(_Pass(begin=None))
         one, mark = self._passes[-1], self._stopwatch.mark()
         if one.mark is None:
-            one.split, one.mark = self._world.now(), mark
+            one.split, one.mark = self._runtime.now(), mark
         one.ready.append((index, mark))
 
     def gradient_taken(self) -> None:
@@ -104,7 +104,7 @@ class StepWatch:
     def _now(self) -> float:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
-        return self._world.now()
+        return self._runtime.now()
 
     # ---- what it makes of it ----
 

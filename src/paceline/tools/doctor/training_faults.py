@@ -1,6 +1,6 @@
 """Faults of what is trained, and how: looked for once what the machines and links have is mended.
 
-Each asks the virtual world: what would a step take if messages began at no cost, if gradients went
+Each asks the simulated runtime: what would a step take if messages began at no cost, if gradients went
 otherwise, if another class was allowed?
 """
 

@@ -1,6 +1,6 @@
 """One candidate in virtual time: stand-in tensors, few steps, the figures of settled ones.
 
-The virtual world is the only predictor: what a method does is its own text. Here is only how
+The simulated runtime is the only predictor: what a method does is its own text. Here is only how
 many steps of it tell enough:
 
 - A training repeats after the period that its method tells (`Run.repeats_after`); two of them
@@ -38,10 +38,10 @@ from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings
 from paceline.core.start import Subject, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
-from paceline.interfaces import Compressor, Method, World
+from paceline.interfaces import Compressor, Method, Runtime
 from paceline.records import Journal, StepRecord
 from paceline.run_options import RunOptions
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.spec import convert_fields
@@ -234,7 +234,7 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
 
 def _simulate(job: Job, run: _Run) -> SimulationResult:
     def body(rank: int) -> None:
-        world = join_world()
+        runtime = join_runtime()
         # Where nobody knows the batch one sample stands for it, so that more take longer.
         model = stand_in(replace(job.workload, batch=job.workload.batch or 1.0))
         plain = job.optimizer(model.parameters())
@@ -243,18 +243,18 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
             clip_norm=math.inf,
             compression=_of_epochs(run.settings.compression, job),
         )
-        optimizer = train(Subject(world, model, plain), run.method, settings)
+        optimizer = train(Subject(runtime, model, plain), run.method, settings)
         if run.short:
-            world.journal.learning = 0
+            runtime.journal.learning = 0
         # No two workers' gradients are alike, and none is zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
-        while not _is_enough(world.journal, run, job):
+        while not _is_enough(runtime.journal, run, job):
             optimizer.zero_grad()
             for _ in range(job.passes - 1):
                 with optimizer.no_sync():
-                    _wait_for_batch(world, job)
+                    _wait_for_batch(runtime, job)
                     model(batch).backward()
-            _wait_for_batch(world, job)
+            _wait_for_batch(runtime, job)
             model(batch).backward()
             if job.workload.uses_gradients or run.settings.use_gradients:
                 _use_gradients(model)
@@ -306,11 +306,13 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _wait_for_batch(world: World, job: Job) -> None:
+def _wait_for_batch(runtime: Runtime, job: Job) -> None:
     if (
         job.inputs
     ):  # what is spent is over the worker's speed, and loaders do not know that
-        world.spend(job.inputs[world.rank] * job.cluster.speeds[world.rank], "input")
+        runtime.spend(
+            job.inputs[runtime.rank] * job.cluster.speeds[runtime.rank], "input"
+        )
 
 
 def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:

@@ -5,7 +5,7 @@ step is the shortest, of equal ones the one with which the whole gradient's mean
 order never takes back what it has bought; that it is the best one is tested for small
 clusters against all orders, and not promised.
 
-Every way is its row of the registry, priced on the cluster as the virtual world would: a step is
+Every way is its row of the registry, priced on the cluster as the simulated runtime would: a step is
 the gradient in DDP's buckets of 25 MB, each sent when it is ready, one after the
 other, beside backward. Where sums are integers, a bucket's exponents are agreed on first,
 while buckets before it move. Rounding, and messages' processor time in switches, cost nothing.

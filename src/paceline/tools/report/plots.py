@@ -73,10 +73,10 @@ def write_plots(
                 looks.append(look)
         figure, caption = draw_time(looks, [result for _, result in results])
         pictures.append(write(path, "time-per-step", "Time per step", caption, figure))
-        world = results[0][1].world
+        runtime = results[0][1].runtime
         taken: set[str] = set()
         for metric, curves in curves_of(results, steps).items():
-            figure, caption = draw_metric(metric, looks, curves, world)
+            figure, caption = draw_metric(metric, looks, curves, runtime)
             name = _file_name(metric, taken)
             pictures.append(write(path, name, _plain(metric), caption, figure))
     return pictures
@@ -172,7 +172,7 @@ def draw_time(looks: Sequence[Look], results: Sequence[Result]) -> tuple[Figure,
 
 
 def draw_metric(
-    metric: str, looks: Sequence[Look], curves: Sequence[Curve], world: str
+    metric: str, looks: Sequence[Look], curves: Sequence[Curve], runtime: str
 ) -> tuple[Figure, str]:
     """A line per variant against the time since training began; and a caption."""
     most = most_points(len(curves))
@@ -213,7 +213,7 @@ def draw_metric(
         axes.set_yticks([])
     axes.set_xlim(0, last * scale * 1.04 or 1.0)
     axes.set_ylabel(_shortened(metric) + (", log scale" if logarithmic else ""))
-    clock = "virtual time" if world == "virtual" else "time"
+    clock = "virtual time" if runtime == "simulated" else "time"
     axes.set_xlabel(f"{clock} since training began ({unit})")
     axes.grid()
     axes.set_axisbelow(True)

@@ -108,7 +108,7 @@ def print_results(
     first = next(outcome for _, outcome in rows if isinstance(outcome, Result))
     headings, cells, legend, notes = sheet(rows)
     many = "worker" if first.workers == 1 else "workers"
-    table = Table(title=f"{first.workers} {many}, {first.world} world")
+    table = Table(title=f"{first.workers} {many}, {first.runtime} runtime")
     table.add_column(headings[0], overflow="fold")
     for heading in headings[1:]:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -124,7 +124,7 @@ def print_results(
     console.print(table)
     for sentence in legend:
         console.print(Text(sentence))
-    if first.world == "virtual":
+    if first.runtime == "simulated":
         console.print(
             "all in virtual time: in the script that is paceline.now(), and not time.time()"
         )

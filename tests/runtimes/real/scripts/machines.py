@@ -5,11 +5,11 @@ import os
 import sys
 
 from paceline.cluster.probe import measure
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.real.cluster_check import Seat
 
 name = "node-" + "cabd"[int(os.environ["RANK"])]
 module = sys.modules[measure.__module__]
 module.seat = lambda: Seat(name=name, machine=name, host=name)
-findings = measure(join_world(), seconds_per_pair=0.001, largest=4096)
+findings = measure(join_runtime(), seconds_per_pair=0.001, largest=4096)
 print(json.dumps([findings.hosts, findings.names]))

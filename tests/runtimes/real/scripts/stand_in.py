@@ -28,7 +28,7 @@ assert sizes == [
     ("deep.er.c", 4_004),  # in whole elements
 ], sizes
 shapes = [tuple(p.shape) for p in model.parameters()]
-# What the virtual world tells codes where a workload has no shapes: a row is never coded.
+# What the simulated runtime tells codes where a workload has no shapes: a row is never coded.
 assert shapes == [(2, 5), (1, 2), (250, 400), (13, 77)], shapes
 prime = paceline.Workload(
     names=("a",), sizes=(4 * 1009,), forward=(0.0,), backward=(0.0,)

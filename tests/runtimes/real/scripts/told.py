@@ -11,18 +11,18 @@ import torch.distributed as dist
 import paceline
 from paceline.cluster import cluster_toml
 from paceline.errors import ClusterError
-from paceline.runtimes.join import join_world
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.real.cluster_check import find_cluster
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
 from paceline.torch_internals import default_store
 
 paceline.init()
-world = join_world()
+runtime = join_runtime()
 found = {
-    "cluster": world.cluster and cluster_toml(world.cluster, exact=True),
-    "racks": world.racks,
-    "speeds": world.speeds,
+    "cluster": runtime.cluster and cluster_toml(runtime.cluster, exact=True),
+    "racks": runtime.racks,
+    "speeds": runtime.speeds,
     "end": final_parameters(Case(method="bsp:collective=hierarchical"), "ddp"),
 }
 if len(sys.argv) > 1:
@@ -32,7 +32,7 @@ if len(sys.argv) > 1:
     for name, files in ways:
         store = dist.PrefixStore(name, whole)
         try:
-            find_cluster(world.rank, world.size, files[world.rank], store)
+            find_cluster(runtime.rank, runtime.size, files[runtime.rank], store)
             found[name] = ""
         except ClusterError as error:
             found[name] = str(error)

@@ -85,7 +85,7 @@ def doctored(folder: Path) -> Path:
     )
     found = Diagnosis(
         faults=(fault,),
-        world="real",
+        runtime="real",
         workers=8,
         spec="bsp",
         ran=True,
