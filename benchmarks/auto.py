@@ -52,9 +52,9 @@ def course_of(optimizer):
     return optimizer._present.changes.course
 
 
-def auto(quality, file):
+def auto(consistency, file):
     """A side of `peers.py`."""
-    spec = f"auto:quality={quality},file={file}"
+    spec = f"auto:consistency={consistency},file={file}"
 
     def wrap(model, optimizer):
         return model, paceline.distribute(model, optimizer, method=spec)
@@ -75,9 +75,9 @@ def settle(side):
 def work(arguments):
     """One emulated cell, on one worker."""
     paceline.init()
-    quality, _ = EMULATED[arguments.cell]
+    consistency, _ = EMULATED[arguments.cell]
     folder = Path(arguments.output).parent
-    mine = peers.Side("auto", auto(quality, folder / "decision"))
+    mine = peers.Side("auto", auto(consistency, folder / "decision"))
     settling = settle(mine)
     peers_sides = [
         peers.Side(f"DDP, caps of {cap} MiB", peers.ddp(cap)) for cap in peers.CAPS

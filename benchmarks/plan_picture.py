@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.cli.progress import telling
 from paceline.cli.script_plan import plan_script
 from paceline.cluster import uniform_cluster
-from paceline.interfaces import QUALITIES
+from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan.pictures import draw_plan
 from paceline.tools.plan.prediction_cost import Budget
 from paceline.tools.report.pictures import house_style
@@ -35,7 +35,7 @@ def main() -> None:
             cluster,
             forward=FORWARD,
             backward=BACKWARD,
-            allowed=QUALITIES,
+            allowed=CONSISTENCIES,
             budget=Budget(BUDGET),
             told=told,
         )

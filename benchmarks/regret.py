@@ -23,7 +23,7 @@ from statistics import median
 import torch
 
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
-from paceline.interfaces import QUALITIES
+from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan import plan
 from paceline.tools.plan.predict import SETTLED, Job, Prediction, predict
 from paceline.units import bytes_per_second
@@ -112,17 +112,17 @@ def run(name: str, most: float) -> dict[str, object]:
     fastest = {q: row.step_seconds for q, row in made.best.items()}
     for row in made.rows:
         limit = BEYOND if row.cut else NEAR
-        if row.step_seconds > limit * fastest[row.quality]:
+        if row.step_seconds > limit * fastest[row.consistency]:
             continue
         said = predict(job, row.spec)
         if isinstance(said, Prediction):
             seconds[row.spec] = said.step_seconds
     regrets = {}
-    for quality, chosen in made.best.items():
-        specs = [r.spec for r in made.rows if r.quality == quality]
+    for consistency, chosen in made.best.items():
+        specs = [r.spec for r in made.rows if r.consistency == consistency]
         mine = {spec: seconds[spec] for spec in specs if spec in seconds}
         best = min(mine, key=mine.__getitem__)
-        regrets[quality] = {
+        regrets[consistency] = {
             "chosen": chosen.spec,
             "best": best,
             "regret": mine[chosen.spec] / mine[best],
@@ -141,12 +141,16 @@ def run(name: str, most: float) -> dict[str, object]:
 
 def table(results: dict[str, dict[str, object]]) -> None:
     """Markdown."""
-    print("| cell | candidates | plan, processor s | " + " | ".join(QUALITIES) + " |")
-    print("|---" * (3 + len(QUALITIES)) + "|")
+    print(
+        "| cell | candidates | plan, processor s | " + " | ".join(CONSISTENCIES) + " |"
+    )
+    print("|---" * (3 + len(CONSISTENCIES)) + "|")
     everything: list[float] = []
     for name, result in results.items():
         regrets: dict[str, dict[str, float]] = result["regrets"]  # type: ignore[assignment]
-        values = [regrets.get(quality, {}).get("regret") for quality in QUALITIES]
+        values = [
+            regrets.get(consistency, {}).get("regret") for consistency in CONSISTENCIES
+        ]
         everything += [value for value in values if value is not None]
         cells = ["-" if value is None else f"{value:.3f}" for value in values]
         print(

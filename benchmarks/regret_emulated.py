@@ -45,7 +45,7 @@ from paceline.tools.plan.predict import Job
 from paceline.tools.plan.predictor import in_processes
 
 RESULTS = Path(__file__).parent / "results" / "regret_emulated.json"
-CLASSES = ("exact", "late", "lossy", "local")
+CLASSES = ("exact", "delayed", "lossy", "local")
 EACH = 3
 NEAR = 1.5
 SETTLING, COUNTED = 45, 12
@@ -76,16 +76,19 @@ def run(name, classes):
     """One cell: what each candidate of *classes* takes in each turn, and the regret of each class."""
     cluster = CELLS[name]
     made = planned(probed(cluster), classes)
-    chosen = {quality: row.spec for quality, row in made.best.items()}
-    candidates = {quality: near(made, quality, chosen[quality]) for quality in chosen}
+    chosen = {consistency: row.spec for consistency, row in made.best.items()}
+    candidates = {
+        consistency: near(made, consistency, chosen[consistency])
+        for consistency in chosen
+    }
     specs = [spec for mine in candidates.values() for spec in mine]
     measured = measure(cluster, specs)
     regrets = {}
-    for quality, mine in candidates.items():
+    for consistency, mine in candidates.items():
         taken = {spec: median(measured[spec]) for spec in mine}
         best = min(taken, key=taken.__getitem__)
-        picked = chosen[quality]
-        regrets[quality] = {
+        picked = chosen[consistency]
+        regrets[consistency] = {
             "chosen": picked,
             "best": best,
             "regret": taken[picked] / taken[best],
@@ -124,13 +127,13 @@ def times_of(codes, cores):
         return coding_times_of_busy(codes, folder, cores)
 
 
-def near(made, quality, chosen):
+def near(made, consistency, chosen):
     """The chosen and those predicted to be near it: one of each method and code first."""
     best = made.row(chosen).step_seconds
     rows = [
         row.spec
         for row in made.rows
-        if row.quality == quality
+        if row.consistency == consistency
         and row.step_seconds <= NEAR * best
         and not (row.cut and row.spec != chosen)
     ]
@@ -237,7 +240,10 @@ def table(results):
     )
     values = []
     for name, result in results.items():
-        mine = [result["regrets"].get(quality, {}).get("regret") for quality in CLASSES]
+        mine = [
+            result["regrets"].get(consistency, {}).get("regret")
+            for consistency in CLASSES
+        ]
         values += [value for value in mine if value is not None]
         shown = " | ".join("-" if value is None else f"{value:.3f}" for value in mine)
         print(f"| {name} | {shown} |")
@@ -248,7 +254,7 @@ def table(results):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cell", action="append", choices=CELLS)
-    parser.add_argument("--quality", action="append", choices=CLASSES)
+    parser.add_argument("--consistency", action="append", choices=CLASSES)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -258,8 +264,8 @@ def main():
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = args.cell or [name for name in CELLS if name not in results]
     for name in [] if args.table else wanted:
-        found = run(name, args.quality or CLASSES)
-        if args.quality:
+        found = run(name, args.consistency or CLASSES)
+        if args.consistency:
             known = results.get(name, {})
             found = {key: {**known.get(key, {}), **found[key]} for key in found}
         results[name] = found

@@ -178,10 +178,16 @@ def test_compare_in_the_real_runtime(tmp_path):
             )
         ),
         (["compare", LAYERS, "--runtime=real"], "nobody knows the network"),
-        (["compare", LAYERS, "--variant=bsp", "--quality=late"], "--quality is for"),
+        (
+            ["compare", LAYERS, "--variant=bsp", "--consistency=delayed"],
+            "--consistency is for",
+        ),
         (["compare", LAYERS, "--variant=bsp", "--until=loss"], "METRIC=VALUE"),
-        (["compare", LAYERS, "--quality=exact,late"], "--quality exact --quality late"),
-        (["compare", LAYERS, "--quality=lat"], "Did you mean 'late'"),
+        (
+            ["compare", LAYERS, "--consistency=exact,late"],
+            "--consistency exact --consistency delayed",
+        ),
+        (["compare", LAYERS, "--consistency=lat"], "Did you mean 'late'"),
         (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
         (
             ["compare", LAYERS, "--variant=bsp", "--runtime=real", "--link=1gbit"],

@@ -43,7 +43,15 @@ def test_tables_are_the_same():
 @pytest.mark.slow
 def test_a_plan_has_rows(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ("train.py", "--workers", "2", "--json", "--no-plots", "--quality", "exact")
+    words = (
+        "train.py",
+        "--workers",
+        "2",
+        "--json",
+        "--no-plots",
+        "--consistency",
+        "exact",
+    )
     said = json.loads(
         printed("-m", "paceline", "plan", *words, "--budget", "2", cwd=tmp_path)
     )

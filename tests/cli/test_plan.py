@@ -45,15 +45,15 @@ def refused(*words):
 
 
 def test_what_is_refused(script, tmp_path):
-    assert "Did you mean 'late'" in refused(script, "--quality", "lat")
+    assert "Did you mean 'late'" in refused(script, "--consistency", "lat")
     assert "--budget" in refused(script, "--budget", "0")
     assert "leave --cluster" in refused(script, "--probe", "--link", "1gbit")
     assert "without --probe" in refused("--nnodes", "2", script)
     assert "no script" in refused("other.py")
     words = refused(script, "--workload", "resnet50", "--workers", "2")
     assert "resnet50 is the profile of another model" in words
-    nothing = refused(script, "--quality", "late", "--workers", "2")
-    assert "no candidate of the allowed classes (late)" in nothing
+    nothing = refused(script, "--consistency", "delayed", "--workers", "2")
+    assert "no candidate of the allowed classes (delayed)" in nothing
     assert "Clip with distribute(clip_norm=...)" in nothing
 
 
@@ -107,7 +107,7 @@ def test_a_method_that_the_script_registers_is_a_candidate(
         ran = CliRunner().invoke(
             app,
             [
-                *("plan", script, "--workers", "2", "--quality", "exact"),
+                *("plan", script, "--workers", "2", "--consistency", "exact"),
                 *("--json", "--no-plots", "--budget", "8"),
             ],
         )

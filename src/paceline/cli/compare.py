@@ -26,7 +26,7 @@ from paceline.units import show_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.interfaces import Quality
+    from paceline.interfaces import Consistency
     from paceline.records import StepRecord
     from paceline.runtimes.results import Outcome, Result
     from paceline.runtimes.simulated import ComputeModel
@@ -52,7 +52,7 @@ def compare(
             "best of each class, and bsp:fusion=ddp, which is what DDP does]",
         ),
     ] = None,
-    quality: Annotated[
+    consistency: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CLASS",
@@ -95,11 +95,11 @@ def compare(
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
     o.check_job(script, *variant or ())
-    _check_plan(runtime, variant, quality)
+    _check_plan(runtime, variant, consistency)
     from paceline.tools.compare.goal import Goal
 
     goal = None if until is None else Goal.read(until)
-    allowed = classes(quality)
+    allowed = classes(consistency)
     given = Given(
         network={
             "--cluster": cluster,
@@ -166,12 +166,12 @@ def compare(
 
 
 def _check_plan(
-    runtime: str, variant: Sequence[str] | None, quality: Sequence[str] | None
+    runtime: str, variant: Sequence[str] | None, consistency: Sequence[str] | None
 ) -> None:
     """Raises `UsageError` where a plan is asked for that cannot be made, or that nobody needs."""
-    if variant and quality:
+    if variant and consistency:
         raise UsageError(
-            "--quality is for the plan, which --variant replaces: leave it out"
+            "--consistency is for the plan, which --variant replaces: leave it out"
         )
     if runtime == "real" and not variant:
         raise UsageError(
@@ -184,7 +184,7 @@ def _planned(
     script: Path,
     arguments: list[str],
     cluster: Cluster,
-    allowed: Collection[Quality],
+    allowed: Collection[Consistency],
     times: Mapping[str, Any],
     json: bool,
 ) -> Plan:
@@ -213,10 +213,10 @@ def _planned(
             if row is None:
                 told.say(f"  {role}: {spec}")
             else:
-                among = sum(one.quality == row.quality for one in plan.rows)
+                among = sum(one.consistency == row.consistency for one in plan.rows)
                 told.say(
                     f"  {role}: {spec}, {show_seconds(row.step_seconds)} a step"
-                    + f", the best of {among}" * (role == row.quality)
+                    + f", the best of {among}" * (role == row.consistency)
                 )
         if passed_over(plan):
             told.say(f"  {passed_over(plan)}")
@@ -229,7 +229,7 @@ def _specs(plan: Plan | None) -> dict[str, str]:
 
     best = {} if plan is None else plan.advised
     return {BASELINE: DDP} | {
-        quality: row.spec for quality, row in best.items() if row.spec != DDP
+        consistency: row.spec for consistency, row in best.items() if row.spec != DDP
     }
 
 
@@ -400,7 +400,7 @@ def _write_page(
         title=title,
         command=shlex.join(["paceline", *sys.argv[1:]]),
         notes=[(name, text) for name, text in notes if text],
-        qualities=[_class_of(spec) for spec, _ in results],
+        consistencies=[_class_of(spec) for spec, _ in results],
     )
 
 
@@ -409,6 +409,6 @@ def _class_of(spec: str) -> str:
     from paceline.tools.plan.candidates import candidate
 
     try:
-        return candidate(spec).quality
+        return candidate(spec).consistency
     except UsageError:
         return ""

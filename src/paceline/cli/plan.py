@@ -28,7 +28,7 @@ from paceline.units import show_age, show_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.interfaces import Quality
+    from paceline.interfaces import Consistency
     from paceline.tools.plan.prediction_cost import Budget
     from paceline.tools.plan.predictor import Predict
     from paceline.tools.plan.suggestions import Helps
@@ -55,11 +55,11 @@ def plan(
     workload: o.WorkloadFile = None,
     forward: o.Forward = None,
     backward: o.Backward = None,
-    quality: Annotated[
+    consistency: Annotated[
         list[str] | None,
         typer.Option(
             metavar="CLASS",
-            help="Only candidates of this class: exact, late, lossy, local or asynchronous; "
+            help="Only candidates of this class: exact, delayed, lossy, local or asynchronous; "
             "once or more. \\[default: all]",
         ),
     ] = None,
@@ -102,7 +102,7 @@ def plan(
     o.check_job(script, None)
     if budget is not None and not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
-    allowed = classes(quality)
+    allowed = classes(consistency)
     if probe:
         described = _probed(
             context, workers, cluster or link or latency or server_hosts
@@ -151,7 +151,7 @@ class _Asked:
     workload: str | None
     forward: float | None
     backward: float | None
-    allowed: tuple[Quality, ...]
+    allowed: tuple[Consistency, ...]
     budget: float | None
     what_if: bool
     everything: bool

@@ -14,7 +14,7 @@ from paceline.run_options import RunOptions
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster, Workload
-    from paceline.interfaces import Quality
+    from paceline.interfaces import Consistency
     from paceline.runtimes.simulated import ComputeModel
     from paceline.tools.plan import Plan
     from paceline.tools.plan.predict import Job
@@ -38,20 +38,20 @@ class Planned:
     compute: ComputeModel
 
 
-def classes(wanted: Sequence[str] | None) -> tuple[Quality, ...]:
-    """What ``--quality`` allows."""
-    from paceline.interfaces import QUALITIES
+def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
+    """What ``--consistency`` allows."""
+    from paceline.interfaces import CONSISTENCIES
 
     for name in wanted or []:
         several = name.split(",")
-        if len(several) > 1 and set(several) <= set(QUALITIES):
-            options = " ".join(f"--quality {one}" for one in several)
+        if len(several) > 1 and set(several) <= set(CONSISTENCIES):
+            options = " ".join(f"--consistency {one}" for one in several)
             raise UsageError(
-                f"--quality {name}: expected one class; give it once for each: {options}"
+                f"--consistency {name}: expected one class; give it once for each: {options}"
             )
-        if name not in QUALITIES:
-            raise UsageError(unknown("class for --quality", name, QUALITIES))
-    return tuple(q for q in QUALITIES if not wanted or q in wanted)
+        if name not in CONSISTENCIES:
+            raise UsageError(unknown("class for --consistency", name, CONSISTENCIES))
+    return tuple(q for q in CONSISTENCIES if not wanted or q in wanted)
 
 
 def processes() -> int:
@@ -73,7 +73,7 @@ def plan_script(
     workload: str | None = None,
     forward: float | None = None,
     backward: float | None = None,
-    allowed: Collection[Quality],
+    allowed: Collection[Consistency],
     budget: Budget,
     told: Callable[[str, int | None, int | None], None],
     predict: Predict | None = None,

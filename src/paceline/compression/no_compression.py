@@ -13,9 +13,9 @@ from paceline.interfaces import (
     Coding,
     Compressor,
     CompressorSummary,
+    Consistency,
     Leg,
     Place,
-    Quality,
     Shape,
     State,
     StateKind,
@@ -32,7 +32,7 @@ class Identity(Compressor):
         sends="every element in its own type",
         loses="nothing",
     )
-    quality: ClassVar[Quality] = "exact"
+    consistency: ClassVar[Consistency] = "exact"
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = True
     rounds: ClassVar[int] = 1

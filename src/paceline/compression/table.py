@@ -80,7 +80,7 @@ def compression_page() -> str:
         one = shape()
         cells = [
             f"`{name}`",
-            one.quality,
+            one.consistency,
             ", ".join(keys) or "-",
             "yes" if one.linear else "no",
             "yes" if one.unbiased else "no",

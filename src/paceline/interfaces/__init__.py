@@ -61,7 +61,7 @@ from paceline.interfaces.compression import (
     StateKind,
     Sum,
 )
-from paceline.interfaces.consistency import QUALITIES, Quality, weaker
+from paceline.interfaces.consistency import CONSISTENCIES, Consistency, weaker
 from paceline.interfaces.discipline import (
     Coordinated,
     Discipline,
@@ -120,10 +120,10 @@ from paceline.interfaces.worker_state import OwnState, refused
 __all__ = [
     "AGREE_EVERY",
     "COMMON",
+    "CONSISTENCIES",
     "EVERY_STEP",
     "HOOKS",
     "ON_SERVERS",
-    "QUALITIES",
     "Answer",
     "AnyServer",
     "Arrived",
@@ -140,6 +140,7 @@ __all__ = [
     "Compressor",
     "CompressorSummary",
     "Compute",
+    "Consistency",
     "Coordinated",
     "Discipline",
     "Endpoint",
@@ -165,7 +166,6 @@ __all__ = [
     "Piece",
     "Place",
     "Priced",
-    "Quality",
     "Reception",
     "ReduceOperation",
     "Remote",

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import torch
 
-from paceline.interfaces.consistency import Quality
+from paceline.interfaces.consistency import Consistency
 from paceline.interfaces.groups import SpeedClass
 
 
@@ -97,7 +97,7 @@ class Compressor(Protocol):
     Sizes of codes depend on shapes, types and common state, and never on numbers.
     """
 
-    quality: ClassVar[Quality] = "lossy"
+    consistency: ClassVar[Consistency] = "lossy"
     """What becomes of gradients that travel so."""
 
     residuals_by_default: ClassVar[bool] = False

@@ -103,7 +103,7 @@ class Method(Protocol):
     ``default_compression = "SPEC"`` it says what that is where the user says nothing.
 
     ``summary``, a `MethodSummary`, is its row in the table of methods; a method that is no row
-    needs none. What `paceline plan` needs: ``quality`` is its `Quality` with uncompressed gradients (a method
+    needs none. What `paceline plan` needs: ``consistency`` is its `Consistency` with uncompressed gradients (a method
     that says nothing is taken for asynchronous), ``in_the_long_run`` are keys with which a
     short run shows what a long one comes to: without a warm-up, say; and ``learns_for`` is how many
     steps it takes beyond the planning of buckets until its steps are as they will be.

@@ -17,10 +17,10 @@ from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
     Clips,
+    Consistency,
     GradientSeen,
     MethodSummary,
     Pending,
-    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -46,7 +46,7 @@ class BSP:
         guarantees="all workers hold the same parameters after every step",
     )
     rhythm: ClassVar[Rhythm] = EVERY_STEP
-    quality: ClassVar[Quality] = "exact"
+    consistency: ClassVar[Consistency] = "exact"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"

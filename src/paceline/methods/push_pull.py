@@ -12,10 +12,10 @@ from paceline.buckets import Bucket
 from paceline.interfaces import (
     ON_SERVERS,
     Clips,
+    Consistency,
     GradientSeen,
     Groups,
     HeldPush,
-    Quality,
     Rhythm,
     ServerRun,
     Shard,
@@ -37,7 +37,7 @@ class PushPull:
     without, send after it, the textbook form that papers compare with."""
 
     rhythm: ClassVar[Rhythm] = ON_SERVERS
-    quality: ClassVar[Quality] = "asynchronous"
+    consistency: ClassVar[Consistency] = "asynchronous"
     updates_on: ClassVar[UpdatesOn] = "server"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
     pushes_codes: ClassVar[bool] = True

@@ -37,7 +37,7 @@ def methods_page() -> str:
             written = ",".join(f"{key}={value}" for key, value in form.items())
             cells = [
                 f"`{name}:{written}`" if form else f"`{name}`",
-                getattr(method, "quality", "asynchronous"),
+                getattr(method, "consistency", "asynchronous"),
                 "as above" if form else keys or "-",
                 method.updates_on,
                 method.gradient_seen_by_user,

@@ -12,22 +12,22 @@ def test_the_words():
     assert wish_of(None) is None
     assert wish_of("bsp:fusion=ddp") is None
     assert wish_of("auto") == Auto()
-    wish = wish_of("auto:quality=lossy,cluster=c.toml,file=d.json")
-    assert wish == Auto(quality="lossy", cluster="c.toml", file="d.json")
+    wish = wish_of("auto:consistency=lossy,cluster=c.toml,file=d.json")
+    assert wish == Auto(consistency="lossy", cluster="c.toml", file="d.json")
 
 
 def test_a_class_allows_all_stronger_ones_and_never_asynchronous():
     assert Auto().allowed == ("exact",)
-    assert Auto(quality="lossy").allowed == ("exact", "late", "lossy")
-    assert Auto(quality="local").allowed == ("exact", "late", "lossy", "local")
+    assert Auto(consistency="lossy").allowed == ("exact", "delayed", "lossy")
+    assert Auto(consistency="local").allowed == ("exact", "delayed", "lossy", "local")
 
 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("auto:quality=asynchronous", "name the method"),
-        ("auto:quality=fast", "fast"),
-        ("auto:qualty=late", "Did you mean 'quality'"),
+        ("auto:consistency=asynchronous", "name the method"),
+        ("auto:consistency=fast", "fast"),
+        ("auto:qualty=late", "Did you mean 'consistency'"),
         ("auto:compression=int8", "what it chooses"),
         ("auto:budget=5", "budget"),
     ],

@@ -21,7 +21,9 @@ from paceline.tools.auto.decision_cache import (
 )
 from paceline.tools.auto.decision_text import paragraph
 
-ABOUT = About(model="abc", optimizer="SGD", workers=4, quality="late", runtime="real")
+ABOUT = About(
+    model="abc", optimizer="SGD", workers=4, consistency="delayed", runtime="real"
+)
 TRIED = Tried(
     spec="osp",
     before="bsp",
@@ -53,7 +55,7 @@ def test_what_is_written_is_read(tmp_path):
         ("model", "def"),
         ("optimizer", "Adam"),
         ("workers", 5),
-        ("quality", "exact"),
+        ("consistency", "exact"),
         ("runtime", "emulated"),
         ("version", "0.0.1"),
     ],
@@ -102,22 +104,22 @@ def test_a_model_is_known_by_its_tensors():
 
 def test_the_paragraph_says_what_was_found_chosen_why_and_what_more_would_give():
     answer = Answer(
-        best=(Predicted(spec="osp", quality="late", seconds=0.7),),
-        present=Predicted(spec="bsp", quality="exact", seconds=0.98),
-        next=Predicted(spec="bsp:compression=int8", quality="lossy", seconds=0.35),
+        best=(Predicted(spec="osp", consistency="delayed", seconds=0.7),),
+        present=Predicted(spec="bsp", consistency="exact", seconds=0.98),
+        next=Predicted(spec="bsp:compression=int8", consistency="lossy", seconds=0.35),
         candidates=40,
         limit=0.65,
         one_machine=0.3,
     )
     cluster = uniform_cluster(4, "200mbit", "50us")
-    text = paragraph(FOUND, "late", answer, cluster, "paceline-auto.json")
+    text = paragraph(FOUND, "delayed", answer, cluster, "paceline-auto.json")
     for words in (
         "a step with bsp takes 1 s, of which 50 % wait",
         "200 Mbit/s",
         "40 candidates",
         "osp, predicted 700 ms, took 720 ms against 1 s with bsp: osp is clearly faster",
         "osp is used, with 720 ms a step",
-        "quality=lossy would allow bsp:compression=int8",
+        "consistency=lossy would allow bsp:compression=int8",
         "2.00 times as fast",
         "paceline-auto.json",
     ):
@@ -130,13 +132,13 @@ def test_the_paragraph_where_nothing_could_be_predicted_or_gained():
     failed = paragraph(nothing, "exact", Answer(fault="it ended with status 1: why"))
     assert "status 1: why; bsp stays" in failed
     recalled = Found(chosen="osp", usual=0.7, recalled=True)
-    assert "as decided before (f.json)" in paragraph(recalled, "late", file="f.json")
+    assert "as decided before (f.json)" in paragraph(recalled, "delayed", file="f.json")
 
 
 def test_the_paragraph_says_what_is_put_off():
     put_off = Found(
         before="bsp", chosen="bsp", usual=0.01, waited=0.5, later=[("osp", 0.008)]
     )
-    text = paragraph(put_off, "late", Answer(candidates=3))
+    text = paragraph(put_off, "delayed", Answer(candidates=3))
     assert "osp, predicted 8 ms, is tried when more steps have been done" in text
     assert "bsp stays until then" in text

@@ -10,7 +10,7 @@ from paceline.core.method_spec import read_spec
 from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES as TABLE
 from paceline.tools.auto.method_switching import Auto
-from paceline.tools.plan.candidates import quality_of
+from paceline.tools.plan.candidates import consistency_of
 from tests.support import forked
 from tests.support.simulations import run
 from tests.tools.auto import cases, script_cases
@@ -41,14 +41,14 @@ def there_and_back(case, workers, meets):
     return ends
 
 
-def quality(case):
-    return quality_of(*read_spec(case.method))
+def consistency(case):
+    return consistency_of(*read_spec(case.method))
 
 
 WAYS = [
     case
     for case in TABLE
-    if isinstance(case.method, str) and quality(case) != "asynchronous"
+    if isinstance(case.method, str) and consistency(case) != "asynchronous"
 ]
 SAMPLED = ("bsp:collective=hierarchical", "osp", "streaming-diloco", "daso", "dear")
 
@@ -69,7 +69,7 @@ def test_all_workers_come_back_from_each_method_with_one_model(case, meets):
     ends = there_and_back(case, 3, meets)
     for usual, found in ends:
         assert torch.equal(found, ends[0][1])
-        if quality(case) == "exact":
+        if consistency(case) == "exact":
             assert torch.allclose(found, usual, rtol=1e-5, atol=1e-6)
 
 

@@ -20,17 +20,17 @@ def question(**changes):
     known = {
         "cluster": cluster_toml(cluster(2), exact=True),
         "workload": msgspec.to_builtins(layers(2)),
-        "quality": "exact",
+        "consistency": "exact",
         "present": "bsp",
         "budget_seconds": 0.8,
     }
     return Question(**(known | changes))
 
 
-def row(spec, seconds, quality="exact", **changes):
+def row(spec, seconds, consistency="exact", **changes):
     return Row(
         spec=spec,
-        quality=quality,
+        consistency=consistency,
         step_seconds=seconds,
         **(
             {"compute_seconds": 0, "exposed_seconds": 0, "buckets": 1}
@@ -54,13 +54,13 @@ def plan_of(*rows):
 
 
 def test_what_a_slow_network_wants():
-    found = answer(question(quality="late"))
+    found = answer(question(consistency="delayed"))
     assert not found.fault
     assert found.present.spec == "bsp"
     assert found.best
-    assert {one.quality for one in found.best} <= {"exact", "late"}
+    assert {one.consistency for one in found.best} <= {"exact", "delayed"}
     assert all(one.seconds < 0.97 * found.present.seconds for one in found.best)
-    assert found.next.quality == "lossy"
+    assert found.next.consistency == "lossy"
     assert found.limit > 0
 
 
@@ -71,10 +71,10 @@ def test_a_refused_method_is_not_proposed():
     assert not {one.spec.partition(":")[0] for one in found.best} & set(refused)
 
 
-PRESENT = Predicted(spec="bsp", quality="exact", seconds=1.0)
+PRESENT = Predicted(spec="bsp", consistency="exact", seconds=1.0)
 
 
-def chosen(rows, allowed=("exact", "late", "lossy")):
+def chosen(rows, allowed=("exact", "delayed", "lossy")):
     return [row.spec for row in worth_trying(plan_of(*rows), allowed, PRESENT)]
 
 
@@ -85,9 +85,9 @@ def test_only_what_is_clearly_faster_is_tried_the_fastest_first():
 
 
 def test_of_two_alike_the_stronger_promise_comes_first():
-    rows = [row("osp", 0.7, "late"), row("dear", 0.71)]
+    rows = [row("osp", 0.7, "delayed"), row("dear", 0.71)]
     assert chosen(rows) == ["dear", "osp"]
-    assert chosen([row("osp", 0.7, "late"), row("dear", 0.75)]) == ["osp", "dear"]
+    assert chosen([row("osp", 0.7, "delayed"), row("dear", 0.75)]) == ["osp", "dear"]
 
 
 def test_two_of_one_kind_are_one():

@@ -20,13 +20,13 @@ from tests.tools.plan.helpers import layers
 
 ROOT = Path(__file__).parent.parent.parent.parent
 CODED = "bsp:compression=bf16"
-LOSSY = "auto:quality=lossy"
+LOSSY = "auto:consistency=lossy"
 ANSWER = Answer(
     best=(
-        Predicted(spec=CODED, quality="lossy", seconds=0.1),
-        Predicted(spec="osp:servers=per-node", quality="late", seconds=0.1),
+        Predicted(spec=CODED, consistency="lossy", seconds=0.1),
+        Predicted(spec="osp:servers=per-node", consistency="delayed", seconds=0.1),
     ),
-    present=Predicted(spec="bsp", quality="exact", seconds=0.3),
+    present=Predicted(spec="bsp", consistency="exact", seconds=0.3),
     candidates=3,
     limit=0.1,
 )
@@ -118,7 +118,7 @@ def test_what_the_planner_is_asked(planner):
     assert tuple(asked.workload["sizes"]) == known.sizes
     assert sum(asked.workload["forward"]) == pytest.approx(0.03)
     assert sum(asked.workload["backward"]) == pytest.approx(0.06)
-    assert asked.quality == "lossy"
+    assert asked.consistency == "lossy"
     assert asked.optimizer == "SGD"
     assert asked.hyperparameters["lr"] == 0.1
     assert asked.present == "bsp"
@@ -126,7 +126,7 @@ def test_what_the_planner_is_asked(planner):
 
 def test_a_script_that_clips_is_not_given_what_has_sent_by_then(planner):
     planner.answer_given = Answer(best=ANSWER.best[1:], present=ANSWER.present)
-    (specs, notes, _), _ = auto("auto:quality=late", clip=True)
+    (specs, notes, _), _ = auto("auto:consistency=delayed", clip=True)
     assert set(specs) == {"bsp"}
     assert "osp" in planner.asked[0].refused
     assert any("it cannot be used" in note for note in notes)
@@ -166,7 +166,7 @@ def test_one_worker_is_bsp(planner, capfd):
     [
         ("auto", {"compression": "int8"}, "compression"),
         ("auto", {"fusion": "ddp"}, "fusion"),
-        ("auto:quality=asynchronous", {}, "name the method"),
+        ("auto:consistency=asynchronous", {}, "name the method"),
     ],
 )
 def test_what_is_refused(method, options, words):
@@ -176,7 +176,7 @@ def test_what_is_refused(method, options, words):
 
 
 def test_the_command_lines_auto_wins_over_the_scripts_choices(planner):
-    runtime = simulation(2, options=RunOptions(method="auto:quality=late"))
+    runtime = simulation(2, options=RunOptions(method="auto:consistency=delayed"))
     (specs, _, _), _ = run_on(runtime, training("osp", steps=3, fusion="ddp"))
     assert set(specs) == {"bsp"}
 
@@ -210,8 +210,8 @@ def test_a_decision_says_what_it_was_made_by(planner, tmp_path):
 @pytest.mark.slow
 def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
     monkeypatch.setattr(prediction_cost, "usual_seconds", lambda cluster: 0.3)
-    first = auto("auto:quality=late", steps=70)
-    assert first == auto("auto:quality=late", steps=70)
+    first = auto("auto:consistency=delayed", steps=70)
+    assert first == auto("auto:consistency=delayed", steps=70)
     assert any("candidates predicted" in note for note in first[0][1])
 
 

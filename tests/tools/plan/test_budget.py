@@ -31,7 +31,7 @@ from tests.tools.plan.helpers import cluster, layers
 
 if __name__ == "__main__":
     made = plan(
-        cluster(3), layers(2), allowed=("late",), budget_seconds=0.4,
+        cluster(3), layers(2), allowed=("delayed",), budget_seconds=0.4,
         processes=2,
     )
     sys.stdout.buffer.write(msgspec.json.encode(made))
@@ -43,7 +43,7 @@ def test_a_plan_is_equal_to_the_bit_in_other_processes(tmp_path):
     """Another hash seed, and two predictions at a time; the budget ends within it."""
     script = tmp_path / "elsewhere.py"
     script.write_text(ELSEWHERE)
-    here = plan(cluster(3), layers(2), allowed=("late",), budget_seconds=0.4)
+    here = plan(cluster(3), layers(2), allowed=("delayed",), budget_seconds=0.4)
     assert here.unlooked
     path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     said = subprocess.run(
@@ -184,8 +184,8 @@ def test_the_best_of_a_class_is_its_fastest_whatever_the_budget_had_time_for():
     hopeful = [one for one in made.rows if one.hopeful]
     assert hopeful
     assert all(one.cut for one in hopeful)
-    for quality, best in made.best.items():
-        mine = [one for one in made.rows if one.quality == quality]
+    for consistency, best in made.best.items():
+        mine = [one for one in made.rows if one.consistency == consistency]
         assert best.step_seconds == min(one.step_seconds for one in mine)
         for one in mine:
             slow = one.step_seconds > HOPELESS * best.step_seconds
@@ -211,7 +211,7 @@ class Counts:
 
 def test_what_follows_the_candidates_keeps_to_what_they_have_left():
     job = Job(cluster=cluster(8), workload=layers(4))
-    plan_ = made(row("bsp"), row("bsp:fusion=ddp"), row("osp", "late"))
+    plan_ = made(row("bsp"), row("bsp:fusion=ddp"), row("osp", "delayed"))
     nothing, counts = Budget(0.0), Counts()
     found = helps(plan_, job, counts, nothing)
     assert (found.break_even, found.helps) == ((), ())

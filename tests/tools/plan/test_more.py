@@ -14,10 +14,10 @@ from paceline.tools.plan.what_if import seconds_at_most, shortlist, what_if
 from tests.tools.plan.helpers import cluster, layers
 
 
-def row(spec, quality="exact", seconds=0.09, **others):
+def row(spec, consistency="exact", seconds=0.09, **others):
     return Row(
         spec=spec,
-        quality=quality,
+        consistency=consistency,
         step_seconds=seconds,
         compute_seconds=0.09,
         exposed_seconds=seconds - 0.09,
@@ -71,10 +71,10 @@ def test_what_waits_for_nothing_is_not_run_with_faster_links():
     job = Job(cluster=cluster(2, latency="0s"), workload=layers(2))
     points = what_if(plan, job, workers=(2, 4), rates=(12.5e6, 1.25e9, 3.125e9))
     assert len(points) == 2 * 2 * 3
-    by_place = {(p.quality, p.workers, p.rate): p.step_seconds for p in points}
-    for quality in ("lossy", "local"):
+    by_place = {(p.consistency, p.workers, p.rate): p.step_seconds for p in points}
+    for consistency in ("lossy", "local"):
         for workers in (2, 4):
-            mine = [by_place[quality, workers, p.rate] for p in points[:6:2]]
+            mine = [by_place[consistency, workers, p.rate] for p in points[:6:2]]
             assert mine == sorted(mine, reverse=True)
             assert mine[-1] >= 0.09
     assert seconds_at_most(plan, job) > 0

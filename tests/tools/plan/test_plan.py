@@ -10,7 +10,7 @@ from paceline.cluster import Cluster, Rack
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS, CONTRIB
 from paceline.errors import UsageError
-from paceline.interfaces import QUALITIES
+from paceline.interfaces import CONSISTENCIES
 from paceline.methods import METHODS
 from paceline.spec import parse
 from paceline.tools.plan import Plan, plan
@@ -44,24 +44,24 @@ def test_a_compressor_to_compare_with_is_predicted_where_it_is_named():
     job = Job(cluster=cluster(2), workload=layers(2))
     for name in sorted(CONTRIB):
         spec = f"bsp:compression={name}"
-        assert candidate(spec).quality == "lossy"
+        assert candidate(spec).consistency == "lossy"
         assert predict(job, spec).step_seconds > 0
 
 
 @pytest.mark.parametrize(
-    ("spec", "quality"),
+    ("spec", "consistency"),
     [
         ("bsp", "exact"),
         ("bsp:compression=bf16", "lossy"),
-        ("osp:collective=native", "late"),
+        ("osp:collective=native", "delayed"),
         ("osp:collective=native,compression=top-k", "lossy"),
         ("diloco:compression=int8", "local"),
         ("sparse-loco", "local"),
         ("asp:compression=qsgd", "asynchronous"),
     ],
 )
-def test_the_weaker_promise_is_the_candidates(spec, quality):
-    assert candidate(spec).quality == quality
+def test_the_weaker_promise_is_the_candidates(spec, consistency):
+    assert candidate(spec).consistency == consistency
 
 
 def test_collectives_at_switches_are_candidates_where_racks_aggregate():
@@ -92,17 +92,17 @@ def whole():
 
 @pytest.mark.slow
 def test_a_plan_is_equal_wherever_it_is_made(whole):
-    one, two = (plan(cluster(3), layers(3), allowed=("late",)) for _ in range(2))
+    one, two = (plan(cluster(3), layers(3), allowed=("delayed",)) for _ in range(2))
     assert msgspec.json.encode(one) == msgspec.json.encode(two)
     assert msgspec.json.decode(msgspec.json.encode(whole), type=Plan) == whole
 
 
 def test_the_best_of_each_class_is_the_fastest_of_it(whole):
-    assert list(whole.best) == list(QUALITIES)
+    assert list(whole.best) == list(CONSISTENCIES)
     seconds = [row.step_seconds for row in whole.rows]
     assert seconds == sorted(seconds)
-    for quality, best in whole.best.items():
-        mine = [row for row in whole.rows if row.quality == quality]
+    for consistency, best in whole.best.items():
+        mine = [row for row in whole.rows if row.consistency == consistency]
         assert best.step_seconds == min(row.step_seconds for row in mine)
         assert not best.cut
     exact = whole.best["exact"]
@@ -115,20 +115,20 @@ def test_the_best_of_each_class_is_the_fastest_of_it(whole):
 
 @pytest.mark.slow
 def test_only_allowed_classes_are_looked_at():
-    found = plan(cluster(2), layers(2), allowed=("late",))
-    assert {row.quality for row in found.rows} == {"late"}
-    assert {one.quality for one in found.left_out} <= {"late"}
+    found = plan(cluster(2), layers(2), allowed=("delayed",))
+    assert {row.consistency for row in found.rows} == {"delayed"}
+    assert {one.consistency for one in found.left_out} <= {"delayed"}
 
 
 def test_methods_that_the_script_forbids_are_left_out_with_the_reason():
     found = plan(
         cluster(2),
         layers(2),
-        allowed=("late", "exact"),
+        allowed=("delayed", "exact"),
         refused={"osp": "the script clips"},
     )
-    assert "late" not in found.best
-    assert {one.why for one in found.left_out if one.quality == "late"} == {
+    assert "delayed" not in found.best
+    assert {one.why for one in found.left_out if one.consistency == "delayed"} == {
         "the script clips"
     }
 
@@ -138,7 +138,7 @@ def test_nothing_that_is_allowed_can_run():
         plan(
             cluster(2),
             layers(2),
-            allowed=("late",),
+            allowed=("delayed",),
             refused={"osp": "the script clips"},
         )
 

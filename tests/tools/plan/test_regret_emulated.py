@@ -15,14 +15,20 @@ def test_one_class_is_added_to_what_a_cell_has_or_has_not(monkeypatch, tmp_path)
     monkeypatch.setattr(benchmark, "RESULTS", results)
 
     def run(name, classes):
-        (quality,) = classes
+        (consistency,) = classes
         regret = {"chosen": "a", "best": "a", "regret": 1.0, "predicted": 1.0}
-        return {"measured": {quality: [1.0]}, "regrets": {quality: regret}}
+        return {"measured": {consistency: [1.0]}, "regrets": {consistency: regret}}
 
     monkeypatch.setattr(benchmark, "run", run)
-    for quality in ("late", "exact"):
-        words = ["regret_emulated.py", "--cell", "100mbit", "--quality", quality]
+    for consistency in ("delayed", "exact"):
+        words = [
+            "regret_emulated.py",
+            "--cell",
+            "100mbit",
+            "--consistency",
+            consistency,
+        ]
         monkeypatch.setattr(sys, "argv", words)
         benchmark.main()
     (cell,) = json.loads(results.read_text()).values()
-    assert set(cell["regrets"]) == set(cell["measured"]) == {"late", "exact"}
+    assert set(cell["regrets"]) == set(cell["measured"]) == {"delayed", "exact"}

@@ -15,9 +15,9 @@ from tests.tools.plan.test_more import made, row
 NOTHING = Helps(break_even=(), helps=())
 
 
-def sped(spec, quality="exact", seconds=0.1, sent=1e6, **others):
+def sped(spec, consistency="exact", seconds=0.1, sent=1e6, **others):
     """Four workers, 90 ms alone."""
-    made_row = row(spec, quality, seconds, speed_up=4 * 0.09 / seconds, **others)
+    made_row = row(spec, consistency, seconds, speed_up=4 * 0.09 / seconds, **others)
     return msgspec.structs.replace(made_row, bytes_sent=sent)
 
 
@@ -40,7 +40,7 @@ def test_what_is_hardly_faster_than_ddps_rule_is_no_reason_to_change():
     rows = [
         sped("dear", seconds=0.178),
         sped(DDP, seconds=0.18),
-        sped("osp", "late", 0.179),
+        sped("osp", "delayed", 0.179),
         sped("bsp:compression=int8", "lossy", 0.09),
     ]
     plan = made(*rows)
@@ -58,10 +58,12 @@ def test_what_is_hardly_faster_than_ddps_rule_is_no_reason_to_change():
     clearly = made(sped("dear", seconds=0.17), *rows[1:])
     assert "1.06 x as fast as with DDP's rule" in verdict(clearly, NOTHING)
     assert commands(clearly, "x.py")["exact"].endswith("--method dear")
-    assert commands(clearly, "x.py")["late"].endswith("--method osp")
+    assert commands(clearly, "x.py")["delayed"].endswith("--method osp")
     assert "no exact method is faster" in verdict(made(rows[1]), NOTHING)
     # Where DDP's rule is not allowed there is nothing to stay with.
-    assert commands(made(rows[2]), "x.py") == {"late": "paceline run x.py --method osp"}
+    assert commands(made(rows[2]), "x.py") == {
+        "delayed": "paceline run x.py --method osp"
+    }
 
 
 def to_json_advised(plan):
@@ -72,7 +74,7 @@ def to_json_advised(plan):
 def test_a_method_that_learns_long_says_from_when_on_it_is_that_fast(capsys):
     plan = made(
         sped("bsp", steady_after=6),
-        sped("osp:collective=native", "late", 0.08, steady_after=153),
+        sped("osp:collective=native", "delayed", 0.08, steady_after=153),
         sped("post-local-sgd", "local", 0.09, steady_after=1000),
     )
     print_plan(plan, NOTHING, cluster(4), "train.py")
@@ -114,13 +116,13 @@ def test_of_what_loses_something_the_one_that_sends_most_is_advised():
         sped("ef-sign", "lossy", 0.116, sent=5.2e5),
         sped("int4:collective=tree", "lossy", 0.115, sent=1e3),
         sped("int4:fusion=wfbp", "lossy", 0.119, sent=9e5),
-        sped("late", "late", 0.1, sent=1e3),
-        sped("later", "late", 0.101, sent=9e5),
+        sped("delayed", "delayed", 0.1, sent=1e3),
+        sped("later", "delayed", 0.101, sent=9e5),
         sped("cut", "lossy", 0.110, sent=9e9, cut=True),
     )
     assert plan.best["lossy"].spec == "random"
     assert plan.advised["lossy"].spec == "int4"
-    assert plan.advised["late"].spec == "late"
+    assert plan.advised["delayed"].spec == "delayed"
     only = made(
         sped("cut", "lossy", cut=True), sped("too", "lossy", 0.11, 9e9, cut=True)
     )
@@ -157,7 +159,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     from paceline.tools.plan.estimates import LeftOut
 
     outs = tuple(
-        LeftOut(spec=f"x{i}", quality="late", why=why)
+        LeftOut(spec=f"x{i}", consistency="delayed", why=why)
         for i, why in enumerate(("needs a switch", "it clips", "it clips"))
     )
     plan = msgspec.structs.replace(made(sped("bsp"), sped(DDP)), left_out=outs)
@@ -229,7 +231,7 @@ def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
 
     rows = [
         Gain("what DDP does", DDP, ran(0.36), planned=0.35, reached=3.0, steps=8),
-        Gain("late", "osp", ran(0.18)),
+        Gain("delayed", "osp", ran(0.18)),
         Gain("local", "x", Failed(failed="no", exit_status=1)),
     ]
     headings, table = gains(rows, 4, 0.09, Goal("accuracy", 0.95))

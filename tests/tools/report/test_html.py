@@ -227,7 +227,7 @@ def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
         title="three",
         command="",
         notes=[],
-        qualities=["exact", "local", ""],
+        consistencies=["exact", "local", ""],
     )
     page = Page(path.read_text(encoding="utf-8"))
     assert page.cells[:3] == ["variant", "class", "buckets"]

@@ -32,10 +32,10 @@ from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
     Compressor,
+    Consistency,
     GradientSeen,
     MethodSummary,
     Pending,
-    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -92,7 +92,7 @@ class DASO:
             "SGD, that is bsp"
         ),
     )
-    quality: ClassVar[Quality] = "local"
+    consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"

@@ -39,9 +39,9 @@ from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
     Compressor,
+    Consistency,
     GradientSeen,
     MethodSummary,
-    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -88,7 +88,7 @@ class SelSync:
             "`local-sgd` with `every=1`"
         ),
     )
-    quality: ClassVar[Quality] = "local"
+    consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"

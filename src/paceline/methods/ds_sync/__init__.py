@@ -33,9 +33,9 @@ from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
     Compressor,
+    Consistency,
     GradientSeen,
     MethodSummary,
-    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -58,7 +58,7 @@ class DSSync(DSSyncOptions):
         ),
     )
     rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
-    quality: ClassVar[Quality] = "local"
+    consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"

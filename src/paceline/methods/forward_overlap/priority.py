@@ -18,11 +18,11 @@ from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
     Clips,
+    Consistency,
     GradientSeen,
     Message,
     MethodSummary,
     Pending,
-    Quality,
     Rhythm,
     UpdatesOn,
     UpdatingRun,
@@ -44,7 +44,7 @@ class Priority:
         ),
     )
     rhythm: ClassVar[Rhythm] = EVERY_STEP
-    quality: ClassVar[Quality] = "exact"
+    consistency: ClassVar[Consistency] = "exact"
     updates_on: ClassVar[UpdatesOn] = "method"
     gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"

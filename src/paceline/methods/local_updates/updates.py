@@ -31,8 +31,8 @@ import torch
 from paceline.interfaces import (
     Clips,
     Compressor,
+    Consistency,
     GradientSeen,
-    Quality,
     Rhythm,
     Run,
     UpdatesOn,
@@ -50,7 +50,7 @@ from paceline.methods.local_updates.whole_model import mean_of_all, settle
 class LocalUpdates(Options):
     """Workers step by themselves, and average what they have become every so many steps."""
 
-    quality: ClassVar[Quality] = "local"
+    consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
     clips: ClassVar[Clips] = "own"

@@ -31,11 +31,11 @@ from paceline.interfaces import (
     EVERY_STEP,
     ON_SERVERS,
     Clips,
+    Consistency,
     Discipline,
     GradientSeen,
     Groups,
     MethodSummary,
-    Quality,
     Rhythm,
     UpdatesOn,
 )
@@ -58,7 +58,7 @@ class OSP(OSPOptions):
             " is late is late only in the others' contributions"
         ),
     )
-    quality: ClassVar[Quality] = "late"
+    consistency: ClassVar[Consistency] = "delayed"
     in_the_long_run: ClassVar[Mapping[str, str]] = {"budget": "constant"}
     gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
     coordinates: ClassVar[bool] = False

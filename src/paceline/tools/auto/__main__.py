@@ -20,7 +20,7 @@ import torch
 from paceline.bucketing.trial import WORTH_IT
 from paceline.cluster import Workload, parse_cluster
 from paceline.errors import PacelineError
-from paceline.interfaces import QUALITIES, Quality
+from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 from paceline.tools.auto.decision import Answer, Predicted, Question
 from paceline.tools.plan.estimates import LOSSLESS, Plan, Row
@@ -44,8 +44,8 @@ def answer(question: Question) -> Answer:
     """Plan for what a training has found out."""
     cluster = parse_cluster(question.cluster)
     workload = msgspec.convert(question.workload, Workload)
-    allowed = QUALITIES[: QUALITIES.index(question.quality) + 1]
-    following = QUALITIES[len(allowed) : -1][:1]
+    allowed = CONSISTENCIES[: CONSISTENCIES.index(question.consistency) + 1]
+    following = CONSISTENCIES[len(allowed) : -1][:1]
     optimizer = optimizer_like(question)
     made = plan(
         cluster,
@@ -84,12 +84,12 @@ def present_of(made: Plan, spec: str, job: Job) -> Predicted | None:
     found = predict(job, spec)
     if not isinstance(found, Prediction):
         return None
-    quality: Quality = "exact" if row is None else row.quality
-    return Predicted(spec=spec, quality=quality, seconds=found.step_seconds)
+    consistency: Consistency = "exact" if row is None else row.consistency
+    return Predicted(spec=spec, consistency=consistency, seconds=found.step_seconds)
 
 
 def worth_trying(
-    made: Plan, allowed: Sequence[Quality], present: Predicted | None
+    made: Plan, allowed: Sequence[Consistency], present: Predicted | None
 ) -> list[Row]:
     """The best of the allowed classes that are predicted to be clearly faster than what runs, and
     are not of one kind: another fusion rule alone makes no other candidate. Of classes that lose something
@@ -99,17 +99,17 @@ def worth_trying(
     usable = [
         row
         for row in made.rows
-        if row.quality in allowed
+        if row.consistency in allowed
         # What the budget was too small for counts, too.
-        and row.counts >= best[row.quality].counts
+        and row.counts >= best[row.consistency].counts
         and row.step_seconds < most
-        and (row.quality in LOSSLESS or row == advised[row.quality])
+        and (row.consistency in LOSSLESS or row == advised[row.consistency])
     ]
     chosen: list[Row] = []
     while usable and len(chosen) < TRIED:
         fastest = min(row.step_seconds for row in usable)
         near = [row for row in usable if row.step_seconds <= ALIKE * fastest]
-        first = min(near, key=lambda row: QUALITIES.index(row.quality))
+        first = min(near, key=lambda row: CONSISTENCIES.index(row.consistency))
         chosen.append(first)
         usable = [row for row in usable if _kind(row.spec) != _kind(first.spec)]
     return chosen
@@ -122,7 +122,9 @@ def _kind(text: str) -> tuple[str, ...]:
 
 
 def _predicted(row: Row) -> Predicted:
-    return Predicted(spec=row.spec, quality=row.quality, seconds=row.step_seconds)
+    return Predicted(
+        spec=row.spec, consistency=row.consistency, seconds=row.step_seconds
+    )
 
 
 def optimizer_like(question: Question) -> MakeOptimizer:

@@ -1,4 +1,4 @@
-"""What the user wishes: ``auto``, ``auto:quality=lossy``."""
+"""What the user wishes: ``auto``, ``auto:consistency=lossy``."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from paceline import spec
 from paceline.cluster import Cluster, load_cluster
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import QUALITIES, Quality, Runtime
+from paceline.interfaces import CONSISTENCIES, Consistency, Runtime
 
 NAME = "auto"
 FIRST = "bsp"
 """What training begins with."""
-ALLOWED: tuple[Quality, ...] = QUALITIES[:-1]
+ALLOWED: tuple[Consistency, ...] = CONSISTENCIES[:-1]
 """Classes: all but asynchronous."""
 CHOSEN_BY_AUTO = ("fusion", "collective", "compression", "answers")
 """Arguments of `distribute` that it chooses itself."""
@@ -23,28 +23,30 @@ CHOSEN_BY_AUTO = ("fusion", "collective", "compression", "answers")
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """*quality*: the weakest class that may be chosen; all stronger ones may be, too. *cluster*: a file
+    """*consistency*: the weakest class that may be chosen; all stronger ones may be, too. *cluster*: a file
     that describes the network, which then is not measured. *file*: where the decision is kept; empty:
     where `paceline.tools.auto.decision_cache` says."""
 
-    quality: Quality = "exact"
+    consistency: Consistency = "exact"
     cluster: str = ""
     file: str = ""
 
     def __post_init__(self) -> None:
-        if self.quality not in QUALITIES:
-            raise UsageError(unknown("value for quality", self.quality, ALLOWED))
-        if self.quality == "asynchronous":
+        if self.consistency not in CONSISTENCIES:
             raise UsageError(
-                "auto:quality=asynchronous: nobody bounds how late gradients are then, so whether a "
+                unknown("value for consistency", self.consistency, ALLOWED)
+            )
+        if self.consistency == "asynchronous":
+            raise UsageError(
+                "auto:consistency=asynchronous: nobody bounds how late gradients are then, so whether a "
                 "training learns as well cannot be told by its steps; name the method "
-                "if that is what you want, or take exact, late, lossy or local"
+                "if that is what you want, or take exact, delayed, lossy or local"
             )
 
     @property
-    def allowed(self) -> tuple[Quality, ...]:
+    def allowed(self) -> tuple[Consistency, ...]:
         """Classes that may be chosen, from the strongest promise to the weakest."""
-        return ALLOWED[: ALLOWED.index(self.quality) + 1]
+        return ALLOWED[: ALLOWED.index(self.consistency) + 1]
 
     def load_cluster(self, workers: int) -> Cluster | None:
         """The network that a file describes; None where none is named. Raises `ClusterError`."""

@@ -31,7 +31,7 @@ def changing(wish: Auto, settings: Settings) -> Changing:
     return Changing(
         lambda subject: Course(subject, wish, settings),
         begins=FIRST,
-        quality=wish.quality,
+        consistency=wish.consistency,
     )
 
 
@@ -90,7 +90,11 @@ class Course:
     def _decided(self, found: Found) -> None:
         planned = self.senses.planned
         text = paragraph(
-            found, self._wish.quality, planned.answer, planned.cluster, self.senses.file
+            found,
+            self._wish.consistency,
+            planned.answer,
+            planned.cluster,
+            self.senses.file,
         )
         self._say(text)
         if not found.recalled:

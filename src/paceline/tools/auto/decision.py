@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.interfaces import Quality
+from paceline.interfaces import Consistency
 
 
 class Tried(msgspec.Struct, kw_only=True):
@@ -42,7 +42,7 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
 
     cluster: str
     workload: dict[str, object]
-    quality: Quality
+    consistency: Consistency
     present: str
     budget_seconds: float
     optimizer: str = ""
@@ -55,7 +55,7 @@ class Predicted(msgspec.Struct, kw_only=True, frozen=True):
     """A candidate, and what a step with it is predicted to take."""
 
     spec: str
-    quality: Quality
+    consistency: Consistency
     seconds: float
 
 

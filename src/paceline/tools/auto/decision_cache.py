@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.interfaces import Quality
+from paceline.interfaces import Consistency
 from paceline.run_options import RunOptions
 from paceline.tools.auto.config import Auto
 from paceline.tools.auto.decision import Found
@@ -31,7 +31,7 @@ class About(msgspec.Struct, kw_only=True, frozen=True):
     model: str
     optimizer: str
     workers: int
-    quality: Quality
+    consistency: Consistency
     runtime: str
     version: str = installed_version("paceline")
 

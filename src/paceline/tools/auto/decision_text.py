@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paceline.cluster import Cluster
-from paceline.interfaces import Quality
+from paceline.interfaces import Consistency
 from paceline.tools.auto.decision import Answer, Found, Tried
 from paceline.units import show_seconds
 
 
 def paragraph(
     found: Found,
-    quality: Quality,
+    consistency: Consistency,
     answer: Answer | None = None,
     cluster: Cluster | None = None,
     file: str = "",
@@ -21,7 +21,7 @@ def paragraph(
             f"auto: {found.chosen} as decided before ({file}): the network is the same, and a step "
             f"takes {show_seconds(found.usual)}"
         )
-    said = [f"auto ({quality}): {_step(found)}"]
+    said = [f"auto ({consistency}): {_step(found)}"]
     if cluster is not None:
         said.append(f"the network is {cluster.describe()}")
     if answer is not None:
@@ -97,6 +97,6 @@ def _next(answer: Answer) -> str:
         else "no faster"
     )
     return (
-        f"quality={answer.next.quality} would allow {answer.next.spec}, predicted "
+        f"consistency={answer.next.consistency} would allow {answer.next.spec}, predicted "
         f"{show_seconds(seconds)}: {gain}"
     )

@@ -89,7 +89,7 @@ class TrainingSenses:
             model=digest(names, sizes),
             optimizer=type(subject.optimizer).__name__,
             workers=self._runtime.size,
-            quality=wish.quality,
+            consistency=wish.consistency,
             runtime=self._runtime.name,
         )
         self._file = file_of(wish, self._runtime.name, self._runtime.job.options)
@@ -229,7 +229,7 @@ class TrainingSenses:
         return Question(
             cluster=cluster_toml(cluster, exact=True),
             workload=msgspec.to_builtins(workload),
-            quality=self._wish.quality,
+            consistency=self._wish.consistency,
             present=self.present,
             optimizer=cls.__name__ if own else "",
             hyperparameters={k: v for k, v in values.items() if _is_plain(v)},
@@ -274,7 +274,7 @@ class TrainingSenses:
             planned.process = None
         allowed = self._wish.allowed
         best = planned.answer.best
-        return [(one.spec, one.seconds) for one in best if one.quality in allowed]
+        return [(one.spec, one.seconds) for one in best if one.consistency in allowed]
 
     def keep(self, found: Found, sentence: str) -> None:
         """Write the decision down, on rank 0."""

@@ -32,7 +32,7 @@ from paceline.core.start import Made, Prepared, Subject, begin, prepare, train
 from paceline.core.sync import gather_bytes
 from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.interfaces import QUALITIES, Method, Quality
+from paceline.interfaces import CONSISTENCIES, Consistency, Method
 from paceline.records import Span
 from paceline.tools.auto.script_constraints import Habits
 from paceline.tools.auto.switched_state import KeptCodes, KeptPlans, equalize
@@ -73,11 +73,11 @@ class Course(Protocol):
 @dataclass(frozen=True)
 class Auto:
     """What ``method=`` may be, beside a method: one that changes. *course* makes who decides;
-    training *begins* by that spec; *quality* is the weakest class that it may change to."""
+    training *begins* by that spec; *consistency* is the weakest class that it may change to."""
 
     course: Callable[[Subject], Course]
     begins: str = "bsp"
-    quality: Quality = "local"
+    consistency: Consistency = "local"
 
     def train(self, subject: Subject, settings: Settings) -> DistributedOptimizer:
         """See `beginning.train`."""
@@ -86,7 +86,7 @@ class Auto:
         present = present_of(wrapped)
         now, course = prepare(subject, *chosen), self.course(subject)
         present.changes = MethodChanges(
-            subject, present, settings, now, course, self.quality
+            subject, present, settings, now, course, self.consistency
         )
         journal = subject.runtime.journal
         journal.methods.append((journal.step_count, journal.brief))
@@ -113,10 +113,10 @@ class MethodChanges:
         settings: Settings,
         now: Prepared,
         course: Course,
-        quality: Quality,
+        consistency: Consistency,
     ) -> None:
         self.now, self.course, self.steps = now, course, 0
-        self._allowed = QUALITIES[: QUALITIES.index(quality) + 1]
+        self._allowed = CONSISTENCIES[: CONSISTENCIES.index(consistency) + 1]
         self._subject, self._present, self._settings = subject, present, settings
         self._runtime = subject.runtime
         self._device = subject.parameters[0][1].device
@@ -199,13 +199,13 @@ class MethodChanges:
         prepared = prepare(self._subject, *read_spec(spec, self._settings))
         method = prepared.method
         from paceline.tools.plan.candidates import (
-            quality_of,  # it needs the simulated runtime
+            consistency_of,  # it needs the simulated runtime
         )
 
-        quality = quality_of(method, prepared.settings)
-        if quality not in self._allowed:
+        consistency = consistency_of(method, prepared.settings)
+        if consistency not in self._allowed:
             raise UsageError(
-                f"{spec} is {quality}, and this training may change to what is "
+                f"{spec} is {consistency}, and this training may change to what is "
                 f"{', '.join(self._allowed)}"
             )
         return prepared

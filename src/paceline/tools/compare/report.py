@@ -42,12 +42,12 @@ def write_report(
     title: str,
     command: str,
     notes: Sequence[tuple[str, str]],
-    qualities: Sequence[str] = (),
+    consistencies: Sequence[str] = (),
 ) -> Path:
     """Draw the plots of a comparison whose records are in *folder* and write its page,
     ``index.html``; returns the page's path. At least one of *results* has not failed.
 
-    *notes* are lines for people, each with its name: network, compute. *qualities*: each
+    *notes* are lines for people, each with its name: network, compute. *consistencies*: each
     variant's class (empty: nobody says). Raises `UsageError` where *folder* cannot be written.
     """
     records = read_steps(folder)
@@ -60,9 +60,9 @@ def write_report(
         answer=answer(results),
         command=command,
         notes=[*notes, ("runtime", f"{first.runtime}, {first.workers} {many}")],
-        details=_details(results, qualities),
+        details=_details(results, consistencies),
         sections=[
-            *_shown(results, qualities, pictures, steps),
+            *_shown(results, consistencies, pictures, steps),
             *_files(variants, results),
         ],
     )
@@ -91,22 +91,22 @@ def answer(results: Sequence[tuple[str, Outcome]]) -> str:
 
 
 def _details(
-    results: Sequence[tuple[str, Outcome]], qualities: Sequence[str]
+    results: Sequence[tuple[str, Outcome]], consistencies: Sequence[str]
 ) -> list[str]:
     """The shortest step of each class, where there are several: what is shorter may promise
     less."""
     best: dict[str, tuple[float, str]] = {}
-    for quality, look, (_, outcome) in zip(
-        qualities, _looks(results), results, strict=False
+    for consistency, look, (_, outcome) in zip(
+        consistencies, _looks(results), results, strict=False
     ):
-        if quality and isinstance(outcome, Result) and outcome.step_seconds:
+        if consistency and isinstance(outcome, Result) and outcome.step_seconds:
             mine = outcome.step_seconds, look.label
-            best[quality] = min(mine, best.get(quality, mine))
+            best[consistency] = min(mine, best.get(consistency, mine))
     if len(best) < 2:
         return []
     return [
-        f"{quality}: {name}, {show_seconds(seconds)}"
-        for quality, (seconds, name) in best.items()
+        f"{consistency}: {name}, {show_seconds(seconds)}"
+        for consistency, (seconds, name) in best.items()
     ]
 
 
@@ -122,7 +122,7 @@ def table(results: Sequence[tuple[str, Outcome]]) -> Sheet:
 
 def _shown(
     results: Sequence[tuple[str, Outcome]],
-    qualities: Sequence[str],
+    consistencies: Sequence[str],
     pictures: Sequence[Picture],
     steps: Sequence[Step],
 ) -> list[Section]:
@@ -135,10 +135,10 @@ def _shown(
         _cells(row, outcome, metrics)
         for row, (_, outcome) in zip(rows, results, strict=True)
     ]
-    if qualities:
+    if consistencies:
         headings = [headings[0], "class", *headings[1:]]
-        for mine, quality in zip(cells, qualities, strict=True):
-            mine.insert(1, quality or None)
+        for mine, consistency in zip(cells, consistencies, strict=True):
+            mine.insert(1, consistency or None)
     figures = Table(
         title="Variants",
         headings=headings,

@@ -14,7 +14,7 @@ from paceline.bucketing import FIXED
 from paceline.cluster import Processor
 from paceline.collectives.registry import COLLECTIVES
 from paceline.core.method_spec import brief_spec, read_spec
-from paceline.interfaces import QUALITIES, Quality, weaker
+from paceline.interfaces import CONSISTENCIES, Consistency, weaker
 from paceline.spec import Spec, parse
 from paceline.tools.doctor.fault_kinds import Found, command_of
 from paceline.tools.doctor.network_model import Picture
@@ -26,13 +26,13 @@ from paceline.tools.doctor.thresholds import (
     TOO_SLOW,
 )
 from paceline.tools.doctor.training_model import Patient
-from paceline.tools.plan.candidates import first, quality_of
+from paceline.tools.plan.candidates import consistency_of, first
 from paceline.units import show_bytes, show_rate, show_seconds
 
 NEAR = ("auto", "embedded")
 """Where servers are beside rank 0, unless the cluster has hosts for them."""
 
-WEAKER: tuple[Quality, ...] = ("late", "lossy", "local")
+WEAKER: tuple[Consistency, ...] = ("delayed", "lossy", "local")
 """Classes that are advised where exact methods cannot be fast enough."""
 
 
@@ -93,33 +93,33 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
     if now is None:  # such as a script's own method, which is registered there alone
         return None
     method, settings = read_spec(patient.spec)
-    name, own = brief_spec(method, settings), quality_of(method, settings)
+    name, own = brief_spec(method, settings), consistency_of(method, settings)
     bound = patient.limit_seconds if own == "exact" else patient.least_seconds
     if now <= SLOW_METHOD * bound:
         return None
     among, _ = first(patient.cluster)
-    about: dict[Quality, tuple[float, str]] = {}
+    about: dict[Consistency, tuple[float, str]] = {}
     for one in among:
-        if weaker(one.quality, own) == own and one.spec != name:
+        if weaker(one.consistency, own) == own and one.spec != name:
             seconds = patient.about_seconds(one.spec)
             if seconds is not None:
-                best = about.get(one.quality, (seconds, one.spec))
-                about[one.quality] = min(best, (seconds, one.spec))
-    found: dict[Quality, tuple[float, str]] = {}
-    for quality, (_, spec) in about.items():
+                best = about.get(one.consistency, (seconds, one.spec))
+                about[one.consistency] = min(best, (seconds, one.spec))
+    found: dict[Consistency, tuple[float, str]] = {}
+    for consistency, (_, spec) in about.items():
         # What a short run has as the fastest may be no faster than the usual one, once buckets are planned.
-        for text in dict.fromkeys(("bsp", spec) if quality == "exact" else (spec,)):
+        for text in dict.fromkeys(("bsp", spec) if consistency == "exact" else (spec,)):
             seconds = patient.step_seconds(text)
-            usual = found.get(quality, (now / SLOW_METHOD, ""))[0]
-            least = (1 - GAIN) * usual if quality in found else usual
+            usual = found.get(consistency, (now / SLOW_METHOD, ""))[0]
+            least = (1 - GAIN) * usual if consistency in found else usual
             if seconds is not None and seconds < least:
-                found[quality] = seconds, text
+                found[consistency] = seconds, text
     if not found:
         return None
-    quality = _strongest(found, now, QUALITIES)
-    seconds, spec = found[quality]
+    consistency = _strongest(found, now, CONSISTENCIES)
+    seconds, spec = found[consistency]
     because = (
-        f"{name} takes {_seconds(now)} a step here, and {spec}, which is {quality}, "
+        f"{name} takes {_seconds(now)} a step here, and {spec}, which is {consistency}, "
         f"{_seconds(seconds)}"
     )
     do = f"--method {spec}"
@@ -155,45 +155,50 @@ def too_slow(picture: Picture, patient: Patient) -> Found | None:
     now = patient.step_seconds()
     if not picture.trains or now is None:
         return None
-    if quality_of(*read_spec(patient.spec)) != "exact" or limit <= TOO_SLOW * compute:
+    if (
+        consistency_of(*read_spec(patient.spec)) != "exact"
+        or limit <= TOO_SLOW * compute
+    ):
         return None
-    quality, spec = _advised(patient)
+    consistency, spec = _advised(patient)
     enough = picture.usual_link * limit / (TOO_SLOW * compute)
     return Found(
         where="the whole network",
         because=f"no exact method comes below {_at_least(limit)} a step, of which "
         f"{_seconds(compute)} compute",
-        do=f"a method of class {quality}: {spec}; or links of "
+        do=f"a method of class {consistency}: {spec}; or links of "
         f"{show_rate(float(f'{8 * enough:.2g}') / 8)}",
         mend=lambda patient: replace(patient, spec=spec),
         command=command_of(picture.evidence, "run", "--method", spec),
     )
 
 
-def _advised(patient: Patient) -> tuple[Quality, str]:
+def _advised(patient: Patient) -> tuple[Consistency, str]:
     """A weaker class and its fastest spec, of the plan's first candidates."""
     now = patient.about_seconds(patient.spec) or math.inf
     among, _ = first(patient.cluster)
-    found: dict[Quality, tuple[float, str]] = {}
+    found: dict[Consistency, tuple[float, str]] = {}
     for one in among:
-        if one.quality in WEAKER:
+        if one.consistency in WEAKER:
             seconds = patient.about_seconds(one.spec)
             if seconds is not None:
-                best = found.get(one.quality, (now, ""))
-                found[one.quality] = min(best, (seconds, one.spec))
-    quality = _strongest(found, now, WEAKER)
-    return quality, found[quality][1]
+                best = found.get(one.consistency, (now, ""))
+                found[one.consistency] = min(best, (seconds, one.spec))
+    consistency = _strongest(found, now, WEAKER)
+    return consistency, found[consistency][1]
 
 
 def _strongest(
-    found: Mapping[Quality, tuple[float, str]], now: float, ranked: Sequence[Quality]
-) -> Quality:
+    found: Mapping[Consistency, tuple[float, str]],
+    now: float,
+    ranked: Sequence[Consistency],
+) -> Consistency:
     """From the strongest promise on the first class that gains enough."""
     most = max(now - seconds for seconds, _ in found.values())
     return next(
-        quality
-        for quality in ranked
-        if quality in found and now - found[quality][0] >= HELPS * most
+        consistency
+        for consistency in ranked
+        if consistency in found and now - found[consistency][0] >= HELPS * most
     )
 
 

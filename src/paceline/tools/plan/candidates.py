@@ -28,7 +28,7 @@ from paceline.compression import COMPRESSORS, CONTRIB, Identity, make
 from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
-from paceline.interfaces import Method, Quality, weaker
+from paceline.interfaces import Consistency, Method, weaker
 from paceline.methods import METHODS
 from paceline.spec import Spec, parse
 from paceline.tools.plan.estimates import LeftOut
@@ -41,21 +41,21 @@ class Candidate(msgspec.Struct, frozen=True):
     """A spec, and what it promises."""
 
     spec: str
-    quality: Quality
+    consistency: Consistency
 
 
 def candidate(spec: str | Spec) -> Candidate:
     """Raises `UsageError` for a spec that nobody can train with."""
     text = str(spec)
     method, settings = read_spec(text)
-    return Candidate(text, quality_of(method, settings))
+    return Candidate(text, consistency_of(method, settings))
 
 
-def quality_of(method: Method, settings: Settings) -> Quality:
+def consistency_of(method: Method, settings: Settings) -> Consistency:
     """The weakest of what method, collective and code promise."""
-    own: Quality = getattr(method, "quality", "asynchronous")
-    how: Quality = getattr(COLLECTIVES[settings.collective], "quality", "exact")
-    return weaker(weaker(own, how), settings.compression.quality)
+    own: Consistency = getattr(method, "consistency", "asynchronous")
+    how: Consistency = getattr(COLLECTIVES[settings.collective], "consistency", "exact")
+    return weaker(weaker(own, how), settings.compression.consistency)
 
 
 def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
@@ -83,7 +83,7 @@ def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
 
 
 def crossed(
-    best: Mapping[Quality, str], codes: Sequence[str], cluster: Cluster
+    best: Mapping[Consistency, str], codes: Sequence[str], cluster: Cluster
 ) -> tuple[list[Candidate], list[LeftOut]]:
     """The *best* spec of each class with one thing more changed in it; *codes*: compressors,
     the fastest first."""
@@ -121,13 +121,17 @@ def _candidates(
         try:
             made = candidate(_placed(spec, cluster))
         except UsageError as error:
-            own: Quality = getattr(METHODS[spec.name], "quality", "asynchronous")
-            quality = weaker(own, "lossy") if "compression" in spec.values else own
-            left.append(LeftOut(spec=str(spec), quality=quality, why=str(error)))
+            own: Consistency = getattr(
+                METHODS[spec.name], "consistency", "asynchronous"
+            )
+            consistency = weaker(own, "lossy") if "compression" in spec.values else own
+            left.append(
+                LeftOut(spec=str(spec), consistency=consistency, why=str(error))
+            )
             continue
         if getattr(collective, "needs_aggregators", False) and not _aggregates(cluster):
             why = "no rack of this cluster has an aggregator (aggregates = true)"
-            left.append(LeftOut(spec=made.spec, quality=made.quality, why=why))
+            left.append(LeftOut(spec=made.spec, consistency=made.consistency, why=why))
         else:
             found.append(made)
     return found, left

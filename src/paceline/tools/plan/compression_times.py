@@ -35,7 +35,8 @@ def codes_in_front(plan: Plan) -> list[str]:
     rows = [
         row
         for row in plan.rows
-        if row.guessed and row.step_seconds <= IN_FRONT * best[row.quality].step_seconds
+        if row.guessed
+        and row.step_seconds <= IN_FRONT * best[row.consistency].step_seconds
     ]
     return list(dict.fromkeys(code_of(row.spec) for row in rows))[:MOST]
 
@@ -61,7 +62,7 @@ def revised(
         for row, answer in zip(rows, said, strict=True):
             if isinstance(answer, Prediction):
                 new[row.spec] = scale.row(
-                    row.spec, row.quality, answer, cut=row.cut, hopeful=row.hopeful
+                    row.spec, row.consistency, answer, cut=row.cut, hopeful=row.hopeful
                 )
     rows = [new.get(row.spec, row) for row in plan.rows]
     rows.sort(key=lambda row: row.step_seconds)

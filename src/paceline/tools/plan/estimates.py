@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from paceline.interfaces import QUALITIES, Quality
+from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 
-LOSSLESS: tuple[Quality, ...] = ("exact", "late")
+LOSSLESS: tuple[Consistency, ...] = ("exact", "delayed")
 """Classes in which every gradient is applied, as it is."""
 GENTLE = 1.2
 """Times the fastest of its class: so much longer may a step take that tells the others more."""
@@ -28,7 +28,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     spec: str
-    quality: Quality
+    consistency: Consistency
     step_seconds: float
     compute_seconds: float
     exposed_seconds: float
@@ -53,7 +53,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """A candidate that cannot run there, and *why*."""
 
     spec: str
-    quality: Quality
+    consistency: Consistency
     why: str
 
 
@@ -79,28 +79,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     spent_seconds: float = 0.0
 
     @property
-    def best(self) -> dict[Quality, Row]:
+    def best(self) -> dict[Consistency, Row]:
         """Of each class that has a row the fastest one that was not cut as hopeless, from the
         strongest promise to the weakest."""
-        found: dict[Quality, Row] = {}
+        found: dict[Consistency, Row] = {}
         # Those that count first, else in their order.
         for row in sorted(self.rows, key=lambda row: not row.counts):
-            found.setdefault(row.quality, row)
-        return {q: found[q] for q in QUALITIES if q in found}
+            found.setdefault(row.consistency, row)
+        return {q: found[q] for q in CONSISTENCIES if q in found}
 
     @property
-    def advised(self) -> dict[Quality, Row]:
+    def advised(self) -> dict[Consistency, Row]:
         """Of each class the one to take: the fastest where nothing is lost. Elsewhere what is not sent
         is not learned from, or later: the one that sends most, of those that are `GENTLE` times as
         slow as the fastest at most."""
         found = self.best
-        for quality, best in found.items():
-            if quality in LOSSLESS:
+        for consistency, best in found.items():
+            if consistency in LOSSLESS:
                 continue
             near: dict[tuple[str, object], Row] = {}
             for row in self.rows:
                 if (
-                    row.quality == quality
+                    row.consistency == consistency
                     and row.counts >= best.counts
                     and row.step_seconds <= GENTLE * best.step_seconds
                 ):
@@ -108,7 +108,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     spec = parse(row.spec)
                     near.setdefault((spec.name, spec.values.get("compression")), row)
             most = max(row.bytes_sent for row in near.values())
-            found[quality] = next(
+            found[consistency] = next(
                 row for row in near.values() if row.bytes_sent >= ABOUT * most
             )
         return found

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from paceline.cluster import Cluster
-from paceline.interfaces import Quality
+from paceline.interfaces import Consistency
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.suggestions import DDP, Helps
 from paceline.units import show_bytes, show_rate, show_seconds
@@ -25,28 +25,29 @@ def verdict(plan: Plan, found: Helps | None = None) -> str:
     """The answer to "which method, here?" in one sentence, or two."""
     if plan.workers == 1:
         return "One worker is one machine: it waits for nobody, whatever the method."
-    quality, row = strongest(plan)
+    consistency, row = strongest(plan)
     ddp = _as_good_ddp(plan, row)
     if row.speed_up >= ALIKE and ddp is not None:
         text = (
             f"{plan.workers} workers train {times(ddp.speed_up)} as fast as one machine "
-            f"with DDP's rule: stay with DDP{_hardly_faster(ddp, quality, row)}"
+            f"with DDP's rule: stay with DDP{_hardly_faster(ddp, consistency, row)}"
         )
     elif row.speed_up >= ALIKE:
         text = (
             f"{plan.workers} workers train {times(row.speed_up)} as fast as one machine "
-            f"with {row.spec} ({quality}){_against_ddp(plan, row)}"
+            f"with {row.spec} ({consistency}){_against_ddp(plan, row)}"
         )
     else:
         how = "slower than" if row.speed_up < 1 / ALIKE else "no faster than"
         text = (
-            f"{plan.workers} workers are {how} one machine with every {quality} method "
+            f"{plan.workers} workers are {how} one machine with every {consistency} method "
             f"({times(row.speed_up)} as fast with {row.spec}{_rate(found, row)})"
         )
     weaker = _worth_it(plan, row)
     if weaker:
         words = [
-            f"{times(one.speed_up)} with {one.spec} ({one.quality})" for one in weaker
+            f"{times(one.speed_up)} with {one.spec} ({one.consistency})"
+            for one in weaker
         ]
         text += "; where less than that will do, " + ", ".join(words)
     if max(one.speed_up for one in plan.advised.values()) < ALIKE:
@@ -54,7 +55,7 @@ def verdict(plan: Plan, found: Helps | None = None) -> str:
     return text + "."
 
 
-def strongest(plan: Plan) -> tuple[Quality, Row]:
+def strongest(plan: Plan) -> tuple[Consistency, Row]:
     """The best of the strongest class that has one."""
     return next(iter(plan.advised.items()))
 
@@ -72,18 +73,18 @@ def _against_ddp(plan: Plan, row: Row) -> str:
     return f", {times(factor)} as fast as with DDP's rule"
 
 
-def to_take(plan: Plan) -> dict[Quality, Row]:
+def to_take(plan: Plan) -> dict[Consistency, Row]:
     """What is advised of each class. Where the strongest one's best is hardly faster than DDP's rule, that
     rule stands for it, and the others are those that are faster: a change is to be worth it."""
     found = plan.advised
     if not found:
         return found
-    quality, row = strongest(plan)
+    consistency, row = strongest(plan)
     ddp = _as_good_ddp(plan, row)
     if ddp is None:
         return found
     kept = {q: one for q, one in found.items() if _as_good_ddp(plan, one) is None}
-    return {quality: ddp} | kept
+    return {consistency: ddp} | kept
 
 
 def _as_good_ddp(plan: Plan, row: Row) -> Row | None:
@@ -94,11 +95,11 @@ def _as_good_ddp(plan: Plan, row: Row) -> Row | None:
     return ddp
 
 
-def _hardly_faster(ddp: Row, quality: Quality, row: Row) -> str:
+def _hardly_faster(ddp: Row, consistency: Consistency, row: Row) -> str:
     if row is ddp:
-        return f" (no {quality} method is faster)"
+        return f" (no {consistency} method is faster)"
     gain = ddp.step_seconds / row.step_seconds - 1
-    return f" ({row.spec}, the best {quality} method, is {100 * gain:.1g} % faster)"
+    return f" ({row.spec}, the best {consistency} method, is {100 * gain:.1g} % faster)"
 
 
 def _rate(found: Helps | None, row: Row) -> str:
@@ -184,9 +185,9 @@ def passed_over(plan: Plan) -> str:
     """Which are faster than what is advised, and why they are not; empty where none is."""
     advised = plan.advised
     faster = [
-        f"{row.spec} ({quality}, {show_seconds(row.step_seconds)})"
-        for quality, row in plan.best.items()
-        if advised[quality] is not row
+        f"{row.spec} ({consistency}, {show_seconds(row.step_seconds)})"
+        for consistency, row in plan.best.items()
+        if advised[consistency] is not row
     ]
     if not faster:
         return ""
@@ -217,11 +218,11 @@ def reasons(plan: Plan) -> dict[str, list[str]]:
 
 def commands(
     plan: Plan, script: str, arguments: Sequence[str] = ()
-) -> dict[Quality, str]:
+) -> dict[Consistency, str]:
     """What trains by the best of each class, as advised, or by DDP's rule (`to_take`)."""
     return {
-        quality: command(row.spec, script, arguments)
-        for quality, row in to_take(plan).items()
+        consistency: command(row.spec, script, arguments)
+        for consistency, row in to_take(plan).items()
     }
 
 

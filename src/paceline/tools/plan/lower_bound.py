@@ -46,7 +46,7 @@ def alone(job: Job) -> Row:
     batch = job.workload.batch
     return Row(
         spec="one machine",
-        quality="exact",
+        consistency="exact",
         step_seconds=found.step_seconds,
         compute_seconds=found.compute_seconds,
         exposed_seconds=found.exposed_seconds,

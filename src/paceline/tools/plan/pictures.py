@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from paceline.interfaces import QUALITIES
+from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.suggestions import DDP
 from paceline.tools.plan.what_if import Point
@@ -19,8 +19,8 @@ from paceline.tools.report.plots import unit_of
 from paceline.tools.report.run_files import make_folder
 from paceline.units import show_rate, show_seconds
 
-COLOUR_OF = {q: COLOURS[i][0] for i, q in enumerate(QUALITIES)}
-_MARKER_OF = dict(zip(QUALITIES, "os^Dv", strict=True))
+COLOUR_OF = {q: COLOURS[i][0] for i, q in enumerate(CONSISTENCIES)}
+_MARKER_OF = dict(zip(CONSISTENCIES, "os^Dv", strict=True))
 _SMALLEST_PART = 0.02
 _OPEN = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
 """Below letters, where a line passes."""
@@ -59,7 +59,7 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
     most = max(row.step_seconds for _, row in rows)
     scale, unit = unit_of(most)
     for place, (name, row) in enumerate(rows):
-        colour = COLOUR_OF.get(row.quality, INK) if place else INK
+        colour = COLOUR_OF.get(row.consistency, INK) if place else INK
         compute = row.compute_seconds * scale
         axes.barh(place, compute, 0.5, color=colour)
         axes.barh(
@@ -116,19 +116,19 @@ def draw_what_if(points: Sequence[Point]) -> tuple[Figure, str]:
     counts = sorted({point.workers for point in points})
     figure = Figure(figsize=(2.3 * len(rates) + 0.6, 5.0), layout="constrained")
     grid = figure.subplots(2, len(rates), sharex=True, sharey="row", squeeze=False)
-    present = [q for q in QUALITIES if any(p.quality == q for p in points)]
+    present = [q for q in CONSISTENCIES if any(p.consistency == q for p in points)]
     for column, rate in enumerate(rates):
         above, below = grid[0][column], grid[1][column]
         above.set_title(show_rate(rate))
         above.plot(counts, counts, color=INK, linewidth=0.8, linestyle=":")
-        for quality in present:
+        for consistency in present:
             mine = sorted(
-                (p for p in points if p.quality == quality and p.rate == rate),
+                (p for p in points if p.consistency == consistency and p.rate == rate),
                 key=lambda point: point.workers,
             )
             x = [point.workers for point in mine]
-            style = {"color": COLOUR_OF[quality], "marker": _MARKER_OF[quality]}
-            above.plot(x, [p.speed_up for p in mine], label=quality, **style)
+            style = {"color": COLOUR_OF[consistency], "marker": _MARKER_OF[consistency]}
+            above.plot(x, [p.speed_up for p in mine], label=consistency, **style)
             below.plot(x, [100 * p.efficiency for p in mine], **style)
         above.set_xscale("log", base=2)
         above.set_yscale("log", base=2)

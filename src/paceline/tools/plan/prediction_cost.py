@@ -91,7 +91,7 @@ def _cost(job: Job, spec: str, short: bool) -> float:
         if remote and method.groups(workers) is not None:
             servers = 1  # of each group its own
         asked = rounds * buckets * workers * servers
-        alone = getattr(method, "quality", "asynchronous") == "asynchronous"
+        alone = getattr(method, "consistency", "asynchronous") == "asynchronous"
         return seconds + asked * REQUEST * (ON_ITS_OWN if alone else 1)
     if settings.fusion == "wfbp" or (settings.fusion in MEASURED and not short):
         buckets = tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.cluster import Cluster
-from paceline.interfaces import QUALITIES
+from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.headline import (
     commands,
@@ -114,13 +114,15 @@ def _best(plan: Plan) -> Bars:
                 values=(row.compute_seconds, row.exposed_seconds),
                 text=show_seconds(row.step_seconds)
                 + (f", {row.speed_up:.2f} x one machine" if place else ""),
-                colour=QUALITIES.index(row.quality) if place else _GREY,
+                colour=CONSISTENCIES.index(row.consistency) if place else _GREY,
             )
             for place, (name, row) in enumerate(rows)
         ],
         limit=plan.limit_seconds,
         limit_name="no exact mean is faster",
-        caption="; ".join(f"{quality}: {MEANS[quality]}" for quality in plan.advised),
+        caption="; ".join(
+            f"{consistency}: {MEANS[consistency]}" for consistency in plan.advised
+        ),
     )
 
 
@@ -132,7 +134,7 @@ def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Words | None
 
 
 def _candidates(plan: Plan) -> Table:
-    colours = {quality: place for place, quality in enumerate(QUALITIES)}
+    colours = {consistency: place for place, consistency in enumerate(CONSISTENCIES)}
     guessed = any(row.guessed for row in plan.rows)
     caption = LEGEND
     if guessed:
@@ -151,7 +153,7 @@ def _candidates(plan: Plan) -> Table:
         rows=[_figures(row) for row in plan.rows],
         sort=2,
         caption=caption,
-        colours=[colours[row.quality] for row in plan.rows],
+        colours=[colours[row.consistency] for row in plan.rows],
     )
 
 
@@ -159,7 +161,7 @@ def _figures(row: Row) -> list[Cell]:
     rate = row.samples_per_second
     return [
         row.spec,
-        row.quality,
+        row.consistency,
         Number(
             row.step_seconds,
             ("~ " if row.cut else "") + show_seconds(row.step_seconds),
@@ -249,15 +251,15 @@ def _panels(
     panels = []
     for rate in sorted({point.rate for point in points}):
         series = []
-        for number, quality in enumerate(QUALITIES):
+        for number, consistency in enumerate(CONSISTENCIES):
             mine = sorted(
-                (p for p in points if p.quality == quality and p.rate == rate),
+                (p for p in points if p.consistency == consistency and p.rate == rate),
                 key=lambda point: point.workers,
             )
             if mine:
                 xs = [float(point.workers) for point in mine]
                 ys = [factor * getattr(point, field) for point in mine]
-                series.append(Series(quality, xs, ys, number))
+                series.append(Series(consistency, xs, ys, number))
         panels.append(Panel(show_rate(rate), series, dotted))
     return panels
 
@@ -267,13 +269,13 @@ def _points(points: Sequence[Point]) -> Table:
     rates = sorted({point.rate for point in points})
     rows: dict[tuple[str, int], dict[float, Point]] = {}
     for point in points:
-        rows.setdefault((point.quality, point.workers), {})[point.rate] = point
+        rows.setdefault((point.consistency, point.workers), {})[point.rate] = point
     return Table(
         title="Times one machine",
         headings=("class", "workers", *map(show_rate, rates)),
         rows=[
             [
-                quality,
+                consistency,
                 Number(workers, str(workers)),
                 *(
                     Number(
@@ -286,7 +288,7 @@ def _points(points: Sequence[Point]) -> Table:
                     for rate in rates
                 ),
             ]
-            for (quality, workers), by_rate in rows.items()
+            for (consistency, workers), by_rate in rows.items()
         ],
     )
 

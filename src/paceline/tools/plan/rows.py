@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.interfaces import Quality
+from paceline.interfaces import Consistency
 from paceline.tools.plan.estimates import Row
 from paceline.tools.plan.predict import Prediction
 
@@ -22,7 +22,7 @@ class Scale:
     def row(
         self,
         spec: str,
-        quality: Quality,
+        consistency: Consistency,
         found: Prediction,
         *,
         cut: bool,
@@ -32,7 +32,7 @@ class Scale:
         step, workers = found.step_seconds, self.workers
         return Row(
             spec=spec,
-            quality=quality,
+            consistency=consistency,
             step_seconds=step,
             compute_seconds=found.compute_seconds,
             exposed_seconds=found.exposed_seconds,

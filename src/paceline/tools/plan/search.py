@@ -24,7 +24,7 @@ import msgspec
 from paceline.cluster import Cluster, Workload
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
-from paceline.interfaces import QUALITIES, Quality
+from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 from paceline.tools.plan.candidates import Candidate, crossed, first
 from paceline.tools.plan.estimates import LeftOut, Plan
@@ -60,7 +60,7 @@ class _Search:
     """What is known so far."""
 
     job: Job
-    allowed: Collection[Quality]
+    allowed: Collection[Consistency]
     budget: Budget
     predict: Predict
     told: Callable[[str, int, int], None]
@@ -81,12 +81,14 @@ class _Search:
     ) -> None:
         """Predict those that are allowed, as far as the budget goes; but *keep* seconds."""
         for out in left_out:
-            if out.quality in self.allowed:
+            if out.consistency in self.allowed:
                 self.left_out[out.spec] = out
         job = self.quick if short else self.job
         wanted = []
         for one in among:
-            if one.quality not in self.allowed or (short and one.spec in self.found):
+            if one.consistency not in self.allowed or (
+                short and one.spec in self.found
+            ):
                 continue
             if self.budget.takes(cost(job, one.spec, short=short), keep):
                 wanted.append(one)
@@ -100,7 +102,7 @@ class _Search:
     def _keep(self, one: Candidate, said: Prediction | Refused, short: bool) -> None:
         self.unlooked.discard(one.spec)
         if isinstance(said, Refused):
-            out = LeftOut(spec=one.spec, quality=one.quality, why=said.why)
+            out = LeftOut(spec=one.spec, consistency=one.consistency, why=said.why)
             self.left_out[one.spec] = out
             self.found.pop(one.spec, None)
             return
@@ -114,13 +116,15 @@ class _Search:
         """What short runs are of."""
         return replace(self.job, workload=coarse(self.job.workload))
 
-    def best(self) -> dict[Quality, str]:
+    def best(self) -> dict[Consistency, str]:
         """The fastest spec of each class, so far; the first of those that are alike."""
-        best: dict[Quality, str] = {}
-        for quality in QUALITIES:
-            mine = [s for s in self.found if self.candidates[s].quality == quality]
+        best: dict[Consistency, str] = {}
+        for consistency in CONSISTENCIES:
+            mine = [
+                s for s in self.found if self.candidates[s].consistency == consistency
+            ]
             if mine:
-                best[quality] = min(mine, key=self.seconds)
+                best[consistency] = min(mine, key=self.seconds)
         return best
 
     def for_a_full_run(self) -> list[Candidate]:
@@ -129,11 +133,13 @@ class _Search:
         A short run can show two as equal to the bit that differ in full, as it has fewer tensors and no
         planned buckets. So each is run; but the first of those that look equal come before the others,
         should the budget end."""
-        best = {quality: self.seconds(spec) for quality, spec in self.best().items()}
+        best = {
+            consistency: self.seconds(spec) for consistency, spec in self.best().items()
+        }
         seen: Counter[tuple[object, ...]] = Counter()
         ranked = []
         for spec in sorted(self.found, key=self.seconds):
-            slowest = HOPELESS * best[self.candidates[spec].quality]
+            slowest = HOPELESS * best[self.candidates[spec].consistency]
             # What others are held against is run in any case.
             if spec in self.whole or (self.seconds(spec) > slowest and spec != DDP):
                 continue
@@ -143,11 +149,11 @@ class _Search:
             seen[key] += 1
         return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
-    def varied(self) -> dict[Quality, str]:
+    def varied(self) -> dict[Consistency, str]:
         """The best of each class that waits for the network: others have nothing to gain."""
         return {
-            quality: spec
-            for quality, spec in self.best().items()
+            consistency: spec
+            for consistency, spec in self.best().items()
             if self.found[spec].exposed_seconds > NOTHING * self.seconds(spec)
         }
 
@@ -159,7 +165,7 @@ def plan(
     cluster: Cluster,
     workload: Workload,
     *,
-    allowed: Collection[Quality] = QUALITIES,
+    allowed: Collection[Consistency] = CONSISTENCIES,
     budget_seconds: float | None = None,
     optimizer: MakeOptimizer = plain_sgd,
     jitter: float = 0.0,
@@ -225,7 +231,7 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
 
 def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
     """Those that count; the most promising first, if they may not all fit into the budget."""
-    among = [one for one in among if one.quality in search.allowed]
+    among = [one for one in among if one.consistency in search.allowed]
     all_of_them = sum(cost(search.quick, one.spec, short=True) for one in among)
     if all_of_them <= FIRST * search.budget.left:
         return among
@@ -245,11 +251,11 @@ def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
 
 def _by_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The first of each class, then the second of each, and so on: should the budget end."""
-    seen: Counter[Quality] = Counter()
+    seen: Counter[Consistency] = Counter()
     ranked = []
     for one in candidates:
-        ranked.append((seen[one.quality], one))
-        seen[one.quality] += 1
+        ranked.append((seen[one.consistency], one))
+        seen[one.consistency] += 1
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
@@ -262,15 +268,15 @@ def _without(
         why = refused.get(parse(one.spec).name)
         if why is None:
             usable.append(one)
-        elif one.quality in search.allowed:
+        elif one.consistency in search.allowed:
             search.left_out[one.spec] = LeftOut(
-                spec=one.spec, quality=one.quality, why=why
+                spec=one.spec, consistency=one.consistency, why=why
             )
     return usable
 
 
 def _nothing(search: _Search) -> str:
-    classes = ", ".join(q for q in QUALITIES if q in search.allowed)
+    classes = ", ".join(q for q in CONSISTENCIES if q in search.allowed)
     if search.unlooked:
         return (
             f"the budget of the plan is too small for one prediction of {classes}: give "
@@ -294,7 +300,7 @@ def _plan(search: _Search) -> Plan:
     rows = [
         scale.row(
             spec,
-            search.candidates[spec].quality,
+            search.candidates[spec].consistency,
             search.found[spec],
             cut=spec not in search.whole,
             hopeful=spec in search.hopeful,

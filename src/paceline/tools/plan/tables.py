@@ -32,7 +32,7 @@ STAND_IN = "examples/workload.py"
 
 MEANS = {
     "exact": "DDP's result, to rounding",
-    "late": "every gradient is applied once, at most a step late",
+    "delayed": "every gradient is applied once, at most a step late",
     "lossy": "codes; what they leave out is sent later, or small",
     "local": "workers' parameters differ between rounds",
     "asynchronous": "nobody waits for all; parameters are stale",
@@ -70,9 +70,9 @@ def print_plan(
     lines = list(commands(plan, script, arguments).items())
     if lines:
         console.print("run one (on several machines with torchrun's options, on each):")
-    width = max((len(quality) for quality, _ in lines), default=0)
-    for quality, line in lines:
-        console.print(Text(f"  {quality:{width}}  {line}"), soft_wrap=True)
+    width = max((len(consistency) for consistency, _ in lines), default=0)
+    for consistency, line in lines:
+        console.print(Text(f"  {consistency:{width}}  {line}"), soft_wrap=True)
     if lines and network is not None:
         row = next(iter(to_take(plan).values()))
         where = "on this machine"
@@ -84,7 +84,9 @@ def print_plan(
 
 
 def _promises(plan: Plan) -> Text:
-    return Text("; ".join(f"{quality}: {MEANS[quality]}" for quality in plan.best))
+    return Text(
+        "; ".join(f"{consistency}: {MEANS[consistency]}" for consistency in plan.best)
+    )
 
 
 def _grid(lines: Sequence[tuple[str, str]]) -> Table:
@@ -152,9 +154,9 @@ def print_points(points: Sequence[Point]) -> None:
     table.add_column("workers", justify="right")
     for rate in rates:
         table.add_column(show_rate(rate), justify="right", no_wrap=True)
-    for quality in dict.fromkeys(point.quality for point in points):
-        mine = [point for point in points if point.quality == quality]
-        name: str = quality
+    for consistency in dict.fromkeys(point.consistency for point in points):
+        mine = [point for point in points if point.consistency == consistency]
+        name: str = consistency
         for workers in sorted({point.workers for point in mine if point.workers > 1}):
             by_rate = {p.rate: p for p in mine if p.workers == workers}
             cells = [
@@ -187,15 +189,15 @@ def _best(plan: Plan) -> Table:
     table.add_row(*_cells(plan.one_machine, plan, "-"))
     if ddp is not None and ddp is not plan.advised.get("exact"):
         table.add_row(*_cells(ddp, plan, "what DDP does"))
-    for quality, row in plan.advised.items():
-        table.add_row(*_cells(row, plan, quality))
+    for consistency, row in plan.advised.items():
+        table.add_row(*_cells(row, plan, consistency))
     return table
 
 
-def _cells(row: Row, plan: Plan, quality: str) -> list[str]:
+def _cells(row: Row, plan: Plan, consistency: str) -> list[str]:
     alone, ddp = row is plan.one_machine, plan.row(DDP)
     cells = [
-        quality,
+        consistency,
         row.spec,
         ("~ " if row.cut else "") + show_seconds(row.step_seconds),
         show_seconds(row.exposed_seconds),
@@ -219,7 +221,7 @@ def _all(plan: Plan) -> Table:
     for row in plan.rows:
         table.add_row(
             Text(row.spec),
-            row.quality,
+            row.consistency,
             ("~ " if row.cut else "") + show_seconds(row.step_seconds),
             show_seconds(row.compute_seconds),
             show_seconds(row.exposed_seconds),
@@ -241,8 +243,10 @@ def to_json(
     *verdict*, what would help, and *what_if*, empty where nobody asked."""
     content = msgspec.to_builtins(plan)
     content["verdict"] = verdict(plan, found)
-    content["best"] = {quality: row.spec for quality, row in plan.best.items()}
-    content["advised"] = {quality: row.spec for quality, row in to_take(plan).items()}
+    content["best"] = {consistency: row.spec for consistency, row in plan.best.items()}
+    content["advised"] = {
+        consistency: row.spec for consistency, row in to_take(plan).items()
+    }
     content["commands"] = commands(plan, script, arguments)
     content |= msgspec.to_builtins(found)
     content["what_if"] = msgspec.to_builtins(points)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from paceline.cluster import Cluster, Rack
-from paceline.interfaces import Quality
+from paceline.interfaces import Consistency
 from paceline.spec import parse
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.merged_tensors import coarse, unplanned
@@ -32,7 +32,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
 
     workers: int
     rate: float
-    quality: Quality
+    consistency: Consistency
     spec: str
     step_seconds: float
     speed_up: float
@@ -40,20 +40,20 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
 
 
-def shortlist(plan: Plan) -> dict[Quality, list[str]]:
+def shortlist(plan: Plan) -> dict[Consistency, list[str]]:
     """The fastest specs of each class, each of another method or with another code: those that differ
     in less are alike elsewhere, too."""
-    found: dict[Quality, dict[tuple[str, object], str]] = {}
+    found: dict[Consistency, dict[tuple[str, object], str]] = {}
     rows: list[Row] = [
         *plan.advised.values(),
         *(row for row in plan.rows if row.counts),
     ]
     for row in rows:
-        mine = found.setdefault(row.quality, {})
+        mine = found.setdefault(row.consistency, {})
         spec = parse(row.spec)
         if len(mine) < EACH:
             mine.setdefault((spec.name, spec.values.get("compression")), row.spec)
-    return {quality: list(specs.values()) for quality, specs in found.items()}
+    return {consistency: list(specs.values()) for consistency, specs in found.items()}
 
 
 def runs(plan: Plan) -> dict[str, str]:
@@ -151,7 +151,7 @@ def _best(
     rate: float,
 ) -> Iterator[Point]:
     one = plan.one_machine.step_seconds
-    for quality, among in shortlist(plan).items():
+    for consistency, among in shortlist(plan).items():
         found = [("one machine", one)] if workers == 1 else []
         found += [
             (spec, curve[-1][1])
@@ -163,7 +163,7 @@ def _best(
             yield Point(
                 workers=workers,
                 rate=rate,
-                quality=quality,
+                consistency=consistency,
                 spec=spec,
                 step_seconds=seconds,
                 speed_up=workers * one / seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.cluster import uniform_cluster
-from paceline.interfaces import QUALITIES
+from paceline.interfaces import CONSISTENCIES
 from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.tools.compare.report import write_report
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
@@ -43,7 +43,7 @@ def planned(folder: Path) -> Path:
     rows = [
         row("bsp", "exact", 0.2),
         row("bsp:fusion=ddp", "exact", 0.3),
-        row("osp", "late", 0.1),
+        row("osp", "delayed", 0.1),
         row(LONG, "lossy", 0.08, samples=None),
         row("diloco", "local", 0.05),
         row("asp", "asynchronous", 1.0, cut=True),
@@ -56,7 +56,7 @@ def planned(folder: Path) -> Path:
         one_machine=row("one machine", "exact", 0.04),
         limit_seconds=0.15,
         rows=tuple(sorted(rows, key=lambda one: one.step_seconds)),
-        left_out=(LeftOut(spec="r2sp", quality="asynchronous", why="it <clips>"),),
+        left_out=(LeftOut(spec="r2sp", consistency="asynchronous", why="it <clips>"),),
     )
     helps = Helps(
         break_even=(BreakEven(spec="bsp", rate=1e7, words="as fast at 80 Mbit/s"),),
@@ -102,7 +102,7 @@ def doctored(folder: Path) -> Path:
 
 def row(
     spec: str,
-    quality: str,
+    consistency: str,
     seconds: float,
     *,
     cut: bool = False,
@@ -110,7 +110,7 @@ def row(
 ) -> Row:
     return Row(
         spec=spec,
-        quality=quality,  # type: ignore[arg-type]
+        consistency=consistency,  # type: ignore[arg-type]
         step_seconds=seconds,
         compute_seconds=0.04,
         exposed_seconds=seconds - 0.04,
@@ -128,15 +128,15 @@ def points() -> list[Point]:
         Point(
             workers=workers,
             rate=rate,
-            quality=quality,
-            spec=quality,
+            consistency=consistency,
+            spec=consistency,
             step_seconds=1.0,
             speed_up=workers / (1 + place + 1e9 / rate / 100),
             efficiency=1 / (1 + place + 1e9 / rate / 100),
         )
         for workers in WORKERS
         for rate in RATES
-        for place, quality in enumerate(QUALITIES)
+        for place, consistency in enumerate(CONSISTENCIES)
     ]
 
 
