@@ -82,7 +82,7 @@ def train(training: Training, task: Task | None = None) -> dict[str, float]:
             model,
             task.optimizer(model.parameters(), task.rate),
             method=training.spec,
-            fusion="single",
+            buckets="single",
         )
         schedule = task.schedule(optimizer, task.steps, task.rate)
         own = task.batches(task.batch, training.seed, rank, workers)

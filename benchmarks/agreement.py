@@ -80,31 +80,33 @@ LAYERS = ("layers", ())
 LONGER = ("--train-steps", "80")
 CELLS = [
     *(
-        Cell(f"layers-8-{mbit}", *LAYERS, equal(8, mbit), f"bsp:fusion={rule}")
+        Cell(f"layers-8-{mbit}", *LAYERS, equal(8, mbit), f"bsp:buckets={rule}")
         for mbit in (100, 400, 1000)
         for rule in RULES
     ),
     *(
-        Cell(f"digits-8-{mbit}", "digits", (), equal(8, mbit), f"bsp:fusion={rule}", 30)
+        Cell(
+            f"digits-8-{mbit}", "digits", (), equal(8, mbit), f"bsp:buckets={rule}", 30
+        )
         for mbit in (100, 400, 1000)
         for rule in FIXED
     ),
     *(
-        Cell(f"digits-2-{mbit}", "digits", (), equal(2, mbit), f"bsp:fusion={rule}")
+        Cell(f"digits-2-{mbit}", "digits", (), equal(2, mbit), f"bsp:buckets={rule}")
         for mbit in (100, 400, 1000)
         for rule in FIXED
     ),
     *(
-        Cell("layers-8-slow", *LAYERS, one_slow(8, 400), f"bsp:fusion={rule}")
+        Cell("layers-8-slow", *LAYERS, one_slow(8, 400), f"bsp:buckets={rule}")
         for rule in FIXED
     ),
     *(
         Cell("server-8-1000", *LAYERS, with_server(8, 1000), method)
         for method in (
-            "bsp:collective=parameter-server,fusion=ddp",
-            "bsp:collective=parameter-server,overlap=false,fusion=ddp",
-            "asp:fusion=ddp",
-            "ssp:fusion=ddp",
+            "bsp:collective=parameter-server,buckets=ddp",
+            "bsp:collective=parameter-server,overlap=false,buckets=ddp",
+            "asp:buckets=ddp",
+            "ssp:buckets=ddp",
         )
     ),
     # Budgets have settled after two decisions, of which one comes every 20 steps.
@@ -112,7 +114,7 @@ CELLS = [
         Cell(
             f"osp-8-{mbit}",
             *("layers", LONGER, equal(8, mbit)),
-            method="osp:collective=native,budget=constant,fusion=ddp",
+            method="osp:collective=native,budget=constant,buckets=ddp",
             steps=60,
         )
         for mbit in (200, 1000)
@@ -125,10 +127,10 @@ CELLS = [
             steps=60,
         )
         for mbit, size in ((200, "2"), (1000, "8"))
-        for method in ("osp:budget=constant,fusion=ddp", "r2sp:fusion=ddp")
+        for method in ("osp:budget=constant,buckets=ddp", "r2sp:buckets=ddp")
     ),
     *(
-        Cell("layers-8-racks", *LAYERS, two_racks(8, 1000, 400), f"bsp:fusion={rule}")
+        Cell("layers-8-racks", *LAYERS, two_racks(8, 1000, 400), f"bsp:buckets={rule}")
         for rule in FIXED
     ),
 ]
@@ -138,14 +140,14 @@ CELLS = [
     for cell in CELLS
 ]
 HELD_OUT = [
-    Cell("unseen-5-250", *LAYERS, equal(5, 250), "bsp:fusion=ddp"),
-    Cell("unseen-6-racks", *LAYERS, two_racks(6, 600, 150), "bsp:fusion=wfbp"),
-    Cell("unseen-4-slow", "digits", (), one_slow(4, 300), "bsp:fusion=single", 20),
+    Cell("unseen-5-250", *LAYERS, equal(5, 250), "bsp:buckets=ddp"),
+    Cell("unseen-6-racks", *LAYERS, two_racks(6, 600, 150), "bsp:buckets=wfbp"),
+    Cell("unseen-4-slow", "digits", (), one_slow(4, 300), "bsp:buckets=single", 20),
 ]
 MIDDLE = two_racks(8, 400, 200)
 AVERAGING = [
     *(
-        Cell(name, *("layers", LONGER, cluster), f"{method},fusion=ddp", steps=steps)
+        Cell(name, *("layers", LONGER, cluster), f"{method},buckets=ddp", steps=steps)
         for name, cluster, method, steps in (
             ("local-8-100", equal(8, 100), "local-sgd:every=8", 33),
             ("local-8-100", equal(8, 100), "diloco:every=8", 33),
@@ -174,16 +176,16 @@ PAST_BACKWARD = [
     )
     for mbit in (200, 400)
     for method in (
-        "bsp:fusion=optimal",
-        "dear:fusion=optimal",
-        "priority:fusion=optimal",
+        "bsp:buckets=optimal",
+        "dear:buckets=optimal",
+        "priority:buckets=optimal",
     )
 ]
 COMPRESSION = [
     Cell(
         f"codes-8-{mbit}",
         *("layers", ("--square",), equal(8, mbit)),
-        method=f"bsp:fusion=ddp,compression={code}",
+        method=f"bsp:buckets=ddp,compression={code}",
     )
     for mbit in (100, 400)
     for code in (
@@ -193,7 +195,7 @@ COMPRESSION = [
 ]
 SERVERS_OF_GROUPS = [
     Cell("groups-8-400", *("layers", LONGER, two_classes(8, 400)), method, steps=40)
-    for method in ("gssp:members=0-3+4-7,fusion=ddp", "ssp:fusion=ddp")
+    for method in ("gssp:members=0-3+4-7,buckets=ddp", "ssp:buckets=ddp")
 ]
 GROUPS = {
     "main": CELLS,

@@ -3,8 +3,8 @@
     python benchmarks/automatic_plan.py
     python benchmarks/automatic_plan.py --model digits --pairs 100
 
-Both sides are paceline: ``fusion="optimal"`` once it has settled (it keeps DDP's rule where
-a trial says that this is faster) and ``fusion="ddp"``. Sides take turns as in
+Both sides are paceline: ``buckets="optimal"`` once it has settled (it keeps DDP's rule where
+a trial says that this is faster) and ``buckets="ddp"``. Sides take turns as in
 ``overhead.py``, whose pairing and bounds these are.
 """
 

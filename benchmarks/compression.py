@@ -16,8 +16,8 @@ The large models' own computing is that of the built-in workloads (10 TFLOP/s, 3
 worker), so *core* is their worst case. `layers` is what benchmarks/peers.py trains; `digits` and
 `bytes_lm` are the examples, profiled on one core of this machine.
 
-Both sides take DDP's buckets (fusion=ddp), and the second step counts, as it is like every later
-one: planning (fusion=optimal) needs twenty steps of each cell. Since buckets are known, each is one
+Both sides take DDP's buckets (buckets=ddp), and the second step counts, as it is like every later
+one: planning (buckets=optimal) needs twenty steps of each cell. Since buckets are known, each is one
 tensor of the simulated model, sent in what the compressor declares for its tensors' shapes: so
 64 workers cost seconds. Virtual time repeats exactly, so nothing is run twice. Every cell is
 kept as soon as it is there; the next run goes on with what is missing.
@@ -150,7 +150,7 @@ def seconds(workload, workers, link, text, times):
         optimizer = paceline.distribute(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            fusion="wfbp",
+            buckets="wfbp",
             compression="none" if text == "none" else declared,
         )
         x = torch.ones(int(merged.batch or 1))

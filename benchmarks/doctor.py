@@ -135,7 +135,7 @@ def start_up(rnd):
     count = rnd.choice((4, 6))
     script = ("--layers", str(rnd.choice((32, 48))), "--megabytes", "2")
     text = rack(count, 1000, latency=f"{rnd.choice((2, 4))} ms")
-    options = ("--method", "bsp:fusion=wfbp")
+    options = ("--method", "bsp:buckets=wfbp")
     return Case(text, ("start-up",), "every worker", script, options)
 
 

@@ -83,7 +83,7 @@ class Way:
     learns: str
     optimizer: str = "SGD"
     rates: tuple[float, ...] = (RATE,)
-    fusion: str = "wfbp"
+    buckets: str = "wfbp"
     servers: str = "auto"
     period: int = 16
     racks: bool = False
@@ -94,15 +94,15 @@ class Way:
         return self.servers == "dedicated"
 
 
-ON_SERVERS = {"fusion": "4+4", "servers": "dedicated"}
+ON_SERVERS = {"buckets": "4+4", "servers": "dedicated"}
 WAYS = (
-    Way(BASE, "bsp", "bsp", rates=SGD_RATES, fusion="optimal", period=6),
+    Way(BASE, "bsp", "bsp", rates=SGD_RATES, buckets="optimal", period=6),
     Way(
         "bsp, hierarchical",
         "bsp:collective=hierarchical",
         "bsp",
         rates=SGD_RATES,
-        fusion="optimal",
+        buckets="optimal",
         period=6,
     ),
     Way("asp", "asp", "asp", rates=SGD_RATES, period=4, **ON_SERVERS),
@@ -181,7 +181,7 @@ class Bench:
 
         def make():
             # In how many buckets does not matter to what is learnt.
-            one = replace(way, fusion="single")
+            one = replace(way, buckets="single")
             trained = runs.train(one, cell, workers, seed, STEPS)
             return trained.reached(TARGET)
 

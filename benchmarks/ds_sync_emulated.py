@@ -70,7 +70,7 @@ def measure(cell, jobs):
     wanted = [
         {
             "spec": way.spec,
-            "fusion": way.fusion,
+            "buckets": way.buckets,
             "optimizer": way.optimizer,
             "rate": way.rate,
             "steps": steps,
@@ -93,7 +93,7 @@ def train(job):
     model = runs.light_model()
     own = runs.make_optimizer(model.parameters(), job["optimizer"], job["rate"])
     optimizer = paceline.distribute(
-        model, own, method=job["spec"], fusion=job["fusion"]
+        model, own, method=job["spec"], buckets=job["buckets"]
     )
     batches = runs.batches(SEED, paceline.rank(), paceline.world_size())
     dist.barrier()

@@ -40,7 +40,7 @@ EVERY = 5
 SMOOTHED = 3
 """Evaluations whose mean is to reach the accuracy."""
 SETTLING = 45
-"""Steps in which ``fusion="optimal"`` has measured, planned, tried its plan and decided."""
+"""Steps in which ``buckets="optimal"`` has measured, planned, tried its plan and decided."""
 
 
 # ---- networks ----
@@ -269,7 +269,7 @@ def train(way, cell, workers, seed, steps, make=heavy_model, link=LINK, until=No
         model = make()
         own = make_optimizer(model.parameters(), way.optimizer, way.rate)
         optimizer = paceline.distribute(
-            model, own, method=way.spec, fusion=way.fusion, servers=way.servers
+            model, own, method=way.spec, buckets=way.buckets, servers=way.servers
         )
         trained.began = max(trained.began, paceline.now())
         for step, (x, y) in enumerate(batches(seed, rank, workers), 1):
@@ -295,7 +295,7 @@ def train(way, cell, workers, seed, steps, make=heavy_model, link=LINK, until=No
 
 def step_seconds(way, cell, workers):
     """Of a step once the training has settled, all workers together: over whole periods."""
-    warm = SETTLING if way.fusion == "optimal" else way.period
+    warm = SETTLING if way.buckets == "optimal" else way.period
     steps = warm + way.period
     ends = train(way, cell, workers, 0, steps, narrow_model).ends
     start = max(mine[warm - 1] if len(mine) >= warm else 0.0 for mine in ends)

@@ -1,7 +1,7 @@
 """How long it takes to plan in which pieces the gradient travels.
 
-    python benchmarks/fusion_planning.py           # a table
-    python benchmarks/fusion_planning.py --json    # an object a line, for programs
+    python benchmarks/bucket_planning.py           # a table
+    python benchmarks/bucket_planning.py --json    # an object a line, for programs
 
 Rule "optimal" over random models of 100, 1,000 and 3,000 tensors whose backward pass takes
 about as long as their all-reduces: the least of several tries, and how far its plan ends

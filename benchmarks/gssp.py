@@ -110,7 +110,7 @@ def throughput(way, times, jitter, seed=0):
         model = torch.nn.Linear(2, 2)
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
         optimizer = paceline.distribute(
-            model, sgd, method=way.spec, fusion="single", sampler=sampler
+            model, sgd, method=way.spec, buckets="single", sampler=sampler
         )
         ends, samples = [], []
         while paceline.now() < stop:

@@ -68,7 +68,7 @@ def trace(method):
         torch.manual_seed(0)
         model = torch.nn.Linear(FEATURES, FEATURES)
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
-        optimizer = paceline.distribute(model, sgd, method=method, fusion="single")
+        optimizer = paceline.distribute(model, sgd, method=method, buckets="single")
         while paceline.now() < stop:
             optimizer.zero_grad()
             model(torch.ones(1, FEATURES)).sum().backward()

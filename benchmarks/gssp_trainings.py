@@ -216,7 +216,7 @@ def train(training: Training) -> dict[str, Any]:
 
         peak = own.param_groups[0]["lr"]
         optimizer = paceline.distribute(
-            model, own, method=training.spec, fusion="single", sampler=sampler
+            model, own, method=training.spec, buckets="single", sampler=sampler
         )
         start, due = paceline.now(), 1
         while seen.part < 1:

@@ -71,7 +71,7 @@ def seconds(method, steps):
     model = Layers(LAYERS, MEGABYTES, FORWARD, BACKWARD)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if method != ALONE:
-        spec = method + (":" if ":" not in method else ",") + "fusion=single"
+        spec = method + (":" if ":" not in method else ",") + "buckets=single"
         optimizer = paceline.distribute(model, optimizer, method=spec)
     for step in range(2 * steps):
         if step == steps:

@@ -68,7 +68,7 @@ def in_virtual_time(cluster, workload, plan):
         model = paceline.stand_in(workload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(
-            model, optimizer, fusion="+".join(map(str, plan))
+            model, optimizer, buckets="+".join(map(str, plan))
         )
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -129,7 +129,7 @@ def draw(rows, path):
     axes.set_ylabel("scaling efficiency (1: the network costs nothing)")
     axes.set_title("GoogLeNet on K80s, ring all-reduce, in virtual time")
     axes.grid(alpha=0.3)
-    axes.legend(title="fusion")
+    axes.legend(title="buckets")
     figure.savefig(path, dpi=150)
 
 

@@ -54,7 +54,7 @@ SERVER_METHODS = (
 NATIVE_METHODS = ("osp:collective=native", f"osp:collective=native,{OSP}")
 
 
-def seconds(method, workload, link, fusion, servers=1, steps=STEPS, last=LAST):
+def seconds(method, workload, link, buckets, servers=1, steps=STEPS, last=LAST):
     """Of a step, all workers together: a worker's share of an asynchronous job counts as
     it comes."""
     spans = {}
@@ -63,7 +63,7 @@ def seconds(method, workload, link, fusion, servers=1, steps=STEPS, last=LAST):
         paceline.init()
         model = paceline.stand_in(workload)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, sgd, method=method, fusion=fusion)
+        optimizer = paceline.distribute(model, sgd, method=method, buckets=buckets)
         x = torch.ones(int(workload.batch or 1))
         ends = []
         for _ in range(steps):

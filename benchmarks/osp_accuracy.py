@@ -195,7 +195,7 @@ def train(task, text, seed, evaluations, rate=None, jitter=0.0):
             model,
             task.optimizer(model.parameters(), rate),
             method=method,
-            fusion="wfbp",
+            buckets="wfbp",
             **rest,
         )
         schedule = task.schedule(optimizer, task.steps, rate)

@@ -5,7 +5,7 @@
 
 Sides take turns in short blocks of steps, so that the machine's moods hit all of them; a
 ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Three comparisons:
-default against default (``fusion="optimal"`` once it has settled, and what its settling took);
+default against default (``buckets="optimal"`` once it has settled, and what its settling took);
 DDP's bucket sizes against DDP's (1 MiB, then 25 MiB); and best against best: DDP's best of
 five bucket caps, paceline's best of its fixed rules, found in the same job. DDP against a second
 copy of itself shows the noise.
@@ -31,7 +31,7 @@ from paceline import bucketing
 CAPS = (1, 4, 10, 25, 100)  # MiB
 PAIRS_A_LIFE = 10
 SETTLING_STEPS = 45
-"""In so many ``fusion="optimal"`` has measured, planned, tried its plan, and kept it or not."""
+"""In so many ``buckets="optimal"`` has measured, planned, tried its plan, and kept it or not."""
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -91,7 +91,7 @@ def ddp(cap):
 
 def ours(rule):
     def wrap(model, optimizer):
-        return model, paceline.distribute(model, optimizer, fusion=rule)
+        return model, paceline.distribute(model, optimizer, buckets=rule)
 
     return wrap
 

@@ -33,7 +33,7 @@ def main():
     )
     widest = 0.0
     for panel, method in zip(panels, METHODS, strict=True):
-        spans, ends = trace(method, RATIO, STEPS, fusion="optimal")
+        spans, ends = trace(method, RATIO, STEPS, buckets="optimal")
         bars = {"edgecolor": "white", "linewidth": 0.3}
         width = draw(panel, spans, ends[-1 - SHOWN :], COLORS, kind, LABELS, **bars)
         widest, step = max(widest, width), width / SHOWN

@@ -96,10 +96,10 @@ def ddp(cap=None, hook=None):
     return wrap
 
 
-def ours(fusion, compression="none"):
+def ours(buckets, compression="none"):
     def wrap(model, optimizer):
         return model, paceline.distribute(
-            model, optimizer, fusion=fusion, compression=compression
+            model, optimizer, buckets=buckets, compression=compression
         )
 
     return wrap
@@ -143,8 +143,8 @@ def make_sides(compression):
         # them in different orders, on which gloo hangs (seen at 200 Mbit/s).
         Side("DDP, PowerSGD of rank 2", ddp(25, hook="PowerSGD")),
         Side("paceline bsp", ours("optimal"), overhead.SETTLING_STEPS),
-        Side("paceline bsp:fusion=ddp", ours("ddp")),
-        Side("paceline bsp:fusion=wfbp", ours("wfbp")),
+        Side("paceline bsp:buckets=ddp", ours("ddp")),
+        Side("paceline bsp:buckets=wfbp", ours("wfbp")),
     ]
 
 

@@ -29,8 +29,8 @@ LAYERS, LAYER_BYTES = 8, 100_000
 RATE = 12.5e6
 STEPS = 100
 MEASURED = 40
-TEXTBOOK = "overlap=false,fusion=single"
-BEST = "fusion=wfbp"
+TEXTBOOK = "overlap=false,buckets=single"
+BEST = "buckets=wfbp"
 METHODS = {
     "bsp, textbook": f"bsp:collective=parameter-server,{TEXTBOOK}",
     "bsp": f"bsp:collective=parameter-server,{BEST}",

@@ -25,7 +25,7 @@ BYTES, BANDWIDTH, LATENCY = 8_000_000, 1e9 / 8, 50e-6
 def step_of_layers(workers):
     command = [sys.executable, "-m", "paceline", "simulate", LAYERS, "--json"]
     command += ["--workers", workers, "--link", "1gbit", "--latency", "50us"]
-    command += ["--method", "bsp:fusion=single"]
+    command += ["--method", "bsp:buckets=single"]
     command += ["--", "--forward", "0", "--backward", "0", "--megabytes", "8"]
     words = [str(word) for word in command]
     done = subprocess.run(words, capture_output=True, text=True, check=True)

@@ -22,9 +22,9 @@ import paceline
 MEGABYTES, LAYERS, STEPS = 100.0, 12, 5
 CASES = {
     # spec: models held by parameters and momentum, models held by waiting gradients
-    "bsp:collective=parameter-server,fusion=wfbp": (0, 1),
-    "asp:fusion=wfbp": (2, 0),
-    "backup:fusion=wfbp": (2, 1),
+    "bsp:collective=parameter-server,buckets=wfbp": (0, 1),
+    "asp:buckets=wfbp": (2, 0),
+    "backup:buckets=wfbp": (2, 1),
 }
 
 

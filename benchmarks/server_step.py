@@ -20,8 +20,8 @@ import torch.distributed as dist
 import paceline
 
 METHODS = (
-    "bsp:collective=parameter-server,fusion=wfbp",
-    "bsp:collective=parameter-server,fusion=ddp",
+    "bsp:collective=parameter-server,buckets=wfbp",
+    "bsp:collective=parameter-server,buckets=ddp",
 )
 
 

@@ -36,7 +36,7 @@ def throughput(method, slownesses, jitter, workers=16, steps=STEPS, seed=0):
     def train(rank):
         model = torch.nn.Linear(2, 2)
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
-        optimizer = paceline.distribute(model, sgd, method=method, fusion="single")
+        optimizer = paceline.distribute(model, sgd, method=method, buckets="single")
         start = paceline.now()
         # Who waits for nobody does as many more steps as it is faster.
         own = steps

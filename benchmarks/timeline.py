@@ -12,7 +12,7 @@ from paceline.cluster import Cluster, Rack
 from paceline.runtimes.simulated import ComputeModel, Simulation
 
 
-def trace(method, ratio, steps, fusion="wfbp"):
+def trace(method, ratio, steps, buckets="wfbp"):
     """Spans of worker 0, and the ends of its steps. *ratio*: of an all-reduce to computing."""
     ends = []
 
@@ -20,7 +20,7 @@ def trace(method, ratio, steps, fusion="wfbp"):
         paceline.init()
         model = paceline.stand_in(setting.EQUAL)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, sgd, method=method, fusion=fusion)
+        optimizer = paceline.distribute(model, sgd, method=method, buckets=buckets)
         for _ in range(steps):
             optimizer.zero_grad()
             model(torch.ones(1)).backward()

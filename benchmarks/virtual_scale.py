@@ -32,7 +32,7 @@ def train(steps):
         torch.nn.Linear(32, 4),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = paceline.distribute(model, optimizer, fusion="wfbp")
+    optimizer = paceline.distribute(model, optimizer, buckets="wfbp")
     for _ in range(steps):
         optimizer.zero_grad()
         x = torch.randn(8, 16)

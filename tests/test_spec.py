@@ -31,14 +31,14 @@ class Fields:
         (" bsp ", "bsp", {}),
         ("local-sgd:steps=8", "local-sgd", {"steps": "8"}),
         (
-            "ssp:staleness=3,fusion=wfbp",
+            "ssp:staleness=3,buckets=wfbp",
             "ssp",
-            {"staleness": "3", "fusion": "wfbp"},
+            {"staleness": "3", "buckets": "wfbp"},
         ),
         (
-            "ssp: staleness = 3 , fusion = wfbp",
+            "ssp: staleness = 3 , buckets = wfbp",
             "ssp",
-            {"staleness": "3", "fusion": "wfbp"},
+            {"staleness": "3", "buckets": "wfbp"},
         ),
         ("a:path=b=c", "a", {"path": "b=c"}),
         ("a:time=1:30", "a", {"time": "1:30"}),
@@ -114,9 +114,9 @@ def test_only_what_is_not_as_by_default_is_changed() -> None:
 
 
 def test_spec_of_an_instance_names_every_field() -> None:
-    spec = spec_of("x", Fields(overlap=True), fusion="ddp")
+    spec = spec_of("x", Fields(overlap=True), buckets="ddp")
     assert str(spec) == (
-        "x:staleness=3,share=0.5,overlap=true,collective=ring,label=x,fusion=ddp"
+        "x:staleness=3,share=0.5,overlap=true,collective=ring,label=x,buckets=ddp"
     )
 
 

@@ -102,7 +102,7 @@ def test_kinds_never_share_a_bucket() -> None:
 def test_unknown_rule_names_those_that_exist() -> None:
     with pytest.raises(UsageError, match=r"'dpd'.*Did you mean 'ddp'.*single, wfbp"):
         bucketing.group("dpd", [1], ["a"])
-    with pytest.raises(UsageError, match="unknown fusion rule"):
+    with pytest.raises(UsageError, match="unknown bucket rule"):
         bucketing.check_rule("")
     for rule in bucketing.RULES:
         assert bucketing.check_rule(rule) == rule
@@ -137,7 +137,7 @@ def test_given_lengths_are_a_plan() -> None:
     "word", ["3+", "+3", "3+0", "3+-1", "3 + 5", "3,5", "1.0", "٣"]
 )
 def test_what_are_no_lengths_is_an_unknown_rule(word: str) -> None:
-    with pytest.raises(UsageError, match=r"unknown fusion rule.*such as '3\+5\+2'"):
+    with pytest.raises(UsageError, match=r"unknown bucket rule.*such as '3\+5\+2'"):
         bucketing.check_rule(word)
 
 

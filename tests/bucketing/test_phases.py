@@ -163,7 +163,7 @@ def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
         assert watched.settled_after == 1
         assert len(set(watched.bytes_sent[1:])) == 1
     assert capsys.readouterr().err == (
-        "paceline: fusion: gradients become ready in another order on some ranks than on "
+        "paceline: bucketing: gradients become ready in another order on some ranks than on "
         "rank 0, so nothing can be planned for all: DDP's rule is used\n"
     )
 

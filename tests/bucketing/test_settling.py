@@ -67,7 +67,7 @@ def test_where_a_plan_is_adopted_one_line_says_so(capsys):
     _, end_of_ddp = planned("ddp", UNEVEN, 4, 2)
     count = len(answers[0].plan)
     line = (
-        f"paceline: fusion: {count} buckets planned from measured times, "
+        f"paceline: bucketing: {count} buckets planned from measured times, "
         f"{1e3 * end:.4g} ms a pass in a trial (one forward, one backward, and waiting "
         f"for its means); DDP's rule, 2 buckets, {1e3 * end_of_ddp:.4g} ms: the plan is "
         "used"
@@ -91,7 +91,7 @@ def test_ddps_rule_stays_where_it_is_as_fast(capsys):
     assert answers[0].groups[1 + PROFILED_STEPS] == [("a", "b")]  # on trial
     assert answers[0].plan == [("a",), ("b",)]
     assert line == (
-        "paceline: fusion: 1 bucket planned from measured times, 137 ms a pass in a "
+        "paceline: bucketing: 1 bucket planned from measured times, 137 ms a pass in a "
         "trial (one forward, one backward, and waiting for its means); DDP's rule, 2 "
         "buckets, 137 ms: the plan is no faster, and DDP's rule is kept"
     )
@@ -105,7 +105,7 @@ def test_a_plan_that_equals_ddps_is_not_tried(capsys):
 
 
 def test_mg_wfbp_is_adopted_without_a_trial(capsys):
-    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30, fusion="mg-wfbp"))
+    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30, buckets="mg-wfbp"))
     expected, _ = planned("mg-wfbp", UNEVEN, 4, 1)
     assert answers[0].groups[PROFILED_STEPS - 1] != expected
     assert all(groups == expected for groups in answers[0].groups[PROFILED_STEPS:])
@@ -123,7 +123,7 @@ def ring_bytes(workers: int, groups: Sequence[tuple[str, ...]]) -> int:
 
 @pytest.mark.parametrize("rule", ["ddp", "wfbp", "single", "2+4+1"])
 def test_rules_that_know_only_sizes_measure_nothing(rule, capsys):
-    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 8, fusion=rule))
+    answers, _ = on(4, lambda rank: train_stand_in(UNEVEN, 8, buckets=rule))
     watched: Watched = answers[0]
     usual = ring_bytes(4, watched.plan)
     order = Ring(4, 8 * len(UNEVEN.names)).bytes_sent(0)  # int64: rank 0's ready order
@@ -145,7 +145,7 @@ def test_measured_rules_send_what_they_measure_and_then_no_more():
 
 @pytest.mark.parametrize("rule", ["optimal", "mg-wfbp"])
 def test_one_worker_measures_nothing(rule, capsys):
-    answers, _ = on(1, lambda rank: train_stand_in(UNEVEN, 20, fusion=rule))
+    answers, _ = on(1, lambda rank: train_stand_in(UNEVEN, 20, buckets=rule))
     watched: Watched = answers[0]
     assert watched.bytes_sent == 20 * [0]
     assert watched.settled_after == 1
@@ -173,7 +173,7 @@ def test_one_worker_measures_nothing(rule, capsys):
 def test_a_result_says_whether_its_figures_are_of_settled_steps(
     rule, steps, settled, note
 ):
-    _, runtime = on(2, lambda rank: train_stand_in(UNEVEN, steps, fusion=rule))
+    _, runtime = on(2, lambda rank: train_stand_in(UNEVEN, steps, buckets=rule))
     result = result_of(runtime.result, 2)
     assert result.settled is settled
     said = result.cautions

@@ -190,9 +190,9 @@ PASSES = [
 ]
 
 
-def learned(passes: Callable[..., None], fusion: str) -> Watched:
+def learned(passes: Callable[..., None], buckets: str) -> Watched:
     model = plain()
-    optimizer = sgd(model, fusion=fusion)
+    optimizer = sgd(model, buckets=buckets)
     watched = Watched()
     for step in range(STEPS):
         if passes is not kept_gradients:
@@ -233,7 +233,7 @@ def test_brief_dtypes_learn_in_any_pieces(dtype, monkeypatch):
     def body(rank: int) -> list[torch.Tensor]:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 2)).to(dtype)
-        optimizer = sgd(model, fusion="wfbp")
+        optimizer = sgd(model, buckets="wfbp")
         courses = []
         for step in range(6):
             optimizer.zero_grad()

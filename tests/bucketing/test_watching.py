@@ -19,7 +19,7 @@ SETTLED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
 """Backward passes until the plan is chosen, where times are exact."""
 
 AGAIN = (
-    "paceline: fusion: the order of gradients or the time of a step has changed: "
+    "paceline: bucketing: the order of gradients or the time of a step has changed: "
     "measuring again"
 )
 SLOW = cluster(rack(2, link=1.25e6))

@@ -32,7 +32,7 @@ def test_json_is_one_object_and_nothing_else():
     result = json.loads(done.stdout)
     assert result["runtime"] == "simulated"
     assert result["workers"] == 2
-    assert result["method"] == "bsp:fusion=optimal"
+    assert result["method"] == "bsp:buckets=optimal"
     assert result["steps"] == 24
     assert result["bytes_sent_per_worker"] == 1e6
     # paced: 0.1 s forward, 0.2 s backward (the default), then 1 MB at 1 Gbit/s each way,
@@ -44,15 +44,15 @@ def test_json_is_one_object_and_nothing_else():
     assert set(result["metrics"]) == {"loss"}
     assert result["settled"] is True
     trial, processor = result["notes"]
-    assert trial.startswith("fusion: ")
+    assert trial.startswith("bucketing: ")
     assert processor.startswith("messages cost processors nothing here")
 
 
 def test_steps_and_method_win_over_the_script():
-    words = ("--workers", 2, "--steps", 3, "--method", "bsp:fusion=wfbp", "--json")
+    words = ("--workers", 2, "--steps", 3, "--method", "bsp:buckets=wfbp", "--json")
     done = paceline("simulate", LAYERS, *words, *QUICK)
     result = json.loads(done.stdout)
-    assert (result["steps"], result["method"]) == (3, "bsp:fusion=wfbp")
+    assert (result["steps"], result["method"]) == (3, "bsp:buckets=wfbp")
 
 
 def test_two_runs_leave_byte_identical_records(tmp_path):
@@ -82,7 +82,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     (runs / "index.html").write_text("the last comparison's")
     claim(str(runs), "index.html")
     failing = "ssp:servers=dedicated"
-    variants = ("bsp", failing, "bsp:fusion=single")
+    variants = ("bsp", failing, "bsp:buckets=single")
     words = [*(f"--variant={variant}" for variant in variants), "--workers=2"]
     command = ["compare", LAYERS, *words, "--steps=4", "--no-plots", *QUICK]
     monkeypatch.chdir(tmp_path)
@@ -94,7 +94,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     done = capfd.readouterr()
     assert ended.value.code == 1
     assert f"paceline: variant '{failing}' failed\n" in done.err
-    for word in ("bsp:fusion=single", "compute", "exposed", "ratio", "1.000"):
+    for word in ("bsp:buckets=single", "compute", "exposed", "ratio", "1.000"):
         assert word in done.out
     (row,) = (line for line in done.out.splitlines() if failing in line)
     assert " failed " in row
@@ -104,14 +104,14 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     assert sorted(path.name for path in runs.iterdir()) == [
         ".paceline-files",
         "1-bsp.trace.json",
-        "3-bsp-fusion-single.trace.json",
+        "3-bsp-buckets-single.trace.json",
         "mine.txt",
         "records.jsonl",
     ]
     lines = (runs / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert len(records) == 2 * 2 * 4  # variants, workers, steps
-    assert {r["variant"] for r in records} == {"bsp", "bsp:fusion=single"}
+    assert {r["variant"] for r in records} == {"bsp", "bsp:buckets=single"}
     traces = sorted(runs.glob("*.trace.json"))
     events = json.loads(traces[0].read_text())["traceEvents"]
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -143,8 +143,8 @@ def test_compare_in_the_real_runtime(tmp_path):
     ("words", "message"),
     [
         (["simulate", LAYERS, "--method", "bps"], "Did you mean 'bsp'?"),
-        (["simulate", LAYERS, "--method", "bsp:fuson=x"], "Did you mean 'fusion'?"),
-        (["simulate", LAYERS, "--method", "bsp:fusion=x"], "unknown fusion rule 'x'"),
+        (["simulate", LAYERS, "--method", "bsp:bukets=x"], "Did you mean 'buckets'?"),
+        (["simulate", LAYERS, "--method", "bsp:buckets=x"], "unknown bucket rule 'x'"),
         (["simulate", LAYERS, "--method", "BSP!"], "expected NAME"),
         (["simulate", LAYERS, "--link", "5 furlong"], "--link: "),
         (["simulate", LAYERS, "--latency=-1us"], "--latency: "),

@@ -21,7 +21,7 @@ model = paceline.stand_in(
     )
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-optimizer = paceline.distribute(model, optimizer, fusion="wfbp")
+optimizer = paceline.distribute(model, optimizer, buckets="wfbp")
 for step in range(30):
     optimizer.zero_grad()
     model(torch.full((1,), 1.0 + paceline.rank())).backward()

@@ -45,7 +45,7 @@ WHOLE = re.compile(r"(\[1\] )?({worker \d has done \d{6}}|{and says \d{6}})")
 @pytest.mark.parametrize(
     ("verb", "method"),
     [
-        (["run", "--workers=2"], "bsp:fusion=ddp"),
+        (["run", "--workers=2"], "bsp:buckets=ddp"),
         (["run", "--workers=2", "--survive"], "asp"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_terminal_that_goes_away_stops_nobody(tmp_path: Path) -> None:
 @pytest.mark.parametrize("json", [True, False])
 def test_where_nobody_looks_nothing_moves(json: bool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS.replace("count", "done"))
-    words = ["run", "--steps=200", "--method=bsp:fusion=ddp", *["--json"] * json]
+    words = ["run", "--steps=200", "--method=bsp:buckets=ddp", *["--json"] * json]
     if json:
         status, lines = on_terminal([*words, "train.py"], tmp_path, lambda _: None)
         assert status == 0

@@ -38,7 +38,7 @@ import torch, paceline
 paceline.init()
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-optimizer = paceline.distribute(model, optimizer, fusion="ddp")
+optimizer = paceline.distribute(model, optimizer, buckets="ddp")
 for step in range(4):
     optimizer.zero_grad()
     model(torch.full((1, 8), 1.0 + paceline.rank())).sum().backward()

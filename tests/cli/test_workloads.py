@@ -319,7 +319,7 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
 @pytest.mark.slow
 def test_compare_profiles_once_for_all_variants(tmp_path):
     write(tmp_path, "train.py", TRAINS)
-    words = ("--variant", "bsp", "--variant", "bsp:fusion=wfbp", "--workers", 2)
+    words = ("--variant", "bsp", "--variant", "bsp:buckets=wfbp", "--workers", 2)
     done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-plots", "--json")
     rows = json.loads(done.stdout)["variants"]
     assert (tmp_path / "runs.txt").read_text().count("began") == 1 + 2

@@ -38,7 +38,7 @@ def steps_of(rules: tuple[Rule, ...], count: int = 6) -> list[float]:
         paceline.init()
         model = torch.nn.Linear(250_000, 1, bias=False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = paceline.distribute(model, optimizer, fusion="ddp")
+        optimizer = paceline.distribute(model, optimizer, buckets="ddp")
         for _ in range(count):
             paceline.pace(0.0)
             optimizer.zero_grad()

@@ -38,7 +38,7 @@ def distributed(model: torch.nn.Module, **options: Any) -> Any:
 def watched_step(workload: Workload | str) -> tuple[list[tuple[str, int]], list[Any]]:
     """Names and bytes of the model's tensors; who was ready when, in one step."""
     model = paceline.stand_in(workload)
-    optimizer = distributed(model, fusion="single")
+    optimizer = distributed(model, buckets="single")
     tensors = [(name, wire_bytes(p)) for name, p in model.named_parameters()]
     ready: list[tuple[str, float]] = []
     start = paceline.now()
@@ -80,9 +80,9 @@ def test_half_the_batch_takes_half_the_time_but_for_the_update():
     assert run(1, body) == [pytest.approx(seconds / 2 + SMALL.update)]
 
 
-def sent(workload: Workload, fusion: str) -> Sequence[int]:
+def sent(workload: Workload, buckets: str) -> Sequence[int]:
     model = paceline.stand_in(workload)
-    optimizer = distributed(model, fusion=fusion)
+    optimizer = distributed(model, buckets=buckets)
     for _ in range(4):
         optimizer.zero_grad()
         model(torch.ones(16)).backward()

@@ -77,7 +77,7 @@ def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
         optimizer = paceline.distribute(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            fusion="wfbp",
+            buckets="wfbp",
             collective=name,
         )
         data = torch.Generator().manual_seed(rank)

@@ -251,7 +251,7 @@ def averages_over_servers_can_be_followed(comm: TorchComm) -> None:
     optimizer = paceline.distribute(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        fusion="single",
+        buckets="single",
         collective="parameter-server",
     )
     over_servers = inspect(optimizer).comm

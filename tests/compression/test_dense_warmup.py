@@ -74,7 +74,7 @@ def test_plans_are_made_for_what_follows_first_steps():
             optimizer = paceline.distribute(
                 model,
                 torch.optim.SGD(model.parameters(), lr=1e-3),
-                fusion="optimal",
+                buckets="optimal",
                 compression=f"bf16:dense_steps={first}",
             )
             for _ in range(60):

@@ -23,7 +23,7 @@ from tests.tools.plan.helpers import cluster
 WORKERS, EPOCH, SIDE = 4, 5, 64
 DENSE = 4 * SIDE * SIDE
 WARM_UP = 4 * EPOCH
-SPEC = "bsp:compression=gd-top-k,fusion=single"
+SPEC = "bsp:compression=gd-top-k,buckets=single"
 NO_PLAN = SimpleNamespace(row=lambda spec: None)
 WORKLOAD = Workload(
     names=("weight",), sizes=(DENSE,), forward=(0.01,), backward=(0.01,),
@@ -96,7 +96,7 @@ def test_who_says_how_many_steps_an_epoch_has_is_heeded(capsys):
 @pytest.mark.parametrize("code", ["gd-top-k", "dgc,compression.warm_up_steps=10"])
 def test_stand_ins_send_in_first_steps_what_real_gradients_do(code):
     """On the mean of an epoch's steps, where codes take turns."""
-    spec = f"bsp:compression={code},fusion=single"
+    spec = f"bsp:compression={code},buckets=single"
     real, stood = (
         sent(6, spec=spec, stands_in=stands_in) for stands_in in (False, True)
     )

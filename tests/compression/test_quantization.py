@@ -287,7 +287,7 @@ def test_a_training_applies_all_gradients_but_what_is_kept(code, workers):
     def body(rank):
         model = Given()
         plain = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = paceline.distribute(model, plain, compression=code, fusion="2+1")
+        optimizer = paceline.distribute(model, plain, compression=code, buckets="2+1")
         for gradients in own[rank]:
             optimizer.zero_grad()
             model(gradients).backward()

@@ -53,8 +53,8 @@ from tests.support.simulations import run
 def test_make(text, compressor):
     made = make(text)
     assert made == compressor
-    chosen, rest = nested("compression", keys_of(made) | {"fusion": "ddp"})
-    assert rest == {"fusion": "ddp"}
+    chosen, rest = nested("compression", keys_of(made) | {"buckets": "ddp"})
+    assert rest == {"buckets": "ddp"}
     assert made == (Identity() if chosen is None else make(chosen))
 
 
@@ -99,10 +99,10 @@ def test_contrib_is_a_folder():
 
 
 def test_nested_keys():
-    values = {"compression": "powersgd", "compression.rank": "3", "fusion": "ddp"}
+    values = {"compression": "powersgd", "compression.rank": "3", "buckets": "ddp"}
     assert nested("compression", values) == (
         Spec("powersgd", {"rank": "3"}),
-        {"fusion": "ddp"},
+        {"buckets": "ddp"},
     )
     assert nested("collective", values) == (None, values)
     with pytest.raises(UsageError) as caught:
@@ -143,7 +143,7 @@ def test_distribute_takes_objects_as_names():
     def method_of(rank, **given):
         model = torch.nn.Linear(40, 40)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, fusion="single", **given)
+        optimizer = paceline.distribute(model, inner, buckets="single", **given)
         optimizer.finish()
         return join_runtime().journal.method
 

@@ -35,7 +35,7 @@ def begin(compression, **sgd):
     model = Model()
     plain = torch.optim.SGD(model.parameters(), **({"lr": 0.1} | sgd))
     return model, paceline.distribute(
-        model, plain, compression=compression, fusion="wfbp", buffers="local"
+        model, plain, compression=compression, buckets="wfbp", buffers="local"
     )
 
 

@@ -51,7 +51,7 @@ def counted(train):
 def begin(compression, **options):
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"fusion": "single", "buffers": "local"} | options
+    options = {"buckets": "single", "buffers": "local"} | options
     return model, paceline.distribute(
         model, optimizer, compression=compression, **options
     )
@@ -138,7 +138,7 @@ def test_a_large_models_stand_in_sends_a_large_models_codes(compression, part):
         model = paceline.stand_in(workload)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(
-            model, plain, compression=compression, fusion="single"
+            model, plain, compression=compression, buckets="single"
         )
         step(model, optimizer, torch.zeros(1))
         sent = counted(lambda: step(model, optimizer, torch.zeros(1)))
@@ -176,7 +176,7 @@ def test_the_planner_measures_compressed_means():
     def body(rank):
         most = {}
         for compression in ("none", "bf16"):
-            model, optimizer = begin(compression, fusion="optimal")
+            model, optimizer = begin(compression, buckets="optimal")
             most[compression] = max(
                 counted(lambda m=model, o=optimizer: step(m, o, torch.tensor(1.0)))
                 for _ in range(8)
@@ -281,10 +281,10 @@ def test_new_buckets_keep_each_tensors_state():
 
 
 def test_keys_of_a_spec():
-    text = "bsp:fusion=ddp,compression=int8,compression.rounding=stochastic"
+    text = "bsp:buckets=ddp,compression=int8,compression.rounding=stochastic"
     _, settings = read_spec(text)
     assert settings.compression == Int8(rounding="stochastic")
-    assert settings.fusion == "ddp"
+    assert settings.buckets == "ddp"
     keys = settings.as_keys()
     assert keys["compression"] == "int8"
     assert Settings().changed_by(keys) == settings
@@ -308,7 +308,7 @@ def test_keys_of_a_spec():
             "bsp:compresion=int8",
             "unknown key 'compresion'. Did you mean 'compression'?",
         ),
-        ("bsp:fusion.rule=ddp", "unknown key 'fusion.rule'"),
+        ("bsp:buckets.rule=ddp", "unknown key 'buckets.rule'"),
         ("bsp:overlap.x=true", "method 'bsp': unknown key 'overlap.x'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every row of the table, every check, every fusion rule, sampled: the simulated runtime."""
+"""Every row of the table, every check, every bucket rule, sampled: the simulated runtime."""
 
 import pytest
 

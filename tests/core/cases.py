@@ -37,7 +37,7 @@ def small_model():
 
 
 def wrap(model, **options):
-    options.setdefault("fusion", "wfbp")
+    options.setdefault("buckets", "wfbp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return paceline.distribute(model, optimizer, **options)
 
@@ -256,7 +256,7 @@ def mixed_types():
             copy.deepcopy(model),
             lambda m, r: m(inputs(r)).square().mean(),
             tolerance=1e-2,
-            fusion=rule,
+            buckets=rule,
         )
 
 
@@ -303,7 +303,7 @@ def unused_on_some_ranks():
         check_backward(
             Branches(),
             lambda m, r: m(inputs(r), int(r == 0)).square().mean(),
-            fusion=rule,
+            buckets=rule,
         )
 
 
@@ -366,7 +366,7 @@ def what_the_optimizer_lacks_is_averaged_and_stays():
     model = small_model()
     expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
     optimizer = paceline.distribute(
-        model, torch.optim.SGD(model[2].parameters(), lr=0.1), fusion="wfbp"
+        model, torch.optim.SGD(model[2].parameters(), lr=0.1), buckets="wfbp"
     )
     before = copy.deepcopy(model.state_dict())
     model(inputs(paceline.rank())).square().mean().backward()
@@ -849,7 +849,7 @@ def a_backward_that_raised_can_be_done_again():
     model = small_model()
     expected = mean_gradients(model, lambda m, r: m(inputs(r)).mean())
     # one bucket, so nothing is sent before the exception
-    optimizer = wrap(model, fusion="single")
+    optimizer = wrap(model, buckets="single")
     hidden = model[1](model[0](inputs(paceline.rank())))
     with pytest.raises(ArithmeticError):
         model[2](Breaks.apply(hidden)).mean().backward()

@@ -136,7 +136,7 @@ def backward_behind_long_kernels(loss):
 def gradients_behind_long_kernels():
     for rule in ("wfbp", "single"):
         check_steps_on_a_busy_gpu(
-            deep_model(), backward_behind_long_kernels, fusion=rule
+            deep_model(), backward_behind_long_kernels, buckets=rule
         )
 
 
@@ -203,7 +203,7 @@ class Forked(nn.Module):
 
 def a_branch_on_a_stream_of_its_own():
     """One bucket with gradients of two streams is sent when both have filled it."""
-    check_steps_on_a_busy_gpu(Forked(), lambda loss: loss.backward(), fusion="single")
+    check_steps_on_a_busy_gpu(Forked(), lambda loss: loss.backward(), buckets="single")
 
 
 def a_mean_over_both_kinds_of_memory():
@@ -220,7 +220,7 @@ def a_mean_over_both_kinds_of_memory():
 
     for rule in ("wfbp", "ddp"):
         check_backward(
-            Split(), lambda m, r: m(inputs(r)).square().mean(), 1e-5, fusion=rule
+            Split(), lambda m, r: m(inputs(r)).square().mean(), 1e-5, buckets=rule
         )
 
 

@@ -65,13 +65,13 @@ class Branches(nn.Module):
         return (y.to(torch.complex64) @ self.matrix).abs().square().mean()
 
 
-def train(method, fusion, steps, collective="ring", branch=None):
+def train(method, buckets, steps, collective="ring", branch=None):
     """The parameters and, step by step, the bytes sent of *steps* steps."""
     rank = paceline.rank()
     model = Branches()
     inner = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.3)
     optimizer = paceline.distribute(
-        model, inner, method=method, fusion=fusion, collective=collective
+        model, inner, method=method, buckets=buckets, collective=collective
     )
     draw = torch.Generator().manual_seed(rank)
     for step in range(steps):
@@ -89,10 +89,10 @@ def halves_train_as_the_whole() -> None:
     ranks or on all, and where some ranks end before others."""
     rank, n = paceline.rank(), paceline.world_size()
     for steps in (2 + rank, 3 * (rank == n - 1)):
-        for fusion, branch in (("wfbp", None), ("single", None), ("wfbp", 1)):
-            expected, sent = train(BSP(), fusion, steps, branch=branch)
+        for buckets, branch in (("wfbp", None), ("single", None), ("wfbp", 1)):
+            expected, sent = train(BSP(), buckets, steps, branch=branch)
             for method in (Halved(), Halved(at_once=True)):
-                found, also_sent = train(method, fusion, steps, branch=branch)
+                found, also_sent = train(method, buckets, steps, branch=branch)
                 for one, other in zip(found, expected, strict=True):
-                    assert torch.equal(one, other), (method, fusion, steps)
+                    assert torch.equal(one, other), (method, buckets, steps)
                 assert also_sent == sent

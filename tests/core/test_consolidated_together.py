@@ -21,7 +21,7 @@ def trained(method, steps, later=0):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+    optimizer = paceline.distribute(model, inner, method=method, buckets="ddp")
     mine = steps[1] if paceline.rank() == 1 else steps[0]
     for _ in range(mine):
         optimizer.zero_grad()
@@ -65,7 +65,7 @@ def test_where_anybody_may_look_alone_nobody_is_refused(method):
     def body(rank):
         model = torch.nn.Linear(3, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+        optimizer = paceline.distribute(model, inner, method=method, buckets="ddp")
         for step in range(6):
             optimizer.zero_grad()
             model(torch.ones(2, 3)).sum().backward()

@@ -17,7 +17,7 @@ def begin(method, clip_norm=None, model=None):
     model = model or Quadratic()
     plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     return model, paceline.distribute(
-        model, plain, method=method, fusion="wfbp", clip_norm=clip_norm
+        model, plain, method=method, buckets="wfbp", clip_norm=clip_norm
     )
 
 

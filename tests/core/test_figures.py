@@ -74,7 +74,7 @@ def test_what_waits_for_all_is_not_stale() -> None:
 
 @pytest.mark.parametrize("collective", ["native", "parameter-server"])
 def test_a_budget_and_what_is_deferred_of_it(collective: str) -> None:
-    method = f"osp:collective={collective},defer=most,budget=linear,ramp=10,fusion=ddp"
+    method = f"osp:collective={collective},defer=most,budget=linear,ramp=10,buckets=ddp"
     for told in figures(method):
         budgets = [one["budget"] for one in told]
         assert budgets == sorted(budgets)
@@ -89,7 +89,7 @@ def test_groups_are_told() -> None:
 
 def test_the_norm_of_what_compression_has_left_out() -> None:
     """What workers have sent, and what they have left out, is the sum of their gradients."""
-    method = "bsp:compression=ef-sign,fusion=ddp"
+    method = "bsp:compression=ef-sign,buckets=ddp"
     for records, weights in run(WORKERS, lambda rank: train(method)):
         norms = [record.figures["residual_norm"] for record in records]
         for step, (norm, weight) in enumerate(zip(norms, weights, strict=True), 1):

@@ -54,7 +54,7 @@ def refusal(method, **options):
     def body(rank):
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        options.setdefault("fusion", "wfbp")
+        options.setdefault("buckets", "wfbp")
         try:
             optimizer = paceline.distribute(model, inner, method=method, **options)
         except UsageError as error:

@@ -30,14 +30,14 @@ class Notes(BSP):
         self.calls.append(("after_update", run.active))
 
 
-def alone(make, loss, steps, fusion="wfbp"):
+def alone(make, loss, steps, buckets="wfbp"):
     """What `Notes` has noted on one worker, in each step."""
     notes = Notes()
 
     def body(rank):
         model = make()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, method=notes, fusion=fusion)
+        optimizer = paceline.distribute(model, inner, method=notes, buckets=buckets)
         seen = []
         for _ in range(steps):
             notes.calls.clear()
@@ -102,7 +102,7 @@ def test_new_buckets_are_announced():
         notes = Notes()
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, method=notes, fusion="optimal")
+        optimizer = paceline.distribute(model, inner, method=notes, buckets="optimal")
         for _ in range(60):
             optimizer.zero_grad()
             model(torch.ones(64)).sum().backward()

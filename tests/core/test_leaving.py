@@ -28,7 +28,7 @@ def train(method, leavers=(), more=0):
     def body(rank):
         model = network()
         optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=method, fusion="wfbp"
+            model, sgd(model.parameters()), method=method, buckets="wfbp"
         )
         for step in range(STEPS + more):
             optimizer.zero_grad()
@@ -110,7 +110,7 @@ def test_who_waits_for_a_broken_training_learns_the_cause(method, breaks, words)
     def body(rank):
         model = network()
         optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=method, fusion="wfbp"
+            model, sgd(model.parameters()), method=method, buckets="wfbp"
         )
         for step in range(STEPS):
             if rank == 1 and step == 3:

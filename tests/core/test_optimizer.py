@@ -30,7 +30,7 @@ def sgd(model):
 
 
 def given(model, optimizer=sgd, method="bsp"):
-    return paceline.distribute(model, optimizer(model), method=method, fusion="wfbp")
+    return paceline.distribute(model, optimizer(model), method=method, buckets="wfbp")
 
 
 def loss_of(model, rank, step):

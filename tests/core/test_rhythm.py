@@ -38,14 +38,14 @@ class WithStatistics(torch.nn.Module):
         return self.counting()
 
 
-def train(method, workers, steps, make=Counting, fusion="optimal"):
+def train(method, workers, steps, make=Counting, buckets="optimal"):
     """Each worker's bytes in each step, and its model before and after `finish`; *steps*: of
     each worker."""
 
     def body(rank):
         model = make()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = paceline.distribute(model, inner, method=method, fusion=fusion)
+        optimizer = paceline.distribute(model, inner, method=method, buckets=buckets)
         for _ in range(steps[rank]):
             optimizer.zero_grad()
             model().backward()
@@ -129,7 +129,7 @@ class WaitsTooEarly(EveryFourth):
 
 def test_a_mean_that_is_waited_for_too_early_is_refused():
     with pytest.raises(Exception, match="before the last bucket") as caught:
-        train(WaitsTooEarly(), 2, (2, 2), fusion="wfbp")
+        train(WaitsTooEarly(), 2, (2, 2), buckets="wfbp")
     assert isinstance(caught.value.__cause__, UsageError)
 
 
@@ -379,7 +379,7 @@ def test_figures_are_of_as_many_steps_as_it_takes_to_repeat(method, period):
     def body(rank):
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=1e-3)
-        optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+        optimizer = paceline.distribute(model, inner, method=method, buckets="ddp")
         for _ in range(6 * period):
             optimizer.zero_grad()
             model().backward()

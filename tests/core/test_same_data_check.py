@@ -19,7 +19,7 @@ def train(capsys, loss_of, workers=3, make=small_model, method="bsp", steps=6):
     def body(rank):
         model = make()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, sgd, method=method, fusion="wfbp")
+        optimizer = paceline.distribute(model, sgd, method=method, buckets="wfbp")
         for step in range(steps):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()

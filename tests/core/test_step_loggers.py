@@ -29,7 +29,7 @@ def train(report_to: str | None = None) -> list[StepRecord]:
         paceline.report_to(report_to)
     model = torch.nn.Linear(3, 1)
     optimizer = paceline.distribute(
-        model, torch.optim.SGD(model.parameters(), 0.1), method="bsp:fusion=ddp"
+        model, torch.optim.SGD(model.parameters(), 0.1), method="bsp:buckets=ddp"
     )
     for step in range(STEPS):
         optimizer.zero_grad()

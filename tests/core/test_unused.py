@@ -60,11 +60,11 @@ class Watched(BSP):
         super().bucket_ready(state, run, bucket)
 
 
-def begin(fusion="wfbp"):
+def begin(buckets="wfbp"):
     model = Model()
     method = Watched(model=model)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = paceline.distribute(model, inner, method=method, fusion=fusion)
+    optimizer = paceline.distribute(model, inner, method=method, buckets=buckets)
     return model, optimizer, method
 
 
@@ -120,13 +120,13 @@ def test_ranks_that_use_other_tensors_send_in_one_order_and_form_the_mean():
         torch.testing.assert_close(ours, expected.detach())
 
 
-@pytest.mark.parametrize("fusion", ["wfbp", "single"])
-def test_gradients_of_a_reentrant_checkpoint_are_waited_for(fusion):
+@pytest.mark.parametrize("buckets", ["wfbp", "single"])
+def test_gradients_of_a_reentrant_checkpoint_are_waited_for(buckets):
     """They are in no graph but the checkpoint's own."""
 
     def trained(reentrant):
         def body(rank):
-            model, optimizer, _ = begin(fusion)
+            model, optimizer, _ = begin(buckets)
             for number in range(6):
                 step(model, optimizer, rank, extra=number < 2, reentrant=reentrant)
             optimizer.finish()

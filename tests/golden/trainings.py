@@ -59,7 +59,7 @@ class Behaviour(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class Run:
-    """One training: a row under a fusion rule, on so many workers. *uneven*: workers have
+    """One training: a row under a bucket rule, on so many workers. *uneven*: workers have
     different numbers of batches, gradients are clipped, and somebody looks in between."""
 
     case: Case
@@ -70,7 +70,9 @@ class Run:
     @property
     def name(self) -> str:
         uneven = ", uneven" if self.uneven else ""
-        return f"{self.case.name}, workers {self.workers}, fusion {self.rule}{uneven}"
+        return (
+            f"{self.case.name}, workers {self.workers}, bucketing {self.rule}{uneven}"
+        )
 
 
 NOT_PORTABLE = ("compression=powersgd",)
@@ -181,7 +183,7 @@ def _train(run: Run, rank: int, found: Behaviour, simulation: Simulation) -> Non
     model = Model()
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = paceline.distribute(
-        model, plain, method=run.case.method, fusion=run.rule
+        model, plain, method=run.case.method, buckets=run.rule
     )
     sent = _begin(rank, simulation)
     count, every = (MEASURED_STEPS, 5) if run.rule == "optimal" else (STEPS, 1)
@@ -198,7 +200,7 @@ def _train_unevenly(
     model = Model()
     plain = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = paceline.distribute(
-        model, plain, method=run.case.method, fusion=run.rule, clip_norm=4.0
+        model, plain, method=run.case.method, buckets=run.rule, clip_norm=4.0
     )
     sent = _begin(rank, simulation)
     for step in range(4 + 2 * rank):

@@ -138,7 +138,7 @@ def test_ray_train_as_it_is(tmp_path):
     needs("ray", "pyarrow", "pandas")
     trainer, survive = EXAMPLES / "torch_trainer.py", EXAMPLES / "survive.py"
     deferring = "osp:defer=most,budget=constant"
-    methods = ("ddp", "bsp:fusion=ddp", deferring)
+    methods = ("ddp", "bsp:buckets=ddp", deferring)
     lines = [f"{trainer} --method {method}" for method in methods]
     lines += [f"{survive} --workers 1 --steps 100"]
     done = started("on_ray.py", *lines)
@@ -148,7 +148,7 @@ def test_ray_train_as_it_is(tmp_path):
         method: (float(accuracy), digest)
         for method, accuracy, digest in re.findall(pattern, done.stdout, re.MULTILINE)
     }
-    assert told["bsp:fusion=ddp"] == told["ddp"]
+    assert told["bsp:buckets=ddp"] == told["ddp"]
     assert told[deferring][1] != told["ddp"][1]
     assert abs(told[deferring][0] - told["ddp"][0]) < 0.05
     assert re.search(r"^worker 0: accuracy 0\.[5-9]", done.stdout, re.MULTILINE)

@@ -115,9 +115,9 @@ class Played:
         return (mine[-3] - mine[-13]) / 10
 
 
-ASP = "asp:overlap=false,fusion=single"
-BSP = "bsp:collective=parameter-server,overlap=false,fusion=single"
-TURNS = "r2sp:overlap=false,fusion=single"
+ASP = "asp:overlap=false,buckets=single"
+BSP = "bsp:collective=parameter-server,overlap=false,buckets=single"
+TURNS = "r2sp:overlap=false,buckets=single"
 COMPUTE = 2 * WORKERS * ALONE
 """As long as all at once to the server and back."""
 
@@ -143,7 +143,7 @@ def test_transfers_get_out_of_each_others_way() -> None:
 
 
 def test_of_several_servers_the_first_keeps_the_order() -> None:
-    method = "r2sp:overlap=false,fusion=wfbp"
+    method = "r2sp:overlap=false,buckets=wfbp"
     turns = Played(method, COMPUTE, servers=2).ends[-12 * WORKERS : -2 * WORKERS]
     for (_, worker), (_, following) in pairwise(turns):
         assert following == (worker + 1) % WORKERS
@@ -166,7 +166,7 @@ def test_without_incast_there_is_nothing_to_gain() -> None:
 
 
 def test_a_link_that_never_rests_is_the_limit() -> None:
-    turns = Played("r2sp:fusion=wfbp", compute=0.1).seconds()
+    turns = Played("r2sp:buckets=wfbp", compute=0.1).seconds()
     assert turns == pytest.approx(WORKERS * ALONE, rel=0.02)
 
 

@@ -70,7 +70,7 @@ def test_what_stands_as_by_default_may_be_said():
     ("name", "spec"),
     [
         ("int8", "bsp:compression=int8"),
-        ("mg-wfbp", "bsp:fusion=mg-wfbp"),
+        ("mg-wfbp", "bsp:buckets=mg-wfbp"),
         ("rina", "bsp:collective=rina"),
     ],
 )

@@ -52,7 +52,7 @@ def job(workers: int, script: Callable[[int], float], servers: int = 0) -> list[
 def begin(method: str) -> tuple[Counting, paceline.DistributedOptimizer]:
     model = Counting()
     inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    return model, paceline.distribute(model, inner, method=method, fusion="wfbp")
+    return model, paceline.distribute(model, inner, method=method, buckets="wfbp")
 
 
 def steps(

@@ -41,7 +41,7 @@ paceline.log(loss=1.0)
 with optimizer.no_sync():
     pass
 optimizer.finish()
-paceline.distribute(model, plain, fusion=3)
+paceline.distribute(model, plain, buckets=3)
 paceline.now("x")
 """
 

@@ -1,4 +1,4 @@
-"""Fusion rules that need no measuring: sizes in gradient-ready order to lengths."""
+"""Bucket rules that need no measuring: sizes in gradient-ready order to lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fusion rules that know when gradients are ready and what an all-reduce costs.
+"""Bucket rules that know when gradients are ready and what an all-reduce costs.
 
 `mg_wfbp` is the paper's greedy rule; `optimal` is exact for one lane. The paper's Theorem 1
 says that the greedy plan is optimal; docs/design.md has three tensors for which it is not.

@@ -77,7 +77,7 @@ def plan(
     that of an all-reduce. With *halves*, buckets are whole, and go in two messages each:
     a reduce-scatter and an all-gather. Kinds never share a bucket.
 
-    In one lane, without *halves*, it predicts no longer period than any plan of `fusion`
+    In one lane, without *halves*, it predicts no longer period than any plan of `bucketing`
     whose means are waited for where backward ends. Raises `UsageError` for sizes and times
     that cannot be.
     """

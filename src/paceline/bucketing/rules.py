@@ -60,7 +60,7 @@ def plan(
     if rule not in MEASURED:
         return _split(_fixed(rule, gradient_bytes), runs, given=rule not in FIXED)
     if cost is None:
-        raise UsageError(f"fusion rule {rule!r}: expected ready_seconds and a cost")
+        raise UsageError(f"bucket rule {rule!r}: expected ready_seconds and a cost")
     check(gradient_bytes, ready_seconds, lanes)
     if not gradient_bytes:
         return []
@@ -77,7 +77,7 @@ def plan(
 def check_rule(rule: str) -> str:
     """Return *rule* if it exists; raises `UsageError` naming those that do."""
     if rule not in RULES and _lengths(rule) is None:
-        known = unknown("fusion rule", rule, RULES)
+        known = unknown("bucket rule", rule, RULES)
         raise UsageError(f"{known} Or bucket lengths, such as '3+5+2'.")
     return rule
 
@@ -147,7 +147,7 @@ def _fixed(rule: str, sizes: Sequence[float]) -> list[int]:
     assert lengths is not None
     if sum(lengths) != len(sizes):
         raise UsageError(
-            f"fusion {rule!r}: expected lengths that sum to the {len(sizes)} gradients of "
+            f"bucketing {rule!r}: expected lengths that sum to the {len(sizes)} gradients of "
             f"the model, got {sum(lengths)}"
         )
     return lengths
@@ -186,7 +186,7 @@ def _split(
         ]
         if given and len(parts) > 1:
             raise UsageError(
-                f"fusion {'+'.join(map(str, lengths))!r}: the bucket of tensors "
+                f"bucketing {'+'.join(map(str, lengths))!r}: the bucket of tensors "
                 f"{positions[0]} to {positions[-1]} mixes dtypes or devices"
             )
         result += parts

@@ -73,7 +73,7 @@ class Planner:
     """Decides the buckets of one training, in step on all ranks.
 
     *sizes* (bytes) and *kinds* are those of the parameters, by index; *rule* is one of
-    `fusion.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
+    `bucketing.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
     number of buckets and whether measuring is over, *say* what people should know. *mean*
     forms one as training does, to be timed. *goes_past*: what the method makes of the time
     after backward. It measures when *starts_after* steps have passed that are unlike those that follow.
@@ -186,7 +186,7 @@ class Planner:
         theirs = self._ranks.from_rank_0(mine or passes.order)
         if self._measures and self._sum(float(bool(mine) and mine != theirs)):
             self._say(
-                "fusion: gradients become ready in another order on some ranks than on "
+                "bucketing: gradients become ready in another order on some ranks than on "
                 "rank 0, so nothing can be planned for all: DDP's rule is used"
             )
             self._measures = False
@@ -241,7 +241,7 @@ class Planner:
             planned, plain, self._passes.duration, "DDP's rule is kept"
         )
         self._say(
-            f"fusion: {planned} planned from measured times, {trial.new} a pass in a trial "
+            f"bucketing: {planned} planned from measured times, {trial.new} a pass in a trial "
             f"(one forward, one backward, and waiting for its means); DDP's rule, {plain}, "
             f"{trial.old}: {trial.verdict.why}"
         )
@@ -263,7 +263,7 @@ class Planner:
             "means are waited for where backward ends",
         )
         self._say(
-            f"fusion: {planned}, waited for where the next forward pass uses them, "
+            f"bucketing: {planned}, waited for where the next forward pass uses them, "
             f"{trial.new} a step in a trial (from one backward pass's end to the next "
             f"one's); waited for where backward ends, {settled}, {trial.old}: "
             f"{trial.verdict.why}"
@@ -335,7 +335,7 @@ class Planner:
             longer = max(time, usual) / max(min(time, usual), 1e-9)
             strange = strange + 1 if longer > CHANGED or disordered else 0
         self._say(
-            "fusion: the order of gradients or the time of a step has changed: measuring "
+            "bucketing: the order of gradients or the time of a step has changed: measuring "
             "again"
         )
 

@@ -49,7 +49,7 @@ def compare(
         typer.Option(
             metavar="SPEC",
             help="A method's spec; once or more. \\[default: what paceline plan finds to be the "
-            "best of each class, and bsp:fusion=ddp, which is what DDP does]",
+            "best of each class, and bsp:buckets=ddp, which is what DDP does]",
         ),
     ] = None,
     consistency: Annotated[

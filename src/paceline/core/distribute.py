@@ -41,7 +41,7 @@ def distribute(
     optimizer: torch.optim.Optimizer,
     *,
     method: str | Method | Auto | None = None,
-    fusion: str = "optimal",
+    buckets: str = "optimal",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     collective: str = "native",
@@ -53,9 +53,9 @@ def distribute(
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
-    *method* is a name (``"bsp"``, the default), a spec (``"bsp:fusion=wfbp"``), a method object, or
+    *method* is a name (``"bsp"``, the default), a spec (``"bsp:buckets=wfbp"``), a method object, or
     ``"auto"``: the best is found out while it trains (docs/auto.md);
-    *fusion* the rule that groups gradients into buckets (see `paceline.bucketing`):
+    *buckets* the rule that groups gradients into buckets (see `paceline.bucketing`):
     ``"optimal"``, planned from measured times in the first steps and kept if it is faster
     than DDP's in a trial; ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, or bucket
     lengths such as ``"3+5+2"``. Measured plans, and so the order of sums on three workers
@@ -88,7 +88,7 @@ def distribute(
     _check_arguments(model, optimizer)
     runtime = join_runtime()
     settings = Settings(
-        fusion=fusion,
+        buckets=buckets,
         buffers=buffers,
         check_finite=check_finite,
         collective=collective,

@@ -16,7 +16,7 @@ from paceline.interfaces import Compressor, Method
 VALUES: Sequence[tuple[str, str, Collection[str]]] = (
     ("compression", "compression", COMPRESSORS),
     ("collective", "collective", collectives.COLLECTIVES),
-    ("fusion", "rule of fusion", RULES),
+    ("buckets", "bucket rule", RULES),
 )
 """Keys of all methods, what their values are called, and which there are."""
 

@@ -155,7 +155,7 @@ class Parts:
         means = Means(comm, presence, rhythm, roll_call, group_calls, self.codes)
         planner = self.planner = Planner(
             comm,
-            settings.fusion,
+            settings.buckets,
             [wire_bytes(parameter) for _, parameter in self.parameters],
             [kind_of(parameter) for _, parameter in self.parameters],
             device,
@@ -347,7 +347,7 @@ def _learning(method: Method, settings: Settings) -> int:
     until codes are sent."""
     steps: int = getattr(method, "learns_for", 0)
     early = settings.compression.first_steps
-    return steps if settings.fusion in MEASURED else steps + early
+    return steps if settings.buckets in MEASURED else steps + early
 
 
 def _where_control_is(

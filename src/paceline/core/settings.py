@@ -29,7 +29,7 @@ _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """*fusion*: the rule that groups gradients into buckets. *buffers*: what becomes of the
+    """*buckets*: the rule that groups gradients into buckets. *buffers*: what becomes of the
     model's buffers (BatchNorm's statistics) once a step: every rank takes rank 0's, or
     keeps its own. *check_finite*: raise an error that names the parameter
     when a gradient is not finite (not together with a GradScaler, which expects such
@@ -43,7 +43,7 @@ class Settings:
     answered with the parameters as they are ("dense"), or with a code of their difference from what the
     worker holds ("differences"): then servers keep a copy of that for each worker."""
 
-    fusion: str = "optimal"
+    buckets: str = "optimal"
     buffers: ModuleBuffers = "rank0"
     check_finite: bool = False
     collective: str = "native"
@@ -53,7 +53,7 @@ class Settings:
     compression: Compressor = UNSAID
 
     def __post_init__(self) -> None:
-        check_rule(self.fusion)
+        check_rule(self.buckets)
         check_clip_norm(self.clip_norm)
         for key, choices in (
             ("buffers", ModuleBuffers),
@@ -89,10 +89,10 @@ class Settings:
         return replace(settings, compression=compression.make(chosen))
 
     def as_keys(self, own: Compressor = UNSAID) -> dict[str, str]:
-        """The keys of a full spec: the fusion rule, the compression, and what differs from
+        """The keys of a full spec: the bucket rule, the compression, and what differs from
         the default. *own*: the compression that the method has by itself."""
         coded = compression.keys_of(self.compression)
-        return {"fusion": self.fusion} | self.changed_keys(own) | coded
+        return {"buckets": self.buckets} | self.changed_keys(own) | coded
 
     def changed_keys(self, own: Compressor = UNSAID) -> dict[str, str]:
         """Those that differ from the default."""

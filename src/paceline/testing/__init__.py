@@ -1,7 +1,7 @@
 """The conformance kit: what every synchronization method must hold, in every runtime.
 
 One table of rows (`CASES`), one list of checks (`CHECKS`); every row runs every check that
-applies to it under every fusion rule, in the simulated runtime (`check_method`) and in real processes
+applies to it under every bucket rule, in the simulated runtime (`check_method`) and in real processes
 (``torchrun --nproc-per-node 3 -m paceline.testing``). A method of your own:
 
     from paceline.testing import Case, check_method

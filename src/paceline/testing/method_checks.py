@@ -1,6 +1,6 @@
 """The checks: each runs on all workers of the runtime that it is called in.
 
-A check trains a small model under one row of the table and one fusion rule, and raises
+A check trains a small model under one row of the table and one bucket rule, and raises
 `CheckFailedError` on every worker that sees the law broken. Where a law says nothing about a
 row, a rule or a number of workers its check does not apply, and is not run.
 """
@@ -271,7 +271,7 @@ class Check:
 
     law: Callable[[Case, str], None]
     applies: Callable[[Case, str, int], bool] = _always
-    """To a case, under a fusion rule, on so many workers."""
+    """To a case, under a bucket rule, on so many workers."""
 
     @property
     def name(self) -> str:
@@ -316,7 +316,7 @@ def checks_of(case: Case, rule: str, workers: int) -> list[Check]:
 
 
 class Trial(NamedTuple):
-    """One check of one case under one fusion rule."""
+    """One check of one case under one bucket rule."""
 
     case: Case
     rule: str
@@ -368,12 +368,12 @@ def run_checks(case: Case, rule: str) -> None:
     first that fails. Collective: every worker of that runtime calls it."""
     paceline.init()
     for check in checks_of(case, rule, paceline.world_size()):
-        with _named(f"{case.name}, fusion {rule}, {check.name}"):
+        with _named(f"{case.name}, bucketing {rule}, {check.name}"):
             check(case, rule)
 
 
 def check_method(case: Case, workers: tuple[int, ...] = (1, 2, 3)) -> None:
-    """All checks under all fusion rules in the simulated runtime, for some numbers of workers.
+    """All checks under all bucket rules in the simulated runtime, for some numbers of workers.
 
     Raises what the failing worker raised: `CheckFailedError` for a broken law, and the
     simulated runtime's own errors, `DeadlockError` among them.

@@ -48,7 +48,7 @@ OPTIMIZERS: tuple[MakeOptimizer, ...] = (sgd, momentum, adamw)
 def begin(
     case: Case, rule: str, make: MakeOptimizer = sgd
 ) -> tuple[Quadratic, DistributedOptimizer]:
-    """A new model, and its optimizer under a case and a fusion rule."""
+    """A new model, and its optimizer under a case and a bucket rule."""
     model = Quadratic()
     return model, distribute_as(case, rule, model, make(model, case.learning_rate))
 
@@ -65,7 +65,7 @@ def distribute_as(
             if group.get("momentum") == 0:
                 group["momentum"] = HARDLY_ANY
     return distribute(
-        model, optimizer, method=case.method, fusion=rule, clip_norm=clip_norm
+        model, optimizer, method=case.method, buckets=rule, clip_norm=clip_norm
     )
 
 

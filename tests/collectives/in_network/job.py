@@ -24,7 +24,7 @@ model = torch.nn.Sequential(
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = paceline.distribute(
-    model, optimizer, method="bsp", collective=collective, fusion="wfbp"
+    model, optimizer, method="bsp", collective=collective, buckets="wfbp"
 )
 rank = int(os.environ["RANK"])
 

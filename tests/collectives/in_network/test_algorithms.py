@@ -214,8 +214,8 @@ def test_what_needs_halves_is_refused_in_words():
 # ---- wherever means are formed ----
 
 SPECS = (
-    "bsp:collective=rina,fusion=2+2",
-    "bsp:collective=rina,fusion=wfbp,clip_norm=1",
+    "bsp:collective=rina,buckets=2+2",
+    "bsp:collective=rina,buckets=wfbp,clip_norm=1",
     "bsp:collective=switchml",
     "bsp:collective=rina,compression=powersgd,compression.rank=2",
     "local-sgd:every=2,collective=rina",
@@ -265,7 +265,7 @@ def test_trainings_are_native_s_up_to_rounding(spec):
 @pytest.mark.parametrize("code", ["bf16", "fp16"])
 def test_16_bit_numbers_are_the_ring_s_and_it_is_said_once(name, code, capsys):
     """At switches they would be 4 bytes a number: more than a ring sends."""
-    spec = f"bsp:fusion=wfbp,compression={code},collective="
+    spec = f"bsp:buckets=wfbp,compression={code},collective="
     mine = trained(spec + name, LAYOUT)
     (told,) = [
         line for line in capsys.readouterr().err.splitlines() if "16 buf" in line

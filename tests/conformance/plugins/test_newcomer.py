@@ -60,7 +60,7 @@ def test_the_laws_of_compressors(toy):
 @pytest.mark.slow
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
 def test_the_kit_in_virtual_time(toy):
-    """On 1, 2 and 3 workers, under every fusion rule."""
+    """On 1, 2 and 3 workers, under every bucket rule."""
     with registered():
         check_method(toy.case)
 

@@ -19,7 +19,7 @@ folder = sys.argv[1]
 def trained(ends=True):
     model = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1))
     adam = torch.optim.Adam(model.parameters())
-    optimizer = paceline.distribute(model, adam, method="bsp:fusion=ddp")
+    optimizer = paceline.distribute(model, adam, method="bsp:buckets=ddp")
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     if ends:

@@ -86,7 +86,7 @@ def test_each_worker_goes_on_with_all_that_is_its_own(method, tmp_path):
             torch.nn.Linear(4, 1),
         )
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return model, paceline.distribute(model, inner, method=method, fusion="ddp")
+        return model, paceline.distribute(model, inner, method=method, buckets="ddp")
 
     def train(model, optimizer, steps):
         for _ in steps:
@@ -127,7 +127,7 @@ def train(rank, method, folder, load=False):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+    optimizer = paceline.distribute(model, inner, method=method, buckets="ddp")
     if load:
         paceline.load(folder)
     else:

@@ -33,7 +33,7 @@ def begin(method, saved_under=None):
     grouped = (saved_under or method).startswith(GROUPS)
     momentum = 0.0 if grouped else MOMENTUM
     inner = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum)
-    return model, paceline.distribute(model, inner, method=method, fusion="wfbp")
+    return model, paceline.distribute(model, inner, method=method, buckets="wfbp")
 
 
 def steps(model, optimizer, count, seconds):

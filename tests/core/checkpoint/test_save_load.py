@@ -29,7 +29,7 @@ def begin(sampler=None):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = paceline.distribute(model, optimizer, fusion="ddp", sampler=sampler)
+    optimizer = paceline.distribute(model, optimizer, buckets="ddp", sampler=sampler)
     return model, optimizer
 
 
@@ -174,7 +174,7 @@ def test_what_is_saved_after_finish_is_what_all_hold(method, tmp_path):
     def train(rank):
         model = torch.nn.Linear(3, 1)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = paceline.distribute(model, inner, method=method, fusion="ddp")
+        optimizer = paceline.distribute(model, inner, method=method, buckets="ddp")
         for _ in range(3):
             optimizer.zero_grad()
             model(torch.full((2, 3), 1.0 + rank)).sum().backward()

@@ -17,7 +17,7 @@ KEPT = "training0.method.asp"
 def begin(method):
     model = Counting()
     plain = torch.optim.SGD(model.parameters(), lr=RATE)
-    return model, paceline.distribute(model, plain, method=method, fusion="wfbp")
+    return model, paceline.distribute(model, plain, method=method, buckets="wfbp")
 
 
 def write(folder, steps):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 warnings.filterwarnings("ignore")
-OURS = "bsp:fusion=ddp"
+OURS = "bsp:buckets=ddp"
 
 
 def data(samples: int = 512) -> TensorDataset:

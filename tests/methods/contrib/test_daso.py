@@ -229,7 +229,7 @@ def test_another_number_of_workers_goes_on_from_the_mean(
     def begin() -> tuple[nn.Module, paceline.DistributedOptimizer]:
         model = double()
         return model, paceline.distribute(
-            model, momentum(model.parameters()), method=method, fusion="wfbp"
+            model, momentum(model.parameters()), method=method, buckets="wfbp"
         )
 
     def steps(model: nn.Module, optimizer: Any, rank: int, numbers: range) -> None:
@@ -266,13 +266,13 @@ def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
     """An exchange is on its way. Two workers are in one node, and two nodes exchange: their
     sums are the same in any order."""
 
-    def body(rank: int, first: int, last: int, fusion: str) -> torch.Tensor:
+    def body(rank: int, first: int, last: int, buckets: str) -> torch.Tensor:
         model = double()
         optimizer = paceline.distribute(
             model,
             momentum(model.parameters()),
             method="daso:every=4,delay=3,group=2",
-            fusion=fusion,
+            buckets=buckets,
         )
         if first:
             paceline.load(tmp_path / "checkpoint")

@@ -24,16 +24,16 @@ from tests.methods.ds_sync.trainings import (
 
 
 @pytest.mark.parametrize(
-    ("more", "fusion"),
+    ("more", "buckets"),
     [
         ("shuffle=digits", "wfbp"),
         ("size=4", "ddp"),
         ("shuffle=auto", "single"),
     ],
 )
-def test_waiting_in_the_forward_pass_changes_no_bit(more, fusion):
+def test_waiting_in_the_forward_pass_changes_no_bit(more, buckets):
     plain, ahead = (
-        models(train(f"ds-sync:{more},overlap={o}", 4, 7, adam, fusion=fusion))
+        models(train(f"ds-sync:{more},overlap={o}", 4, 7, adam, buckets=buckets))
         for o in ("none", "forward")
     )
     assert equal([*plain, *ahead])
@@ -76,7 +76,7 @@ def test_overlap_hides_what_the_group_sends():
             model = nn.Sequential(*(nn.Linear(50, 50, bias=False) for _ in range(4)))
             inner = torch.optim.SGD(model.parameters(), lr=0.1)
             method = f"ds-sync:overlap={overlap}"
-            optimizer = paceline.distribute(model, inner, method=method, fusion="wfbp")
+            optimizer = paceline.distribute(model, inner, method=method, buckets="wfbp")
             for _ in range(6):
                 optimizer.zero_grad()
                 hidden = torch.ones(1, 50)

@@ -31,10 +31,10 @@ def adam(parameters):
     return torch.optim.Adam(parameters, lr=0.01)
 
 
-def begin(method, make=sgd, fusion="wfbp", **more):
+def begin(method, make=sgd, buckets="wfbp", **more):
     model = network()
     optimizer = paceline.distribute(
-        model, make(model.parameters()), method=method, fusion=fusion, **more
+        model, make(model.parameters()), method=method, buckets=buckets, **more
     )
     return model, optimizer
 

@@ -22,7 +22,7 @@ def model():
 def end(method, optimizer, steps=50, dies=(-1, -1)):
     net = model()
     inner = optimizer(net.parameters())
-    wrapped = paceline.distribute(net, inner, method=method, fusion="wfbp")
+    wrapped = paceline.distribute(net, inner, method=method, buckets="wfbp")
     schedule = torch.optim.lr_scheduler.OneCycleLR(wrapped, 0.05, total_steps=steps + 1)
     generator = torch.Generator().manual_seed(paceline.rank())
     for step in range(steps - paceline.rank()):  # data that end unevenly

@@ -34,7 +34,7 @@ def train(
     optimizer=sgd,
     loss=squares,
     steps=9,
-    fusion="wfbp",
+    buckets="wfbp",
     around=lambda rank, step, model, optimizer, schedule: None,
     backward=None,
     schedule=None,
@@ -46,7 +46,7 @@ def train(
         model = make()
         inner = optimizer(model)
         wrapped = paceline.distribute(
-            model, inner, method=method, fusion=fusion, **keys
+            model, inner, method=method, buckets=buckets, **keys
         )
         changes = None if schedule is None else schedule(wrapped)
         generator = torch.Generator().manual_seed(rank)

@@ -61,7 +61,7 @@ class InPieces(DeAR):
 @pytest.mark.parametrize("steps", [8, [4, 9]])
 def test_parts_of_buckets_may_go_one_by_one(steps):
     """Of two numbers the order does not matter: the bits are those of whole buckets."""
-    keys = {"steps": steps, "make": in_a_twist, "optimizer": adamw, "fusion": "single"}
+    keys = {"steps": steps, "make": in_a_twist, "optimizer": adamw, "buckets": "single"}
     assert same(train(InPieces(), 2, **keys), train("bsp", 2, **keys))
 
 

@@ -70,10 +70,10 @@ def test_50_steps_end_with_the_bits_of_bsp(method, of):
 
 
 @pytest.mark.parametrize(
-    ("method", "fusion"), crossed(2, METHODS, ["single", "ddp", "2+3+1"])
+    ("method", "buckets"), crossed(2, METHODS, ["single", "ddp", "2+3+1"])
 )
-def test_other_buckets_too(method, fusion):
-    keys = {"workers": 3, "fusion": fusion, "optimizer": adamw}
+def test_other_buckets_too(method, buckets):
+    keys = {"workers": 3, "buckets": buckets, "optimizer": adamw}
     assert same(train(method, **keys), train(plain(method), **keys))
 
 
@@ -197,7 +197,9 @@ def scaled(method):
 
     def body(rank):
         model = perceptron()
-        optimizer = paceline.distribute(model, sgd(model), method=method, fusion="wfbp")
+        optimizer = paceline.distribute(
+            model, sgd(model), method=method, buckets="wfbp"
+        )
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
         generator = torch.Generator().manual_seed(rank)
         for step in range(10):

@@ -43,7 +43,7 @@ def step_seconds(method):
     def body(rank):
         model = Layers()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, method=method, fusion="wfbp")
+        optimizer = paceline.distribute(model, inner, method=method, buckets="wfbp")
         ends = []
         for _ in range(5):
             optimizer.zero_grad()

@@ -36,7 +36,7 @@ def job(
     def train(rank: int) -> None:
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=RATE)
-        optimizer = paceline.distribute(model, inner, method=method, fusion="wfbp")
+        optimizer = paceline.distribute(model, inner, method=method, buckets="wfbp")
         for step in range(counts[rank]):
             if save is not None and step == save[0]:
                 paceline.save(save[1])
@@ -75,7 +75,7 @@ def test_schedules_by_samples_are_at_the_same_rate_everywhere(tmp_path: Path) ->
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=RATE)
         optimizer = paceline.distribute(
-            model, inner, method="gssp:measure_steps=3", fusion="wfbp"
+            model, inner, method="gssp:measure_steps=3", buckets="wfbp"
         )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
         if (tmp_path / "saved").exists():

@@ -88,7 +88,7 @@ def train(
             model,
             optimizer(model.parameters()),
             method=method,
-            fusion="wfbp",
+            buckets="wfbp",
             **options,
         )
         seen = []

@@ -83,7 +83,7 @@ def test_a_tensor_that_moves_little_is_not_lost_beside_one_that_moves_far() -> N
             sgd(model.parameters()),
             method="diloco:every=2,outer_learning_rate=0.5,outer_momentum=0,nesterov=false",
             compression="int8",
-            fusion="single",
+            buckets="single",
         )
         for step in range(4):
             optimizer.zero_grad()
@@ -271,12 +271,12 @@ def test_residuals_go_on_in_other_buckets_and_among_other_workers(
 ) -> None:
     """In as many workers bit for bit, where codes are those of tensors. (What a worker owns is a
     part of a bucket: in another one what int8 loses of a sum is in another's residual.)"""
-    workers, fusion = then
+    workers, buckets = then
     folder = tmp_path / "checkpoint"
     keys: dict[str, Any] = {"method": method, "compression": "ef-sign"}
     straight = simulate(2, lambda rank: restarted(rank, 0, 12, folder, **keys))
     simulate(2, lambda rank: restarted(rank, 0, 6, folder, **keys))
-    keys["fusion"] = fusion
+    keys["buckets"] = buckets
     ends = simulate(workers, lambda rank: restarted(rank, 6, 12, folder, **keys))
     assert all(torch.equal(end, ends[0]) for end in ends)
     assert torch.equal(ends[0], straight[0]) == (workers == 2)
@@ -315,7 +315,7 @@ def restarted(
     where it is not the whole."""
     model = wide()
     optimizer = paceline.distribute(
-        model, momentum(model.parameters()), **{"fusion": "wfbp"} | options
+        model, momentum(model.parameters()), **{"buckets": "wfbp"} | options
     )
     if first:
         paceline.load(folder)

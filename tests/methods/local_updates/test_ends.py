@@ -95,13 +95,13 @@ def test_a_restart_anywhere_in_a_round_changes_no_bit(method, at, tmp_path):
 
     def body(rank, first, last, folder):
         # Two workers' sums are the same whatever the buckets are, and so are restarts.
-        fusion = "wfbp" if first else "ddp"
+        buckets = "wfbp" if first else "ddp"
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3).bfloat16()
         )
         inner = torch.optim.Adam(model.parameters(), lr=0.01)
-        optimizer = paceline.distribute(model, inner, method=method, fusion=fusion)
+        optimizer = paceline.distribute(model, inner, method=method, buckets=buckets)
         if first:
             paceline.load(folder)
         for step in range(first, last):

@@ -130,7 +130,7 @@ def train(
     loss: Callable[[nn.Module, int, int], torch.Tensor | None] = loss_of,
     steps: int | Sequence[int] = STEPS,
     same: bool = False,
-    fusion: str = "wfbp",
+    buckets: str = "wfbp",
     prepare: Callable[[Any], Callable[[], None]] | None = None,
     watch: Callable[[int, int, nn.Module, Any], None] | None = None,
     set_to_none: bool = True,
@@ -145,7 +145,7 @@ def train(
     def body(rank: int) -> torch.Tensor:
         model = make()
         wrapped = paceline.distribute(
-            model, optimizer(model.parameters()), method=method, fusion=fusion
+            model, optimizer(model.parameters()), method=method, buckets=buckets
         )
         after = (lambda: None) if prepare is None else prepare(wrapped)
         for step in range(steps if isinstance(steps, int) else steps[rank]):

@@ -40,7 +40,7 @@ def train(
     workers: int,
     steps: int,
     rules: tuple[Rule, ...] = (),
-    fusion: str = "wfbp",
+    buckets: str = "wfbp",
 ) -> tuple[list[float], list[float]]:
     """After each step of worker 0: how much of the model is deferred, and the time."""
     parts: list[float] = []
@@ -53,7 +53,7 @@ def train(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
             method=method,
-            fusion=fusion,
+            buckets=buckets,
         )
         for _ in range(steps):
             optimizer.zero_grad()

@@ -90,7 +90,7 @@ def test_consolidated_is_what_finish_would_give(mask, kind):
     def body(rank):
         model = network()
         optimizer = paceline.distribute(
-            model, kind(model.parameters()), method=MASKS[mask], fusion="wfbp"
+            model, kind(model.parameters()), method=MASKS[mask], buckets="wfbp"
         )
         for step in range(8):
             optimizer.zero_grad()
@@ -120,7 +120,7 @@ def test_looking_between_backward_and_step_changes_nothing():
         def body(rank):
             model = network()
             optimizer = paceline.distribute(
-                model, sgd(model.parameters()), method=HALF, fusion="wfbp"
+                model, sgd(model.parameters()), method=HALF, buckets="wfbp"
             )
             for step in range(9):
                 optimizer.zero_grad()
@@ -177,7 +177,7 @@ def test_changing_a_gradient_that_was_sent_is_refused(mask):
     def body(rank):
         model = network()
         optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=MASKS[mask], fusion="wfbp"
+            model, sgd(model.parameters()), method=MASKS[mask], buckets="wfbp"
         )
         loss_of(model, rank, 0).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
@@ -191,7 +191,7 @@ def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
     def body(rank):
         model = network()
         optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=ALL, fusion="wfbp"
+            model, sgd(model.parameters()), method=ALL, buckets="wfbp"
         )
         with (
             optimizer.consolidated(),
@@ -346,7 +346,7 @@ def test_frozen_parameters_and_those_the_optimizer_does_not_have(mask):
         model = Branches()
         rest = [p for n, p in model.named_parameters() if not n.startswith("stem")]
         optimizer = paceline.distribute(
-            model, sgd(rest), method=MASKS[mask], fusion="ddp"
+            model, sgd(rest), method=MASKS[mask], buckets="ddp"
         )
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -426,7 +426,7 @@ def test_the_papers_guess_climbs_where_the_optimizer_does():
         optimizer=climbing,
         loss=flat_loss,
         steps=26,
-        fusion="single",
+        buckets="single",
         watch=watch,
     )
     assert seen == [0.5 * (step + 1) for step in range(26)]
@@ -467,7 +467,7 @@ def test_accumulated_gradients(mask, set_to_none):
     def body(rank):
         model = network()
         optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=MASKS[mask], fusion="wfbp"
+            model, sgd(model.parameters()), method=MASKS[mask], buckets="wfbp"
         )
         for step in range(9):
             optimizer.zero_grad(set_to_none)
@@ -517,7 +517,7 @@ def test_batch_norm_buffers_are_those_of_rank_0():
         def run(rank):
             model = normed()
             optimizer = paceline.distribute(
-                model, sgd(model.parameters()), method=method, fusion="wfbp"
+                model, sgd(model.parameters()), method=method, buckets="wfbp"
             )
             for step in range(9):
                 optimizer.zero_grad()

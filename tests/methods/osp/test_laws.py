@@ -54,11 +54,11 @@ def test_with_nothing_deferred_it_is_bsp(name, workers):
     assert torch.equal(train(NOTHING, workers, optimizer=optimizer), expected)
 
 
-@pytest.mark.parametrize("fusion", ["ddp", "single", "2+2"])
-def test_with_nothing_deferred_it_is_bsp_whatever_the_buckets(fusion):
-    expected = train("bsp", 3, fusion=fusion)
-    assert torch.equal(train(NOTHING, 3, fusion=fusion), expected)
-    after = train(f"{NOTHING},overlap=false", 3, fusion=fusion)
+@pytest.mark.parametrize("buckets", ["ddp", "single", "2+2"])
+def test_with_nothing_deferred_it_is_bsp_whatever_the_buckets(buckets):
+    expected = train("bsp", 3, buckets=buckets)
+    assert torch.equal(train(NOTHING, 3, buckets=buckets), expected)
+    after = train(f"{NOTHING},overlap=false", 3, buckets=buckets)
     assert torch.equal(after, expected)
 
 
@@ -289,7 +289,7 @@ def test_uneven_shares_weigh_gradients_by_samples(mask):
             model,
             plain_sgd(model.parameters()),
             method=MASKS[mask],
-            fusion="wfbp",
+            buckets="wfbp",
             sampler=sampler,
         )
         step = 0
@@ -441,12 +441,12 @@ def test_laws_hold_while_the_planner_makes_new_buckets():
     options = {"steps": 32, "make": wide}
     mask = HALF.replace("chunk=64", "chunk=16384,order=importance")
     inverse = compared("inverse", mask)
-    end = train(inverse, 2, same=True, fusion="optimal", watch=watch, **options)
+    end = train(inverse, 2, same=True, buckets="optimal", watch=watch, **options)
     assert torch.equal(end, train("bsp", 2, same=True, **options))
     assert len(set(counts)) > 1  # in a trial two plans take turns
     inverse = compared("inverse", mask.replace("0.5", "1"))
     fixed = train(inverse, 2, **options)
-    assert torch.equal(train(inverse, 2, fusion="optimal", **options), fixed)
+    assert torch.equal(train(inverse, 2, buckets="optimal", **options), fixed)
 
 
 def wide():
@@ -480,7 +480,7 @@ def test_a_rank_without_any_data_while_buckets_change(steps):
     def watch(rank, step, model, optimizer):
         counts.append(len(inspect(optimizer).buckets))
 
-    options = {"make": OtherWayRound, "fusion": "ddp", "steps": steps}
+    options = {"make": OtherWayRound, "buckets": "ddp", "steps": steps}
     method = "osp:collective=native,defer=most,budget=constant,most=1"
     end = train(method, 3, watch=watch, **options)
     torch.testing.assert_close(end, train("bsp", 3, **options), rtol=0.5, atol=0.05)

@@ -53,7 +53,7 @@ def train(
     slower: Callable[[int, int], float],
     workers: int = 2,
     servers: int = 0,
-    fusion: str = "wfbp",
+    buckets: str = "wfbp",
 ) -> tuple[list[dict[int, Mask]], list[list[float]]]:
     """Per rank, what is deferred after each step, where something is; and the times of steps.
     A rank computes *slower* (rank, step) times as long while something is deferred. The
@@ -65,7 +65,7 @@ def train(
         paceline.init()
         model = paceline.stand_in(WORKLOAD)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, sgd, method=method, fusion=fusion)
+        optimizer = paceline.distribute(model, sgd, method=method, buckets=buckets)
         mask: Mask = ()
         for step in range(steps if isinstance(steps, int) else steps[rank]):
             start = paceline.now()
@@ -198,7 +198,7 @@ def test_a_rank_runs_out_of_data_around_a_trial(short: int, end: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fusion", "steps"),
+    ("buckets", "steps"),
     crossed(
         2,
         ["ddp", "optimal"],
@@ -206,10 +206,10 @@ def test_a_rank_runs_out_of_data_around_a_trial(short: int, end: int) -> None:
     ),
 )
 def test_ranks_run_out_of_data_one_after_the_other(
-    steps: tuple[int, ...], fusion: str
+    steps: tuple[int, ...], buckets: str
 ) -> None:
     for factor in (1.0, 4.0):
-        masks, _ = train(NATIVE, steps, by(factor), 3, fusion=fusion)
+        masks, _ = train(NATIVE, steps, by(factor), 3, buckets=buckets)
         assert_one_mask(masks, steps)
 
 
@@ -221,7 +221,7 @@ def test_decisions_fit_while_buckets_change(
     others after. Here something is decided after every step."""
     small.decide_often(monkeypatch, 1)
     method = "osp:collective=native,budget=constant,most=1"
-    small.train(method, 3, make=OtherWayRound, fusion="ddp", steps=steps)
+    small.train(method, 3, make=OtherWayRound, buckets="ddp", steps=steps)
 
 
 @pytest.mark.parametrize(

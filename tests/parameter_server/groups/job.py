@@ -14,7 +14,7 @@ LR, STEPS = 0.5, 8
 for method in sys.argv[1:]:
     model = Counting()
     plain = torch.optim.SGD(model.parameters(), lr=LR)
-    optimizer = paceline.distribute(model, plain, method=method, fusion="single")
+    optimizer = paceline.distribute(model, plain, method=method, buckets="single")
     rank = paceline.rank()
     for _ in range(STEPS - 2 * rank):
         optimizer.zero_grad()

@@ -255,7 +255,7 @@ def seconds_of_a_step(answers, compression="largest", link=1e5, memory=1e15):
             model,
             plain,
             method="backup",
-            fusion="single",
+            buckets="single",
             compression=compression,
             buffers="local",
             **options,
@@ -324,7 +324,7 @@ def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, serv
             method="backup",
             compression="halves",
             answers=answers,
-            fusion="single",
+            buckets="single",
         )
         for _ in range(3):
             start = paceline.now()

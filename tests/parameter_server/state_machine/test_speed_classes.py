@@ -121,7 +121,7 @@ def test_classes_change_within_a_training(
         "ssp:staleness=1",
         steps=len(CHANGES),
         after=change,
-        fusion="single",
+        buckets="single",
         compression=f"{SETTLED},direction={direction},residuals=true",
         answers=answers,
     )
@@ -168,7 +168,7 @@ def test_groups_push_by_their_measured_class(noted: dict[int, list[int]]) -> Non
             model,
             plain,
             method="gssp:members=0-1+2-3+4-5,measure_steps=2",
-            fusion="single",
+            buckets="single",
             compression=SETTLED,
             answers="differences",
         )

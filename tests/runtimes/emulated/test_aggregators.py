@@ -49,7 +49,7 @@ def digits(folder, described, collective, steps=40):
     file = folder / "cluster.toml"
     file.write_text(cluster_toml(described))
     words = ["-m", "paceline", "emulate", DIGITS, f"--cluster={file}"]
-    words += [f"--method=bsp:collective={collective},fusion=ddp", f"--steps={steps}"]
+    words += [f"--method=bsp:collective={collective},buckets=ddp", f"--steps={steps}"]
     done = forked.run([*words, "--seed=0", "--json"])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr

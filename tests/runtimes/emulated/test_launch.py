@@ -44,7 +44,7 @@ def finish(process):
     return process.returncode, out, err
 
 
-def emulate(folder, *words, steps=8, script=LAYERS, method="bsp:fusion=ddp"):
+def emulate(folder, *words, steps=8, script=LAYERS, method="bsp:buckets=ddp"):
     options = ("--json", f"--method={method}", f"--steps={steps}")
     command = ["-m", "paceline", "emulate", script, *options, *words, "--", *QUICK]
     done = forked.run(command, folder=folder, seconds=SECONDS)
@@ -143,7 +143,7 @@ def test_speeds_and_a_workload_pace_the_workers(tmp_path):
         "paceline.init()\n"
         "model = torch.nn.Linear(4, 4, bias=False)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "optimizer = paceline.distribute(model, optimizer, fusion='ddp')\n"
+        "optimizer = paceline.distribute(model, optimizer, buckets='ddp')\n"
         "for _ in range(6):\n"
         "    optimizer.zero_grad()\n"
         "    model(torch.ones(2, 4)).sum().backward()\n"
@@ -366,7 +366,7 @@ import paceline, torch
 paceline.init()
 model = torch.nn.Linear(8, 8)
 plain = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = paceline.distribute(model, plain, fusion="ddp")
+optimizer = paceline.distribute(model, plain, buckets="ddp")
 for _ in range(6):
     optimizer.zero_grad()
     loss = model(torch.ones(4, 8)).square().mean()

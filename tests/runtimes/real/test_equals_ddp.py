@@ -1,4 +1,4 @@
-"""bsp is DDP: the same parameters after 20 steps, whichever runtime and fusion rule."""
+"""bsp is DDP: the same parameters after 20 steps, whichever runtime and bucket rule."""
 
 import pytest
 import torch

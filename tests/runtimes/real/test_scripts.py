@@ -60,7 +60,7 @@ MISMATCHES = {
     "count": ("2 tensors", "rank 2 has 4", "'weight1 float32[3x2]'"),
     "fewer": ("2 tensors", "rank 2 has 1", "'weight float32[3x2]'"),
     "frozen": ("'weight float32[3x2]'", "'weight float32[3x2] frozen'"),
-    "fusion": ("different options", "fusion=ddp", "fusion=wfbp"),
+    "buckets": ("different options", "buckets=ddp", "buckets=wfbp"),
     "optimizer": ("different options", "with SGD", "with Adam"),
 }
 
@@ -98,7 +98,7 @@ NOT_MEASURED = (
 @pytest.mark.slow
 def test_command_line_decides_over_the_script(tmp_path):
     """--steps, --method and --json: as options, and as variables under plain torchrun."""
-    spec = "bsp:fusion=wfbp"
+    spec = "bsp:buckets=wfbp"
     port = free_port()
     options = ["--nnodes=1", "--node-rank", "0"]  # torchrun's own pass through
     options += ["--master-addr=127.0.0.1", f"--master-port={port}"]
@@ -124,7 +124,7 @@ def test_command_line_decides_over_the_script(tmp_path):
         job.check_ended_well()
         override = f"paceline: --method {spec} overrides the script's"
         assert job.stderr.count(override) == 1
-        assert "'bsp:fusion=single'" in job.stderr
+        assert "'bsp:buckets=single'" in job.stderr
         assert "came to its end" not in job.stdout + job.stderr
         ended = "ended after 7 steps, as --steps asked, in optimizer.step() at "
         assert job.stderr.count(ended) == 1
@@ -237,7 +237,7 @@ def check_bare_script(folder, end, launchers, workers=2, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    ["ssp:staleness=0,fusion=wfbp", "bsp:collective=parameter-server"],
+    ["ssp:staleness=0,buckets=wfbp", "bsp:collective=parameter-server"],
 )
 def test_both_runtimes_count_the_same_bytes_towards_servers(tmp_path, method):
     options = {"JSON": "1", "STEPS": "7", "METHOD": method}

@@ -442,7 +442,7 @@ import threading, torch, paceline
 paceline.init()
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = paceline.distribute(model, optimizer, method="bsp:fusion=ddp")
+optimizer = paceline.distribute(model, optimizer, method="bsp:buckets=ddp")
 for step in range(2):
     optimizer.zero_grad()
     model(torch.randn(8, 4)).square().mean().backward()

@@ -50,7 +50,7 @@ def end_of(method, make, workers=3, servers=0, limit=LIMIT, batches=None):
     def train(rank):
         model = Quadratic()
         optimizer = paceline.distribute(
-            model, make(model), method=method, fusion="wfbp", clip_norm=limit
+            model, make(model), method=method, buckets="wfbp", clip_norm=limit
         )
         for step in range(1, STEPS + 1 if batches is None else batches[rank] + 1):
             optimizer.zero_grad()
@@ -128,7 +128,7 @@ def test_who_counts_is_clipped_though_others_come_too_late(servers):
             model,
             plain_sgd(model),
             method="backup:wait_for=2",
-            fusion="wfbp",
+            buckets="wfbp",
             clip_norm=LIMIT,
         )
         late = rank == 2

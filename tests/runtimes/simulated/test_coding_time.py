@@ -75,11 +75,11 @@ def coding_seconds(
     )
 
 
-@pytest.mark.parametrize("fusion", ["wfbp", "single"])
+@pytest.mark.parametrize("buckets", ["wfbp", "single"])
 @pytest.mark.parametrize("workers", [2, 4])
-def test_a_step_is_charged_what_the_workload_says(workers, fusion):
+def test_a_step_is_charged_what_the_workload_says(workers, buckets):
     compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
-    seconds = coding_seconds(compute, workers, compression="bf16", fusion=fusion)
+    seconds = coding_seconds(compute, workers, compression="bf16", buckets=buckets)
     assert seconds == pytest.approx(MEANS * (3.0 + 1.0 + workers * 0.25))
 
 
@@ -89,13 +89,13 @@ def test_a_step_is_charged_what_the_workload_says(workers, fusion):
 def test_workers_that_share_cores_code_in_turn(cores, crowd):
     compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
     shared = replace(cluster(rack(4)), processor=Processor(cores=cores))
-    seconds = coding_seconds(compute, shared, compression="bf16", fusion="single")
+    seconds = coding_seconds(compute, shared, compression="bf16", buckets="single")
     assert seconds == pytest.approx(crowd * MEANS * (3.0 + 1.0 + 4 * 0.25))
 
 
 def test_dense_first_steps_are_no_other_compressor():
     compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
-    options = {"compression": "bf16:dense_steps=9", "fusion": "single"}
+    options = {"compression": "bf16:dense_steps=9", "buckets": "single"}
     assert coding_seconds(compute, 2, **options) == pytest.approx(MEANS * 4.5)
 
 
@@ -106,7 +106,7 @@ def test_bytes_are_charged_where_nobody_has_measured():
     (sentence,) = runtime.result.guessed
     assert "paceline profile SCRIPT --compression bf16:residuals=false" in sentence
     before, after = make("bf16").passes(2)
-    seconds = coding_seconds(compute, 2, compression="bf16", fusion="single")
+    seconds = coding_seconds(compute, 2, compression="bf16", buckets="single")
     whole = sum(workload().sizes)
     assert seconds == pytest.approx(MEANS * (before + after) * whole / 1e6)
 
@@ -126,7 +126,7 @@ def test_coding_takes_time_also_beside_a_script_that_paces_itself():
     def body(rank: int) -> float:
         paceline.pace(10.0)
         start = paceline.now()
-        train(model(), compression="bf16", fusion="single")
+        train(model(), compression="bf16", buckets="single")
         return paceline.now() - start
 
     compute = replace(compute, instead_of_pace=False)
@@ -134,29 +134,29 @@ def test_coding_takes_time_also_beside_a_script_that_paces_itself():
         assert seconds == pytest.approx(MEANS * 4.5, rel=0.01)
 
 
-def bytes_of_steps(stands_in: bool, compression: str, fusion: str) -> list[int]:
+def bytes_of_steps(stands_in: bool, compression: str, buckets: str) -> list[int]:
     """Of the last two steps, of worker 0."""
 
     def body(rank: int) -> list[int]:
         trained = paceline.stand_in(workload()) if stands_in else model()
-        journal = train(trained, 5, compression=compression, fusion=fusion)
+        journal = train(trained, 5, compression=compression, buckets=buckets)
         return [step.bytes_sent for step in journal.steps]
 
     return run(3, body)[0][-2:]
 
 
 @pytest.mark.parametrize(
-    ("name", "fusion"),
+    ("name", "buckets"),
     [*crossed(2, COMPRESSORS, ["single"]), ("powersgd", "wfbp")],
 )
-def test_a_stand_in_sends_what_the_model_sends(name, fusion):
+def test_a_stand_in_sends_what_the_model_sends(name, buckets):
     compression = full_spec(make(name))
     if name != "none":
         compression += ",dense_steps=0"
     # A step of gd-top-k that ends an epoch sends all: the last two are one.
     compression = compression.replace("epoch_steps=0", "epoch_steps=2")
-    real = bytes_of_steps(False, compression, fusion)
-    stand_in = bytes_of_steps(True, compression, fusion)
+    real = bytes_of_steps(False, compression, buckets)
+    stand_in = bytes_of_steps(True, compression, buckets)
     # Codes that take turns are stood for by their mean, in whole bytes.
     assert sum(stand_in) == pytest.approx(sum(real), rel=1e-3, abs=16)
 

@@ -60,9 +60,9 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize(
     "method",
     [
-        "bsp:fusion=wfbp",
-        "bsp:collective=parameter-server,fusion=wfbp",
-        "bsp:collective=parameter-server,servers=per-node,fusion=wfbp",
+        "bsp:buckets=wfbp",
+        "bsp:collective=parameter-server,buckets=wfbp",
+        "bsp:collective=parameter-server,servers=per-node,buckets=wfbp",
         "backup",
         "backup:wait_for=1",
         "asp",
@@ -70,7 +70,7 @@ class Model(torch.nn.Module):
         "r2sp",
         "sync-switch:bsp_steps=100",
         "osp:budget=constant",
-        "osp:collective=native,budget=constant,fusion=wfbp",
+        "osp:collective=native,budget=constant,buckets=wfbp",
     ],
 )
 def test_two_hundred_steps_keep_no_more_than_fifty(method: str) -> None:

@@ -24,7 +24,7 @@ def end_of(method, workers, make=torch.optim.SGD, servers=0, **settings):
     def train(rank):
         model = Quadratic()
         plain = make(model.parameters(), lr=0.1, **settings)
-        optimizer = paceline.distribute(model, plain, method=method, fusion="wfbp")
+        optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
         for step in range(1, 9):
             optimizer.zero_grad()
             model(centers_of(rank, step)).backward()
@@ -96,7 +96,7 @@ def test_backup_counts_the_same_workers_on_all_servers(servers):
             model.weight.copy_(torch.randn(300, 300))
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         method = "backup:wait_for=2" if cluster.workers == 3 else "backup"
-        optimizer = paceline.distribute(model, plain, method=method, fusion="wfbp")
+        optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
         generator = torch.Generator().manual_seed(rank)
         for step in range(12):
             if rank == 2 and step == 4:
@@ -176,8 +176,8 @@ def test_textbook_push_and_pull_are_an_incast_and_its_mirror(workers):
         (Rack(workers=workers, link=rate, latency=latency),), servers=(ServerHost(),)
     )
     for method in (
-        "bsp:collective=parameter-server,fusion=single",
-        "backup:fusion=single",
+        "bsp:collective=parameter-server,buckets=single",
+        "backup:buckets=single",
     ):
         took = seconds_of_a_step(method, cluster)
         each = latency + workers * (size + HEADER_BYTES) / rate
@@ -194,7 +194,7 @@ def test_a_trace_tells_when_messages_were_on_their_way():
     def train(rank):
         model = torch.nn.Linear(size // 4, 1, bias=False)
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, plain, method="backup:fusion=single")
+        optimizer = paceline.distribute(model, plain, method="backup:buckets=single")
         for _ in range(3):
             model(torch.ones(size // 4)).backward()
             optimizer.step()
@@ -218,15 +218,15 @@ def test_a_trace_tells_when_messages_were_on_their_way():
 def test_pulls_stream_back_while_others_are_pushed():
     rack = Rack(workers=4, link=50e6, latency=0.0)
     cluster = Cluster((rack,), servers=(ServerHost(),))
-    textbook = seconds_of_a_step("backup:fusion=single", cluster)
-    streamed = seconds_of_a_step("backup:fusion=wfbp", cluster)
+    textbook = seconds_of_a_step("backup:buckets=single", cluster)
+    streamed = seconds_of_a_step("backup:buckets=wfbp", cluster)
     # 8 buckets, both directions at once: 9 bucket times instead of 16.
     assert streamed == pytest.approx(textbook * 9 / 16, rel=1e-3)
 
 
 def test_servers_on_each_host_share_the_load():
     rack = Rack(workers=4, link=50e6, latency=0.0)
-    took = seconds_of_a_step("backup:fusion=single,servers=per-node", Cluster((rack,)))
+    took = seconds_of_a_step("backup:buckets=single,servers=per-node", Cluster((rack,)))
     # Each host sends 3/4 of the model to other hosts' servers, and gets it back.
     assert took == pytest.approx(2 * 0.75 * 8 * MB / 50e6, rel=1e-3)
 
@@ -235,10 +235,10 @@ def test_the_servers_processor_is_first_come_first_served():
     rack = Rack(workers=4, link=1e12, latency=0.0)
     cluster = Cluster((rack,), servers=(ServerHost(),))
     rates = ServerRates(added=100e6, stepped=50e6)
-    took = seconds_of_a_step("backup:fusion=single", cluster, rates=rates)
+    took = seconds_of_a_step("backup:buckets=single", cluster, rates=rates)
     # three additions, one copy of the result, one step of the optimizer, of 8 MB each
     assert took == pytest.approx(4 * 0.08 + 0.16, rel=1e-3)
-    took = seconds_of_a_step("asp:fusion=single", cluster, rates=rates)
+    took = seconds_of_a_step("asp:buckets=single", cluster, rates=rates)
     # four steps and four copies, one after the other
     assert took == pytest.approx(4 * (0.16 + 0.08), rel=1e-3)
 
@@ -332,7 +332,7 @@ def test_clipping_that_changes_nothing_is_no_change(method):
         def train(rank):
             model = Quadratic()
             plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer = paceline.distribute(model, plain, method=method, fusion="wfbp")
+            optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
             for step in range(12):
                 optimizer.zero_grad()
                 model(centers_of(rank, step)).backward()
@@ -401,7 +401,7 @@ def test_a_learning_rate_schedule_reaches_the_server():
         for method in ("bsp", "backup"):
             model = Quadratic()
             plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            optimizer = paceline.distribute(model, plain, method=method, fusion="ddp")
+            optimizer = paceline.distribute(model, plain, method=method, buckets="ddp")
             schedule = torch.optim.lr_scheduler.OneCycleLR(
                 optimizer, 0.1, total_steps=9
             )

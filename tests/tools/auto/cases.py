@@ -73,7 +73,7 @@ def one_step(model, optimizer, step):
 def trained(method, steps, optimizer=sgd, model=small_model, **options):
     """The parameters at the end; *steps*: of each worker, or for each rank."""
     net = model()
-    options.setdefault("fusion", "ddp")
+    options.setdefault("buckets", "ddp")
     wrapped = paceline.distribute(
         net, optimizer(net.parameters()), method=method, **options
     )
@@ -96,7 +96,7 @@ def assert_equal_everywhere(mine):
 
 
 EXACT = (
-    *("bsp", "bsp:fusion=wfbp", "bsp:overlap=false", "bsp:collective=tree"),
+    *("bsp", "bsp:buckets=wfbp", "bsp:overlap=false", "bsp:collective=tree"),
     *("bsp:collective=parameter-server", "dear", "priority"),
     *("osp:collective=native,defer=nothing", "osp:defer=nothing"),
 )
@@ -193,7 +193,7 @@ def a_change_to_what_cannot_be_is_refused_on_all_workers():
 def begun(method, optimizer=sgd, **options):
     net = small_model()
     plain = optimizer(net.parameters())
-    return net, paceline.distribute(net, plain, method=method, fusion="ddp", **options)
+    return net, paceline.distribute(net, plain, method=method, buckets="ddp", **options)
 
 
 def a_checkpoint_says_which_method_it_had():
@@ -258,9 +258,9 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
 
 
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
-    net, wrapped = begun(changing({60: "dear", 62: "bsp:fusion=optimal", 66: "bsp"}))
+    net, wrapped = begun(changing({60: "dear", 62: "bsp:buckets=optimal", 66: "bsp"}))
     changes, journal = inspect(wrapped).changes, join_runtime().journal
-    assert not changes.change("bsp:fusion=optimal", together=True)
+    assert not changes.change("bsp:buckets=optimal", together=True)
     for step in range(60):
         one_step(net, wrapped, step)
     planned = journal.buckets
@@ -294,7 +294,7 @@ def applied(specs, steps):
     """What was applied of all mean gradients, and what codes keep; the steps of training."""
     net = Linear()
     plain = torch.optim.SGD(net.parameters(), lr=1.0)
-    wrapped = paceline.distribute(net, plain, method=changing(specs), fusion="ddp")
+    wrapped = paceline.distribute(net, plain, method=changing(specs), buckets="ddp")
     for step in range(steps):
         wrapped.zero_grad()
         net(given(paceline.rank(), step)).backward()

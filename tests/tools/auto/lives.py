@@ -16,7 +16,7 @@ SPECS = (
     *("dear", "bsp:collective=tree", "bsp:compression=int8", "osp:collective=native"),
     *(
         "local-sgd:every=2",
-        "bsp:fusion=wfbp",
+        "bsp:buckets=wfbp",
         "ds-sync",
         "bsp:collective=parameter-server",
     ),

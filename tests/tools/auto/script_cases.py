@@ -115,7 +115,7 @@ def closures_are_evaluated():
             wrapped.step(closure)
 
     both(train)
-    follows = Follows({2: "dear", 3: "bsp:fusion=wfbp"})
+    follows = Follows({2: "dear", 3: "bsp:buckets=wfbp"})
     for method in ("bsp", Auto(follows)):
         net, wrapped = begun(method, lambda p: torch.optim.LBFGS(p, max_iter=3))
         train(net, wrapped)
@@ -173,10 +173,10 @@ def samplers_weigh_uneven_shares():
 
 def statistics_of_batches_go_on():
     ends = []
-    for method in ("bsp", changing({2: "dear", 5: "bsp:fusion=wfbp"})):
+    for method in ("bsp", changing({2: "dear", 5: "bsp:buckets=wfbp"})):
         net = normalized()
         plain = torch.optim.SGD(net.parameters(), lr=0.1)
-        wrapped = paceline.distribute(net, plain, method=method, fusion="ddp")
+        wrapped = paceline.distribute(net, plain, method=method, buckets="ddp")
         for step in range(8):
             one_step(net, wrapped, step)
         wrapped.finish()
@@ -213,7 +213,7 @@ def courses_that_disagree_are_an_error():
 
 
 def a_gradient_that_is_not_finite_is_named_under_each_method():
-    for spec in ("bsp:fusion=wfbp", "dear"):
+    for spec in ("bsp:buckets=wfbp", "dear"):
         net, wrapped = begun(changing({2: spec}), check_finite=True)
         for step in range(3):
             one_step(net, wrapped, step)

@@ -10,7 +10,7 @@ from paceline.tools.auto.config import Auto, check_wish, wish_of
 
 def test_the_words():
     assert wish_of(None) is None
-    assert wish_of("bsp:fusion=ddp") is None
+    assert wish_of("bsp:buckets=ddp") is None
     assert wish_of("auto") == Auto()
     wish = wish_of("auto:consistency=lossy,cluster=c.toml,file=d.json")
     assert wish == Auto(consistency="lossy", cluster="c.toml", file="d.json")

@@ -91,7 +91,7 @@ def test_of_two_alike_the_stronger_promise_comes_first():
 
 
 def test_two_of_one_kind_are_one():
-    rows = [row("dear", 0.7), row("dear:fusion=wfbp", 0.72), row("priority", 0.8)]
+    rows = [row("dear", 0.7), row("dear:buckets=wfbp", 0.72), row("priority", 0.8)]
     assert chosen(rows) == ["dear", "priority"]
 
 

@@ -165,7 +165,7 @@ def test_one_worker_is_bsp(planner, capfd):
     ("method", "options", "words"),
     [
         ("auto", {"compression": "int8"}, "compression"),
-        ("auto", {"fusion": "ddp"}, "fusion"),
+        ("auto", {"buckets": "ddp"}, "buckets"),
         ("auto:consistency=asynchronous", {}, "name the method"),
     ],
 )
@@ -177,7 +177,7 @@ def test_what_is_refused(method, options, words):
 
 def test_the_command_lines_auto_wins_over_the_scripts_choices(planner):
     runtime = simulation(2, options=RunOptions(method="auto:consistency=delayed"))
-    (specs, _, _), _ = run_on(runtime, training("osp", steps=3, fusion="ddp"))
+    (specs, _, _), _ = run_on(runtime, training("osp", steps=3, buckets="ddp"))
     assert set(specs) == {"bsp"}
 
 
@@ -230,10 +230,10 @@ def test_nothing_is_left_running(planner, monkeypatch):
 
 def test_who_comes_back_to_a_spec_does_not_measure_its_buckets_again(capfd):
     specs = {40: CODED, 60: "bsp", 70: CODED}
-    run_on(network(), training(changing(specs), steps=90, fusion="optimal"))
+    run_on(network(), training(changing(specs), steps=90, buckets="optimal"))
     said = capfd.readouterr().err.count("planned from measured times")
     assert said == 2
-    run_on(network(), training(changing({40: CODED}), steps=70, fusion="optimal"))
+    run_on(network(), training(changing({40: CODED}), steps=70, buckets="optimal"))
     assert capfd.readouterr().err.count("planned from measured times") == 2
 
 

@@ -36,7 +36,7 @@ class Site:
     link: float = GIGABIT
     latency: float = 50e-6
     workload: Workload = field(default_factory=lambda: layers(8, 40.0, 0.1, 0.2))
-    spec: str = "bsp:fusion=ddp"
+    spec: str = "bsp:buckets=ddp"
     slow: dict = field(default_factory=dict)
     paths: dict = field(default_factory=dict)
     varying: dict = field(default_factory=dict)

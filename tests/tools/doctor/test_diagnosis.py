@@ -253,7 +253,7 @@ def _with_step(worker, seconds):
 def test_many_small_messages_over_a_latency():
     many = layers(24, 1.0, 0.03, 0.06)
     made = site(
-        hosts=3, workload=many, latency=3e-3, spec="bsp:fusion=wfbp", messages=24.0
+        hosts=3, workload=many, latency=3e-3, spec="bsp:buckets=wfbp", messages=24.0
     )
     found = named(made)
     assert set(found) == {"start-up"}
@@ -261,7 +261,7 @@ def test_many_small_messages_over_a_latency():
     assert "--method" in found["start-up"].command
     made.spec = found["start-up"].command.split("--method ")[1]
     assert not named(made)
-    made.spec, made.latency = "bsp:fusion=wfbp", 10e-6
+    made.spec, made.latency = "bsp:buckets=wfbp", 10e-6
     assert not named(made)
 
 

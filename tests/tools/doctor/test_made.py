@@ -21,7 +21,7 @@ SPEEDS = (1.0, 1.0, 0.6, 1.0)
 
 
 def evidence_of(
-    cluster, workload, waits=None, method="bsp:fusion=ddp", steps=6, passes=1
+    cluster, workload, waits=None, method="bsp:buckets=ddp", steps=6, passes=1
 ):
     """What is measured of a training there; *waits*: by rank, seconds before each pass; *passes*: of a step."""
     found = []

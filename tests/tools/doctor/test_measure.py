@@ -28,7 +28,7 @@ def examine(cluster, body, **compute):
     return found[0]
 
 
-def trains(steps=8, layers=4, width=64, method="bsp:fusion=wfbp", before=None):
+def trains(steps=8, layers=4, width=64, method="bsp:buckets=wfbp", before=None):
     def body(rank):
         paceline.init()
         torch.manual_seed(1)
@@ -91,7 +91,7 @@ def test_a_scarce_uplink_shows_where_all_send_at_once_though_each_pair_is_fast()
 
 def test_where_a_step_goes():
     evidence = examine(Cluster((rack(4),)), trains(), forward=0.1, backward=0.2)
-    assert evidence.spec == "bsp:fusion=wfbp"
+    assert evidence.spec == "bsp:buckets=wfbp"
     assert len(evidence.workers) == 4
     for worker in evidence.workers:
         step = worker.step
@@ -175,7 +175,7 @@ def test_accumulated_passes_are_one_step():
         paceline.init()
         model = torch.nn.Linear(64, 64)
         plain = torch.optim.SGD(model.parameters(), lr=1e-6)
-        optimizer = paceline.distribute(model, plain, method="bsp:fusion=ddp")
+        optimizer = paceline.distribute(model, plain, method="bsp:buckets=ddp")
         batch = torch.full((2, 64), 1.0 + rank)
         for _ in range(6):
             with optimizer.no_sync():
@@ -202,7 +202,7 @@ def test_gradients_that_come_all_at_the_end():
             )
         )
         plain = torch.optim.SGD(model.parameters(), lr=1e-6)
-        optimizer = paceline.distribute(model, plain, method="bsp:fusion=ddp")
+        optimizer = paceline.distribute(model, plain, method="bsp:buckets=ddp")
         for _ in range(6):
             model(torch.full((1,), 1.0 + rank)).backward()
             optimizer.step()
@@ -216,7 +216,7 @@ def test_a_part_of_the_model_that_is_called_by_itself():
         paceline.init()
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 1))
         plain = torch.optim.SGD(model.parameters(), lr=1e-6)
-        optimizer = paceline.distribute(model, plain, method="bsp:fusion=ddp")
+        optimizer = paceline.distribute(model, plain, method="bsp:buckets=ddp")
         for _ in range(6):
             batch = torch.full((2, 64), 1.0 + rank)
             model[1](model[0](batch)).sum().backward()

@@ -28,7 +28,7 @@ def examine(folder, *script, workers=2):
 @pytest.mark.slow
 def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
     evidence = examine(tmp_path, TRAINS, "slow", "own")
-    assert (evidence.runtime, evidence.spec) == ("real", "bsp:fusion=ddp")
+    assert (evidence.runtime, evidence.spec) == ("real", "bsp:buckets=ddp")
     first, second = evidence.workers
     assert first.step.input.median < 0.05 <= second.step.input.median
     # The other one waits for it: what both take is the same.

@@ -113,7 +113,7 @@ def test_both_bounds_are_told_apart(agreement, off, spread, judged):
 def test_predictions_from_probe_and_profile_alone_hold(agreement, tmp_path):
     cells = [
         agreement.Cell(
-            "layers-4-200", "layers", (), agreement.equal(4, 200), f"bsp:fusion={rule}"
+            "layers-4-200", "layers", (), agreement.equal(4, 200), f"bsp:buckets={rule}"
         )
         for rule in ("ddp", "wfbp")
     ]

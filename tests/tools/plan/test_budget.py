@@ -211,16 +211,16 @@ class Counts:
 
 def test_what_follows_the_candidates_keeps_to_what_they_have_left():
     job = Job(cluster=cluster(8), workload=layers(4))
-    plan_ = made(row("bsp"), row("bsp:fusion=ddp"), row("osp", "delayed"))
+    plan_ = made(row("bsp"), row("bsp:buckets=ddp"), row("osp", "delayed"))
     nothing, counts = Budget(0.0), Counts()
     found = helps(plan_, job, counts, nothing)
     assert (found.break_even, found.helps) == ((), ())
     assert found.untried == 6  # the links, four kinds of batches, four workers
     assert steps_of(plan_, job, predict=counts, budget=nothing) == []
     assert counts.asked == []
-    price = cost(job, "bsp", short=False) + cost(job, "bsp:fusion=ddp", short=False)
+    price = cost(job, "bsp", short=False) + cost(job, "bsp:buckets=ddp", short=False)
     some = Budget(price)
     steps_of(plan_, job, predict=counts, budget=some)
-    assert [spec for _, spec in counts.asked] == ["bsp", "bsp:fusion=ddp"]
+    assert [spec for _, spec in counts.asked] == ["bsp", "bsp:buckets=ddp"]
     assert some.left == pytest.approx(0.0)
     assert helps(plan_, job, counts).untried == 0

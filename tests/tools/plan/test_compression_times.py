@@ -136,7 +136,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
 def test_rows_that_were_cut_stay_those_of_few_tensors():
     job = Job(cluster=cluster(2), workload=layers(2 * FEW))
     cut = row("bsp:compression=int8", "lossy", cut=True, guessed=True)
-    full = row("bsp:fusion=wfbp,compression=int8", "lossy", guessed=True)
+    full = row("bsp:buckets=wfbp,compression=int8", "lossy", guessed=True)
     coding = {
         code_of(cut.spec): CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
     }

@@ -51,7 +51,7 @@ def test_a_row_that_was_cut_is_best_only_where_no_other_is():
 
 
 def test_a_faster_link_gives_what_it_would_give():
-    plan = made(row("bsp:fusion=single", seconds=0.33))
+    plan = made(row("bsp:buckets=single", seconds=0.33))
     job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
     rates = (12.5e6, 125e6)
     points = what_if(plan, job, workers=(1, 2), rates=rates)
@@ -82,16 +82,16 @@ def test_what_waits_for_nothing_is_not_run_with_faster_links():
 
 def test_of_each_class_different_methods_or_codes_are_asked_what_if():
     plan = made(
-        row("bsp:fusion=wfbp"),
+        row("bsp:buckets=wfbp"),
         row("bsp:collective=auto"),
         row("dear", seconds=0.1),
         row("priority", seconds=0.2),
         row("bsp:compression=int8", "lossy"),
-        row("bsp:compression=int8,fusion=wfbp", "lossy"),
+        row("bsp:compression=int8,buckets=wfbp", "lossy"),
         row("bsp:compression=bf16", "lossy", 0.1),
     )
     assert shortlist(plan) == {
-        "exact": ["bsp:fusion=wfbp", "dear"],
+        "exact": ["bsp:buckets=wfbp", "dear"],
         "lossy": ["bsp:compression=int8", "bsp:compression=bf16"],
     }
 

@@ -33,7 +33,7 @@ def test_every_row_of_every_registry_is_a_candidate_but_those_to_compare_with():
     for key, names in (
         ("collective", set(COLLECTIVES) - {"native", "ring"}),
         ("compression", set(COMPRESSORS) - CONTRIB - {"none"}),
-        ("fusion", set(RULES) - {"optimal"}),
+        ("buckets", set(RULES) - {"optimal"}),
     ):
         assert names <= {spec.values.get(key) for spec in specs if spec.name == "bsp"}
     assert not CONTRIB & {spec.values.get("compression") for spec in specs}
@@ -178,8 +178,8 @@ def test_each_row_is_its_own_full_run_and_ddps_too_where_it_is_slow():
     job = Job(cluster=cluster(2), workload=layers(17))
     made = plan(job.cluster, job.workload, allowed=("exact",))
     full = require_full_runs(made, job)
-    assert {"bsp", "bsp:fusion=ddp", "bsp:fusion=mg-wfbp", "dear"} <= full
-    planned, ddp = made.row("bsp"), made.row("bsp:fusion=ddp")
+    assert {"bsp", "bsp:buckets=ddp", "bsp:buckets=mg-wfbp", "dear"} <= full
+    planned, ddp = made.row("bsp"), made.row("bsp:buckets=ddp")
     assert planned.step_seconds < ddp.step_seconds
     assert ddp.buckets < planned.buckets
 
@@ -193,14 +193,14 @@ def test_rows_of_all_classes_are_full_runs(tensors):
     job = Job(cluster=Cluster((rack,)), workload=layers(tensors))
     made = plan(job.cluster, job.workload, budget_seconds=1e4)
     full = require_full_runs(made, job)
-    assert {"bsp:fusion=ddp", "osp:collective=native,fusion=ddp"} <= full
+    assert {"bsp:buckets=ddp", "osp:collective=native,buckets=ddp"} <= full
 
 
 def test_ddps_row_is_a_full_run_where_it_is_hopeless():
     """It stands beside the best of each class, and all of them are held against it."""
 
     def said(job, specs, *, short):
-        slow = {"bsp:fusion=ddp": 1.0, "bsp:fusion=single": 1.0}
+        slow = {"bsp:buckets=ddp": 1.0, "bsp:buckets=single": 1.0}
         rest = {"compute_seconds": 0.1, "exposed_seconds": 0.0, "bytes_sent": 1e6}
         return iter(
             [
@@ -210,5 +210,5 @@ def test_ddps_row_is_a_full_run_where_it_is_hopeless():
         )
 
     made = plan(cluster(2), layers(17), allowed=("exact",), predict=said)
-    assert not made.row("bsp:fusion=ddp").cut
-    assert made.row("bsp:fusion=single").cut
+    assert not made.row("bsp:buckets=ddp").cut
+    assert made.row("bsp:buckets=single").cut

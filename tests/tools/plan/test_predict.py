@@ -24,7 +24,7 @@ def predicted(spec, *, short=False, **job):
 
 def test_one_bucket_takes_what_a_ring_takes():
     work = layers()
-    found = predicted("bsp:fusion=single")
+    found = predicted("bsp:buckets=single")
     size, n, rate = sum(work.sizes), 4, 12.5e6
     ring = 2 * (n - 1) / n * size / rate + 2 * (n - 1) * 50e-6
     assert found.step_seconds == pytest.approx(0.09 + ring, rel=1e-6)
@@ -97,7 +97,7 @@ def test_rates_of_workers_that_wait_for_nobody_add_up():
     both = predicted("asp:servers=per-node", cluster=Cluster((rack,)))
     # In one of the fast worker's steps of 90 ms 1.5 gradients are computed.
     assert both.step_seconds == pytest.approx(2 * 0.09 / 1.5, rel=0.1)
-    slow = predicted("bsp:fusion=ddp", cluster=Cluster((rack,)))
+    slow = predicted("bsp:buckets=ddp", cluster=Cluster((rack,)))
     assert slow.step_seconds == pytest.approx(0.18, rel=0.01)
 
 
@@ -115,8 +115,8 @@ def test_what_cannot_run_says_why():
 
 
 def test_accumulated_passes_are_computed_and_sent_once():
-    once = predicted("bsp:fusion=ddp")
-    thrice = predicted("bsp:fusion=ddp", accumulate=3)
+    once = predicted("bsp:buckets=ddp")
+    thrice = predicted("bsp:buckets=ddp", accumulate=3)
     assert thrice.bytes_sent == once.bytes_sent
     assert thrice.step_seconds == pytest.approx(once.step_seconds + 2 * 0.09, rel=1e-6)
     assert math.isclose(
@@ -126,7 +126,7 @@ def test_accumulated_passes_are_computed_and_sent_once():
 
 def test_a_larger_batch_takes_longer_also_where_nobody_knows_how_large_it_is():
     unknown = replace(layers(), batch=None)
-    twice = predicted("bsp:fusion=ddp", workload=unknown, batches=2, short=True)
+    twice = predicted("bsp:buckets=ddp", workload=unknown, batches=2, short=True)
     assert twice.compute_seconds == pytest.approx(2 * 0.09, rel=1e-6)
 
 
@@ -156,7 +156,7 @@ def test_fewer_tensors_have_the_same_bytes_and_times():
 @pytest.mark.slow
 def test_predictions_in_other_processes_are_the_same():
     job = Job(cluster=cluster(2), workload=layers(1))
-    specs = ["bsp:fusion=single", "bsp:compression=dgc,compression.density=3"]
+    specs = ["bsp:buckets=single", "bsp:compression=dgc,compression.density=3"]
     with in_processes(2) as predict_all:
         elsewhere = list(predict_all(job, specs, short=True))
     assert elsewhere == list(in_this_process(job, specs, short=True))
@@ -166,10 +166,10 @@ def test_predictions_in_other_processes_are_the_same():
 def test_who_waits_for_its_batch_makes_all_wait():
     rack = Rack(workers=2, link=1e12, latency=0.0, speed=(1.0, 0.5))
     job = {"cluster": Cluster((rack,))}
-    assert predicted("bsp:fusion=ddp", **job).step_seconds == pytest.approx(
+    assert predicted("bsp:buckets=ddp", **job).step_seconds == pytest.approx(
         0.18, rel=0.01
     )
-    late = predicted("bsp:fusion=ddp", inputs=(0.0, 0.05), **job)
+    late = predicted("bsp:buckets=ddp", inputs=(0.0, 0.05), **job)
     assert late.step_seconds == pytest.approx(0.23, rel=0.01)
-    hidden = predicted("bsp:fusion=ddp", inputs=(0.05, 0.0), **job)
+    hidden = predicted("bsp:buckets=ddp", inputs=(0.05, 0.0), **job)
     assert hidden.step_seconds == pytest.approx(0.18, rel=0.01)

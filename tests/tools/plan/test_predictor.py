@@ -26,7 +26,7 @@ from tests.tools.plan.helpers import cluster, layers
 if __name__ == "__main__":
     job = Job(cluster=cluster(), workload=layers())
     with in_processes(2) as predict:
-        answers = list(predict(job, ["bsp", "bsp:fusion=ddp"] * 4, short=True))
+        answers = list(predict(job, ["bsp", "bsp:buckets=ddp"] * 4, short=True))
         print(*predict._pool._processes, flush=True)  # idle by now: they wait for more
         sys.stdin.read()
 """
@@ -74,9 +74,9 @@ class Submitted:
 def test_the_longest_prediction_begins_first_and_answers_keep_their_order():
     job = Job(cluster=cluster(8), workload=layers(8))
     pool = Submitted()
-    asked = [(job, spec) for spec in ("bsp:fusion=ddp", "asp", "bsp:collective=tree")]
+    asked = [(job, spec) for spec in ("bsp:buckets=ddp", "asp", "bsp:collective=tree")]
     assert list(_Pool(pool).each(asked)) == [spec for _, spec in asked]
-    assert pool.specs == ["asp", "bsp:collective=tree", "bsp:fusion=ddp"]
+    assert pool.specs == ["asp", "bsp:collective=tree", "bsp:buckets=ddp"]
 
 
 def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
@@ -88,6 +88,6 @@ def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
     monkeypatch.setitem(METHODS, "own", Own)
     pool = Submitted()
     job = Job(cluster=cluster(2), workload=layers(1))
-    (said,) = _Pool(pool)(job, ["own:fusion=ddp"], short=True)
+    (said,) = _Pool(pool)(job, ["own:buckets=ddp"], short=True)
     assert pool.specs == []
     assert said.step_seconds > 0

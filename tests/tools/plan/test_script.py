@@ -75,7 +75,7 @@ def test_passes_and_uses_of_gradients_are_found_out(
     assert ("gradients" in made.source) == uses
 
 
-@pytest.mark.parametrize("spec", ["bsp:fusion=ddp", "dear"])
+@pytest.mark.parametrize("spec", ["bsp:buckets=ddp", "dear"])
 @pytest.mark.parametrize(
     ("passes", "clips"), [(1, "no"), (2, "no"), (1, "by hand"), (2, "clip_norm")]
 )
@@ -111,7 +111,7 @@ def test_a_workloads_passes_are_a_jobs_unless_it_says_others():
     assert job.passes == 3
     assert replace(job, accumulate=16).passes == 16
     assert replace(job, workload=layers()).passes == 1  # as of files that do not say it
-    found = predict(job, "bsp:fusion=single")
+    found = predict(job, "bsp:buckets=single")
     assert found.compute_seconds == pytest.approx(3 * 0.09)
     one = alone(job)
     assert one.step_seconds == pytest.approx(3 * 0.09)

@@ -19,7 +19,7 @@ from tests.tools.plan.test_more import made, row
 def test_the_break_even_link_is_where_one_bucket_takes_as_long():
     """n workers take compute + 2 (n - 1) / n S / b, and are as fast as one at n computes."""
     job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
-    (found,) = break_evens(job, ["bsp:fusion=single"], 0.09)
+    (found,) = break_evens(job, ["bsp:buckets=single"], 0.09)
     size = sum(layers(1).sizes)
     assert found.rate == pytest.approx(1.5 * size / (3 * 0.09), rel=0.03)
     assert "as fast as one machine at" in found.words
@@ -28,7 +28,7 @@ def test_the_break_even_link_is_where_one_bucket_takes_as_long():
 def test_looks_at_links_are_counted_as_many_as_there_are():
     """And a search that the budget does not see to its end has no answer."""
     job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
-    spec = "bsp:fusion=single"
+    spec = "bsp:buckets=single"
     price = cost(job, spec, short=True)
     asked = []
 
@@ -48,7 +48,7 @@ def test_looks_at_links_are_counted_as_many_as_there_are():
 
 def test_no_link_helps_where_latency_is_all():
     job = Job(cluster=cluster(2, latency="1s"), workload=layers(1))
-    (found,) = break_evens(job, ["bsp:fusion=single"], 0.09)
+    (found,) = break_evens(job, ["bsp:buckets=single"], 0.09)
     assert found.rate is None
     assert "no link" in found.words
 

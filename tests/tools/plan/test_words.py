@@ -50,7 +50,7 @@ def test_what_is_hardly_faster_than_ddps_rule_is_no_reason_to_change():
     assert "4.00 x with bsp:compression=int8 (lossy)" in said
     assert "osp" not in said
     assert commands(plan, "x.py") == {
-        "exact": "paceline run x.py --method bsp:fusion=ddp",
+        "exact": "paceline run x.py --method bsp:buckets=ddp",
         "lossy": "paceline run x.py --method bsp:compression=int8",
     }
     assert [spec for _, spec in to_json_advised(plan)] == [DDP, "bsp:compression=int8"]
@@ -115,7 +115,7 @@ def test_of_what_loses_something_the_one_that_sends_most_is_advised():
         sped("int8", "lossy", 0.121, sent=9e5),
         sped("ef-sign", "lossy", 0.116, sent=5.2e5),
         sped("int4:collective=tree", "lossy", 0.115, sent=1e3),
-        sped("int4:fusion=wfbp", "lossy", 0.119, sent=9e5),
+        sped("int4:buckets=wfbp", "lossy", 0.119, sent=9e5),
         sped("delayed", "delayed", 0.1, sent=1e3),
         sped("later", "delayed", 0.101, sent=9e5),
         sped("cut", "lossy", 0.110, sent=9e9, cut=True),
@@ -173,7 +173,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
         "run",
         "train.py",
         "--method",
-        "bsp:fusion=ddp",
+        "bsp:buckets=ddp",
     ]
     assert len(lines) < 40
     text = "\n".join(lines)
@@ -184,7 +184,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     text = capsys.readouterr().out
     assert "it clips" in text
     assert text.rstrip().endswith(
-        "paceline emulate train.py --workers=4 --link=100mbit --method bsp:fusion=ddp"
+        "paceline emulate train.py --workers=4 --link=100mbit --method bsp:buckets=ddp"
     )
     assert text.count("4 workers train") == 2  # also below the tables
     print_plan(
@@ -193,7 +193,7 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     text = capsys.readouterr().out
     assert text.rstrip().endswith(
         "paceline emulate examples/workload.py --workers=4 --link=100mbit --method "
-        "bsp:fusion=ddp -- t.json --steps 100"
+        "bsp:buckets=ddp -- t.json --steps 100"
     )
 
 

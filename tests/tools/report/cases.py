@@ -110,7 +110,7 @@ def falling(count: int = 20) -> list[dict[str, float | None]]:
 
 def three() -> Comparison:
     comparison = Comparison()
-    for i, spec in enumerate(("bsp", "bsp:fusion=wfbp", "bsp:fusion=single")):
+    for i, spec in enumerate(("bsp", "bsp:buckets=wfbp", "bsp:buckets=single")):
         comparison.add(
             spec, falling(), workers=2, exposed=0.01 * i, last={"accuracy": 0.9}
         )

@@ -124,11 +124,11 @@ def test_the_page_holds_everything(text_of_three: str) -> None:
     assert page.cells[:10] == headings.split()
     first = "bsp|3|-|30 ms|30 ms|0 s|1 MB|0.1|0.9|1.000"
     assert page.cells[10:20] == first.split("|")
-    assert page.cells[30] == "bsp:fusion=single"
+    assert page.cells[30] == "bsp:buckets=single"
     assert page.cells[-1] == "1.667"
     assert (page.tags["svg"], page.tags["figure"]) == (3, 3 + 2)
     # the answer, the table, plots, what two lists offer, traces
-    assert page.text.count("bsp:fusion=wfbp") == 1 + 1 + 3 + 2 + 1
+    assert page.text.count("bsp:buckets=wfbp") == 1 + 1 + 3 + 2 + 1
     assert "bsp has the shortest step, 30 ms" in page.text
 
 
@@ -141,7 +141,7 @@ def test_links_lead_to_files_that_are_there(
     ]
     files = [link for link in links if not link.startswith("#")]
     assert len(files) == 3 * 2 + 3 + 1
-    assert "2-bsp-fusion-wfbp.trace.json" in files
+    assert "2-bsp-buckets-wfbp.trace.json" in files
     assert {link[1:] for link in {*links} - {*files}} <= set(page.all_of("id"))
     for link in files:
         assert (folder_of_three / unquote(link)).is_file(), link
@@ -232,8 +232,8 @@ def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
     page = Page(path.read_text(encoding="utf-8"))
     assert page.cells[:3] == ["variant", "class", "buckets"]
     assert page.cells[11:13] == ["bsp", "exact"]
-    assert page.cells[33:35] == ["bsp:fusion=single", "-"]
-    assert "local: bsp:fusion=wfbp, 40 ms" in page.text
+    assert page.cells[33:35] == ["bsp:buckets=single", "-"]
+    assert "local: bsp:buckets=wfbp, 40 ms" in page.text
 
 
 def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
 
 def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", "compare", str(LAYERS)]
-    command += ["--workers", "2", "--steps", "3", "--variant", "bsp:fusion=wfbp"]
+    command += ["--workers", "2", "--steps", "3", "--variant", "bsp:buckets=wfbp"]
     command += ["--forward", "0.1", "--backward", "0.1", *words]
     command += ["--", "--layers", "2", "--megabytes", "0.1", "--forward", "0.1"]
     return subprocess.run(
@@ -285,7 +285,7 @@ def test_compare_writes_the_page_and_names_it(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "page: paceline-runs/index.html"
     page = Page((tmp_path / "paceline-runs" / "index.html").read_text())
     assert "2 workers, 1 Gbit/s, 50 us" in page.text
-    assert "--variant bsp:fusion=wfbp" in page.text
+    assert "--variant bsp:buckets=wfbp" in page.text
     assert f"{LAYERS}: 1 variant" in page.text
     assert (tmp_path / "paceline-runs" / "metric-loss.svg").is_file()
 

@@ -186,7 +186,7 @@ def test_a_page_of_30_variants_with_64_workers_is_small(tmp_path: Path) -> None:
     comparison = Comparison()
     random.seed(0)
     for i in range(30):
-        spec = f"bsp:fusion=fixed,megabytes={i + 1},collective=halving-doubling"
+        spec = f"bsp:buckets=fixed,megabytes={i + 1},collective=halving-doubling"
         logged = [{"loss": random.random(), "accuracy": random.random()}] * 300
         comparison.add(spec, logged)
     comparison.leave(tmp_path)

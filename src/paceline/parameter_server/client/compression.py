@@ -155,7 +155,7 @@ class Encoding:
                 raise UsageError(
                     f"the checkpoint holds what compression {self.compressor.name!r} keeps "
                     f"of {name!r}, and here servers hold other parts of tensors: load it "
-                    "with as many servers, and the same fusion rule, as saved it"
+                    "with as many servers, and the same bucket rule, as saved it"
                 )
         self._states = saved
 

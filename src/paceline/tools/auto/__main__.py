@@ -92,7 +92,7 @@ def worth_trying(
     made: Plan, allowed: Sequence[Consistency], present: Predicted | None
 ) -> list[Row]:
     """The best of the allowed classes that are predicted to be clearly faster than what runs, and
-    are not of one kind: another fusion rule alone makes no other candidate. Of classes that lose something
+    are not of one kind: another bucket rule alone makes no other candidate. Of classes that lose something
     only what is advised."""
     most = float("inf") if present is None else WORTH_IT * present.seconds
     advised, best = made.advised, made.best

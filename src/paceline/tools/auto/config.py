@@ -17,7 +17,7 @@ FIRST = "bsp"
 """What training begins with."""
 ALLOWED: tuple[Consistency, ...] = CONSISTENCIES[:-1]
 """Classes: all but asynchronous."""
-CHOSEN_BY_AUTO = ("fusion", "collective", "compression", "answers")
+CHOSEN_BY_AUTO = ("buckets", "collective", "compression", "answers")
 """Arguments of `distribute` that it chooses itself."""
 
 
@@ -73,7 +73,7 @@ def wish_of(text: str | None) -> Auto | None:
             continue
         hint = unknown("key", key, known)
         raise UsageError(
-            f"auto: {hint} Method, collective, compression and fusion rule are what it chooses"
+            f"auto: {hint} Method, collective, compression and bucket rule are what it chooses"
         )
     return Auto(**spec.convert_fields(Auto, values, NAME))
 

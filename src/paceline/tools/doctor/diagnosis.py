@@ -114,7 +114,7 @@ LATER: tuple[LateRow, ...] = (
     LateRow(
         name="start-up",
         seen="a step in virtual time, with messages as measured and with ones that begin at no cost",
-        do="another fusion rule or collective, which it names",
+        do="another bucket rule or collective, which it names",
         find=start_up,
     ),
     LateRow(

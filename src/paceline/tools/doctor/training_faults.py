@@ -72,15 +72,15 @@ def _at_no_cost(patient: Patient) -> Patient:
 
 
 def _otherwise(text: str) -> list[str]:
-    """The spec under each fixed rule of fusion, and with each collective that any network has."""
+    """The spec under each fixed bucket rule, and with each collective that any network has."""
     spec = parse(text)
     rows = [
         {"collective": name}
         for name, row in COLLECTIVES.items()
         if not row.needs_servers and not getattr(row, "needs_aggregators", False)
     ]
-    changes: list[dict[str, str]] = [{"fusion": rule} for rule in FIXED]
-    changes += [{"fusion": "ddp"} | row for row in rows if row["collective"] != "ring"]
+    changes: list[dict[str, str]] = [{"buckets": rule} for rule in FIXED]
+    changes += [{"buckets": "ddp"} | row for row in rows if row["collective"] != "ring"]
     specs = [str(Spec(spec.name, spec.values | change)) for change in changes]
     return [one for one in dict.fromkeys(specs) if one != text]
 

@@ -135,7 +135,7 @@ class Patient:
         """What runs."""
         workload = self.workload
         if (
-            parse(self.spec).values.get("fusion") != "wfbp"
+            parse(self.spec).values.get("buckets") != "wfbp"
         ):  # there they are what counts
             workload = coarse(workload, max(FEW, MOST_TENSORS // len(self.hosts)))
         inputs = tuple(self.inputs[rank] / self.passes for rank in self._ranks)

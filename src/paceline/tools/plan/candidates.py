@@ -1,7 +1,7 @@
-"""What is worth predicting: method x collective x compression x fusion, from the registries.
+"""What is worth predicting: method x collective x compression x buckets, from the registries.
 
 All of them would be thousands. So `first` takes every method as it is by default, and bsp with
-one thing changed: each fusion rule, each collective, each compressor. `crossed` takes the best of each
+one thing changed: each bucket rule, each collective, each compressor. `crossed` takes the best of each
 class then, and changes one thing more in it. The rules, once for all:
 
 - A method that keeps parameters on servers has one on each host, where the cluster has no hosts for
@@ -69,7 +69,7 @@ def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
     usual = Settings()
     searched = [name for name in COMPRESSORS if name not in CONTRIB]
     changes: list[tuple[str, Iterable[str], str]] = [
-        ("fusion", RULES, usual.fusion),
+        ("buckets", RULES, usual.buckets),
         ("collective", COLLECTIVES, usual.collective),
         ("compression", searched, usual.compression.name),
     ]
@@ -101,8 +101,8 @@ def crossed(
                 specs.append(_with(spec, compression=name))
                 if pushed:
                     specs.append(_with(spec, compression=name, answers="differences"))
-        if method.updates_on != "server" and "fusion" not in spec.values:
-            specs += [_with(spec, fusion=rule) for rule in FIXED]
+        if method.updates_on != "server" and "buckets" not in spec.values:
+            specs += [_with(spec, buckets=rule) for rule in FIXED]
     return _candidates(specs, cluster)
 
 

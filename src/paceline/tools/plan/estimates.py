@@ -104,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                     and row.counts >= best.counts
                     and row.step_seconds <= GENTLE * best.step_seconds
                 ):
-                    # Another collective or fusion sends the same in another way.
+                    # Another collective or bucket rule sends the same in another way.
                     spec = parse(row.spec)
                     near.setdefault((spec.name, spec.values.get("compression")), row)
             most = max(row.bytes_sent for row in near.values())

@@ -45,6 +45,6 @@ def unplanned(spec: str) -> tuple[str, ...]:
     then also with a bucket per tensor. Planned ones are as fast as the faster of these, or a little faster."""
     read = parse(spec)
     method, settings = read_spec(spec)
-    if method.updates_on == "server" or settings.fusion not in MEASURED:
+    if method.updates_on == "server" or settings.buckets not in MEASURED:
         return (spec,)
-    return spec, str(Spec(read.name, read.values | {"fusion": "wfbp"}))
+    return spec, str(Spec(read.name, read.values | {"buckets": "wfbp"}))

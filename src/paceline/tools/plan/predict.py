@@ -187,8 +187,8 @@ def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     read, settings = read_spec(spec)
     method = in_the_long_run(read)
     longer = max(0, _learns_for(read) - _learns_for(method))
-    if short and settings.fusion in MEASURED:
-        settings = replace(settings, fusion="ddp")
+    if short and settings.buckets in MEASURED:
+        settings = replace(settings, buckets="ddp")
     longer += settings.compression.first_steps
     settings = replace(settings, compression=settings.compression.settled())
     longer -= settings.compression.first_steps

@@ -93,7 +93,7 @@ def _cost(job: Job, spec: str, short: bool) -> float:
         asked = rounds * buckets * workers * servers
         alone = getattr(method, "consistency", "asynchronous") == "asynchronous"
         return seconds + asked * REQUEST * (ON_ITS_OWN if alone else 1)
-    if settings.fusion == "wfbp" or (settings.fusion in MEASURED and not short):
+    if settings.buckets == "wfbp" or (settings.buckets in MEASURED and not short):
         buckets = tensors
     played = _messages(cluster, settings, max(1, round(total / buckets)))
     return seconds + rounds * buckets * (workers * SUM + played * MESSAGE)
@@ -111,7 +111,7 @@ def _steps(
     run, _ = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
     period = getattr(run, "every", 1) or 1
     late = getattr(method, "waits_late", False)
-    planned = not short and settings.fusion in MEASURED
+    planned = not short and settings.buckets in MEASURED
     steps = 3
     if method.rhythm.every == 0:
         steps = drifting_steps(short, workers)

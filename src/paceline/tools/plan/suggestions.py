@@ -19,7 +19,7 @@ from paceline.tools.plan.predict import Job, Refused
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 
-DDP = "bsp:fusion=ddp"
+DDP = "bsp:buckets=ddp"
 PASSES = (4, 16)
 """Passes that an update takes, or times the batch."""
 

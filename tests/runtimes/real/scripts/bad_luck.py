@@ -30,7 +30,7 @@ def main():
     layers = [torch.nn.Linear(60, 60) for _ in range(6)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    optimizer = paceline.distribute(model, optimizer, fusion="wfbp")
+    optimizer = paceline.distribute(model, optimizer, buckets="wfbp")
     for step in range(STEPS):
         note(rank, step)
         if rank == UNLUCKY and step == STEP:

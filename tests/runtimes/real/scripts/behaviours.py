@@ -26,14 +26,14 @@ class Branches(nn.Module):
         return self.sometimes(x) if both else x
 
 
-def check_unused(fusion):
+def check_unused(buckets):
     torch.manual_seed(0)
     model, alone = Branches(), Branches()
     alone.load_state_dict(model.state_dict())
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.1, weight_decay=0.5, momentum=0.9
     )
-    optimizer = paceline.distribute(model, optimizer, fusion=fusion)
+    optimizer = paceline.distribute(model, optimizer, buckets=buckets)
     before = model.never.weight.clone()
     for step in range(4):
         user = step % SIZE  # only this rank uses the branch
@@ -57,12 +57,12 @@ def check_unused(fusion):
     check_equal_everywhere(model)
 
 
-def check_uneven(way, lengths, fusion):
+def check_uneven(way, lengths, buckets):
     """Ranks have *lengths* batches; each mean is over those that still have one."""
     torch.manual_seed(1)
     model, alone = nn.Linear(4, 3), nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    optimizer = paceline.distribute(model, optimizer, fusion=fusion)
+    optimizer = paceline.distribute(model, optimizer, buckets=buckets)
     alone.load_state_dict(model.state_dict())
     reference = torch.optim.SGD(alone.parameters(), lr=0.05, momentum=0.9)
 
@@ -104,8 +104,8 @@ def check_equal_everywhere(model):
         assert torch.equal(largest, smallest)
 
 
-for fusion in ("ddp", "wfbp"):
-    check_unused(fusion)
+for buckets in ("ddp", "wfbp"):
+    check_unused(buckets)
 LENGTHS = [3 + 2 * rank for rank in range(SIZE)]
 for way in ("finish", "join"):
     check_uneven(way, LENGTHS, "ddp")

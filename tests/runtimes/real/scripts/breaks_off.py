@@ -9,7 +9,7 @@ import paceline
 paceline.init()
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-optimizer = paceline.distribute(model, optimizer, method=sys.argv[1], fusion="wfbp")
+optimizer = paceline.distribute(model, optimizer, method=sys.argv[1], buckets="wfbp")
 
 
 def fail(_):

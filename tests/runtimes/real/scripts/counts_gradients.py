@@ -30,7 +30,7 @@ RATE = 2.0**-6
 paceline.init()
 model = Counting()
 plain = torch.optim.SGD(model.parameters(), lr=RATE)
-optimizer = paceline.distribute(model, plain, fusion="wfbp", method="asp")
+optimizer = paceline.distribute(model, plain, buckets="wfbp", method="asp")
 with open(folder / f"steps-{rank}-{life}", "a", buffering=1) as record:
     for step in count(optimizer.first_step):
         if (folder / "enough").exists():

@@ -13,7 +13,7 @@ def train():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     optimizer = paceline.distribute(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), method="bsp:fusion=single"
+        model, torch.optim.SGD(model.parameters(), lr=0.1), method="bsp:buckets=single"
     )
     try:
         for _ in range(5):

@@ -21,7 +21,7 @@ def begin(method):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, paceline.distribute(model, sgd, method=method, fusion="wfbp")
+    return model, paceline.distribute(model, sgd, method=method, buckets="wfbp")
 
 
 def step(model, optimizer):

@@ -34,7 +34,7 @@ CASES = {
     "count": lambda: (Model(count=4) if odd_one else Model(), {}),
     "fewer": lambda: (Model(count=1) if odd_one else Model(), {}),
     "frozen": lambda: (Model().requires_grad_(False) if odd_one else Model(), {}),
-    "fusion": lambda: (Model(), {"fusion": "wfbp" if odd_one else "ddp"}),
+    "buckets": lambda: (Model(), {"buckets": "wfbp" if odd_one else "ddp"}),
     "optimizer": lambda: (Model(), {}),
 }
 

@@ -21,7 +21,7 @@ def main():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(12, 30), nn.Tanh(), nn.Linear(30, 5))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        optimizer = paceline.distribute(model, optimizer, method=method, fusion="wfbp")
+        optimizer = paceline.distribute(model, optimizer, method=method, buckets="wfbp")
         data = torch.Generator().manual_seed(100 + rank)
         losses = []
         for step in range(45 - 3 * rank):  # rank 1 runs out of data first

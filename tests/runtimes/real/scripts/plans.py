@@ -46,10 +46,12 @@ class Whole(nn.Module):
         return loss_of(self.inner, step)
 
 
-def train(steps, fusion):
+def train(steps, buckets):
     model = Whole()
     optimizer = paceline.distribute(
-        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), fusion=fusion
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        buckets=buckets,
     )
     groups = []
     with optimizer.join():

@@ -15,7 +15,7 @@ def train(method: str) -> list[float]:
     wide = torch.nn.Linear(60, 50, bias=False)
     model = torch.nn.ModuleList([task, wide])
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    optimizer = paceline.distribute(model, plain, method=method, fusion="wfbp")
+    optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
     for step in range(10):
         optimizer.zero_grad()
         rows = torch.arange(240.0).sin().view(4, 60) * (1 + paceline.rank() + step)

@@ -19,7 +19,7 @@ never = dist.new_group(
 )  # whose member is alive, and does not come
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = paceline.distribute(model, optimizer, method="bsp:fusion=ddp")
+optimizer = paceline.distribute(model, optimizer, method="bsp:buckets=ddp")
 try:
     for step in range(50):
         optimizer.zero_grad()

@@ -36,7 +36,7 @@ prime = paceline.Workload(
 (row,) = paceline.stand_in(prime).parameters()
 assert row.shape == (1, 1009), row.shape
 optimizer = paceline.distribute(
-    model, torch.optim.SGD(model.parameters(), lr=0.1), method="bsp:fusion=wfbp"
+    model, torch.optim.SGD(model.parameters(), lr=0.1), method="bsp:buckets=wfbp"
 )
 ready: list[str] = []
 for name, parameter in model.named_parameters():

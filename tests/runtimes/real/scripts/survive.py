@@ -42,7 +42,7 @@ plain = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
 model = torch.nn.Sequential(task)
 model.frozen = torch.nn.Parameter(torch.randn(3), requires_grad=False)
 model.register_buffer("features", torch.randn(5))
-optimizer = paceline.distribute(model, plain, fusion="wfbp", method="asp")
+optimizer = paceline.distribute(model, plain, buckets="wfbp", method="asp")
 # As a script does that loads a checkpoint: in each of its lives.
 model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()})
 steps = int(what.removeprefix("steps:")) if what.startswith("steps:") else None

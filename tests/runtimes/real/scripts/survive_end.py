@@ -68,7 +68,7 @@ atexit.register(die_at, "exiting")
 torch.manual_seed(0)
 task = Quadratic()
 plain = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
-optimizer = paceline.distribute(task, plain, fusion="wfbp", method="asp")
+optimizer = paceline.distribute(task, plain, buckets="wfbp", method="asp")
 for step in count(0 if starts_over else optimizer.first_step):
     trains_on = place == "leaving" and rank != killed and not (folder / "died").exists()
     if step >= STEPS and not trains_on:

@@ -67,7 +67,7 @@ if life:
 paceline.init()
 model = Counting()
 plain = torch.optim.SGD(model.parameters(), lr=0.25)
-optimizer = paceline.distribute(model, plain, fusion="wfbp", method=Counts())
+optimizer = paceline.distribute(model, plain, buckets="wfbp", method=Counts())
 paceline.load(folder / "begin", script=script)
 for step in range(optimizer.first_step, 12):
     if step == 9:

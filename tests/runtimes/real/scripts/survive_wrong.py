@@ -18,7 +18,7 @@ width = 3 if what == "model" and rank == 1 else 2
 model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 method = "asq" if what == "method" else "asp"
-optimizer = paceline.distribute(model, optimizer, method=method, fusion="wfbp")
+optimizer = paceline.distribute(model, optimizer, method=method, buckets="wfbp")
 
 
 def fail(_: torch.Tensor) -> None:

@@ -103,7 +103,7 @@ def grouped(model):
     return torch.optim.SGD(groups, lr=0.05, momentum=0.9, nesterov=True)
 
 
-# name: model, optimizer, fusion rule, backward passes a step
+# name: model, optimizer, bucket rule, backward passes a step
 CASES = {
     "sgd-ddp": (wide, sgd, "ddp", 1),
     "sgd-single": (perceptron, sgd, "single", 1),
@@ -121,7 +121,7 @@ CASES = {
 }
 
 
-def train(engine, make_model, make_optimizer, fusion, passes):
+def train(engine, make_model, make_optimizer, buckets, passes):
     rank = dist.get_rank()
     # Each rank builds another model: training starts from rank 0's.
     torch.manual_seed(rank)
@@ -129,7 +129,7 @@ def train(engine, make_model, make_optimizer, fusion, passes):
     optimizer = make_optimizer(model)
     if engine == "paceline":
         network = model
-        optimizer = paceline.distribute(model, optimizer, fusion=fusion)
+        optimizer = paceline.distribute(model, optimizer, buckets=buckets)
         unsynchronized = optimizer.no_sync
     else:
         network = nn.parallel.DistributedDataParallel(

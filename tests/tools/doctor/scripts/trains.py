@@ -17,7 +17,7 @@ else:
 torch.manual_seed(1)
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-optimizer = paceline.distribute(model, optimizer, fusion="ddp")
+optimizer = paceline.distribute(model, optimizer, buckets="ddp")
 for _ in range(8):
     if "slow" in words and paceline.rank() == 1:
         time.sleep(0.05)

@@ -21,7 +21,7 @@ from tests.tools.report.cases import three
 
 WILD = "</script><b>\"'&漢 \u2028"
 """What a script's name may hold, and a page must keep."""
-LONG = "bsp:compression=top-k,fraction=0.01,feedback=true,collective=hierarchical,fusion=optimal"
+LONG = "bsp:compression=top-k,fraction=0.01,feedback=true,collective=hierarchical,buckets=optimal"
 
 
 def compared(folder: Path) -> Path:
@@ -42,7 +42,7 @@ def planned(folder: Path) -> Path:
     """A row of each class; one was cut, one does not know its samples."""
     rows = [
         row("bsp", "exact", 0.2),
-        row("bsp:fusion=ddp", "exact", 0.3),
+        row("bsp:buckets=ddp", "exact", 0.3),
         row("osp", "delayed", 0.1),
         row(LONG, "lossy", 0.08, samples=None),
         row("diloco", "local", 0.05),
