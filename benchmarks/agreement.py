@@ -190,7 +190,7 @@ COMPRESSION = [
     for mbit in (100, 400)
     for code in (
         *("bf16", "int8", "top-k,compression.density=0.01"),
-        "powersgd,compression.rank=2,compression.dense_steps=0",
+        "powersgd,compression.rank=2,compression.warmup_steps=0",
     )
 ]
 SERVERS_OF_GROUPS = [

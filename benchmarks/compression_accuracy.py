@@ -97,13 +97,13 @@ TENTHS = {
     "powersgd, a quarter (rank 1)": "powersgd:rank=1",
 }
 MORE = {
-    "int4 with residuals": "int4:residuals=true",
+    "int4 with residuals": "int4:error_feedback=true",
     "top-k, ten times": "top-k:density=0.1",
     "powersgd, four times (rank 16)": "powersgd:rank=16",
 }
 CONTROLS = {
     "signs without a scale (control)": "signs",
-    "top-k without residuals (control)": "top-k:residuals=false",
+    "top-k without residuals (control)": "top-k:error_feedback=false",
 }
 OF_DIFFERENCES = {
     f"local-sgd, H = {LENGTH}": f"local-sgd:every={LENGTH}",

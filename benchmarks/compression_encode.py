@@ -89,7 +89,7 @@ def powersgd(gradient: Gradient) -> Iterator[Row]:
     for residuals in (True, False):
         for sides in ("one", "both"):
             spec = f"powersgd:rank=4,sides={sides}"
-            spec += "" if residuals else ",residuals=false"
+            spec += "" if residuals else ",error_feedback=false"
             name = "torch's hook, rank 4" + ("" if residuals else ", no error feedback")
             hook = torch_hook(gradient, 4, residuals)
             yield Row(spec, mean_of(spec, gradient), name, hook)
@@ -137,12 +137,12 @@ def quantisers(gradient: Gradient) -> Iterator[Row]:
     """Codes, beside a copy of the gradient to memory that is there; whole means; and what
     torch's hooks do before they send."""
     copied = torch.empty_like(gradient.values)
-    for spec in (*DENSE, "ef-sign:residuals=false"):
+    for spec in (*DENSE, "ef-sign:error_feedback=false"):
         run = code_of(spec, gradient)
         yield Row(
             f"{spec} (a code)", run, "a copy", lambda: copied.copy_(gradient.buffer)
         )
-    for spec in ("bf16", "int8", "int4", "int8:residuals=true"):
+    for spec in ("bf16", "int8", "int4", "int8:error_feedback=true"):
         run = mean_of(spec, gradient)
         yield Row(
             f"{spec} (a mean)", run, "a copy", lambda: copied.copy_(gradient.buffer)
@@ -215,8 +215,8 @@ def torch_int8(gradient: Gradient, per_channel: bool) -> None:
 
 def top_k(gradient: Gradient) -> Iterator[Row]:
     """First codes alone, and then whole means with what is kept from step to step."""
-    chunks = "top-k:chunk=4096,density=0.015625,residuals=false"
-    for spec in ("top-k:residuals=false", chunks, f"{chunks},bits=2"):
+    chunks = "top-k:chunk=4096,density=0.015625,error_feedback=false"
+    for spec in ("top-k:error_feedback=false", chunks, f"{chunks},bits=2"):
         run = code_of(spec, gradient)
         yield Row(f"{spec} (a code)", run, "torch.topk, 1 %", torch_topk(gradient))
     for spec in ("top-k", "gd-top-k", "dgc:density=0.01", "ef21"):

@@ -127,7 +127,7 @@ def make_sides(compression):
                 Side(
                     f"paceline {code}",
                     ours(
-                        "optimal", f"{code}{',' if ':' in code else ':'}dense_steps=0"
+                        "optimal", f"{code}{',' if ':' in code else ':'}warmup_steps=0"
                     ),
                     overhead.SETTLING_STEPS,
                 )

@@ -284,7 +284,7 @@ def test_what_a_compressor_takes_is_measured_when_it_is_first_used(paceline, tmp
     assert not plain.coding
     code = ("--method", "bsp:compression=int8")
     output = paceline(*words, *code)
-    spec = "int8:rounding=nearest,residuals=false"
+    spec = "int8:rounding=nearest,error_feedback=false"
     assert f"profiling again: {RESULT}: it does not say what compression" in output.err
     known = Workload.load(RESULT)
     assert list(known.coding) == [spec]
@@ -297,7 +297,7 @@ def test_what_a_compressor_takes_is_measured_when_it_is_first_used(paceline, tmp
     assert again.out == output.out
     assert "profiling again" not in again.err
     paceline(*words, "--method", "bsp:compression=bf16")
-    assert set(Workload.load(RESULT).coding) == {spec, "bf16:residuals=false"}
+    assert set(Workload.load(RESULT).coding) == {spec, "bf16:error_feedback=false"}
 
 
 def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
@@ -310,7 +310,7 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
     code = ("--method", "bsp:compression=bf16")
     output = paceline("simulate", "train.py", *words, *code)
     (note,) = (n for n in json.loads(output.out)["notes"] if "a guess from bytes" in n)
-    assert "paceline profile SCRIPT --compression bf16:residuals=false" in note
+    assert "paceline profile SCRIPT --compression bf16:error_feedback=false" in note
 
 
 # ---- compare ----
@@ -349,7 +349,7 @@ def test_compare_in_the_real_runtime_refuses_a_workload(paceline, tmp_path):
 def test_profile_measures_every_tensor(workers, tmp_path):
     write(tmp_path, "train.py", SLEEPS)
     words = ["profile", *workers, "--steps", 8, "train.py", "--json"]
-    words += ["--compression", "bf16", "--compression", "fp16:residuals=true"]
+    words += ["--compression", "bf16", "--compression", "fp16:error_feedback=true"]
     done = in_a_process(tmp_path, *words)
     assert json.loads(done.stdout) == json.loads((tmp_path / RESULT).read_text())
     workload = Workload.load(tmp_path / RESULT)
@@ -369,8 +369,8 @@ def test_profile_measures_every_tensor(workers, tmp_path):
     assert f"medians of 7 steps, {count} worker" in workload.source
     assert workload.shapes == ((4, 4), (4,)) * 2
     assert set(workload.coding) == {
-        "bf16:residuals=false",
-        "fp16:residuals=true,decay=1.0",
+        "bf16:error_feedback=false",
+        "fp16:error_feedback=true,decay=1.0",
     }
     assert min(times.encode for times in workload.coding.values()) > 0
 
@@ -403,7 +403,7 @@ def test_profile_prints_what_compressors_cost_and_gain(tmp_path):
         assert text in done.stdout
     assert "fp16" not in done.stderr  # progress is for terminals
     coding = Workload.load(tmp_path / RESULT).coding
-    assert list(coding) == ["fp16:residuals=false"]
+    assert list(coding) == ["fp16:error_feedback=false"]
 
 
 @pytest.mark.parametrize(

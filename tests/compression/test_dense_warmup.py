@@ -3,7 +3,7 @@
 import torch
 
 import paceline
-from paceline.compression import Later, Residuals
+from paceline.compression import ErrorFeedback, Later
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
 from paceline.testing.lockstep import Workers, gradients
@@ -13,14 +13,14 @@ from tests.support.simulations import run
 
 def test_first_steps_are_dense_and_then_the_code_begins_anew():
     shape = gradients()[0]
-    late = Workers(Later(Residuals(TopK()), 2), shape, 3)
+    late = Workers(Later(ErrorFeedback(TopK()), 2), shape, 3)
     for step in range(2):
         given = gradients(seed=step)
         mean = late.mean(given)
         for number, result in enumerate(mean.results[0]):
             exact = given[0][number] + given[1][number] + given[2][number]
             assert torch.equal(result, exact)
-    fresh = Workers(Residuals(TopK()), shape, 3)
+    fresh = Workers(ErrorFeedback(TopK()), shape, 3)
     for step in range(2, 5):
         given = gradients(seed=step)
         pairs = zip(
@@ -55,8 +55,8 @@ def test_a_job_of_another_size_does_not_begin_anew():
 
 def test_a_decayed_residual_fades():
     values = torch.linspace(-1, 1, 50)
-    kept = Workers(Residuals(TopK()), [values], 1)
-    fading = Workers(Residuals(TopK(), 0.5), [values], 1)
+    kept = Workers(ErrorFeedback(TopK()), [values], 1)
+    fading = Workers(ErrorFeedback(TopK(), 0.5), [values], 1)
     for workers in (kept, fading):
         workers.mean([[values]])
     one, half = (w.states[0][0]["residual"] for w in (kept, fading))
@@ -75,7 +75,7 @@ def test_plans_are_made_for_what_follows_first_steps():
                 model,
                 torch.optim.SGD(model.parameters(), lr=1e-3),
                 buckets="optimal",
-                compression=f"bf16:dense_steps={first}",
+                compression=f"bf16:warmup_steps={first}",
             )
             for _ in range(60):
                 optimizer.zero_grad()

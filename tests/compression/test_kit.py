@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from paceline.compression import BF16, FP16, Identity, Int8, Residuals
+from paceline.compression import BF16, FP16, ErrorFeedback, Identity, Int8
 from paceline.interfaces import Gather, Sum
 from paceline.testing import CheckFailedError, check_compressor
 from tests.compression.toys import Halves
@@ -147,7 +147,7 @@ class UsesTheScriptsChance(FP16):
 
 
 @dataclass(frozen=True)
-class ForgetsHalf(Residuals):
+class ForgetsHalf(ErrorFeedback):
     def average(self, parts, states, place, sent=None):
         yield from super().average(parts, states, place, sent)
         for state in states:

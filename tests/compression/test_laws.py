@@ -3,7 +3,7 @@ about it."""
 
 import pytest
 
-from paceline.compression import COMPRESSORS, Identity, Later, Residuals, make, pure
+from paceline.compression import COMPRESSORS, ErrorFeedback, Identity, Later, make, pure
 from paceline.testing import COMPRESSOR_CHECKS, check_compressor
 from tests.compression.toys import Halves, RankOne, TopK
 
@@ -21,9 +21,11 @@ TURNS = {"gd-top-k": "gd-top-k:epoch_steps=4"}
 PURE = [pure(make(TURNS.get(spec, spec))) for spec in [*COMPRESSORS, *OTHERS]]
 PURE += [TopK(), RankOne(), Halves(), Halves(small=0)]
 CORRECTED = [
-    Residuals(code) for code in PURE if code.takes_residuals and code != Identity()
+    ErrorFeedback(code)
+    for code in PURE
+    if code.takes_error_feedback and code != Identity()
 ]
-ALL = PURE + CORRECTED + [Later(TopK(), 2), Later(Residuals(RankOne()), 2)]
+ALL = PURE + CORRECTED + [Later(TopK(), 2), Later(ErrorFeedback(RankOne()), 2)]
 
 
 def marks(compressor, number):
@@ -59,4 +61,4 @@ def test_every_law_says_something_about_some():
 
 
 def test_all_laws_are_one_call():
-    check_compressor(make("int8:residuals=true"))
+    check_compressor(make("int8:error_feedback=true"))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.compression import PowerSGD, Residuals, make
+from paceline.compression import ErrorFeedback, PowerSGD, make
 from paceline.compression import powersgd as module
 from paceline.compression.powersgd import orthonormal
 from paceline.errors import UsageError
@@ -92,7 +92,7 @@ def test_full_rank_on_one_side_is_the_sum_where_that_is_the_smaller_one():
 @SIDES
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_all_results_and_all_residuals_are_all_gradients(sides, workers):
-    group = Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], workers)
+    group = Workers(ErrorFeedback(PowerSGD(sides=sides)), drawn(1)[0], workers)
     owed = [torch.zeros(shape, dtype=torch.double) for shape in SHAPES]
     for step in range(20):
         given = drawn(workers, step)
@@ -119,7 +119,7 @@ def test_one_column_space_leaves_nothing():
         ]
 
     for rank, left in ((4, False), (3, True)):
-        code = Residuals(PowerSGD(rank=rank, sides="both"))
+        code = ErrorFeedback(PowerSGD(rank=rank, sides="both"))
         workers = Workers(code, given(4)[0], 3)
         workers.mean(given(4))
         assert all((largest(own) > 1e-9) == left for own in residuals(workers))
@@ -159,7 +159,9 @@ def aggregated(sides, rank, first, steps, workers):
 @SIDES
 def test_own_residuals_give_the_papers_results_and_stay_smaller(sides):
     rank, steps, count = 3, 12, 3
-    workers = Workers(Residuals(PowerSGD(rank=rank, sides=sides)), drawn(1)[0], count)
+    workers = Workers(
+        ErrorFeedback(PowerSGD(rank=rank, sides=sides)), drawn(1)[0], count
+    )
     first = {"left": torch.zeros(0, 0)} | workers.states[0][0]["code"]["common"]
     means, errors = aggregated(sides, rank, first, steps, count)
     for step, mean in enumerate(means):
@@ -181,7 +183,7 @@ def test_own_residuals_give_the_papers_results_and_stay_smaller(sides):
 @SIDES
 def test_averaged_residuals_change_no_later_result(sides):
     apart, alike = (
-        Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 3) for _ in "ab"
+        Workers(ErrorFeedback(PowerSGD(sides=sides)), drawn(1)[0], 3) for _ in "ab"
     )
     for step in range(5):
         close(*(w.mean(drawn(3, step)).results[0] for w in (apart, alike)))
@@ -222,7 +224,7 @@ def test_rows_are_orthonormal_whatever_they_were(dtype, scale):
 def unsent(sides, before):
     """Norms of what is left, over the gradient's, in 40 steps with one gradient, after the
     steps *before*."""
-    workers = Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 2)
+    workers = Workers(ErrorFeedback(PowerSGD(sides=sides)), drawn(1)[0], 2)
     for given in before:
         workers.mean([[given, *own[1:]] for own in drawn(2)])
     norms = []
@@ -235,7 +237,7 @@ def unsent(sides, before):
 @SIDES
 def test_a_zero_tensor_stays_zero_and_loses_no_direction(sides, monkeypatch):
     """Nobody used it for some steps; then it had a gradient of one direction only."""
-    workers = Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 2)
+    workers = Workers(ErrorFeedback(PowerSGD(sides=sides)), drawn(1)[0], 2)
     nothing = [[torch.zeros_like(part) for part in own] for own in drawn(2)]
     for _ in range(3):
         assert not any(part.any() for part in workers.mean(nothing).results[0])
@@ -268,7 +270,7 @@ def test_matrices_of_one_shape_do_not_share_a_scale(sides, monkeypatch):
     scales, shapes = (1.0, 0.3, 0.1, 0.03), [(40, 30)] * 4
 
     def left():
-        code = Residuals(PowerSGD(rank=1, sides=sides))
+        code = ErrorFeedback(PowerSGD(rank=1, sides=sides))
         workers = Workers(code, drawn(1, shapes=shapes)[0], 1)
         for step in range(60):
             given = drawn(1, step, shapes)
@@ -291,7 +293,7 @@ def test_matrices_of_one_shape_do_not_share_a_scale(sides, monkeypatch):
 @SIDES
 def test_a_power_of_two_changes_nothing_else(sides):
     one, scaled = (
-        Workers(Residuals(PowerSGD(sides=sides)), drawn(1)[0], 2) for _ in "ab"
+        Workers(ErrorFeedback(PowerSGD(sides=sides)), drawn(1)[0], 2) for _ in "ab"
     )
     for step in range(4):
         given = drawn(2, step)
@@ -428,9 +430,9 @@ def train(compression):
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_full_rank_trains_as_without_compression(workers):
     plain = run(workers, train("none"))[0]
-    full = Residuals(Every(rank=30, sides="both"))
+    full = ErrorFeedback(Every(rank=30, sides="both"))
     close(run(workers, train(full))[0][:2], plain[:2])
-    first, *others = run(workers, train("powersgd:rank=2,dense_steps=0"))
+    first, *others = run(workers, train("powersgd:rank=2,warmup_steps=0"))
     assert all(
         torch.equal(a, b) for own in others for a, b in zip(first, own, strict=True)
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.compression import QSGD, EFSign, Int4, Int8, Residuals
+from paceline.compression import QSGD, EFSign, ErrorFeedback, Int4, Int8
 from paceline.compression.blocks import Blocks
 from paceline.compression.counter_random import Chance
 from paceline.testing import inspect
@@ -15,7 +15,7 @@ from tests.compression.test_blocks import STOCHASTIC, in_blocks, random, through
 from tests.compression.toys import SignAlone
 from tests.support.simulations import run
 
-RESIDUALS = [Residuals(code) for code in (Int8(), Int4(), STOCHASTIC, EFSign())]
+RESIDUALS = [ErrorFeedback(code) for code in (Int8(), Int4(), STOCHASTIC, EFSign())]
 
 
 # ---- residuals: what is sent late is not lost ----
@@ -61,7 +61,7 @@ def test_what_was_applied_and_what_is_kept_are_all_gradients(compressor, workers
 def test_where_owners_forget_gradients_are_lost(monkeypatch):
     """The control of the above."""
     monkeypatch.setattr(Blocks, "add", lambda *ignored: None)
-    assert owed(Residuals(Int8()), 3) > 1e-3
+    assert owed(ErrorFeedback(Int8()), 3) > 1e-3
 
 
 # ---- chance ----
@@ -195,7 +195,7 @@ def test_an_element_without_gradient_stays_near_zero():
     values = random(100, dtype=torch.float64)
     values[50:] = 0.0
     workers, pure = (
-        Workers(code, [values], 1) for code in (Residuals(EFSign()), EFSign())
+        Workers(code, [values], 1) for code in (ErrorFeedback(EFSign()), EFSign())
     )
     total, drift = torch.zeros(2, 100, dtype=torch.float64)
     for _ in range(50):
@@ -234,7 +234,7 @@ def distance(compressor, steps=120, rate=0.1):
 
 
 @pytest.mark.parametrize(
-    "compressor", [Int8(), Residuals(Int4()), Residuals(EFSign())], ids=str
+    "compressor", [Int8(), ErrorFeedback(Int4()), ErrorFeedback(EFSign())], ids=str
 )
 def test_codes_end_at_the_optimum(compressor):
     assert distance(compressor) < 0.02
@@ -269,7 +269,7 @@ STEPS = 6
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize(
-    "code", ["int8:residuals=true", "int4:residuals=true", "ef-sign"]
+    "code", ["int8:error_feedback=true", "int4:error_feedback=true", "ef-sign"]
 )
 def test_a_training_applies_all_gradients_but_what_is_kept(code, workers):
     """With a learning rate of 1 parameters are minus the sum of all means that were formed."""

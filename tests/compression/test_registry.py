@@ -12,13 +12,13 @@ from paceline.compression import (
     CONTRIB,
     QSGD,
     EFSign,
+    ErrorFeedback,
     Exactly,
     Identity,
     Int4,
     Int8,
     Later,
     PowerSGD,
-    Residuals,
     TopK,
     as_by_default,
     contrib,
@@ -38,16 +38,16 @@ from tests.support.simulations import run
     [
         ("none", Identity()),
         ("bf16", BF16()),
-        ("bf16:residuals=false", BF16()),
-        ("bf16:residuals=true", Residuals(BF16())),
+        ("bf16:error_feedback=false", BF16()),
+        ("bf16:error_feedback=true", ErrorFeedback(BF16())),
         ("int8:rounding=stochastic", Int8(rounding="stochastic")),
         ("int4", Int4()),
-        ("ef-sign", Residuals(EFSign())),
-        ("ef-sign:residuals=false", EFSign()),
-        ("int8:residuals=true", Residuals(Int8())),
-        ("bf16:residuals=true,decay=0.9", Residuals(BF16(), 0.9)),
-        ("bf16:dense_steps=9", Later(BF16(), 9)),
-        ("int8:dense_steps=9,residuals=true", Later(Residuals(Int8()), 9)),
+        ("ef-sign", ErrorFeedback(EFSign())),
+        ("ef-sign:error_feedback=false", EFSign()),
+        ("int8:error_feedback=true", ErrorFeedback(Int8())),
+        ("bf16:error_feedback=true,decay=0.9", ErrorFeedback(BF16(), 0.9)),
+        ("bf16:warmup_steps=9", Later(BF16(), 9)),
+        ("int8:warmup_steps=9,error_feedback=true", Later(ErrorFeedback(Int8()), 9)),
     ],
 )
 def test_make(text, compressor):
@@ -64,22 +64,25 @@ def test_make(text, compressor):
         ("int9", "unknown compression 'int9'. Did you mean 'int8'? Known: bf16, "),
         (
             "int8:bits=4",
-            "compression 'int8': unknown key 'bits'. Known: decay, dense_steps, residuals, rounding",
+            "compression 'int8': unknown key 'bits'. Known: decay, warmup_steps, residuals, rounding",
         ),
         (
-            "qsgd:residuals=true",
-            "compression 'qsgd': residuals=true, but it takes no resid",
+            "qsgd:error_feedback=true",
+            "compression 'qsgd': error_feedback=true, but it takes no resid",
         ),
-        ("none:residuals=true", "unknown key 'residuals'. Known: none."),
+        ("none:error_feedback=true", "unknown key 'error_feedback'. Known: none."),
         ("int8:rounding=up", "compression 'int8': unknown value for rounding 'up'"),
-        ("int8:residuals=yes", "residuals: expected true or false, got 'yes'"),
+        (
+            "int8:error_feedback=yes",
+            "error_feedback: expected true or false, got 'yes'",
+        ),
         ("powersgd:rank=x", "rank: expected a whole number, got 'x'"),
         ("bf16:decay=0.9", "decay=0.9 is of residuals, and there are none"),
         (
-            "bf16:residuals=true,decay=2",
+            "bf16:error_feedback=true,decay=2",
             "expected a part of a residual, 0 to 1, got 2.0",
         ),
-        ("bf16:dense_steps=-1", "dense_steps: expected 0 or more, got -1"),
+        ("bf16:warmup_steps=-1", "warmup_steps: expected 0 or more, got -1"),
     ],
 )
 def test_what_is_unknown_is_refused_with_what_there_is(text, said):
@@ -118,9 +121,9 @@ def test_an_object_has_what_its_name_has_by_default(name):
 
 
 def test_wrappers_of_an_object_say_what_it_has():
-    assert as_by_default(TopK(density=0.1)) == Residuals(TopK(density=0.1))
-    assert as_by_default(Exactly(TopK())) == make("top-k:residuals=false")
-    fading = Residuals(TopK(), 0.5)
+    assert as_by_default(TopK(density=0.1)) == ErrorFeedback(TopK(density=0.1))
+    assert as_by_default(Exactly(TopK())) == make("top-k:error_feedback=false")
+    fading = ErrorFeedback(TopK(), 0.5)
     assert as_by_default(fading) is fading
     late = Later(PowerSGD(), 3)
     assert as_by_default(late) is late
@@ -155,8 +158,8 @@ def test_distribute_takes_objects_as_names():
     for name, code in (
         ("top-k", TopK()),
         ("powersgd", PowerSGD()),
-        ("top-k:residuals=false", Exactly(TopK())),
-        ("int8:residuals=true,decay=0.5", Residuals(Int8(), 0.5)),
+        ("top-k:error_feedback=false", Exactly(TopK())),
+        ("int8:error_feedback=true,decay=0.5", ErrorFeedback(Int8(), 0.5)),
     ):
         expected = told(compression=name)
         assert told(compression=code) == expected

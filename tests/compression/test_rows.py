@@ -8,10 +8,10 @@ from paceline.compression import (
     FP16,
     QSGD,
     EFSign,
+    ErrorFeedback,
     Identity,
     Int4,
     Int8,
-    Residuals,
 )
 from paceline.compression.packing import flat, put
 from paceline.interfaces import Place
@@ -43,7 +43,7 @@ TWENTY = 4 + 16
         (Int8(), torch.float64, 2 * TWENTY + TWENTY),
         (Int8(), torch.complex64, 4 * TWENTY + 2 * TWENTY),
         (Int8(), torch.int16, 2 * 17),
-        (Residuals(Int8()), torch.float32, 2 * TWENTY + TWENTY),
+        (ErrorFeedback(Int8()), torch.float32, 2 * TWENTY + TWENTY),
         (Int4(), torch.float32, 2 * 12 + 12),
         (QSGD(), torch.float32, 2 * TWENTY),
         (EFSign(), torch.float32, 2 * 4 + 2 + 1),
@@ -104,7 +104,7 @@ def test_what_was_left_out_is_sent_later():
     """Elements too small for a code of their own add up until they are sent."""
     small = torch.tensor([1.0, 1e-3])
     pure = Workers(Int8(), [small], 1)
-    practical = Workers(Residuals(Int8()), [small], 1)
+    practical = Workers(ErrorFeedback(Int8()), [small], 1)
     totals = [torch.zeros(2), torch.zeros(2)]
     for _ in range(100):
         for total, workers in zip(totals, (pure, practical), strict=True):
@@ -114,7 +114,7 @@ def test_what_was_left_out_is_sent_later():
 
 
 def test_a_tensor_without_gradient_keeps_its_residual():
-    workers = Workers(Residuals(BF16()), [torch.zeros(50)], 2)
+    workers = Workers(ErrorFeedback(BF16()), [torch.zeros(50)], 2)
     given = torch.linspace(-1, 1, 50)
     workers.mean([[given], [given]])
     before = residual_of(workers).clone()
@@ -125,7 +125,7 @@ def test_a_tensor_without_gradient_keeps_its_residual():
 
 
 def test_a_step_that_a_grad_scaler_skips_leaves_residuals_alone():
-    workers = Workers(Residuals(BF16()), [torch.zeros(50)], 2)
+    workers = Workers(ErrorFeedback(BF16()), [torch.zeros(50)], 2)
     given = torch.linspace(-1, 1, 50)
     workers.mean([[given], [given]])
     before = [residual_of(workers, rank).clone() for rank in (0, 1)]
@@ -142,15 +142,15 @@ def test_residuals_are_wider_than_16_bits():
         (torch.float64, torch.float64),
         (torch.complex64, torch.complex64),
     ]:
-        state = Residuals(Int8()).init(torch.zeros(3, dtype=dtype), "x", 0)
+        state = ErrorFeedback(Int8()).init(torch.zeros(3, dtype=dtype), "x", 0)
         assert state["residual"].dtype == wide
 
 
 def test_the_sum_of_residuals_stays_where_workers_come_and_go():
     given = torch.linspace(-1, 1, 50)
-    three = Workers(Residuals(BF16()), [given], 3)
+    three = Workers(ErrorFeedback(BF16()), [given], 3)
     three.mean([[given], [2 * given], [3 * given]])
-    two = Workers(Residuals(BF16()), [given], 2)
+    two = Workers(ErrorFeedback(BF16()), [given], 2)
     two.inherit(three)
     before = sum(residual_of(three, rank) for rank in range(3))
     torch.testing.assert_close(sum(residual_of(two, rank) for rank in (0, 1)), before)
@@ -165,6 +165,6 @@ def test_passes_grow_with_the_codes_that_are_added_up():
     assert all(
         more > less
         for more, less in zip(
-            Residuals(BF16()).passes(2), BF16().passes(2), strict=True
+            ErrorFeedback(BF16()).passes(2), BF16().passes(2), strict=True
         )
     )

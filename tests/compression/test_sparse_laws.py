@@ -56,7 +56,7 @@ def _find(state, key, shape):
     [
         "top-k:density=1",
         "top-k:density=1,chunk=64,small=0",
-        "top-k:density=1,residuals=false",
+        "top-k:density=1,error_feedback=false",
         "gd-top-k:epoch_steps=1",
         "dgc:density=1,momentum=0",
         "ef21:density=1",
@@ -140,7 +140,7 @@ def test_all_that_was_applied_and_what_is_kept_are_all_gradients(spec, key, work
 @pytest.mark.parametrize(
     ("spec", "key"),
     [
-        ("top-k:residuals=false", "residual"),
+        ("top-k:error_feedback=false", "residual"),
         ("top-k:decay=0.9", "residual"),
         ("dgc:momentum=0.9", "velocity"),
         ("ef21", "estimate"),
@@ -317,7 +317,7 @@ def optimized(spec, learning_rate, steps=300):
 @pytest.mark.slow
 def test_top_k_without_residuals_stays_away():
     """And those that make up for it come as near as a step of one element is long."""
-    assert optimized("top-k:residuals=false", 0.02) > 2
+    assert optimized("top-k:error_feedback=false", 0.02) > 2
     assert optimized("ef21:start=dense", 0.1) < 1e-6
     far, near = (optimized("top-k:chunk=0", rate) for rate in (0.08, 0.02))
     assert 0 < near < far / 2 < 1

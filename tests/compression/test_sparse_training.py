@@ -88,7 +88,7 @@ def test_others_are_not(compression):
             {"momentum": 0.9},
             "SGD with a momentum of 0.9: gradients would have it",
         ),
-        ("dgc:dense_steps=3", {"momentum": 0.5}, "compression.momentum=0"),
+        ("dgc:warmup_steps=3", {"momentum": 0.5}, "compression.momentum=0"),
     ],
 )
 def test_momentum_twice_is_refused(compression, optimizer, said):
@@ -126,8 +126,11 @@ def test_whose_momentum_it_is():
         ("dgc:warm_up_steps=-1", "warm_up_steps: expected 0 or more, got -1"),
         ("gd-top-k:epoch_steps=-1", "epoch_steps: expected 0 or more, got -1"),
         ("gd-top-k:speed=quick", "unknown value for speed 'quick'"),
-        ("dgc:residuals=true", "it takes no residuals: it has a memory of its own"),
-        ("ef21:residuals=true", "it takes no residuals"),
+        (
+            "dgc:error_feedback=true",
+            "it takes no residuals: it has a memory of its own",
+        ),
+        ("ef21:error_feedback=true", "it takes no residuals"),
     ],
 )
 def test_what_is_out_of_range_is_refused(spec, said):
@@ -139,7 +142,10 @@ def test_what_is_out_of_range_is_refused(spec, said):
 @pytest.mark.parametrize(
     "compression",
     ["top-k:density=0.3", "gd-top-k:epoch_steps=3", "ef21:density=0.3"]
-    + ["dgc:density=0.3,momentum=0.5,warm_up_steps=4", "dgc:density=0.3,dense_steps=5"],
+    + [
+        "dgc:density=0.3,momentum=0.5,warm_up_steps=4",
+        "dgc:density=0.3,warmup_steps=5",
+    ],
 )
 def test_workers_without_data_keep_in_step(compression):
     """Whoever is out of data goes on with the same sizes of codes, and all end with one model."""

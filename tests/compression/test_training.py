@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline.cluster.workload import Workload
 from paceline.collectives.schedules import Ring
-from paceline.compression import BF16, Identity, Int4, Int8, Residuals, make
+from paceline.compression import BF16, ErrorFeedback, Identity, Int4, Int8, make
 from paceline.core.averages import Nothing
 from paceline.core.compressed_average import Codes
 from paceline.core.method_spec import read_spec
@@ -82,9 +82,9 @@ def exchanged(workers, code):
     ("compression", "sent_of"),
     [
         ("bf16", lambda n: ring(n, 2 * 250)),
-        ("fp16:residuals=true", lambda n: ring(n, 2 * 250)),
+        ("fp16:error_feedback=true", lambda n: ring(n, 2 * 250)),
         ("int8", lambda n: exchanged(n, {2: 10, 3: 9}[n] * (4 + 32))),  # padded
-        (Residuals(Int4()), lambda n: exchanged(n, 6 * (4 + 32))),
+        (ErrorFeedback(Int4()), lambda n: exchanged(n, 6 * (4 + 32))),
         ("qsgd", lambda n: ring(n, n * 9 * (4 + 32), rounds=1)),
         ("ef-sign", lambda n: ring(n, n * (2 * 4 + 25 + 7), rounds=1)),
     ],
@@ -162,7 +162,7 @@ def duration(compression, memory):
     return seconds
 
 
-@pytest.mark.parametrize("spec", ["bf16", "int8", "int8:residuals=true"])
+@pytest.mark.parametrize("spec", ["bf16", "int8", "int8:error_feedback=true"])
 def test_coding_takes_virtual_time(spec):
     """As many passes over a gradient of 1,000 bytes as it declares."""
     quick, slow = duration(spec, memory=1e15), duration(spec, memory=1e6)
@@ -197,8 +197,8 @@ def test_the_planner_measures_compressed_means():
     [
         "bf16",
         "int8",
-        "int8:residuals=true",
-        "int8:residuals=true,dense_steps=6",
+        "int8:error_feedback=true",
+        "int8:error_feedback=true,warmup_steps=6",
         "qsgd",
     ],
 )
@@ -225,7 +225,7 @@ def test_uneven_data(compression):
     torch.testing.assert_close(first, expected, rtol=0.02, atol=0)
 
 
-@pytest.mark.parametrize("compression", ["bf16", "int8", "int8:residuals=true"])
+@pytest.mark.parametrize("compression", ["bf16", "int8", "int8:error_feedback=true"])
 def test_unused_parameters(compression):
     """Used nowhere: no gradient, and what was left out of earlier ones is kept. Used on one
     worker: its share of the mean, everywhere."""
@@ -260,7 +260,7 @@ class OneWorker:
 
 def test_new_buckets_keep_each_tensors_state():
     """State belongs to a tensor's name: no residual is lost where plans change."""
-    codes = Codes(Residuals(Int8()), Presence(1, 1.0), 0, lambda *coded: None)
+    codes = Codes(ErrorFeedback(Int8()), Presence(1, 1.0), 0, lambda *coded: None)
     names, total = ["first", "second"], torch.zeros(2, 10)
     given = torch.stack([torch.linspace(-1, 1, 10), torch.linspace(0, 3, 10)])
 
@@ -301,7 +301,7 @@ def test_keys_of_a_spec():
         ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
         (
             "bsp:compression=int8,compression.bits=4",
-            "compression 'int8': unknown key 'bits'. Known: decay, dense_steps, residuals, rounding",
+            "compression 'int8': unknown key 'bits'. Known: decay, warmup_steps, residuals, rounding",
         ),
         ("bsp:compression.rank=4", "without 'compression'"),
         (

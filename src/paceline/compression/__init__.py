@@ -2,7 +2,7 @@
 
 ``COMPRESSORS`` maps a compressor's name to its class, `make` turns a spec into a compressor.
 Every lossy one may begin later (`Later`), and all but those with a memory of their own may
-have residuals (`Residuals`): the practical wraps the pure.
+have residuals (`ErrorFeedback`): the practical wraps the pure.
 
 - `no_compression`, `casts`: all of it, or 16 bits of each number.
 - `quantization`, `quantizer`, `blocks`: int8 and int4, block by block.
@@ -32,7 +32,7 @@ from paceline.compression.contrib.ef_sign import EFSign
 from paceline.compression.contrib.qsgd import QSGD
 from paceline.compression.dense_warmup import Later
 from paceline.compression.dgc import DGC
-from paceline.compression.error_feedback import Residuals
+from paceline.compression.error_feedback import ErrorFeedback
 from paceline.compression.gd_top_k import GDTopK
 from paceline.compression.no_compression import Identity
 from paceline.compression.powersgd import PowerSGD
@@ -62,7 +62,7 @@ __all__ = [
     "EFSign",
     "GDTopK",
 ]
-__all__ += ["Identity", "Int4", "Int8", "Later", "PowerSGD", "Residuals", "TopK"]
+__all__ += ["ErrorFeedback", "Identity", "Int4", "Int8", "Later", "PowerSGD", "TopK"]
 __all__ += [
     "Exactly",
     "as_by_default",
@@ -92,21 +92,24 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 CONTRIB = frozenset({EF21.name, EFSign.name, QSGD.name})
 """Compressors to compare with, which no measurement recommends: `plan` and `auto` do not search them."""
 
-RESIDUALS, DECAY, DENSE_STEPS = "residuals", "decay", "dense_steps"
+ERROR_FEEDBACK, DECAY, WARMUP_STEPS = "error_feedback", "decay", "warmup_steps"
 
 
 def shared_keys(cls: Any) -> dict[str, str]:
     """The keys that a registered class takes beside its own fields, with their defaults."""
     if cls is Identity:
         return {}
-    keys = {DENSE_STEPS: str(cls.dense_steps_by_default)}
-    if cls.takes_residuals:
-        keys |= {RESIDUALS: str(cls.residuals_by_default).lower(), DECAY: "1.0"}
+    keys = {WARMUP_STEPS: str(cls.warmup_steps_by_default)}
+    if cls.takes_error_feedback:
+        keys |= {
+            ERROR_FEEDBACK: str(cls.error_feedback_by_default).lower(),
+            DECAY: "1.0",
+        }
     return keys
 
 
 def make(spec: str | Spec) -> Compressor:
-    """The compressor that a spec such as ``"int8:residuals=true"`` names.
+    """The compressor that a spec such as ``"int8:error_feedback=true"`` names.
 
     Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type or
     out of its range.
@@ -120,7 +123,7 @@ def make(spec: str | Spec) -> Compressor:
     own = {key: text for key, text in spec.values.items() if key not in shared}
     known = set(field_types(cls)) | set(shared)
     for key in own:
-        if key in (RESIDUALS, DECAY) and cls is not Identity:
+        if key in (ERROR_FEEDBACK, DECAY) and cls is not Identity:
             raise UsageError(
                 f"{owner}: {key}={own[key]}, but it takes no residuals: it has a memory of "
                 "its own, or its codes are right in the mean; leave that key out"
@@ -130,11 +133,11 @@ def make(spec: str | Spec) -> Compressor:
     values = shared | spec.values
     try:
         code: Compressor = cls(**convert_fields(cls, own))
-        if values.get(RESIDUALS) is not None:
+        if values.get(ERROR_FEEDBACK) is not None:
             code = _with_residuals(code, values)
-        steps = convert(DENSE_STEPS, values.get(DENSE_STEPS, "0"), int)
+        steps = convert(WARMUP_STEPS, values.get(WARMUP_STEPS, "0"), int)
         if steps < 0:
-            raise UsageError(f"{DENSE_STEPS}: expected 0 or more, got {steps}")
+            raise UsageError(f"{WARMUP_STEPS}: expected 0 or more, got {steps}")
     except UsageError as error:
         raise UsageError(f"{owner}: {error}") from None
     return Later(code, steps) if steps else code
@@ -152,7 +155,7 @@ def as_by_default(given: Compressor | Exactly) -> Compressor:
     """The compressor that a user's object stands for.
 
     Error feedback and first dense steps go with its class by default, as for a name: see
-    `make`. An object in a wrapper of one's own (`Residuals`, `Later`) says itself what it has.
+    `make`. An object in a wrapper of one's own (`ErrorFeedback`, `Later`) says itself what it has.
     """
     if isinstance(given, Exactly):
         return given.code
@@ -163,19 +166,19 @@ def as_by_default(given: Compressor | Exactly) -> Compressor:
         )
     if isinstance(given, Wrapper):
         return given
-    feedback = given.residuals_by_default and given.takes_residuals
-    code = Residuals(given) if feedback else given
-    steps = given.dense_steps_by_default
+    feedback = given.error_feedback_by_default and given.takes_error_feedback
+    code = ErrorFeedback(given) if feedback else given
+    steps = given.warmup_steps_by_default
     return Later(code, steps) if steps else code
 
 
 def _with_residuals(code: Compressor, values: dict[str, str]) -> Compressor:
     decay = convert(DECAY, values[DECAY], float)
-    if convert(RESIDUALS, values[RESIDUALS], bool):
-        return Residuals(code, decay)
+    if convert(ERROR_FEEDBACK, values[ERROR_FEEDBACK], bool):
+        return ErrorFeedback(code, decay)
     if decay != 1.0:
         raise UsageError(
-            f"{DECAY}={decay} is of residuals, and there are none: add residuals=true"
+            f"{DECAY}={decay} is of residuals, and there are none: add error_feedback=true"
         )
     return code
 
@@ -186,8 +189,8 @@ def full_spec(compressor: Compressor) -> str:
     after its start, in the middle of an epoch."""
     settled = compressor.settled().in_epochs(None)
     code, said = pure(settled), _said(settled)
-    del said[DENSE_STEPS]
-    if said.get(RESIDUALS) == "false":
+    del said[WARMUP_STEPS]
+    if said.get(ERROR_FEEDBACK) == "false":
         del said[DECAY]
     return str(Spec(code.name, spec_of(code.name, code).values | said))
 
@@ -226,14 +229,14 @@ def keys_of(compressor: Compressor) -> dict[str, str]:
 def _said(compressor: Compressor) -> dict[str, str]:
     """What its wrappers say, in the keys that compressors share."""
     code = pure(compressor)
-    said = {DENSE_STEPS: "0"}
-    if RESIDUALS in shared_keys(type(code)):
-        said |= {RESIDUALS: "false", DECAY: "1.0"}
+    said = {WARMUP_STEPS: "0"}
+    if ERROR_FEEDBACK in shared_keys(type(code)):
+        said |= {ERROR_FEEDBACK: "false", DECAY: "1.0"}
     wrapped: Any = compressor
     while wrapped is not code:
         if isinstance(wrapped, Later):
-            said[DENSE_STEPS] = str(wrapped.steps)
+            said[WARMUP_STEPS] = str(wrapped.steps)
         else:
-            said |= {RESIDUALS: "true", DECAY: str(wrapped.decay)}
+            said |= {ERROR_FEEDBACK: "true", DECAY: str(wrapped.decay)}
         wrapped = wrapped.code
     return said

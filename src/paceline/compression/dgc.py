@@ -97,7 +97,7 @@ class DGC(Compressor):
     linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"
-    takes_residuals: ClassVar[bool] = False
+    takes_error_feedback: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_density(self.density)

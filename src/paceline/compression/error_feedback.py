@@ -30,7 +30,7 @@ from paceline.interfaces import Coding, Place, Shape, StandsAlone, State, StateK
 
 
 @dataclass(frozen=True)
-class Residuals(Wrapper):
+class ErrorFeedback(Wrapper):
     """Any lossy compressor (*code*), with a residual for each tensor: as many elements
     again, in float32 at least. *decay*: what of a residual is kept from one step to the
     next."""
@@ -45,15 +45,15 @@ class Residuals(Wrapper):
             raise UsageError(
                 f"decay: expected a part of a residual, 0 to 1, got {self.decay}"
             )
-        if not self.code.takes_residuals:
+        if not self.code.takes_error_feedback:
             raise UsageError(
                 f"residuals: {self.code.name!r}, as it is here, takes none: it has a memory of "
-                "its own, or its codes are right in the mean; add residuals=false"
+                "its own, or its codes are right in the mean; add error_feedback=false"
             )
 
     @property
     def name(self) -> str:
-        return f"{self.code.name}+residuals"
+        return f"{self.code.name}+error feedback"
 
     def passes(self, workers: int) -> tuple[float, float]:
         # Measured on one core of a CPU, beside a copy of a tensor (2 passes).

@@ -129,7 +129,7 @@ class GDTopK(Alone):
     )
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "common"
-    residuals_by_default: ClassVar[bool] = True
+    error_feedback_by_default: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.epoch_steps < 0:

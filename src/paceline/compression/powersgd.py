@@ -25,7 +25,7 @@ self: nothing is divided by zero, and no direction is lost for good. Factors are
 float32 where gradients have 16 bits. Tensors of which too little would be saved are sent as
 they are, in the same sum. Gradients are sent as they are in the first 10 steps, which made
 trainings of 192 steps end a little better, and not in the 1,000 of torch's hook, which are
-more than many trainings have; `dense_steps` says how many.
+more than many trainings have; `warmup_steps` says how many.
 
 Bits are equal on all workers where their processors and libraries are of one kind; where they
 are not models differ by roundings, as the same training does on another machine.
@@ -97,8 +97,8 @@ class PowerSGD(Compressor):
     linear: ClassVar[bool] = True
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "common"
-    residuals_by_default: ClassVar[bool] = True
-    dense_steps_by_default: ClassVar[int] = 10
+    error_feedback_by_default: ClassVar[bool] = True
+    warmup_steps_by_default: ClassVar[int] = 10
     min_rate: ClassVar[float] = 2.0
     """Matrices whose bytes are not as many times their code's are sent as they are."""
 

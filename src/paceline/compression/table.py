@@ -11,7 +11,7 @@ _HEAD = """# Compressors
 
 Made by `paceline list compressors` from the registry; do not edit. What each costs and gains is in
 [compression.md](compression.md). What is sent of a mean of gradients:
-`distribute(compression="int8:residuals=true")`, or `--method bsp:compression=int8,compression.residuals=true`.
+`distribute(compression="int8:error_feedback=true")`, or `--method bsp:compression=int8,compression.error_feedback=true`.
 *Class*: what a mean of gradients so coded promises ([plan.md](plan.md#classes)).
 A gradient is divided by the number of workers (or weighted by its samples) before it is coded.
 
@@ -29,8 +29,8 @@ search them. They run where you name them.
 _RESIDUALS = """
 ## Residuals
 
-`residuals=true` goes with every row that has that key: what a code leaves out of a gradient is added to the next one. It
-keeps as many elements again as the model has parameters, on every worker. `dense_steps=100` sends gradients as they are in the
+`error_feedback=true` goes with every row that has that key: what a code leaves out of a gradient is added to the next one. It
+keeps as many elements again as the model has parameters, on every worker. `warmup_steps=100` sends gradients as they are in the
 first 100 steps.
 
 An object of `paceline.compression` has the same defaults as its name. Wrappers say otherwise:
@@ -38,12 +38,12 @@ An object of `paceline.compression` has the same defaults as its name. Wrappers 
 | `distribute(compression=...)` | error feedback (residuals) |
 |---|---|
 | `TopK(density=0.01)` | yes, as `"top-k:density=0.01"` |
-| `Exactly(TopK(density=0.01))` | no, as `"top-k:density=0.01,residuals=false"` |
+| `Exactly(TopK(density=0.01))` | no, as `"top-k:density=0.01,error_feedback=false"` |
 | `Int4()` | no, as `"int4"` |
-| `Residuals(Int4(), decay=0.9)` | yes, as `"int4:residuals=true,decay=0.9"` |
+| `ErrorFeedback(Int4(), decay=0.9)` | yes, as `"int4:error_feedback=true,decay=0.9"` |
 
-An object that is wrapped in `Residuals` or `Later(code, steps)` is taken as it is. A class of your own says by
-`residuals_by_default` and `dense_steps_by_default` what it has without a wrapper.
+An object that is wrapped in `ErrorFeedback` or `Later(code, steps)` is taken as it is. A class of your own says by
+`error_feedback_by_default` and `warmup_steps_by_default` what it has without a wrapper.
 
 Residuals (error feedback): what a lossy code left out is added to the next gradient.
 

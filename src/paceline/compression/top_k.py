@@ -67,7 +67,7 @@ class TopK(Alone):
     )
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "none"
-    residuals_by_default: ClassVar[bool] = True
+    error_feedback_by_default: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_density(self.density)

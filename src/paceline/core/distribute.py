@@ -67,9 +67,9 @@ def distribute(
     ``"parameter-server"``, ``"hierarchical"`` ... (see docs/collectives.md). *compression*: what is sent of gradients where workers form means
     of them, or of what parameters have moved where workers average these, or of what is
     pushed to servers that update: a name (``"bf16"``), a spec
-    (``"int8:residuals=true"``, see docs/compressors.md) or a compressor object, which has the
+    (``"int8:error_feedback=true"``, see docs/compressors.md) or a compressor object, which has the
     error feedback that its name has by default: ``Exactly(TopK())`` has none, and
-    ``Residuals(Int8())`` has it. Unsaid, it is
+    ``ErrorFeedback(Int8())`` has it. Unsaid, it is
     ``"none"``, but for a method with a code of its own. A worker alone sends nothing, and loses
     nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
     ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where

@@ -100,14 +100,14 @@ class Compressor(Protocol):
     consistency: ClassVar[Consistency] = "lossy"
     """What becomes of gradients that travel so."""
 
-    residuals_by_default: ClassVar[bool] = False
+    error_feedback_by_default: ClassVar[bool] = False
     """Whether it goes with `residuals` where nobody says otherwise."""
 
-    dense_steps_by_default: ClassVar[int] = 0
+    warmup_steps_by_default: ClassVar[int] = 0
     """In how many steps gradients are sent as they are, first, where nobody says otherwise."""
 
     @property
-    def takes_residuals(self) -> bool:
+    def takes_error_feedback(self) -> bool:
         """Not, where it has a memory of its own, or needs none. A class attribute, where that
         is so of all compressors of a class."""
         return True

@@ -166,7 +166,7 @@ _TOP_K = "compression=top-k,compression.density=0.5,compression.small=0"
 _EF21 = "bsp:compression=ef21,compression.density=0.5,compression.small=0"
 _LOW_RANK = (
     "bsp:compression=powersgd,compression.rank=1,compression.small=0,"
-    "compression.dense_steps=0"
+    "compression.warmup_steps=0"
 )
 
 CASES: tuple[Case, ...] = (
@@ -181,7 +181,7 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:collective=rina", aggregates=True),
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
-    Case(method="bsp:compression=int4,compression.residuals=true", lossy=1 / 7),
+    Case(method="bsp:compression=int4,compression.error_feedback=true", lossy=1 / 7),
     Case(method="bsp:compression=qsgd", lossy=1 / 30),
     Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=200, lossy=0.5),
     Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.compression import Residuals
+from paceline.compression import ErrorFeedback
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Compressor, StandsAlone, Sum
 from paceline.testing.compared import require_close, require_states, workers_of
@@ -123,7 +123,7 @@ def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
         given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
         with_it, without = three.mean(given), two.mean(given[:2])
         allowed = with_it.rounding
-        if step and with_it.is_coded_twice and isinstance(compressor, Residuals):
+        if step and with_it.is_coded_twice and isinstance(compressor, ErrorFeedback):
             # Who owns what differs, and so in whose residual the second rounding is.
             allowed = 2**-3
         require_close(
@@ -391,7 +391,7 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
         CompressorCheck(codes_stand_alone, lambda c: c.stands_alone),
         CompressorCheck(what_is_not_finite_shows),
         CompressorCheck(chance_is_its_own),
-        CompressorCheck(nothing_is_lost, lambda c: isinstance(c, Residuals)),
+        CompressorCheck(nothing_is_lost, lambda c: isinstance(c, ErrorFeedback)),
     )
 }
 

@@ -21,9 +21,9 @@ from paceline.cluster.profiling.compressor_costs import pays_below, traffic
 from paceline.cluster.profiling.compressors import Coders, measure_coding, repeat
 from paceline.compression import (
     COMPRESSORS,
+    ErrorFeedback,
     Identity,
     Later,
-    Residuals,
     full_spec,
     make,
 )
@@ -108,7 +108,7 @@ def test_codes_are_as_large_as_every_compressor_says(name, monkeypatch):
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_full_spec_is_of_the_same_compressor(name):
-    for text in (name, f"{name}:dense_steps=9") if name != "none" else (name,):
+    for text in (name, f"{name}:warmup_steps=9") if name != "none" else (name,):
         settled = make(text).settled()
         again = make(full_spec(make(text)))
         assert again.settled() == settled
@@ -116,10 +116,10 @@ def test_a_full_spec_is_of_the_same_compressor(name):
 
 
 def test_full_specs_tell_defaults():
-    assert full_spec(Residuals(compression.BF16(), 0.5)) == (
-        "bf16:residuals=true,decay=0.5"
+    assert full_spec(ErrorFeedback(compression.BF16(), 0.5)) == (
+        "bf16:error_feedback=true,decay=0.5"
     )
-    assert full_spec(compression.BF16()) == "bf16:residuals=false"
+    assert full_spec(compression.BF16()) == "bf16:error_feedback=false"
 
 
 def test_traffic_is_that_of_rings():
@@ -146,8 +146,10 @@ def test_a_price_is_of_bytes_and_errors_of_these_gradients(toys, tmp_path):
     elements = sum(math.prod(shape) for shape in SHAPES)
     steps = kept(tmp_path, *(gradient(seed) for seed in range(6)))
     begun = []
-    lossy, corrected = price(["half", "half:residuals=true"], steps, 4, begun.append)
-    assert begun == ["half", "half:residuals=true"]
+    lossy, corrected = price(
+        ["half", "half:error_feedback=true"], steps, 4, begun.append
+    )
+    assert begun == ["half", "half:error_feedback=true"]
     assert isinstance(lossy, Price)
     assert isinstance(corrected, Price)
     assert lossy.dense_bytes == 4 * elements

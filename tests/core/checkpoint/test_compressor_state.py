@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.compression.casts import BF16
-from paceline.compression.error_feedback import Residuals
+from paceline.compression.error_feedback import ErrorFeedback
 from paceline.compression.quantization import Int8
 from paceline.core.averages import Nothing
 from paceline.core.compressed_average import Codes
@@ -52,9 +52,9 @@ def send(codes, part, name):
 
 @pytest.mark.parametrize("code", [Int8(), BF16()], ids=lambda code: code.name)
 def test_a_worker_goes_on_with_the_same_bits(code):
-    saver, codes = owner(Residuals(code=code), rank=1, steps=3)
-    loader, again = owner(Residuals(code=code), rank=1)
-    assert loader.name == saver.name == f"compression.{code.name}+residuals"
+    saver, codes = owner(ErrorFeedback(code=code), rank=1, steps=3)
+    loader, again = owner(ErrorFeedback(code=code), rank=1)
+    assert loader.name == saver.name == f"compression.{code.name}+error feedback"
     saved = saver.save()
     assert set(saved) == {"weight", "bias"}
     loader.load({name: _copied(state) for name, state in saved.items()})
@@ -73,12 +73,14 @@ def _copied(state):
 
 @pytest.mark.parametrize("workers", [1, 3, 4])
 def test_the_sum_of_residuals_is_kept(workers):
-    parts = [owner(Residuals(code=Int8()), rank, steps=2)[0].save() for rank in (0, 1)]
+    parts = [
+        owner(ErrorFeedback(code=Int8()), rank, steps=2)[0].save() for rank in (0, 1)
+    ]
     whole = sum(part["weight"]["residual"] for part in parts)
     assert whole.abs().max() > 0
     total = torch.zeros(2, 2)
     for rank in range(workers):
-        loader, codes = owner(Residuals(code=Int8()), rank)
+        loader, codes = owner(ErrorFeedback(code=Int8()), rank)
         loader.load(loader.redistribute(iter(parts), workers))
         assert codes.states.keys() == {"weight", "bias"}
         total += codes.states["weight"]["residual"]
@@ -86,10 +88,10 @@ def test_the_sum_of_residuals_is_kept(workers):
 
 
 def test_a_tensor_that_is_no_parameter_has_no_share():
-    _, codes = owner(Residuals(code=BF16()))
+    _, codes = owner(ErrorFeedback(code=BF16()))
     send(codes, torch.full((3,), 0.3), "momentum")
     saved = CompressorState(codes, 0, PARAMETERS).save()
-    loader, _ = owner(Residuals(code=BF16()))
+    loader, _ = owner(ErrorFeedback(code=BF16()))
     with pytest.raises(UsageError, match="'momentum'"):
         loader.redistribute([saved], 2)
 
@@ -98,10 +100,10 @@ def test_parts_of_a_parameter_have_their_shares():
     """OSP sends pieces, which are named by the elements that they hold."""
     parts = []
     for rank in (0, 1):
-        saver, codes = owner(Residuals(code=BF16()), rank)
+        saver, codes = owner(ErrorFeedback(code=BF16()), rank)
         send(codes, torch.full((1, 3), 0.3), "weight[1:4]")
         parts.append(saver.save())
-    loader, _ = owner(Residuals(code=BF16()))
+    loader, _ = owner(ErrorFeedback(code=BF16()))
     given = loader.redistribute(iter(parts), 1)["weight[1:4]"]["residual"]
     kept = [part["weight[1:4]"]["residual"] for part in parts]
     assert given.shape == (1, 3)

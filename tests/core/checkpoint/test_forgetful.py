@@ -61,7 +61,7 @@ def test_a_compressor_that_hides_what_it_keeps_breaks_them(law, saved, monkeypat
     monkeypatch.setitem(COMPRESSORS, "hides", Hides)
     code = "hides"
     if saved:
-        code = "int8,compression.residuals=true"
+        code = "int8,compression.error_feedback=true"
     case = Case(method=f"bsp:compression={code}")
     broken = pytest.raises(WorkerFailedError, match="changes the result: by")
     with nullcontext() if saved else broken:

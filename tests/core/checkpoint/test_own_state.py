@@ -15,7 +15,7 @@ from paceline.testing import inspect
 from tests.core.checkpoint.test_save_load import begin, on
 
 
-class Residuals:
+class ErrorFeedback:
     """Shares of a sum, and a number that all have."""
 
     name = "compression.toy"
@@ -37,7 +37,7 @@ class Residuals:
         return parts[0] | {"error": {"weight": whole / workers}}
 
 
-class Only(Residuals):
+class Only(ErrorFeedback):
     """Means nothing to others."""
 
     name = "method.toy"
@@ -112,7 +112,7 @@ def test_each_worker_has_its_own_back_bit_for_bit(tmp_path):
 
 
 def test_each_worker_writes_its_own_and_rank_0_what_all_share(tmp_path):
-    save(2, tmp_path / "x", lambda rank: [Residuals(float(rank))])
+    save(2, tmp_path / "x", lambda rank: [ErrorFeedback(float(rank))])
     names = {file.name: set(files.read(file)) for file in (tmp_path / "x").iterdir()}
     own = {"worker", "training0.compression.toy"}
     assert names == {
@@ -143,8 +143,8 @@ def test_random_states_are_each_workers_own(tmp_path):
 
 @pytest.mark.parametrize(("workers", "share"), [(1, 12.0), (2, 6.0), (4, 3.0)])
 def test_shares_of_a_sum_stay_its_shares(workers, share, tmp_path):
-    save(3, tmp_path / "x", lambda rank: [Residuals(3.0 + rank)])
-    found = load(workers, tmp_path / "x", lambda rank: [Residuals()])
+    save(3, tmp_path / "x", lambda rank: [ErrorFeedback(3.0 + rank)])
+    found = load(workers, tmp_path / "x", lambda rank: [ErrorFeedback()])
     assert values(found) == [[share] * 3] * workers
     assert [state["round"] for (state,) in found] == [7] * workers
 
@@ -154,7 +154,7 @@ def test_what_means_nothing_to_others_is_refused_and_nothing_is_changed(
     workers, tmp_path
 ):
     def both(rank, value=None):
-        return [Residuals(value), Only(value)]
+        return [ErrorFeedback(value), Only(value)]
 
     save(2, tmp_path / "x", lambda rank: both(rank, 1.0), steps=2)
     for words, unchanged in load(workers, tmp_path / "x", both):
@@ -164,7 +164,8 @@ def test_what_means_nothing_to_others_is_refused_and_nothing_is_changed(
         )
         assert unchanged
     assert (
-        values(load(2, tmp_path / "x", lambda rank: [Residuals()])) == [[1.0] * 3] * 2
+        values(load(2, tmp_path / "x", lambda rank: [ErrorFeedback()]))
+        == [[1.0] * 3] * 2
     )
 
 
@@ -182,11 +183,11 @@ def say(folder, **what):
 
 def test_who_has_died_before_a_save_has_no_part_and_all_know(tmp_path):
     """The checkpoint of three workers, of which two were left."""
-    save(3, tmp_path / "x", lambda rank: [Residuals(3.0 + rank)])
+    save(3, tmp_path / "x", lambda rank: [ErrorFeedback(3.0 + rank)])
     say(tmp_path / "x", parts=[1, 2])
-    found = load(3, tmp_path / "x", lambda rank: [Residuals()])
+    found = load(3, tmp_path / "x", lambda rank: [ErrorFeedback()])
     assert values(found) == [[3.0] * 3] * 3
-    found = load(2, tmp_path / "x", lambda rank: [Residuals()])
+    found = load(2, tmp_path / "x", lambda rank: [ErrorFeedback()])
     assert values(found) == [[4.5] * 3] * 2
 
 
@@ -194,7 +195,7 @@ def test_who_has_died_before_a_save_has_no_part_and_all_know(tmp_path):
 
 
 def test_what_nobody_takes_and_what_begins_anew_is_said_once(tmp_path, capfd):
-    save(2, tmp_path / "x", lambda rank: [Residuals(1.0)])
+    save(2, tmp_path / "x", lambda rank: [ErrorFeedback(1.0)])
     assert load(2, tmp_path / "x", lambda rank: [Only()]) == [[{}]] * 2
     assert capfd.readouterr().err.splitlines() == [
         f"paceline: {tmp_path / 'x'} holds no training0.method.toy: it begins anew",
@@ -224,7 +225,7 @@ def on_its_own_disk(folder, rank):
 def test_parts_on_other_disks_are_asked_for_by_name(tmp_path, capfd):
     """What rank 0's machine has is a checkpoint; the others' parts stay on theirs, and one
     folder with all of them is a whole one."""
-    make = lambda rank: [Residuals(3.0 + rank)]  # noqa: E731
+    make = lambda rank: [ErrorFeedback(3.0 + rank)]  # noqa: E731
     for _ in range(2):  # the second time over what the first one left
         save(2, tmp_path, make, place=on_its_own_disk)
     left = tmp_path / "1.partial" / "worker-1.pt"
@@ -243,7 +244,7 @@ def test_parts_on_other_disks_are_asked_for_by_name(tmp_path, capfd):
     assert load(2, tmp_path / "0", lambda rank: []) == [[], []]
     assert "worker-1.pt is not there: worker 1 has random" in capfd.readouterr().err
     left.rename(tmp_path / "0" / "worker-1.pt")
-    found = load(2, tmp_path / "0", lambda rank: [Residuals()])
+    found = load(2, tmp_path / "0", lambda rank: [ErrorFeedback()])
     assert values(found) == [[3.0] * 3, [4.0] * 3]
 
 
@@ -285,13 +286,15 @@ class Forged:
 @pytest.mark.parametrize("how", ["torch.save", "pickle"])
 @pytest.mark.parametrize("name", ["index.pt", "shared.pt", "worker-0.pt"])
 def test_a_forged_file_runs_nothing_and_is_refused(name, how, workers, tmp_path):
-    save(workers, tmp_path / "x", lambda rank: [Residuals(1.0)])
+    save(workers, tmp_path / "x", lambda rank: [ErrorFeedback(1.0)])
     forged = {"model0": Forged(tmp_path / "pwned"), "index": Forged(tmp_path / "pwned")}
     if how == "pickle":
         (tmp_path / "x" / name).write_bytes(pickle.dumps(forged))
     else:
         torch.save(forged, tmp_path / "x" / name)
-    for words, unchanged in load(workers, tmp_path / "x", lambda rank: [Residuals()]):
+    for words, unchanged in load(
+        workers, tmp_path / "x", lambda rank: [ErrorFeedback()]
+    ):
         assert name in words
         assert "Nothing in it was run" in words
         assert how == "pickle" or "holds code" in words
@@ -301,10 +304,10 @@ def test_a_forged_file_runs_nothing_and_is_refused(name, how, workers, tmp_path)
 
 @pytest.mark.parametrize("name", ["index.pt", "shared.pt", "worker-0.pt"])
 def test_a_damaged_file_is_refused(name, tmp_path):
-    save(1, tmp_path / "x", lambda rank: [Residuals(1.0)])
+    save(1, tmp_path / "x", lambda rank: [ErrorFeedback(1.0)])
     file = tmp_path / "x" / name
     file.write_bytes(file.read_bytes()[:-100])
-    ((words, unchanged),) = load(1, tmp_path / "x", lambda rank: [Residuals()])
+    ((words, unchanged),) = load(1, tmp_path / "x", lambda rank: [ErrorFeedback()])
     assert name in words
     assert unchanged
 

@@ -22,8 +22,8 @@ from tests.methods.local_updates.test_laws import CLOSE, apart, count
 from tests.methods.osp.helpers import flat
 from tests.support.tables import crossed
 
-RESIDUALS = "int8:residuals=true"
-SPARSE = "top-k:density=0.1,residuals=true"
+RESIDUALS = "int8:error_feedback=true"
+SPARSE = "top-k:density=0.1,error_feedback=true"
 PLAIN = "outer_learning_rate=1,outer_momentum=0,nesterov=false"
 
 METHODS = [
@@ -219,7 +219,7 @@ class Seen:
     ("code", "method", "ends"),
     crossed(
         3,
-        [SPARSE, RESIDUALS, "int4:residuals=true"],
+        [SPARSE, RESIDUALS, "int4:error_feedback=true"],
         [f"diloco:every=3,{PLAIN}", "local-sgd:every=3"],
         [((12, 12, 12), 1.0), ((12, 12, 12), 0.9), ((8, 9, 9), 1.0)],
     ),
@@ -288,7 +288,10 @@ def test_residuals_go_on_in_other_buckets_and_among_other_workers(
         2,
         [
             ("diloco:every=4", "int4"),
-            ("streaming-diloco:every=6,fragments=2,delay=2", "int4:residuals=true"),
+            (
+                "streaming-diloco:every=6,fragments=2,delay=2",
+                "int4:error_feedback=true",
+            ),
             ("sel-sync:delta=0.01,window=2", RESIDUALS),
             ("sparse-loco:every=4", None),
         ],

@@ -11,7 +11,7 @@ from tests.methods.osp.helpers import ALL, FIRST_DEFERRED, HALF, decide_often, p
 from tests.support.simulations import run
 
 STEPS = 12
-CODE = "int8:rounding=nearest,residuals=true"
+CODE = "int8:rounding=nearest,error_feedback=true"
 
 
 class Sums(torch.nn.Module):

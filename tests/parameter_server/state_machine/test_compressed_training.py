@@ -113,7 +113,7 @@ def train(
             for total, gradient in zip(made, given, strict=True):
                 total += gradient.double() / workers
             after(rank, step, model, optimizer)
-        left = residuals_of(optimizer) if "residuals=true" in str(options) else {}
+        left = residuals_of(optimizer) if "error_feedback=true" in str(options) else {}
         left = {name: value.clone() for name, value in left.items()}
         optimizer.finish()
         ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
@@ -136,7 +136,9 @@ def train(
 )
 def test_what_was_applied_and_what_is_left_are_all_gradients(method, servers, answers):
     runtime = simulation(3, servers)
-    ends = train(runtime, method, compression="largest:residuals=true", answers=answers)
+    ends = train(
+        runtime, method, compression="largest:error_feedback=true", answers=answers
+    )
     first = ends[0][0]
     for parameters, _, _ in ends:
         for mine, theirs in zip(parameters, first, strict=True):
@@ -222,7 +224,7 @@ def test_looking_changes_nothing():
         with optimizer.consolidated():
             pass
 
-    options = {"compression": "largest:residuals=true", "answers": "differences"}
+    options = {"compression": "largest:error_feedback=true", "answers": "differences"}
     straight, looked = (
         train(simulation(3), "ssp:staleness=0", after=after, **options)
         for after in (lambda *_: None, look)
@@ -356,7 +358,7 @@ def test_shares_of_samples_lose_nothing():
             plain,
             method="asp",
             sampler=sampler,
-            compression="largest:residuals=true",
+            compression="largest:error_feedback=true",
         )
         made = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
         for step, batch in zip(range(steps), _batches(sampler), strict=False):
@@ -422,7 +424,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
     differences begin anew, and are those of a training that was straight only where they
     left nothing out.)"""
     options = {
-        "compression": "largest:residuals=true",
+        "compression": "largest:error_feedback=true",
         "answers": answers,
     }
     ends = {}
@@ -474,7 +476,7 @@ def test_residuals_of_other_parts_are_refused_in_words():
         with pytest.raises(UsageError, match="which is no parameter"):
             own.redistribute([kept[0], kept[1]], 2)
 
-    options = {"compression": "largest:residuals=true"}
+    options = {"compression": "largest:error_feedback=true"}
     train(simulation(2, servers=3), "backup", steps=1, after=save, **options)
     train(simulation(2, servers=2), "backup", steps=1, after=load, **options)
 
@@ -489,7 +491,7 @@ def test_residuals_of_other_parts_are_refused_in_words():
             {"method": "asp", "compression": "powersgd"},
             "means something only among those of all workers",
         ),
-        ({"method": "asp", "compression": "largest:dense_steps=5"}, "or begins later"),
+        ({"method": "asp", "compression": "largest:warmup_steps=5"}, "or begins later"),
         ({"method": "osp", "compression": "largest"}, "it pushes parts of buckets"),
         ({"method": "asp", "compression": Unknown()}, "finds another one, or none"),
         (
@@ -547,10 +549,10 @@ def test_workers_that_differ_are_refused_before_training():
     def body(rank):
         model = Given()
         plain = torch.optim.SGD(model.parameters(), lr=LR)
-        compression = "largest:residuals=true" if rank else "largest"
+        compression = "largest:error_feedback=true" if rank else "largest"
         paceline.distribute(model, plain, method="asp", compression=compression)
 
-    with pytest.raises(WorkerFailedError, match="residuals"):
+    with pytest.raises(WorkerFailedError, match="error_feedback"):
         simulation(2).run(body)
 
 

@@ -384,7 +384,7 @@ def test_another_compression_is_refused(theirs: Any, said: str) -> None:
     [
         ("nothing-such", "unknown compression"),
         ("int8:nothing=1", "unknown key"),
-        ("largest:dense_steps=3", "begins later"),
+        ("largest:warmup_steps=3", "begins later"),
         ("none", "stands alone"),
     ],
 )

@@ -67,7 +67,7 @@ class CodedTraining(Training):
 
     def __init__(self, case: Case, differs: bool) -> None:
         self.differs = differs
-        self.code: Any = make("largest:residuals=true")
+        self.code: Any = make("largest:error_feedback=true")
         self.states: dict[tuple[int, int, int, int], list[State]] = {}
         """By worker, life, shard and bucket."""
         self.shares: dict[tuple[int, int, int, int], torch.Tensor] = {}
@@ -93,7 +93,10 @@ class CodedTraining(Training):
         units = [self.units() if theirs else [] for theirs in join.units]
         answers: Any = "differences" if self.differs else "dense"
         join = structs.replace(
-            join, units=units, compression="largest:residuals=true", answers=answers
+            join,
+            units=units,
+            compression="largest:error_feedback=true",
+            answers=answers,
         )
         life.to_send.append((shard, join, payload))
 

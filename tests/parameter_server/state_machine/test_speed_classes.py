@@ -122,7 +122,7 @@ def test_classes_change_within_a_training(
         steps=len(CHANGES),
         after=change,
         buckets="single",
-        compression=f"{SETTLED},direction={direction},residuals=true",
+        compression=f"{SETTLED},direction={direction},error_feedback=true",
         answers=answers,
     )
     turned: dict[SpeedClass, SpeedClass] = dict(zip(RATIOS, RATIOS, strict=True))
@@ -144,7 +144,7 @@ def test_answers_have_no_epochs() -> None:
     """They are the same to workers of all classes."""
     code = make("gd-top-k:speed=slowest")
     check_brings_nearer(code)
-    assert code.of_differences() == make("top-k:density=0.015,residuals=false")
+    assert code.of_differences() == make("top-k:density=0.015,error_feedback=false")
     assert code.at_speed("fastest").at_speed("slowest") == code
 
 

@@ -95,7 +95,7 @@ def test_workers_that_share_cores_code_in_turn(cores, crowd):
 
 def test_dense_first_steps_are_no_other_compressor():
     compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
-    options = {"compression": "bf16:dense_steps=9", "buckets": "single"}
+    options = {"compression": "bf16:warmup_steps=9", "buckets": "single"}
     assert coding_seconds(compute, 2, **options) == pytest.approx(MEANS * 4.5)
 
 
@@ -104,7 +104,7 @@ def test_bytes_are_charged_where_nobody_has_measured():
     runtime = simulation(2, compute=compute)
     run_on(runtime, lambda rank: train(model(), compression="bf16") and None)
     (sentence,) = runtime.result.guessed
-    assert "paceline profile SCRIPT --compression bf16:residuals=false" in sentence
+    assert "paceline profile SCRIPT --compression bf16:error_feedback=false" in sentence
     before, after = make("bf16").passes(2)
     seconds = coding_seconds(compute, 2, compression="bf16", buckets="single")
     whole = sum(workload().sizes)
@@ -152,7 +152,7 @@ def bytes_of_steps(stands_in: bool, compression: str, buckets: str) -> list[int]
 def test_a_stand_in_sends_what_the_model_sends(name, buckets):
     compression = full_spec(make(name))
     if name != "none":
-        compression += ",dense_steps=0"
+        compression += ",warmup_steps=0"
     # A step of gd-top-k that ends an epoch sends all: the last two are one.
     compression = compression.replace("epoch_steps=0", "epoch_steps=2")
     real = bytes_of_steps(False, compression, buckets)

@@ -5,8 +5,8 @@ Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
 
     C(a) = (|a|_1 / N) * sign(a)
 
-and what it leaves out comes back with the next gradient (`Residuals`, which it has unless
-``residuals=false``): of |a|^2 the part 1 - q^2 is left out, q = |a|_1 / (sqrt(N) |a|_2), always
+and what it leaves out comes back with the next gradient (`ErrorFeedback`, which it has unless
+``error_feedback=false``): of |a|^2 the part 1 - q^2 is left out, q = |a|_1 / (sqrt(N) |a|_2), always
 less than all. (The root of the mean square for the scale, as in 1-bit Adam's code, leaves out
 2 - 2q: more than all where few elements are large.)
 
@@ -42,7 +42,7 @@ class EFSign(Alone):
     )
     unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "none"
-    residuals_by_default: ClassVar[bool] = True
+    error_feedback_by_default: ClassVar[bool] = True
 
     def passes(self, workers: int) -> tuple[float, float]:
         # Measured on one core of a CPU, beside a copy of a tensor (2 passes).

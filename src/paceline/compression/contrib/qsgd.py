@@ -43,7 +43,7 @@ class QSGD(Alone):
     )
     unbiased: ClassVar[bool] = True
     state: ClassVar[StateKind] = "own"
-    takes_residuals: ClassVar[bool] = False
+    takes_error_feedback: ClassVar[bool] = False
     grain: ClassVar[Grain] = Grain(levels=127, bits=8, norm="euclidean")
     """Its levels are the paper's s: as many as fit in 8 bits."""
     block: ClassVar[int] = 128

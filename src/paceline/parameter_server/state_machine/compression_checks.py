@@ -80,7 +80,7 @@ def check_brings_nearer(compressor: Compressor) -> None:
     the next where it is further from a tensor than zeros are, and make no sense to one that
     adds up what it is given."""
     code = check_stands_alone(compressor.of_differences())
-    if not (code.takes_residuals or code.unbiased):
+    if not (code.takes_error_feedback or code.unbiased):
         raise UsageError(
             f"answers=differences with compression {compressor.name!r}: it keeps a memory of "
             "gradients, and what a difference leaves out is in the next one already; take "
