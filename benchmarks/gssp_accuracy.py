@@ -53,7 +53,7 @@ least learning rate."""
 EPOCH = 22
 """A worker's steps in a pass over digits, and about an eighth of its steps on bytes_lm."""
 CODE = f"compression=gd-top-k,compression.epoch_steps={EPOCH}"
-BOTH_WAYS = f"{CODE},answers=differences"
+BOTH_WAYS = f"{CODE},replies=deltas"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_elsewhere_methods_that_do_are_named(name):
     assert listed == sorted(ON_SERVERS)
 
 
-OF_SERVERS = {"servers": "per-node", "sums": "ring", "answers": "differences"}
+OF_SERVERS = {"servers": "per-node", "sums": "ring", "replies": "differences"}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -63,7 +63,7 @@ def test_a_collective_with_servers_takes_keys_of_servers(key):
 
 def test_what_stands_as_by_default_may_be_said():
     assert read_spec("asp:collective=native") == read_spec("asp")
-    assert read_spec("bsp:servers=auto,answers=dense") == read_spec("bsp")
+    assert read_spec("bsp:servers=auto,replies=full") == read_spec("bsp")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from paceline.core.start import Subject, train
 from paceline.core.step_loggers import report_as_asked
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, Runtime
-from paceline.interfaces.server_messages import Answers
+from paceline.interfaces.server_messages import Replies
 from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.config import (
     CHOSEN_BY_AUTO,
@@ -49,7 +49,7 @@ def distribute(
     servers: str = "auto",
     sampler: Sampler | None = None,
     clip_norm: float | None = None,
-    answers: Answers = "dense",
+    replies: Replies = "full",
 ) -> DistributedOptimizer:
     """Train *model* data-parallel; returns the optimizer to use from now on.
 
@@ -77,8 +77,8 @@ def distribute(
     *clip_norm*: scale gradients down to this norm before they are
     applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient, or
     (``paceline list methods`` says where) each worker's own before it is sent, and then all of it leaves
-    after backward. *answers*: where servers update and gradients are compressed, they answer
-    with parameters (``"dense"``), or with compressed ``"differences"`` from what each worker holds, of
+    after backward. *replies*: where servers update and gradients are compressed, they answer
+    with parameters (``"full"``), or with compressed ``"deltas"`` from what each worker holds, of
     which they keep a copy. A spec given on the command line wins over all of these.
 
     Every rank calls this with the same model, options and kind of optimizer, and all
@@ -95,7 +95,7 @@ def distribute(
         compression=_made(compression),
         servers=servers,
         clip_norm=math.inf if clip_norm is None else clip_norm,
-        answers=answers,
+        replies=replies,
     )
     report_as_asked(runtime)
     subject = Subject(runtime, model, optimizer, sampler, len(runtime.job.trainings))

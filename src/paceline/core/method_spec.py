@@ -55,7 +55,7 @@ def _check_meaning(method: Method, settings: Settings, keys: Collection[str]) ->
             "its servers take gradients, and no average is formed",
         ),
         ("servers", has_servers, "it has no servers"),
-        ("answers", serves, "no server answers with parameters"),
+        ("replies", serves, "no server answers with parameters"),
     ):
         value = getattr(settings, key)
         if key in keys and not means and value != getattr(usual, key):

@@ -13,7 +13,7 @@ from paceline.bucketing import check_rule
 from paceline.compression import Identity
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Compressor
-from paceline.interfaces.server_messages import Answers
+from paceline.interfaces.server_messages import Replies
 from paceline.parameter_server.optim.clipping import check_clip_norm
 
 ModuleBuffers = Literal["rank0", "local"]
@@ -39,9 +39,9 @@ class Settings:
     ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
     where there are any, else embedded), or addresses HOST:PORT joined by "+".
     *clip_norm*: the largest norm that a gradient may have; of which one, the method says
-    (`Method.clips`). *answers*: where servers update and gradients are compressed, whether a push is
-    answered with the parameters as they are ("dense"), or with a code of their difference from what the
-    worker holds ("differences"): then servers keep a copy of that for each worker."""
+    (`Method.clips`). *replies*: where servers update and gradients are compressed, whether a push is
+    answered with the parameters as they are ("full"), or with a code of their difference from what the
+    worker holds ("deltas"): then servers keep a copy of that for each worker."""
 
     buckets: str = "optimal"
     buffers: ModuleBuffers = "rank0"
@@ -49,7 +49,7 @@ class Settings:
     collective: str = "native"
     servers: str = "auto"
     clip_norm: float = math.inf
-    answers: Answers = "dense"
+    replies: Replies = "full"
     compression: Compressor = UNSAID
 
     def __post_init__(self) -> None:
@@ -57,7 +57,7 @@ class Settings:
         check_clip_norm(self.clip_norm)
         for key, choices in (
             ("buffers", ModuleBuffers),
-            ("answers", Answers),
+            ("replies", Replies),
         ):
             value = str(getattr(self, key))
             if value not in get_args(choices):

@@ -240,12 +240,12 @@ def _check_compression(
 ) -> None:
     """Raise `UsageError` where nobody forms a mean of codes."""
     compressor = settings.compression
-    check_answers(method, compressor, settings.answers)
+    check_answers(method, compressor, settings.replies)
     if compressor == Identity():
         return
     compressor.suits(optimizer)
     if method.updates_on == "server":
-        check_pushed(method, compressor, settings.answers)
+        check_pushed(method, compressor, settings.replies)
         return
     if collective.needs_servers and not compressor.linear:
         raise UsageError(
@@ -302,7 +302,7 @@ def _servers(
         place=settings.servers,
         clip_norm=settings.clip_norm if method.clips == "mean" else math.inf,
         compression=spec_of_code(settings.compression) if compressed else "",
-        answers=settings.answers if compressed else "dense",
+        replies=settings.replies if compressed else "full",
         groups=groups,
     )
     if holds is None and not collective.needs_servers:

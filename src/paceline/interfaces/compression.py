@@ -196,7 +196,7 @@ class Compressor(Protocol):
         return self
 
     def of_differences(self) -> Compressor:
-        """What servers answer with (``answers=differences``), and workers decode: the same in
+        """What servers answer with (``replies=deltas``), and workers decode: the same in
         all steps and classes, since answers are no steps of whom they are for."""
         return self
 

@@ -17,7 +17,7 @@ from paceline.cluster import Cluster, Workload
 from paceline.interfaces.communication import Endpoint, Runner
 from paceline.interfaces.groups import Groups
 from paceline.interfaces.method import UpdatesOnServer
-from paceline.interfaces.server_messages import Answers
+from paceline.interfaces.server_messages import Replies
 from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.interfaces.trainings import Job
 from paceline.records import Journal
@@ -68,7 +68,7 @@ class ServerJob:
     place: str
     clip_norm: float = math.inf
     compression: str = ""
-    answers: Answers = "dense"
+    replies: Replies = "full"
     groups: Groups | None = None
 
     @property

@@ -52,7 +52,7 @@ Hyperparameters = list[dict[str, Any]]
 # ---- requests ----
 
 
-Answers = Literal["dense", "differences"]
+Replies = Literal["full", "deltas"]
 """What pushes are answered with: the parameters as they are; or, where gradients are compressed,
 a code of their difference from what the worker holds."""
 
@@ -81,7 +81,7 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     servers: int = 1
     tensors: list[str] = []
     compression: str = ""
-    answers: Answers = "dense"
+    replies: Replies = "full"
 
 
 Purpose = Literal["load", "pulled", "meet"]

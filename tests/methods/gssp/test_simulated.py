@@ -144,7 +144,7 @@ def test_all_meet_though_who_has_changed_groups_is_far_ahead(tmp_path: Path) -> 
     [
         "gssp:measure_steps=3,staleness=0,period=1",
         "gssp:measure_steps=2,number_of_groups=2,compression=gd-top-k,"
-        "compression.small=0,answers=differences",
+        "compression.small=0,replies=deltas",
         "grouping-sgd:members=0.2+1.3",
     ],
 )

@@ -108,8 +108,8 @@ def test_who_looks_sees_the_group_s_server_s():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compression": "int8", "answers": "differences"}],
-    ids=["dense", "differences"],
+    [{}, {"compression": "int8", "replies": "deltas"}],
+    ids=["full", "deltas"],
 )
 def test_a_worker_that_moves_holds_what_its_new_server_has(options):
     runtime = simulation(WORKERS)
@@ -141,7 +141,7 @@ def test_a_worker_may_move_there_and_back():
         if rank == 3:
             inspect(optimizer).remote.move(step % 2, step + 1)
 
-    ends, runtime = train(TWO, 5, move, compression="int8", answers="differences")
+    ends, runtime = train(TWO, 5, move, compression="int8", replies="deltas")
     assert sum(m.counts["gradients applied"] for m in machines(runtime)) == 20 * len(
         machines(runtime)[0].shard.buckets
     )

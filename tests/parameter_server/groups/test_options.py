@@ -50,7 +50,7 @@ CHANGES = pytest.mark.parametrize(
     [
         ({"options": "gssp:staleness=4"}, "options is 'gssp:staleness=3'"),
         ({"compression": "int8"}, "compression is ''"),
-        ({"answers": "differences"}, "answers is 'dense'"),
+        ({"replies": "deltas"}, "replies is 'full'"),
         ({"optimizer": "Adagrad"}, "optimizer is 'SGD'"),
     ],
 )

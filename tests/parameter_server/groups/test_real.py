@@ -31,7 +31,7 @@ def test_beside_workers_and_dedicated_from_one_training_to_the_next():
     environment = {TOKEN: "a token that nobody guesses", "OMP_NUM_THREADS": "1"}
     there = "+".join(f"127.0.0.1:{port}" for port in ports)
     methods = [
-        f"{BY_HAND},compression=int8,answers=differences,servers={there}",
+        f"{BY_HAND},compression=int8,replies=deltas,servers={there}",
         f"asp:servers={there}",
         f"{BY_HAND},servers={there}",
         FOUND,

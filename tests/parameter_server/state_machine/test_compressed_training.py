@@ -131,13 +131,13 @@ def train(
         2,
         ["asp", "ssp:staleness=1", "backup", "r2sp"],
         [1, 3],
-        ["dense", "differences"],
+        ["full", "deltas"],
     ),
 )
 def test_what_was_applied_and_what_is_left_are_all_gradients(method, servers, answers):
     runtime = simulation(3, servers)
     ends = train(
-        runtime, method, compression="largest:error_feedback=true", answers=answers
+        runtime, method, compression="largest:error_feedback=true", replies=answers
     )
     first = ends[0][0]
     for parameters, _, _ in ends:
@@ -212,7 +212,7 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
         after=look,
         dtype=dtype,
         compression="largest",
-        answers="differences",
+        replies="deltas",
     )
     assert looked == [False] * 3
     for machine in machines(runtime):
@@ -224,7 +224,7 @@ def test_looking_changes_nothing():
         with optimizer.consolidated():
             pass
 
-    options = {"compression": "largest:error_feedback=true", "answers": "differences"}
+    options = {"compression": "largest:error_feedback=true", "replies": "deltas"}
     straight, looked = (
         train(simulation(3), "ssp:staleness=0", after=after, **options)
         for after in (lambda *_: None, look)
@@ -281,7 +281,7 @@ MODEL_BYTES = 8 * sum(torch.Size(shape).numel() for shape in SHAPES)
 def test_the_bytes_of_codes_count_both_ways():
     code = code_bytes(make("largest"), SHAPES, torch.float64)
     assert code == len(SHAPES) * 16
-    for answers, back in (("dense", MODEL_BYTES), ("differences", code)):
+    for answers, back in (("full", MODEL_BYTES), ("deltas", code)):
         each = 2 * (code + HEADER_BYTES) + 2 * (back + HEADER_BYTES)
         took = seconds_of_a_step(answers)
         assert took == pytest.approx(each / 1e5, rel=1e-4)
@@ -292,15 +292,15 @@ def test_coding_takes_virtual_time():
     codes and decodes two, and a worker decodes one."""
     before, after = make("largest").passes(1)
     for answers, passes in (
-        ("dense", before + 2 * after),
-        ("differences", before + 2 * after + 2 * (before + after + 6) + after),
+        ("full", before + 2 * after),
+        ("deltas", before + 2 * after + 2 * (before + after + 6) + after),
     ):
         slow = seconds_of_a_step(answers, link=1e12, memory=1e6)
         assert slow == pytest.approx(passes * MODEL_BYTES / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("answers", ["dense", "differences"])
+@pytest.mark.parametrize("answers", ["full", "deltas"])
 def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, servers):
     sizes = (400_000, 4_000_000, 40_000)
     workload = Workload(
@@ -325,7 +325,7 @@ def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, serv
             plain,
             method="backup",
             compression="halves",
-            answers=answers,
+            replies=answers,
             buckets="single",
         )
         for _ in range(3):
@@ -337,7 +337,7 @@ def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, serv
     Simulation(cluster, compute=compute).run(body)
     assert sent[0] == pytest.approx(sum(sizes) / 2 + servers * HEADER_BYTES, rel=1e-5)
     if servers == 1:  # its link carries two codes, and what is answered to both
-        back = 1 if answers == "differences" else 2
+        back = 1 if answers == "deltas" else 2
         each = (1 + back) * sum(sizes)
         assert max(took.values()) == pytest.approx(each / 1e7, rel=1e-3)
 
@@ -389,7 +389,7 @@ def _batches(sampler):
         yield from sampler
 
 
-@pytest.mark.parametrize("answers", ["dense", "differences"])
+@pytest.mark.parametrize("answers", ["full", "deltas"])
 def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
     ends = {}
 
@@ -397,7 +397,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
         model = Given()
         plain = torch.optim.SGD(model.parameters(), lr=LR)
         optimizer = paceline.distribute(
-            model, plain, method="backup", compression="largest", answers=answers
+            model, plain, method="backup", compression="largest", replies=answers
         )
         for step in range(2):
             given = gradients_of(rank, step)
@@ -416,9 +416,7 @@ def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
 # ---- checkpoints ----
 
 
-@pytest.mark.parametrize(
-    ("servers", "answers"), crossed(2, [1, 2], ["dense", "differences"])
-)
+@pytest.mark.parametrize(("servers", "answers"), crossed(2, [1, 2], ["full", "deltas"]))
 def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
     """Each worker's residuals are in its own part. (All hold the same when it is loaded: so
     differences begin anew, and are those of a training that was straight only where they
@@ -495,15 +493,15 @@ def test_residuals_of_other_parts_are_refused_in_words():
         ({"method": "osp", "compression": "largest"}, "it pushes parts of buckets"),
         ({"method": "asp", "compression": Unknown()}, "finds another one, or none"),
         (
-            {"method": "asp", "answers": "differences"},
-            "answers=differences without compression",
+            {"method": "asp", "replies": "deltas"},
+            "replies=deltas without compression",
         ),
         (
-            {"method": "bsp", "compression": "bf16", "answers": "differences"},
+            {"method": "bsp", "compression": "bf16", "replies": "deltas"},
             "with method 'bsp': its workers update",
         ),
         (
-            {"method": "asp", "compression": "wild", "answers": "differences"},
+            {"method": "asp", "compression": "wild", "replies": "deltas"},
             "differences would grow",
         ),
         (
@@ -537,7 +535,7 @@ def test_what_makes_no_sense_is_refused_with_the_reason(options, said):
 
 
 def test_keys_of_a_spec_say_it_too():
-    spec = "ssp:staleness=1,compression=largest,answers=differences"
+    spec = "ssp:staleness=1,compression=largest,replies=deltas"
     runtime = simulation(2)
     train(runtime, spec)
     (machine,) = machines(runtime)
@@ -576,7 +574,7 @@ def test_each_code_that_stands_alone_goes_both_ways(name):
         after=look,
         dtype=torch.float32,
         compression=name,
-        answers="differences",
+        replies="deltas",
     )
     for mine, theirs, a, b in zip(one, other, made, more, strict=True):
         assert torch.equal(mine, theirs)

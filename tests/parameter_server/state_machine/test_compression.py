@@ -83,7 +83,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def join_of(
-    compression: str = "largest", answers: Any = "dense", dtype: str = "float64"
+    compression: str = "largest", replies: Any = "full", dtype: str = "float64"
 ) -> Join:
     return Join(
         options="",
@@ -92,7 +92,7 @@ def join_of(
         optimizer="SGD",
         hyperparameters=HOW,
         compression=compression,
-        answers=answers,
+        replies=replies,
     )
 
 
@@ -102,14 +102,14 @@ class Talk(Case):
     def __init__(
         self,
         compression: str = "largest",
-        answers: Any = "dense",
+        replies: Any = "full",
         method: Any = None,
         dtype: str = "float64",
     ) -> None:
         super().__init__(method or ASP())
         self.code: Any = make(compression)
         self.kind = DTYPES[dtype]
-        self.joins = join_of(compression, answers, dtype)
+        self.joins = join_of(compression, replies, dtype)
         self.states: dict[tuple[int, int], list[State]] = {}
         for worker in (0, 1):
             self.ask(worker, self.joins)
@@ -225,7 +225,7 @@ def test_what_is_not_finite_travels(bad: float) -> None:
 
 
 def test_coding_is_counted_as_work() -> None:
-    talk = Talk(answers="differences")
+    talk = Talk(replies="deltas")
     for worker in (0, 1):
         talk.pull(worker, 0)
     talk.server.take_work()
@@ -256,12 +256,12 @@ def codes_that_do_not_fit(good: torch.Tensor) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("answers", ["dense", "differences"])
+@pytest.mark.parametrize("replies", ["full", "deltas"])
 @pytest.mark.parametrize(
     "what", codes_that_do_not_fit(torch.zeros(32, dtype=torch.uint8))
 )
-def test_a_code_that_does_not_fit_changes_nothing(what: str, answers: str) -> None:
-    talk = Talk(answers=answers)
+def test_a_code_that_does_not_fit_changes_nothing(what: str, replies: str) -> None:
+    talk = Talk(replies=replies)
     for worker in (0, 1):
         for bucket in range(2):
             talk.pull(worker, bucket)
@@ -369,7 +369,7 @@ def test_a_code_is_as_large_as_is_said(name: str, dtype: str) -> None:
     ("theirs", "said"),
     [
         ({"compression": ""}, "compression is 'largest' for who joined first and ''"),
-        ({"answers": "differences"}, "answers is 'dense' for who joined first and"),
+        ({"replies": "deltas"}, "replies is 'full' for who joined first and"),
     ],
     ids=str,
 )
@@ -402,7 +402,7 @@ def test_what_a_server_cannot_decode_is_refused_at_the_start(
 
 
 def differing() -> Talk:
-    talk = Talk(answers="differences")
+    talk = Talk(replies="deltas")
     for worker in (0, 1):
         for bucket in range(2):
             assert talk.pull(worker, bucket).message.turn == 1
@@ -500,7 +500,7 @@ def test_a_request_that_comes_again_advances_nothing() -> None:
 
 
 def test_who_has_not_pulled_gets_no_difference() -> None:
-    talk = Talk(answers="differences")
+    talk = Talk(replies="deltas")
     code = talk.encoded(0, 0, GIVEN)
     said = refusal_of(talk.push_code(0, 0, 0, code))
     assert "worker 0 has not pulled bucket 0" in said
@@ -557,8 +557,8 @@ def test_a_load_begins_anew_for_all() -> None:
 
 
 def test_after_a_restart_of_the_server_all_begin_with_all_of_it() -> None:
-    join = structs.replace(join_of(answers="differences"), method="asp")
-    talk = Talk(answers="differences")
+    join = structs.replace(join_of(replies="deltas"), method="asp")
+    talk = Talk(replies="deltas")
     talk.server, talk.joins = make_machine(2, "server"), join
     talk.numbers.clear()
     for worker in (0, 1):

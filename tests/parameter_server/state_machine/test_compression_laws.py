@@ -91,12 +91,12 @@ class CodedTraining(Training):
         shard, join, payload = life.to_send.pop()
         assert isinstance(join, Join)
         units = [self.units() if theirs else [] for theirs in join.units]
-        answers: Any = "differences" if self.differs else "dense"
+        answers: Any = "deltas" if self.differs else "full"
         join = structs.replace(
             join,
             units=units,
             compression="largest:error_feedback=true",
-            answers=answers,
+            replies=answers,
         )
         life.to_send.append((shard, join, payload))
 
@@ -244,7 +244,7 @@ FEW, MANY = (
 @pytest.mark.parametrize(
     "length", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"]
 )
-@pytest.mark.parametrize("differs", [False, True], ids=["dense", "differences"])
+@pytest.mark.parametrize("differs", [False, True], ids=["full", "deltas"])
 @pytest.mark.parametrize("name", ["asp", "ssp 1", "r2sp"])
 def test_laws_of_compressed_pushes(name: str, differs: bool, length: settings) -> None:
     def check(case: Case, choices: bytes) -> None:

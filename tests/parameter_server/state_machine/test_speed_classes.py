@@ -98,7 +98,7 @@ def test_a_worker_whose_class_changes_pushes_codes_of_other_sizes() -> None:
     assert len({kept_of(speed, given.numel()) for speed in CHANGES}) == 3
 
 
-@pytest.mark.parametrize("answers", ["dense", "differences"])
+@pytest.mark.parametrize("answers", ["full", "deltas"])
 @pytest.mark.parametrize("direction", ["slowest-most", "fastest-most"])
 def test_classes_change_within_a_training(
     answers: str, direction: str, noted: dict[int, list[int]]
@@ -111,7 +111,7 @@ def test_classes_change_within_a_training(
             remote.has_speed(CHANGES[step + 1])
         for part in remote._spread.parts[0]:
             answered.append(remote.encoding.room(part).numel())
-            if answers == "differences":
+            if answers == "deltas":
                 shadows = machines(runtime)[0].shard.coded.shadows
                 held = shadows[rank, part.bucket].values
                 assert torch.equal(held, remote._spread.landing_of(part))
@@ -123,7 +123,7 @@ def test_classes_change_within_a_training(
         after=change,
         buckets="single",
         compression=f"{SETTLED},direction={direction},error_feedback=true",
-        answers=answers,
+        replies=answers,
     )
     turned: dict[SpeedClass, SpeedClass] = dict(zip(RATIOS, RATIOS, strict=True))
     if direction == "fastest-most":
@@ -132,7 +132,7 @@ def test_classes_change_within_a_training(
     assert noted[1] == [pushed_bytes("middle")] * len(CHANGES)
     assert len(set(answered)) == 1
     dense = 1 + 50 + sum(rows * columns for rows, columns in LARGE)
-    assert (answered[0] == dense) == (answers == "dense")
+    assert (answered[0] == dense) == (answers == "full")
     for number in range(len(SHAPES)):
         applied = -ends[0][0][number] / LR
         made = sum(total[number] for _, _, total in ends)
@@ -170,7 +170,7 @@ def test_groups_push_by_their_measured_class(noted: dict[int, list[int]]) -> Non
             method="gssp:members=0-1+2-3+4-5,measure_steps=2",
             buckets="single",
             compression=SETTLED,
-            answers="differences",
+            replies="deltas",
         )
         for step in range(round(20 * speeds[rank])):
             optimizer.zero_grad()

@@ -23,7 +23,7 @@ SCRIPT = SCRIPTS / "pushes_codes.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", ["dense", "differences"])
 def test_processes_end_with_the_bits_of_virtual_time(answers):
-    method = f"backup:{CODES},answers={answers},buffers=local"
+    method = f"backup:{CODES},replies={answers},buffers=local"
     ends = {}
 
     def body(rank):
@@ -36,7 +36,7 @@ def test_processes_end_with_the_bits_of_virtual_time(answers):
         assert ast.literal_eval(said.stdout) == ends[0]
 
 
-SURVIVES = f"asp:{CODES},answers=differences"
+SURVIVES = f"asp:{CODES},replies=deltas"
 
 
 @pytest.mark.slow

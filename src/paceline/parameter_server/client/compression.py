@@ -11,7 +11,7 @@ from paceline.buckets import Bucket, stand_in_for, stands_in, wire_bytes, wire_s
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import CodingStage, Compressor, SpeedClass, StandsAlone, State
-from paceline.interfaces.server_messages import Answers, Parameters, Unit
+from paceline.interfaces.server_messages import Parameters, Replies, Unit
 from paceline.parameter_server.client.partition import HeldPart, Spread, cut
 from paceline.parameter_server.state_machine.compression import code_bytes, views
 from paceline.parameter_server.state_machine.compression_checks import (
@@ -32,14 +32,14 @@ class Encoding:
         spec: str,
         rank: int,
         spread: Spread,
-        answers: Answers,
+        replies: Replies,
         charge: Charge,
     ) -> None:
         self.compressor = check_stands_alone(make(spec))
         self._pure = check_stands_alone(pure(self.compressor))
         self._answers = check_stands_alone(self.compressor.of_differences())
         self._rank, self._spread, self._charge = rank, spread, charge
-        self._differs = answers == "differences"
+        self._differs = replies == "deltas"
         self._states: dict[str, State] = {}
         self._shares = [torch.empty(0)] * len(spread.buckets)
         """By bucket: memory for this worker's share of the mean."""

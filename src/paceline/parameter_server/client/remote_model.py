@@ -93,7 +93,7 @@ class RemoteParameters:
         self._job, self._options, self._tensors = job, options, list(tensors)
         self._coordinates = job.method is not None and job.method.coordinates
         # Whatever the device, sums of differences are the processor's, as on servers.
-        differs = job.answers == "differences"
+        differs = job.replies == "deltas"
         group = None if job.groups is None else job.groups.of[rank]
         self._spread = spread = Spread(
             buckets, optimizer, endpoints, most_bytes, differs, group
@@ -101,7 +101,7 @@ class RemoteParameters:
         self.encoding: Encoding | None = None
         """Where gradients are compressed."""
         if job.compression:
-            self.encoding = Encoding(job.compression, rank, spread, job.answers, charge)
+            self.encoding = Encoding(job.compression, rank, spread, job.replies, charge)
         self._untrained = Untrained(spread, rest, mixed)
         self._states = States(spread)
         self._joining = Joining(
@@ -136,7 +136,7 @@ class RemoteParameters:
             servers=len(spread.layout.homes),
             tensors=self._tensors,
             compression=self._job.compression,
-            answers=self._job.answers,
+            replies=self._job.replies,
         )
 
     # ---- a step ----

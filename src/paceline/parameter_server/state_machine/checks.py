@@ -12,7 +12,7 @@ from paceline.interfaces.server_messages import Join
 
 SAME = (
     *("options", "method", "clip_norm", "servers"),
-    *("compression", "answers"),
+    *("compression", "replies"),
     *("optimizer", "tensors", "dtypes", "units"),
 )
 """The fields of `Join` in which all workers agree."""

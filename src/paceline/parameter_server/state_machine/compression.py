@@ -78,7 +78,7 @@ class Coded:
         self._answers = check_stands_alone(pushed.of_differences())
         self.shadows: dict[tuple[int, int], _Shadow] | None = None
         """By worker and bucket; None where answers are dense."""
-        if join.answers == "differences":
+        if join.replies == "deltas":
             self.shadows = {}
 
     # ---- pushes ----

@@ -9,7 +9,7 @@ import torch
 from paceline.compression import COMPRESSORS, Identity, keys_of, make
 from paceline.errors import UsageError
 from paceline.interfaces import COMMON, Compressor, Method, StandsAlone
-from paceline.interfaces.server_messages import Answers
+from paceline.interfaces.server_messages import Replies
 from paceline.spec import nested
 
 
@@ -27,23 +27,23 @@ def spec_of_code(compressor: Compressor) -> str:
     return str(spec)
 
 
-def check_answers(method: Method, compressor: Compressor, answers: Answers) -> None:
+def check_answers(method: Method, compressor: Compressor, replies: Replies) -> None:
     """Raise `UsageError` for differences where nobody answers with them."""
-    if answers == "dense":
+    if replies == "full":
         return
     if method.updates_on != "server":
         raise UsageError(
-            f"answers={answers} with method {method.name!r}: its workers update, and no server "
+            f"replies={replies} with method {method.name!r}: its workers update, and no server "
             "answers with parameters; leave that out, or take a method whose servers update"
         )
     if compressor == Identity():
         raise UsageError(
-            f"answers={answers} without compression: a difference would be as large as the "
+            f"replies={replies} without compression: a difference would be as large as the "
             "parameters are; add compression, such as int8 or top-k"
         )
 
 
-def check_pushed(method: Method, compressor: Compressor, answers: Answers) -> None:
+def check_pushed(method: Method, compressor: Compressor, replies: Replies) -> None:
     """Raise `UsageError` for what cannot be pushed under a *method* whose servers update, or
     be answered by them."""
     if not getattr(method, "pushes_codes", False):
@@ -55,7 +55,7 @@ def check_pushed(method: Method, compressor: Compressor, answers: Answers) -> No
         )
     check_stands_alone(compressor)
     spec_of_code(compressor)
-    if answers == "differences":
+    if replies == "deltas":
         check_brings_nearer(compressor)
 
 
@@ -82,26 +82,26 @@ def check_brings_nearer(compressor: Compressor) -> None:
     code = check_stands_alone(compressor.of_differences())
     if not (code.takes_error_feedback or code.unbiased):
         raise UsageError(
-            f"answers=differences with compression {compressor.name!r}: it keeps a memory of "
+            f"replies=deltas with compression {compressor.name!r}: it keeps a memory of "
             "gradients, and what a difference leaves out is in the next one already; take "
-            "answers=dense, or a code without memory, such as top-k"
+            "replies=full, or a code without memory, such as top-k"
         )
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(_PROBE, generator=generator)
     state = code.init(tensor, "probe", 0)
     if "steps" in state.get(COMMON, {}):  # who counts them sends other things in others
         raise UsageError(
-            f"answers=differences with compression {compressor.name!r}: what it sends changes "
+            f"replies=deltas with compression {compressor.name!r}: what it sends changes "
             "from step to step, and the answers to a worker are no steps of its own; take "
-            "answers=dense, or a code that is always the same, such as top-k"
+            "replies=full, or a code that is always the same, such as top-k"
         )
     decoded = torch.empty_like(tensor)
     code.decode(code.encode([tensor], [state]), [decoded])
     left = float((tensor - decoded).norm() / tensor.norm())
     if left >= 1:
         raise UsageError(
-            f"answers=differences with compression {compressor.name!r}: what its code of a "
+            f"replies=deltas with compression {compressor.name!r}: what its code of a "
             f"tensor leaves out is {left:.2g} times as large as the tensor, so that "
             "differences would grow: take a finer code (more levels, smaller blocks), or "
-            "answers=dense"
+            "replies=full"
         )

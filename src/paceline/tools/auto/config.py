@@ -17,7 +17,7 @@ FIRST = "bsp"
 """What training begins with."""
 ALLOWED: tuple[Consistency, ...] = CONSISTENCIES[:-1]
 """Classes: all but asynchronous."""
-CHOSEN_BY_AUTO = ("buckets", "collective", "compression", "answers")
+CHOSEN_BY_AUTO = ("buckets", "collective", "compression", "replies")
 """Arguments of `distribute` that it chooses itself."""
 
 

@@ -100,7 +100,7 @@ def crossed(
             for name in usable[:CODES]:
                 specs.append(_with(spec, compression=name))
                 if pushed:
-                    specs.append(_with(spec, compression=name, answers="differences"))
+                    specs.append(_with(spec, compression=name, replies="deltas"))
         if method.updates_on != "server" and "buckets" not in spec.values:
             specs += [_with(spec, buckets=rule) for rule in FIXED]
     return _candidates(specs, cluster)
