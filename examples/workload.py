@@ -1,7 +1,7 @@
 """A stand-in for another model: its tensors and their times, without its arithmetic.
 
 paceline simulate examples/workload.py --workers 64 --link 10gbit -- googlenet-k80
-paceline compare examples/workload.py --variant bsp --variant bsp:buckets=ddp -- my.json
+paceline compare examples/workload.py --method bsp --method bsp:buckets=ddp -- my.json
 """
 
 import argparse

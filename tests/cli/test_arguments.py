@@ -11,7 +11,7 @@ OWN = {
     "--json": Option("json", 0),
     "--measure": Option("measure", 0),
     "--no-measure": Option("measure", 0),
-    "--variant": Option("variant", 1, repeats=True),
+    "--method": Option("variant", 1, repeats=True),
 }
 TORCHRUN = {"--nnodes": Option("--nnodes", 1, repeats=True), "-m": Option("-m", 0)}
 ELSEWHERE = {"--link": "simulate", "--workers": "simulate"}
@@ -38,7 +38,7 @@ def told(text):
         ("t.py --workers 2 -- --workers 3", "--workers 2", "", "--workers 3"),
         ("t.py -- --wrkers 3 -- x", "", "", "--wrkers 3 -- x"),
         ("--workers 2 t.py -- --link x", "--workers 2", "", "--link x"),
-        ("--variant a --variant b t.py", "--variant a --variant b", "", ""),
+        ("--method a --method b t.py", "--method a --method b", "", ""),
         # a value may look like an option, or like a script
         ("--workers -1 t.py", "--workers -1", "", ""),
     ],

@@ -83,7 +83,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     claim(str(runs), "index.html")
     failing = "ssp:servers=dedicated"
     variants = ("bsp", failing, "bsp:buckets=single")
-    words = [*(f"--variant={variant}" for variant in variants), "--workers=2"]
+    words = [*(f"--method={variant}" for variant in variants), "--workers=2"]
     command = ["compare", LAYERS, *words, "--steps=4", "--no-plots", *QUICK]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["paceline", *command])
@@ -120,7 +120,7 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
 
 @pytest.mark.slow
 def test_compare_json(tmp_path):
-    words = ("--variant", "bsp", "--workers", 2, "--json")
+    words = ("--method", "bsp", "--workers", 2, "--json")
     done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)
     (row,) = json.loads(done.stdout)["variants"]
     assert row["variant"] == "bsp"
@@ -129,7 +129,7 @@ def test_compare_json(tmp_path):
 
 @pytest.mark.slow
 def test_compare_in_the_real_runtime(tmp_path):
-    words = ("--variant", "bsp", "--runtime", "real", "--workers", 2, "--json")
+    words = ("--method", "bsp", "--runtime", "real", "--workers", 2, "--json")
     done = paceline("compare", LAYERS, *words, "--steps", 4, *QUICK, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["variants"]
@@ -163,7 +163,7 @@ def test_compare_in_the_real_runtime(tmp_path):
         (["profile", "--workers=2", LAYERS, "--workers=2"], "--workers is given twice"),
         (["simulate", LAYERS, "--workers=4", "--layers=3"], "arguments stand after --"),
         (["emulate", LAYERS, "--workers=4", "--layers=3"], "arguments stand after --"),
-        (["compare", LAYERS, "--variant=bsp", "--layers=3"], "stand after --"),
+        (["compare", LAYERS, "--method=bsp", "--layers=3"], "stand after --"),
         (["probe", "--runtime=simulated", "--nnodes=2"], "--nnodes=2 means nothing"),
         *(
             ([verb, "--workers=4", f"--method=gssp:{key}", LAYERS], message)
@@ -179,18 +179,18 @@ def test_compare_in_the_real_runtime(tmp_path):
         ),
         (["compare", LAYERS, "--runtime=real"], "nobody knows the network"),
         (
-            ["compare", LAYERS, "--variant=bsp", "--consistency=delayed"],
+            ["compare", LAYERS, "--method=bsp", "--consistency=delayed"],
             "--consistency is for",
         ),
-        (["compare", LAYERS, "--variant=bsp", "--until=loss"], "METRIC=VALUE"),
+        (["compare", LAYERS, "--method=bsp", "--until=loss"], "METRIC=VALUE"),
         (
             ["compare", LAYERS, "--consistency=exact,late"],
             "--consistency exact --consistency delayed",
         ),
         (["compare", LAYERS, "--consistency=lat"], "Did you mean 'late'"),
-        (["compare", LAYERS, "--variant", "bsp", "--variant", "bps"], "unknown method"),
+        (["compare", LAYERS, "--method", "bsp", "--method", "bps"], "unknown method"),
         (
-            ["compare", LAYERS, "--variant=bsp", "--runtime=real", "--link=1gbit"],
+            ["compare", LAYERS, "--method=bsp", "--runtime=real", "--link=1gbit"],
             "--link means nothing in the real runtime",
         ),
     ],
@@ -257,7 +257,7 @@ def test_metrics_that_are_not_numbers_are_shown_as_missing(tmp_path):
         "for _ in range(3):\n    model(torch.ones(1, 2)).sum().backward()\n"
         "    paceline.log(loss=float('nan'))\n    optimizer.step()\n"
     )
-    words = ("--variant", "bsp", "--workers", 2, "--json")
+    words = ("--method", "bsp", "--workers", 2, "--json")
     done = paceline("compare", script, *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout)["variants"]

@@ -128,7 +128,7 @@ def start(tmp_path, request):
         ("simulate sleeps.py --workers 2 --forward 1", "ready"),
         ("run --workers 2 sleeps.py", "ready"),
         ("emulate sleeps.py --workers 2", "ready"),
-        ("compare paced.py --variant bsp --variant dear --forward 1", "ready"),
+        ("compare paced.py --method bsp --method dear --forward 1", "ready"),
         ("plan short.py --no-plots", "spawn_main"),  # which import torch by then
         ("doctor endless.py --steps 1000000", "ready"),
         ("probe --seconds 1000", "cluster/probe/__main__.py"),
@@ -156,7 +156,7 @@ def test_control_c_ends_a_verb_in_one_line(start, words, place):
         "run --workers 2 prints.py",
         "emulate prints.py --workers 2",
         "emulate prints.py --workers 2 --output all",
-        "compare short.py --variant bsp --forward 1 --no-plots",
+        "compare short.py --method bsp --forward 1 --no-plots",
         "plan short.py --workers 2 --forward 0.1 --no-plots",
         "doctor --runtime simulated",
         "probe --runtime simulated",
@@ -180,7 +180,7 @@ def test_a_reader_that_goes_ends_a_verb_without_a_traceback(start, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["simulated", "real"])
 def test_a_comparison_that_is_killed_takes_its_variants_along(start, runtime):
-    verb = start(f"compare sleeps.py --variant bsp --runtime {runtime} --workers 2")
+    verb = start(f"compare sleeps.py --method bsp --runtime {runtime} --workers 2")
     wait_until(lambda: verb.is_at("ready"), SECONDS, "its script")
     verb.process.kill()
     verb.process.wait()

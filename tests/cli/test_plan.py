@@ -129,4 +129,4 @@ def test_the_last_line_says_what_is_not_of_the_budget():
     assert plain.endswith(
         "counted as 40.0 s of a core, of 60 (--budget, three quarters of it for candidates)"
     )
-    assert more.endswith(", without those of --what-if")
+    assert more.endswith(", without those of --scaling")

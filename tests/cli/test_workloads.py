@@ -211,7 +211,7 @@ def test_built_in_workloads_go_by_their_names(paceline, tmp_path):
 def test_workload_and_totals_contradict_each_other(option, paceline, tmp_path):
     write(tmp_path, "train.py", TRAINS)
     words = ("--workload", "resnet50", f"--{option}", 1)
-    for verb in (["simulate"], ["compare", "--variant", "bsp"]):
+    for verb in (["simulate"], ["compare", "--method", "bsp"]):
         output = paceline(*verb, "train.py", *words, status=1)
         assert output.err == (
             f"paceline: --{option} and --workload contradict each other\n"
@@ -319,7 +319,7 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
 @pytest.mark.slow
 def test_compare_profiles_once_for_all_variants(tmp_path):
     write(tmp_path, "train.py", TRAINS)
-    words = ("--variant", "bsp", "--variant", "bsp:buckets=wfbp", "--workers", 2)
+    words = ("--method", "bsp", "--method", "bsp:buckets=wfbp", "--workers", 2)
     done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-plots", "--json")
     rows = json.loads(done.stdout)["variants"]
     assert (tmp_path / "runs.txt").read_text().count("began") == 1 + 2
@@ -331,7 +331,7 @@ def test_compare_profiles_once_for_all_variants(tmp_path):
 
 def test_compare_in_the_real_runtime_refuses_a_workload(paceline, tmp_path):
     write(tmp_path, "train.py", TRAINS)
-    words = ("--variant", "bsp", "--runtime", "real", "--workload", "resnet50")
+    words = ("--method", "bsp", "--runtime", "real", "--workload", "resnet50")
     output = paceline("compare", "train.py", *words, status=1)
     assert "--workload means nothing in the real runtime; leave it out" in output.err
 

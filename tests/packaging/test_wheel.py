@@ -131,7 +131,7 @@ def test_the_installed_package_runs(bare, tmp_path):
     )
     assert "bsp" in said
 
-    page = ["--variant=bsp", "--variant=ssp", "--workers=2", "--steps=3"]
+    page = ["--method=bsp", "--method=ssp", "--workers=2", "--steps=3"]
     check(command, "compare", *page, ROOT / "examples" / "workload.py", folder=tmp_path)
     assert "<script" in (tmp_path / "paceline-runs" / "index.html").read_text()
 

@@ -38,7 +38,7 @@ PLAN_PART = 2 / 3
 """Of a plan's usual budget, for the one where no variant is named: it draws no page."""
 MOST_AT_ONCE = 2
 """Variants: each holds a model for every worker."""
-BASELINE = "what DDP does"
+BASELINE = "DDP"
 
 
 def compare(
@@ -56,7 +56,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="CLASS",
-            help="Without --variant: only the best of this class; once or more. \\[default: of all]",
+            help="Without --method: only the best of this class; once or more. \\[default: of all]",
         ),
     ] = None,
     until: Annotated[
@@ -72,7 +72,7 @@ def compare(
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
-    server_hosts: o.ServerHosts = None,
+    dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     steps: o.Steps = None,
     seed: o.Seed = None,
@@ -89,8 +89,8 @@ def compare(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT under each --variant, in turn; print a table and write records, plots and
-    a page. Without --variant: under what paceline plan finds to be the best of each class.
+    """Run SCRIPT under each --method, in turn; print a table and write records, plots and
+    a page. Without --method: under what paceline plan finds to be the best of each class.
 
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
@@ -105,7 +105,7 @@ def compare(
             "--cluster": cluster,
             "--link": link,
             "--latency": latency,
-            "--server-hosts": server_hosts,
+            "--dedicated-servers": dedicated_servers,
         },
         times={"--workload": workload, "--forward": forward, "--backward": backward},
         jitter=jitter or None,
@@ -122,7 +122,7 @@ def compare(
         shared["--workers"] = o.REAL_WORKERS if workers is None else workers
     else:
         # Complain here, once, not in every variant; and profile once for all.
-        described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+        described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
         if not variant:
             times: dict[str, object] = {
                 "workload": pace or workload,
@@ -171,11 +171,11 @@ def _check_plan(
     """Raises `UsageError` where a plan is asked for that cannot be made, or that nobody needs."""
     if variant and consistency:
         raise UsageError(
-            "--consistency is for the plan, which --variant replaces: leave it out"
+            "--consistency is for the plan, which --method replaces: leave it out"
         )
     if runtime == "real" and not variant:
         raise UsageError(
-            "in the real runtime nobody knows the network: give one --variant SPEC or more "
+            "in the real runtime nobody knows the network: give one --method SPEC or more "
             "(paceline plan SCRIPT --probe measures it, and says which are fastest)"
         )
 

@@ -67,7 +67,7 @@ def doctor(
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
-    server_hosts: o.ServerHosts = None,
+    dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     method: o.Method = None,
     steps: Annotated[int, typer.Option(help="Steps of SCRIPT that are watched.")] = 24,
@@ -99,12 +99,12 @@ def doctor(
     )
     with o.standard_output_for_result(True) as true_output:
         if runtime == "real":
-            described = (link, latency, server_hosts, cluster, workload)
+            described = (link, latency, dedicated_servers, cluster, workload)
             evidence = job.real(context, workers, described)
         else:
             for word in torchrun_words(context)[:1]:
                 raise UsageError(f"{word} means nothing in the {runtime} runtime")
-            network = o.make_cluster(cluster, workers, link, latency, server_hosts)
+            network = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
             if network.workers < 2:
                 raise UsageError(
                     "one worker has nobody to wait for: expected --workers 2, or more"
@@ -175,7 +175,13 @@ class _Job:
     ) -> Evidence | None:
         from paceline.runtimes.real.launch import launch
 
-        names = ("--link", "--latency", "--server-hosts", "--cluster", "--workload")
+        names = (
+            "--link",
+            "--latency",
+            "--dedicated-servers",
+            "--cluster",
+            "--workload",
+        )
         for name, value in zip(names, described, strict=True):
             if value is not None:
                 raise UsageError(

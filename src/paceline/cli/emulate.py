@@ -25,7 +25,7 @@ def emulate(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
-    server_hosts: o.ServerHosts = None,
+    dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     method: o.Method = None,
     steps: o.Steps = None,
@@ -51,7 +51,7 @@ def emulate(
 
     o.check_job(script, method)
     o.check_report(report_to)
-    described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+    described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
     o.check_workers(method, described.workers, described.groups)
     if pace is not None:
         Workload.load(pace)  # complain here, once

@@ -128,7 +128,7 @@ Link = Annotated[
 Latency = Annotated[
     str | None, typer.Option(help="One-way latency between workers. \\[default: 50us]")
 ]
-ServerHosts = Annotated[
+DedicatedServers = Annotated[
     int | None,
     typer.Option(
         help="Hosts of their own for parameter servers, as the workers'. \\[default: 0]"
@@ -231,7 +231,7 @@ def make_cluster(
     workers: int | None,
     link: str | None,
     latency: str | None,
-    server_hosts: int | None = None,
+    dedicated_servers: int | None = None,
 ) -> Cluster:
     """The cluster of ``--cluster FILE``, or of the short form."""
     if cluster is not None:
@@ -239,7 +239,7 @@ def make_cluster(
             ("--workers", workers),
             ("--link", link),
             ("--latency", latency),
-            ("--server-hosts", server_hosts),
+            ("--dedicated-servers", dedicated_servers),
         ):
             if value is not None:
                 raise UsageError(
@@ -251,7 +251,7 @@ def make_cluster(
             DESCRIBED_WORKERS if workers is None else workers,
             link or "1gbit",
             latency or "50us",
-            server_hosts or 0,
+            dedicated_servers or 0,
         )
     except ClusterError as error:
         # What is a key in a file is an option here.

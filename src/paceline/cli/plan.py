@@ -42,7 +42,7 @@ def plan(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
-    server_hosts: o.ServerHosts = None,
+    dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     probe: Annotated[
         bool,
@@ -67,14 +67,14 @@ def plan(
         float | None,
         typer.Option(
             help="About how many seconds of a core predictions may take, those of the page too, and "
-            "without those of --what-if; counted, and not timed, so that equal questions have equal answers. "
+            "without those of --scaling; counted, and not timed, so that equal questions have equal answers. "
             "\\[default: 60, and 8 more for each worker beyond 16]"
         ),
     ] = None,
-    what_if: Annotated[
+    scaling: Annotated[
         bool,
         typer.Option(
-            "--what-if",
+            "--scaling",
             help="Predict 1 to 64 workers with links of 0.1 to 25 Gbit/s, too.",
         ),
     ] = False,
@@ -105,20 +105,20 @@ def plan(
     allowed = classes(consistency)
     if probe:
         described = _probed(
-            context, workers, cluster or link or latency or server_hosts
+            context, workers, cluster or link or latency or dedicated_servers
         )
         if described is None:
             return  # another machine's rank 0 has it
     else:
         for word in torchrun_words(context)[:1]:
             raise UsageError(f"{word} means nothing without --probe; leave it out")
-        described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+        described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
     words = {
         "--cluster": cluster,
         "--workers": workers,
         "--link": link,
         "--latency": latency,
-        "--server-hosts": server_hosts,
+        "--dedicated-servers": dedicated_servers,
     }
     said = [f"{name}={value}" for name, value in words.items() if value is not None]
     asked = _Asked(
@@ -131,7 +131,7 @@ def plan(
         backward=backward,
         allowed=allowed,
         budget=budget,
-        what_if=what_if,
+        scaling=scaling,
         everything=everything,
         output=None if no_plots else output,
         json=json,
@@ -153,7 +153,7 @@ class _Asked:
     backward: float | None
     allowed: tuple[Consistency, ...]
     budget: float | None
-    what_if: bool
+    scaling: bool
     everything: bool
     output: Path | None
     json: bool
@@ -196,7 +196,7 @@ def _answer_question(asked: _Asked) -> None:
         )
         told("what would help")
         more = helps(made.plan, made.job, predict, left)
-        points = _points(made, told, predict) if asked.what_if else []
+        points = _points(made, told, predict) if asked.scaling else []
         answer = _Answer(made, more, points)
         print(f"network: {asked.cluster.describe()}", file=sys.stderr)
         print(f"compute: {made.job.workload.source}", file=sys.stderr)
@@ -204,7 +204,7 @@ def _answer_question(asked: _Asked) -> None:
             before = _page_before(asked.output)
             page = _write_page(asked.output, asked, answer, told, predict, left)
             print(f"page: {page}{before}", file=sys.stderr)
-        spent = _spent(began, most, left, more, asked.what_if)
+        spent = _spent(began, most, left, more, asked.scaling)
         if asked.json:
             with open(true_output, "w", closefd=False) as stream:
                 _print(asked, answer, stream)
@@ -246,14 +246,14 @@ def _stand_in(asked: _Asked, made: Planned) -> str | None:
     return what if what == asked.workload or Path(what).exists() else None
 
 
-def _spent(began: float, most: float, left: Budget, more: Helps, what_if: bool) -> str:
+def _spent(began: float, most: float, left: Budget, more: Helps, scaling: bool) -> str:
     """What it took by the clock, and of the budget, which is *most* seconds."""
     text = (
         f"took {show_seconds(time.perf_counter() - began)}; predictions are counted as "
         f"{most - left.left:.1f} s of a core, of {most:g} (--budget, three quarters of it for candidates)"
     )
-    if what_if:
-        text += ", without those of --what-if"
+    if scaling:
+        text += ", without those of --scaling"
     if more.untried:
         text += (
             f"; of what might help {more.untried} were not tried, as the rest is spent"
@@ -311,7 +311,7 @@ def _points(made: Planned, told: Telling, predict: Predict) -> list[Point]:
     from paceline.tools.plan.what_if import what_if as make_points
 
     seconds = seconds_at_most(made.plan, made.job)
-    told.say(f"--what-if takes about {show_seconds(seconds)} of a core at most")
+    told.say(f"--scaling takes about {show_seconds(seconds)} of a core at most")
     return make_points(made.plan, made.job, told=told, predict=predict)
 
 
@@ -322,7 +322,7 @@ def _probed(
     if described is not None:
         raise UsageError(
             "--probe measures the network: leave --cluster, --link, --latency and "
-            "--server-hosts out"
+            "--dedicated-servers out"
         )
     from paceline.cli.probe import probe
 

@@ -34,7 +34,7 @@ def probe(
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
-    server_hosts: o.ServerHosts = None,
+    dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     output: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path(
         "cluster.toml"
@@ -71,7 +71,7 @@ def probe(
                 ("--link", link),
                 ("--latency", latency),
                 ("--cluster", cluster),
-                ("--server-hosts", server_hosts),
+                ("--dedicated-servers", dedicated_servers),
             ):
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
@@ -85,7 +85,9 @@ def probe(
                 f"{torchrun_words(context)[0]} means nothing in the {runtime} runtime"
             )
         else:
-            described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+            described = o.make_cluster(
+                cluster, workers, link, latency, dedicated_servers
+            )
             servers = len(described.servers)
             if runtime == "emulated":
                 with Fabric(described) as fabric:

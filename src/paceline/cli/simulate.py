@@ -24,7 +24,7 @@ def simulate(
     workers: o.Workers = None,
     link: o.Link = None,
     latency: o.Latency = None,
-    server_hosts: o.ServerHosts = None,
+    dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     method: o.Method = None,
     steps: o.Steps = None,
@@ -49,7 +49,7 @@ def simulate(
     o.check_report(report_to)
     if records is not None:
         make_folder(str(records))
-    described = o.make_cluster(cluster, workers, link, latency, server_hosts)
+    described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
     o.check_workers(method, described.workers, described.groups)
     from paceline.cli.compute_times import profiled, run_or_profile_anew
     from paceline.runtimes.simulated import Simulation

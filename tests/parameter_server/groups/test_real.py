@@ -52,7 +52,7 @@ def test_beside_workers_and_dedicated_from_one_training_to_the_next():
 def test_on_emulated_links(hosts, tmp_path):
     methods = [BY_HAND, FOUND] if not hosts else [BY_HAND, "asp", BY_HAND]
     words = [*PACELINE, "emulate", "--link=200mbit", "--output=all"]
-    words += [f"--server-hosts={hosts}"] if hosts else []
+    words += [f"--dedicated-servers={hosts}"] if hosts else []
     words += [f"--workers={WORKERS}", str(SCRIPT), "--", *methods]
     job = Job(words, tmp_path / "job", {"PYTHONPATH": str(ROOT)})
     job.wait().check_ended_well()

@@ -48,5 +48,5 @@ def test_commands_exist(command):
     for number, word in enumerate(words):
         if word.startswith("--"):
             assert word in known or word in LAUNCHERS, word
-        if words[number - 1] in ("--method", "--variant"):
+        if words[number - 1] in ("--method", "--method"):
             read_spec(word)

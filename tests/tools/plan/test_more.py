@@ -139,4 +139,4 @@ def test_a_plan_is_json():
     content = msgspec.json.decode(to_json(made(row("bsp")), nothing, ()))
     assert content["best"] == {"exact": "bsp"}
     assert content["rows"][0]["step_seconds"] == 0.09
-    assert content["what_if"] == []
+    assert content["scaling"] == []

@@ -230,14 +230,14 @@ def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
         )
 
     rows = [
-        Gain("what DDP does", DDP, ran(0.36), planned=0.35, reached=3.0, steps=8),
+        Gain("DDP", DDP, ran(0.36), planned=0.35, reached=3.0, steps=8),
         Gain("delayed", "osp", ran(0.18)),
         Gain("local", "x", Failed(failed="no", exit_status=1)),
     ]
     headings, table = gains(rows, 4, 0.09, Goal("accuracy", 0.95))
     named = [dict(zip(headings, line, strict=True)) for line in table]
-    assert [one["x one"] for one in named] == ["1.00", "1.00", "2.00", "-"]
-    assert [one["x DDP"] for one in named] == ["1.00", "1.00", "2.00", "-"]
+    assert [one["vs. 1 machine"] for one in named] == ["1.00", "1.00", "2.00", "-"]
+    assert [one["vs. DDP"] for one in named] == ["1.00", "1.00", "2.00", "-"]
     assert [one["to accuracy=0.95"] for one in named] == [
         "2.88 s (8 steps)",
         "3 s (8 steps)",

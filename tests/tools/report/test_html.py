@@ -84,7 +84,7 @@ def write(comparison: Comparison, folder: Path) -> str:
         comparison.variants,
         comparison.results,
         title="digits.py: <3 variants",
-        command="paceline compare digits.py --variant 'a<b>'",
+        command="paceline compare digits.py --method 'a<b>'",
         notes=[("network", "4 workers & more"), ("compute", "paced")],
     )
     assert path == folder / "index.html"
@@ -113,7 +113,7 @@ def test_the_page_holds_everything(text_of_three: str) -> None:
     page = Page(text_of_three)
     for word in (
         "digits.py: <3 variants",
-        "paceline compare digits.py --variant 'a<b>'",
+        "paceline compare digits.py --method 'a<b>'",
         "4 workers & more",
         "paced",
         "simulated, 2 workers",
@@ -230,7 +230,7 @@ def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
         consistencies=["exact", "local", ""],
     )
     page = Page(path.read_text(encoding="utf-8"))
-    assert page.cells[:3] == ["variant", "class", "buckets"]
+    assert page.cells[:3] == ["variant", "consistency", "buckets"]
     assert page.cells[11:13] == ["bsp", "exact"]
     assert page.cells[33:35] == ["bsp:buckets=single", "-"]
     assert "local: bsp:buckets=wfbp, 40 ms" in page.text
@@ -265,7 +265,7 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
 
 def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", "compare", str(LAYERS)]
-    command += ["--workers", "2", "--steps", "3", "--variant", "bsp:buckets=wfbp"]
+    command += ["--workers", "2", "--steps", "3", "--method", "bsp:buckets=wfbp"]
     command += ["--forward", "0.1", "--backward", "0.1", *words]
     command += ["--", "--layers", "2", "--megabytes", "0.1", "--forward", "0.1"]
     return subprocess.run(
@@ -285,7 +285,7 @@ def test_compare_writes_the_page_and_names_it(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "page: paceline-runs/index.html"
     page = Page((tmp_path / "paceline-runs" / "index.html").read_text())
     assert "2 workers, 1 Gbit/s, 50 us" in page.text
-    assert "--variant bsp:buckets=wfbp" in page.text
+    assert "--method bsp:buckets=wfbp" in page.text
     assert f"{LAYERS}: 1 variant" in page.text
     assert (tmp_path / "paceline-runs" / "metric-loss.svg").is_file()
 
@@ -321,4 +321,4 @@ def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
     assert page.text.count("asp") == 1  # in no list of steps, no picture, no trace
     # bsp comes second: its colour is the second one, in the table as in the pictures
     colour = next(d for d in page.all_of("style") if d.startswith("fill: var(--vari"))
-    assert colour == "fill: var(--variant-1)"
+    assert colour == "fill: var(--method-1)"

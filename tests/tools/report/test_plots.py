@@ -247,7 +247,7 @@ def test_in_a_page_colours_are_the_page_s(tmp_path: Path) -> None:
         assert root.attrib["role"] == "img"
         assert "width" not in root.attrib
         assert not re.search(r"#[0-9a-f]{6}\b", svg)
-        for name in ("--ink", "--grid", "--variant-0", "--variant-2"):
+        for name in ("--ink", "--grid", "--method-0", "--method-2"):
             assert f"var({name})" in svg
         # what an id is asked for exists
         ids = set(re.findall(r'\bid="([^"]+)"', svg))

@@ -401,6 +401,6 @@ def hosts_of(cluster: Cluster, place: str) -> Sequence[int]:
     if not cluster.servers:
         raise UsageError(
             "servers=dedicated: the cluster has no host of its own for a server; add "
-            "a [[server]] table to its file, or --server-hosts 1"
+            "a [[server]] table to its file, or --dedicated-servers 1"
         )
     return [cluster.host_of_server(i) for i in range(len(cluster.servers))]

@@ -39,7 +39,15 @@ def gains(
     metrics = list(dict.fromkeys(name for one in results for name in one.metrics))
     if goal is not None:
         metrics = [goal.metric]
-    headings = ["class", "method", "step", "planned", "x one", "x DDP", *metrics]
+    headings = [
+        "consistency",
+        "method",
+        "step",
+        "predicted",
+        "vs. 1 machine",
+        "vs. DDP",
+        *metrics,
+    ]
     if goal is not None:
         headings.append(f"to {goal}")
     base = _step(rows[0].outcome)

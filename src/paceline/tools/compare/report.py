@@ -136,7 +136,7 @@ def _shown(
         for row, (_, outcome) in zip(rows, results, strict=True)
     ]
     if consistencies:
-        headings = [headings[0], "class", *headings[1:]]
+        headings = [headings[0], "consistency", *headings[1:]]
         for mine, consistency in zip(cells, consistencies, strict=True):
             mine.insert(1, consistency or None)
     figures = Table(

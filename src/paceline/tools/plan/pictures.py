@@ -47,7 +47,7 @@ def bars_of(plan: Plan) -> list[tuple[str, Row]]:
     advised = list(plan.advised.items())
     rows: list[tuple[str, Row]] = [("one machine", plan.one_machine)]
     if ddp is not None and all(row is not ddp for _, row in advised):
-        rows.append(("what DDP does", ddp))
+        rows.append(("DDP", ddp))
     return [*rows, *advised]
 
 
@@ -91,7 +91,7 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
     axes.set_xlabel(f"time a step ({unit})")
     handles: list[Artist] = [
         Patch(color=INK, label="compute"),
-        Patch(facecolor="none", edgecolor=INK, hatch="////", label="waits"),
+        Patch(facecolor="none", edgecolor=INK, hatch="////", label="exposed"),
     ]
     if most * _SMALLEST_PART < plan.limit_seconds <= 1.5 * most:
         limit = axes.axvline(
@@ -139,7 +139,7 @@ def draw_what_if(points: Sequence[Point]) -> tuple[Figure, str]:
         for axes in (above, below):
             axes.grid()
             axes.set_axisbelow(True)
-    grid[0][0].set_ylabel("x one machine")
+    grid[0][0].set_ylabel("vs. 1 machine")
     grid[1][0].set_ylabel("efficiency (%)")
     handles, _ = grid[0][0].get_legend_handles_labels()
     figure.legend(handles=handles, loc="outside lower left", ncols=len(handles))

@@ -107,7 +107,7 @@ def _best(plan: Plan) -> Bars:
     rows = bars_of(plan)
     return Bars(
         title="Best of each class",
-        parts=("compute", "waits"),
+        parts=("compute", "exposed"),
         rows=[
             Bar(
                 name=f"{name}: {row.spec}" if place else name,
@@ -147,8 +147,8 @@ def _candidates(plan: Plan) -> Table:
     return Table(
         title=f"All {len(plan.rows)} candidates",
         headings=(
-            *("method", "class", "step", "compute", "waits"),
-            *("sent", "buckets", "of limit", "x one", "samples/s"),
+            *("method", "consistency", "step", "compute", "exposed"),
+            *("sent", "buckets", "vs. bound", "vs. 1 machine", "samples/s"),
         ),
         rows=[_figures(row) for row in plan.rows],
         sort=2,
@@ -195,7 +195,7 @@ def _helps(found: Helps) -> Table | None:
         return None
     return Table(
         title="What would help",
-        headings=("do", "step", "x one"),
+        headings=("do", "step", "vs. 1 machine"),
         rows=[
             (
                 each.what,
@@ -272,7 +272,7 @@ def _points(points: Sequence[Point]) -> Table:
         rows.setdefault((point.consistency, point.workers), {})[point.rate] = point
     return Table(
         title="Times one machine",
-        headings=("class", "workers", *map(show_rate, rates)),
+        headings=("consistency", "workers", *map(show_rate, rates)),
         rows=[
             [
                 consistency,

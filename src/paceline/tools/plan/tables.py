@@ -150,7 +150,7 @@ def print_points(points: Sequence[Point]) -> None:
     table = Table(
         title="what if: times one machine (efficiency), the best of each class"
     )
-    table.add_column("class")
+    table.add_column("consistency")
     table.add_column("workers", justify="right")
     for rate in rates:
         table.add_column(show_rate(rate), justify="right", no_wrap=True)
@@ -178,17 +178,17 @@ def print_points(points: Sequence[Point]) -> None:
 
 def _best(plan: Plan) -> Table:
     table = Table(title=f"best of each class: {plan.cluster}")
-    table.add_column("class")
+    table.add_column("consistency")
     table.add_column("method", overflow="fold")
     ddp = plan.row(DDP)
-    headings = ["step", "waits", "of limit", "x one"]
-    headings += ["x DDP"] if ddp is not None else []
+    headings = ["step", "exposed", "vs. bound", "vs. 1 machine"]
+    headings += ["vs. DDP"] if ddp is not None else []
     headings += ["samples/s"] if plan.batch is not None else []
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row(*_cells(plan.one_machine, plan, "-"))
     if ddp is not None and ddp is not plan.advised.get("exact"):
-        table.add_row(*_cells(ddp, plan, "what DDP does"))
+        table.add_row(*_cells(ddp, plan, "DDP"))
     for consistency, row in plan.advised.items():
         table.add_row(*_cells(row, plan, consistency))
     return table
@@ -215,8 +215,8 @@ def _cells(row: Row, plan: Plan, consistency: str) -> list[str]:
 def _all(plan: Plan) -> Table:
     table = Table(title=f"all {len(plan.rows)} candidates")
     table.add_column("method", overflow="fold")
-    table.add_column("class")
-    for heading in ("step", "compute", "waits", "sent", "of limit", "x one"):
+    table.add_column("consistency")
+    for heading in ("step", "compute", "exposed", "sent", "vs. bound", "vs. 1 machine"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in plan.rows:
         table.add_row(
@@ -249,5 +249,5 @@ def to_json(
     }
     content["commands"] = commands(plan, script, arguments)
     content |= msgspec.to_builtins(found)
-    content["what_if"] = msgspec.to_builtins(points)
+    content["scaling"] = msgspec.to_builtins(points)
     return msgspec.json.encode(content).decode()

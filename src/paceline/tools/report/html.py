@@ -36,7 +36,7 @@ from paceline.tools.report.run_files import claim, make_folder
 from paceline.units import show_seconds
 
 NAME = "index.html"
-_HATCHED = "waits"
+_HATCHED = "exposed"
 _DARKEST = 45.0
 """Per cent of colour in a matrix's worst cell: its figures stay readable."""
 

@@ -92,7 +92,7 @@ def _simplified(svg: str) -> str:
 
 def for_page(picture: Picture) -> str:
     """A picture's SVG to stand in a page: colours are the page's variables ``--ink``,
-    ``--grid`` and ``--variant-0`` to 6, ids are the picture's own, the ground is open."""
+    ``--grid`` and ``--method-0`` to 6, ids are the picture's own, the ground is open."""
     svg = picture.svg[picture.svg.index("<svg") :]
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\b(id="|xlink:href="#|url\(#)', rf"\g<1>{picture.name}-", svg)
@@ -101,7 +101,7 @@ def for_page(picture: Picture) -> str:
     head = re.sub(r'\s(width|height)="[^"]*"', "", head)  # as wide as there is room
     svg = f'{head} role="img">{rest}'
     names = {INK: "var(--ink)", GRID: "var(--grid)", GROUND: "none"}
-    names |= {light: f"var(--variant-{i})" for i, (light, _) in enumerate(COLOURS)}
+    names |= {light: f"var(--method-{i})" for i, (light, _) in enumerate(COLOURS)}
     return re.sub(
         r"\b(fill|stroke): (#[0-9a-f]{6})",
         lambda found: f"{found[1]}: {names.get(found[2], found[2])}",
