@@ -81,7 +81,7 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
     for before in range(4):
         training = Training()
         training.journal.planned(1, settled=True)
-        training.journal.repeats_after(4)
+        training.journal.set_period(4)
         for number in range(before + 41):
             training.steps(1, 900.0 if number == 17 else pattern[number % 4])
         summary = Summary.of(training.journal)
@@ -95,7 +95,7 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
 def test_figures_of_less_than_a_period_say_so() -> None:
     training = Training()
     training.journal.planned(1, settled=True)
-    training.journal.repeats_after(8)
+    training.journal.set_period(8)
     training.steps(2, 1.0)
     training.steps(2, 4.0)
     summary = Summary.of(training.journal)

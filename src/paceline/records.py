@@ -198,7 +198,7 @@ class Journal:
         after = self.method_settled_after
         return 0 if self.deciding or not after else max(after, self._decided_after) + 1
 
-    def repeats_after(self, steps: int) -> None:
+    def set_period(self, steps: int) -> None:
         """What steps take and send repeats after so many: a mean over fewer says little."""
         self.period = max(1, steps)
 

@@ -165,7 +165,7 @@ def test_a_steps_time_is_of_whole_periods_and_without_the_first() -> None:
     journal.begin("local-sgd")
     trained(journal, clock, [9.0])
     assert Standing.of(journal).step_seconds == 9.0
-    journal.repeats_after(3)
+    journal.set_period(3)
     trained(journal, clock, [1.0, 1.0, 4.0] * 8)
     assert Standing.of(journal).step_seconds == 2.0
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import CollectiveMismatchError, WorkerFailedError
-from paceline.interfaces import EVERY_STEP, Rhythm
+from paceline.interfaces import EVERY_STEP, Rounds
 from paceline.methods.bsp import BSP
 from paceline.methods.osp import OSP
 from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
@@ -20,9 +20,9 @@ class NeverAgrees:
     """Sends nothing: every worker trains alone."""
 
     name: ClassVar[str] = "never-agrees"
-    rhythm: ClassVar[Rhythm] = EVERY_STEP
+    rounds: ClassVar[Rounds] = EVERY_STEP
     updates_on: ClassVar[str] = "worker"
-    gradient_seen_by_user: ClassVar[str] = "local-kept"
+    visible_gradient: ClassVar[str] = "local"
     clips: ClassVar[str] = "own"
 
     def init(self, run):
@@ -52,7 +52,7 @@ class LeavesWithAStepDue(BSP):
     """Whoever has left a step short of the others keeps it to himself."""
 
     def finish(self, state, run):
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 
 import paceline
 from paceline.cluster import uniform_cluster
-from paceline.interfaces import Rhythm
+from paceline.interfaces import Rounds
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
@@ -31,9 +31,9 @@ class Groups:
     """Gradients are averaged in groups of *size* workers, drawn anew in each step."""
 
     name: ClassVar[str] = "groups"
-    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    rounds: ClassVar[Rounds] = Rounds(groups=True)
     updates_on: ClassVar[str] = "worker"
-    gradient_seen_by_user: ClassVar[str] = "mean"
+    visible_gradient: ClassVar[str] = "mean"
     clips: ClassVar[str] = "own"
 
     size: int = 2
@@ -62,7 +62,7 @@ class Groups:
         state.pending.clear()
 
     def finish(self, state, run):
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
         for pending in [run.average(p) for p in run.parameters]:
             pending.wait()
 

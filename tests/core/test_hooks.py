@@ -23,8 +23,8 @@ class Notes(BSP):
     def before_use(self, state, run, bucket):
         self.calls.append(("before_use", *sorted(bucket.names)))
 
-    def buckets_changed(self, state, run):
-        self.calls.append(("buckets_changed", len(run.buckets)))
+    def buckets_rebuilt(self, state, run):
+        self.calls.append(("buckets_rebuilt", len(run.buckets)))
 
     def after_update(self, state, run):
         self.calls.append(("after_update", run.active))
@@ -108,7 +108,7 @@ def test_new_buckets_are_announced():
             model(torch.ones(64)).sum().backward()
             optimizer.step()
         optimizer.finish()
-        return [call[1] for call in notes.calls if call[0] == "buckets_changed"]
+        return [call[1] for call in notes.calls if call[0] == "buckets_rebuilt"]
 
     first, second = simulate(2, body)
     assert first == second
@@ -157,7 +157,7 @@ def test_what_is_no_hook_is_a_methods_own_business():
 
 def test_a_method_says_all_that_training_has_to_know():
     with pytest.raises(
-        Exception, match="declare rhythm, gradient_seen_by_user, clips"
+        Exception, match="declare rounds, visible_gradient, clips"
     ) as caught:
         distributed(Undeclared())
     assert isinstance(caught.value.__cause__, UsageError)

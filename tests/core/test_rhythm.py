@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.buckets import stand_in_for
 from paceline.errors import UsageError
-from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rhythm
+from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rounds
 from paceline.methods.bsp import BSP
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary
@@ -121,7 +121,7 @@ class WaitsTooEarly(EveryFourth):
     """Waits for a mean while backward runs."""
 
     name: ClassVar[str] = "waits-too-early"
-    rhythm: ClassVar[Rhythm] = Rhythm()
+    rounds: ClassVar[Rounds] = Rounds()
 
     def bucket_ready(self, state, run, bucket):
         run.mean(bucket).wait()
@@ -154,7 +154,7 @@ class MeanOfEverySecond(EveryFourth):
     """Forms the mean of every second gradient."""
 
     name: ClassVar[str] = "mean-of-every-second"
-    rhythm: ClassVar[Rhythm] = Rhythm(every=2)
+    rounds: ClassVar[Rounds] = Rounds(every=2)
     means: list = field(default_factory=list)
     meets: list = field(default_factory=list)
 
@@ -170,7 +170,7 @@ class MeanOfEverySecond(EveryFourth):
             self.means.append((run.step, bucket.buffer.tolist()))
 
     def finish(self, state, run):
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
 
 
 @pytest.mark.parametrize("steps", [(8, 4, 4), (8, 3, 3), (8, 0, 5)])
@@ -212,7 +212,7 @@ def test_a_mean_before_the_round_is_held_is_refused():
 @dataclass(frozen=True, kw_only=True)
 class AveragesInEachStep(EveryFourth):
     name: ClassVar[str] = "averages-in-each-step"
-    rhythm: ClassVar[Rhythm] = Rhythm()
+    rounds: ClassVar[Rounds] = Rounds()
 
 
 @pytest.mark.parametrize("method", [AveragesInEachStep(), EveryFourth(), Pairs()])
@@ -262,14 +262,14 @@ class MeansInGroups(BSP):
     """Averages gradients in one group, of all, while backward runs."""
 
     name: ClassVar[str] = "means-in-groups"
-    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    rounds: ClassVar[Rounds] = Rounds(groups=True)
 
     def bucket_ready(self, state, run, bucket):
         everybody = run.comm.group(range(run.comm.size))
         state.pending.append(run.mean(bucket, among=everybody))
 
     def finish(self, state, run):
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
 
 
 def test_who_is_out_of_data_goes_through_the_backward_passes_of_its_groups():
@@ -284,7 +284,7 @@ class KeepsCompanyAtServers(EveryFourth):
     """Waits for rounds that there are not."""
 
     name: ClassVar[str] = "keeps-company-at-servers"
-    rhythm: ClassVar[Rhythm] = ON_SERVERS
+    rounds: ClassVar[Rounds] = ON_SERVERS
 
 
 def test_company_where_there_are_no_rounds_is_refused():
@@ -342,7 +342,7 @@ def test_averages_of_parameters_that_stand_for_larger_ones_take_their_bytes():
 
 def test_a_rhythm_that_makes_no_sense_is_refused():
     with pytest.raises(UsageError, match="every=-1 steps: expected 1 or more"):
-        Rhythm(every=-1)
+        Rounds(every=-1)
 
 
 def test_a_compression_that_was_never_used_is_told(capsys):

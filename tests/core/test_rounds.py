@@ -8,7 +8,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, uniform_cluster
-from paceline.interfaces import Rhythm
+from paceline.interfaces import Rounds
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
@@ -24,7 +24,7 @@ class WarmsUp(EveryFourth):
     """Averages parameters after each of the first five steps, then after every fourth."""
 
     name: ClassVar[str] = "warms-up"
-    rhythm: ClassVar[Rhythm] = Rhythm(every=4, each_until=5)
+    rounds: ClassVar[Rounds] = Rounds(every=4, each_until=5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class AfterEach(EveryFourth):
     """Averages parameters after each step."""
 
     name: ClassVar[str] = "after-each"
-    rhythm: ClassVar[Rhythm] = Rhythm(after_update=True)
+    rounds: ClassVar[Rounds] = Rounds(after_update=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Later(EveryFourth):
     later."""
 
     name: ClassVar[str] = "later"
-    rhythm: ClassVar[Rhythm] = Rhythm(every=2, agree_every=1)
+    rounds: ClassVar[Rounds] = Rounds(every=2, agree_every=1)
 
     def init(self, run):
         return []
@@ -59,7 +59,7 @@ class Later(EveryFourth):
                 state.append((parameter, before, mean, pending))
 
     def finish(self, state, run):
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
         for parameter, before, mean, pending in state:
             pending.wait()
             parameter.data.add_(mean - before)

@@ -30,7 +30,7 @@ class Later(Wrapper):
         return "common" if self.code.state == "none" else self.code.state
 
     @property
-    def stands_alone(self) -> bool:
+    def decodes_per_worker(self) -> bool:
         """A push is a code from the first step on."""
         return False
 

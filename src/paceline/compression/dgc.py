@@ -116,7 +116,7 @@ class DGC(Compressor):
         return 2 if self.small else 1
 
     @property
-    def changes_steps(self) -> bool:
+    def modifies_gradients(self) -> bool:
         return self.momentum > 0
 
     def passes(self, workers: int) -> tuple[float, float]:

@@ -26,7 +26,14 @@ import torch
 from paceline.compression.packing import extremes
 from paceline.compression.wrapper import Wrapper
 from paceline.errors import UsageError
-from paceline.interfaces import Coding, Place, Shape, StandsAlone, State, StateKind
+from paceline.interfaces import (
+    Coding,
+    PerWorkerCompressor,
+    Place,
+    Shape,
+    State,
+    StateKind,
+)
 
 
 @dataclass(frozen=True)
@@ -83,14 +90,14 @@ class ErrorFeedback(Wrapper):
         given.keep(sent, parts, self.decay)
 
     def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        """See `StandsAlone.code_bytes`."""
-        return cast(StandsAlone, self.code).code_bytes(shapes, dtype)
+        """See `PerWorkerCompressor.code_bytes`."""
+        return cast(PerWorkerCompressor, self.code).code_bytes(shapes, dtype)
 
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
-        """See `StandsAlone.encode`."""
-        code = cast(StandsAlone, self.code)
+        """See `PerWorkerCompressor.encode`."""
+        code = cast(PerWorkerCompressor, self.code)
         whole = [part.clone() for part in parts]
         given = _Given(whole, states)
         encoded = code.encode(whole, [state["code"] for state in states])
@@ -102,8 +109,8 @@ class ErrorFeedback(Wrapper):
     def decode(
         self, code: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool = False
     ) -> None:
-        """See `StandsAlone.decode`."""
-        cast(StandsAlone, self.code).decode(code, parts, add=add)
+        """See `PerWorkerCompressor.decode`."""
+        cast(PerWorkerCompressor, self.code).decode(code, parts, add=add)
 
     def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
         """The sum of all residuals stays what it was: each worker has an equal part."""

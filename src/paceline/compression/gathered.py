@@ -46,7 +46,7 @@ class Alone(Compressor):
         return 2 if self.small else 1
 
     @property
-    def stands_alone(self) -> bool:
+    def decodes_per_worker(self) -> bool:
         return True
 
     @abstractmethod
@@ -73,7 +73,7 @@ class Alone(Compressor):
         """The bytes of a code."""
 
     def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        """See `StandsAlone.code_bytes`."""
+        """See `PerWorkerCompressor.code_bytes`."""
         kept, kind = real_type(shapes, dtype)
         lossy = is_lossy(kind)
         large = [s for s in kept if lossy and not is_small(s, self.small)]
@@ -115,7 +115,7 @@ class Alone(Compressor):
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
-        """See `StandsAlone.encode`."""
+        """See `PerWorkerCompressor.encode`."""
         plain, large, own = self._sorted(parts, states)
         codes = [to_bytes(*plain)] if plain else []
         if large:
@@ -125,7 +125,7 @@ class Alone(Compressor):
     def decode(
         self, code: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool = False
     ) -> None:
-        """See `StandsAlone.decode`."""
+        """See `PerWorkerCompressor.decode`."""
         plain, large, _ = self._sorted(parts, [{}] * len(parts))
         reader = Reader(code)
         for part in plain:

@@ -146,10 +146,10 @@ class GDTopK(Alone):
             return replace(self, epoch_steps=0)
         return self if self.epoch_steps else replace(self, epoch_steps=steps)
 
-    def at_speed(self, speed: SpeedClass) -> GDTopK:
+    def for_speed(self, speed: SpeedClass) -> GDTopK:
         return replace(self, speed=speed)
 
-    def of_differences(self) -> Compressor:
+    def for_replies(self) -> Compressor:
         return TopK(density=self._ratios[-1], small=self.small)
 
     def traffic(

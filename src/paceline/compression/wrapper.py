@@ -34,16 +34,16 @@ class Wrapper(Compressor):
         return self.code.rounds
 
     @property
-    def stands_alone(self) -> bool:
-        return self.code.stands_alone
+    def decodes_per_worker(self) -> bool:
+        return self.code.decodes_per_worker
 
     @property
-    def speaks_without_data(self) -> bool:
-        return self.code.speaks_without_data
+    def contributes_without_data(self) -> bool:
+        return self.code.contributes_without_data
 
     @property
-    def changes_steps(self) -> bool:
-        return self.code.changes_steps
+    def modifies_gradients(self) -> bool:
+        return self.code.modifies_gradients
 
     def passes(self, workers: int) -> tuple[float, float]:
         return self.code.passes(workers)
@@ -73,12 +73,12 @@ class Wrapper(Compressor):
     def settled(self) -> Compressor:
         return replace(self, code=self.code.settled())
 
-    def at_speed(self, speed: SpeedClass) -> Compressor:
-        return replace(self, code=self.code.at_speed(speed))
+    def for_speed(self, speed: SpeedClass) -> Compressor:
+        return replace(self, code=self.code.for_speed(speed))
 
-    def of_differences(self) -> Compressor:
+    def for_replies(self) -> Compressor:
         """Answers have a memory of their own, and no first steps."""
-        return self.code.of_differences()
+        return self.code.for_replies()
 
 
 def pure(compressor: Compressor) -> Compressor:

@@ -14,7 +14,7 @@ from paceline.core.group_participation import GroupCall, GroupCalls
 from paceline.core.participation import RollCall
 from paceline.core.presence import Presence
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending, Rhythm, Scattered
+from paceline.interfaces import Comm, Pending, Rounds, Scattered
 
 
 class Means:
@@ -25,12 +25,12 @@ class Means:
         self,
         comm: Comm,
         presence: Presence,
-        rhythm: Rhythm,
+        rounds: Rounds,
         roll_call: RollCall,
         group_calls: GroupCalls,
         codes: Codes | None,
     ) -> None:
-        self._comm, self._presence, self._rhythm = comm, presence, rhythm
+        self._comm, self._presence, self._rhythm = comm, presence, rounds
         self._call, self._group_calls, self._codes = roll_call, group_calls, codes
 
     def mean(
@@ -48,7 +48,7 @@ class Means:
             bucket = of = gradients
             buffer = gradients.buffer
         assert isinstance(buffer, torch.Tensor)
-        if self._rhythm.lets_models_differ and not self._presence.active:
+        if self._rhythm.models_may_differ and not self._presence.active:
             buffer.zero_()  # of a step long ago, and it counted then
         named = {"": buffer} if parts is None else parts
         comm = self._queue(among, channel)
@@ -115,7 +115,7 @@ class Means:
             )
         comm = self._queue(among, channel)
         named = {name: tensor} if name else parts
-        always = self._rhythm.waits_for_nobody or among is not None
+        always = self._rhythm.is_nonblocking or among is not None
 
         def send() -> Pending:
             if named:
@@ -174,7 +174,7 @@ class Means:
     def _require_round(self) -> None:
         if self._call.is_later:
             raise UsageError(
-                f"a mean among all workers before the update, with a rhythm of every="
+                f"a mean among all workers before the update, with rounds of every="
                 f"{self._rhythm.every} steps: their round is held in after_update. Ask "
                 "there, where run.meets"
             )
@@ -190,7 +190,9 @@ class Means:
         """A sum of *buffer*, which is that of *bucket*, or consists of what is *named*.
         *counts*: this worker does, out of data or not."""
         codes = self._codes
-        if codes is None or (comm.size == 1 and not codes.compressor.changes_steps):
+        if codes is None or (
+            comm.size == 1 and not codes.compressor.modifies_gradients
+        ):
             return comm.all_reduce(buffer, "sum")
         if bucket is not None:
             named = dict(zip(bucket.names, bucket.views, strict=True))

@@ -184,14 +184,14 @@ class Passes:
                 "a reentrant checkpoint, whose end cannot be told from the end of the "
                 "pass; use checkpoint(..., use_reentrant=False)"
             )
-        if self._steps.delivered and self._seen == "local-sent":
+        if self._steps.delivered and self._seen == "sent":
             raise self._faults.refused(
                 f"a second backward pass before step(): under {self._method} the "
                 "gradients of the first are on their way to the others. Run all passes "
                 "but the last under optimizer.no_sync()"
             )
         self._require_nothing_under_way()
-        if self._steps.waits_for_update and self._seen == "local-kept":
+        if self._steps.waits_for_update and self._seen == "local":
             raise self._faults.refused(
                 f"a second backward pass before step(): under {self._method} the others "
                 "wait for this step's update, and gradients are each worker's own. Run all "

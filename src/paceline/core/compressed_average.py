@@ -159,7 +159,7 @@ class Codes:
         if name not in self.states:
             self.states[name] = self.compressor.init(part, name, self._rank)
         kept = self.states[name]
-        speaks = counts or self.compressor.speaks_without_data
+        speaks = counts or self.compressor.contributes_without_data
         if kind == "own" and not speaks:
             # A worker that only keeps company sends zeros, and nothing that it kept back:
             # sizes of codes are still those of everybody's common state.

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import HOOKS, Method, Run
 
-DECLARED = ("name", "rhythm", "updates_on", "gradient_seen_by_user", "clips")
+DECLARED = ("name", "rounds", "updates_on", "visible_gradient", "clips")
 
 
 def check_declared(method: Method) -> None:

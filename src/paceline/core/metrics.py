@@ -28,7 +28,7 @@ class Figures:
     def __call__(self) -> dict[str, float]:
         parts = self._parts
         found: dict[str, float] = {}
-        if parts.rhythm.lets_models_differ and parts.remote is None:
+        if parts.rounds.models_may_differ and parts.remote is None:
             found["round"] = parts.steps.rounds
         states: Mapping[str, State] = {} if parts.codes is None else parts.codes.states
         if parts.remote is not None:

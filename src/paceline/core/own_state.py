@@ -38,7 +38,7 @@ def own_states(
         states.append(MethodState(method.name, hooks))
     if codes is not None and codes.compressor.state != "none":
         states.append(CompressorState(codes, rank, coded))
-    if method.rhythm.lets_models_differ and optimizer is not None:
+    if method.rounds.models_may_differ and optimizer is not None:
         states.append(LocalModel(parameters, optimizer))
     return states
 

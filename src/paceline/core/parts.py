@@ -68,8 +68,8 @@ class Parts:
         self.parameters = list(parameters)
         self._runtime, self._model, self._method = runtime, model, method
         self._settings, self._looking = settings, looking
-        self.rhythm = method.rhythm
-        runtime.journal.repeats_after(self.rhythm.every)
+        self.rounds = method.rounds
+        runtime.journal.set_period(self.rounds.every)
         runtime.journal.learning = _learning(method, settings)
         self.presence = Presence(comm.size, weight=1.0 / comm.size)
         self.faults = Faults()
@@ -125,34 +125,34 @@ class Parts:
     def _make_steps(self, on_servers: bool) -> tuple[Steps, Means]:
         """What buckets go through, and what means are formed with."""
         comm, presence, method = self.comm, self.presence, self._method
-        rhythm, settings = self.rhythm, self._settings
+        rounds, settings = self.rounds, self._settings
         device = self.parameters[0][1].device
         self.stopwatch = self._runtime.stopwatch(device)
         compressed = settings.compression != Identity()
-        beside = compressed or device.type != "cpu" or rhythm.waits_for_nobody
-        waits_late = getattr(method, "waits_late", False)
+        beside = compressed or device.type != "cpu" or rounds.is_nonblocking
+        waits_in_forward = getattr(method, "waits_in_forward", False)
         control = None
-        if beside and comm.size > 1 and rhythm.every:
+        if beside and comm.size > 1 and rounds.every:
             control = comm.channel("control")
         roll_call = RollCall(
             presence,
             comm,
             control,
-            lambda: self.buckets if rhythm.is_every_step else (),
+            lambda: self.buckets if rounds.is_every_step else (),
             _where_control_is(comm, device),
             # Answered at another place in the program by those who are out of data.
-            comm.channel("ballots") if waits_late and control is None else None,
+            comm.channel("ballots") if waits_in_forward and control is None else None,
         )
         agreement = None
-        if rhythm.agree_every is not None:
-            agreement = Agreement(presence, control or comm, rhythm.agree_every)
+        if rounds.agree_every is not None:
+            agreement = Agreement(presence, control or comm, rounds.agree_every)
         self.codes = None
         if compressed and not on_servers:
             self.codes = Codes(settings.compression, presence, comm.rank, self._charge)
         group_calls = GroupCalls(
             presence, lambda: self.buckets, _where_control_is(comm, device)
         )
-        means = Means(comm, presence, rhythm, roll_call, group_calls, self.codes)
+        means = Means(comm, presence, rounds, roll_call, group_calls, self.codes)
         planner = self.planner = Planner(
             comm,
             settings.buckets,
@@ -164,21 +164,19 @@ class Parts:
             self._runtime.journal.planned,
             self.say,
             partial(means.try_out, in_halves=getattr(method, "sends_halves", False)),
-            lock_step=rhythm.is_every_step,
-            goes_past=self._goes_past(waits_late),
+            lock_step=rounds.is_every_step,
+            goes_past=self._goes_past(waits_in_forward),
             starts_after=settings.compression.first_steps if compressed else 0,
         )
         self.clips_own = method.clips == "own" and settings.clip_norm < math.inf
         steps = Steps(
-            *(rhythm, settings, waits_late, self.clips_own, presence),
+            *(rounds, settings, waits_in_forward, self.clips_own, presence),
             planner,
             *(roll_call, group_calls, agreement, self.shared, self.faults),
         )
         # A bucket holds this rank's share of the mean, where workers form the mean:
         # the division costs nothing beside the copy that has to be made anyway.
-        averages = (
-            method.gradient_seen_by_user == "mean" or method.updates_on == "method"
-        )
+        averages = method.visible_gradient == "mean" or method.updates_on == "method"
         steps.arrivals = Arrivals(
             self.parameters,
             presence.weight,
@@ -204,26 +202,26 @@ class Parts:
             self.clip_mean,
             self.remote,
             self.comm,
-            self.rhythm,
+            self.rounds,
             self.presence,
             means,
             [parameter for _, parameter in self.parameters],
             self.stopwatch,
             self.say,
-            self._runtime.journal.repeats_after,
+            self._runtime.journal.set_period,
             lambda: self.buckets,
             self._runtime.journal.metrics.get,
             self.steps.keep_company,
-            self.take_model,
+            self.broadcast_model,
             optimizer if self.remote is None else None,
             [] if self._settings.buffers == "local" else list(self._model.buffers()),
             self._runtime.cluster,
             self._sending,
         )
 
-    def _goes_past(self, waits_late: bool) -> GoesPast:
+    def _goes_past(self, waits_in_forward: bool) -> GoesPast:
         """Who looks at all means where backward ends waits for them there."""
-        if self._settings.use_gradients or not waits_late:
+        if self._settings.use_gradients or not waits_in_forward:
             return "no"
         return "halves" if getattr(self._method, "sends_halves", False) else "whole"
 
@@ -249,8 +247,8 @@ class Parts:
     def _make_observers(self) -> Observers:
         """Those who only watch."""
         # A mean within a group may be that of one worker.
-        of_all = self._method.rhythm.is_every_step
-        sees_means = of_all and self._method.gradient_seen_by_user == "mean"
+        of_all = self._method.rounds.is_every_step
+        sees_means = of_all and self._method.visible_gradient == "mean"
         one_of_many = self.comm.rank == 0 and self.comm.size > 1
         same_data = SameData(
             sees_means and self.sampler is None and one_of_many,
@@ -278,7 +276,7 @@ class Parts:
             self._model,
             self.parameters,
             method.name,
-            method.gradient_seen_by_user,
+            method.visible_gradient,
             None if self.sampler is None else Weights(self.sampler),
             self.presence,
             steps,
@@ -304,7 +302,7 @@ class Parts:
                 lambda: self.buckets,
                 lambda bucket: self.hooks.call("before_use", bucket),
                 steps.observers,
-                gradients=getattr(method, "waits_late", False),
+                gradients=getattr(method, "waits_in_forward", False),
             )
             steps.uses.begin_anew()
 
@@ -317,7 +315,7 @@ class Parts:
         if self.comm.rank == 0 and not known:
             print(f"paceline: {sentence}", file=sys.stderr)
 
-    def take_model(self, source: int) -> None:
+    def broadcast_model(self, source: int) -> None:
         self.shared.put()
         tensors = [*self._model.parameters(), *self._model.buffers()]
         broadcast_tensors(self.comm, tensors, source)
@@ -334,7 +332,7 @@ class Parts:
 
     def end_backward(self) -> None:
         self.steps.end_backward()
-        if self._method.gradient_seen_by_user == "local-sent":
+        if self._method.visible_gradient == "sent":
             self.sent.remember(self.buckets)
 
     def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:

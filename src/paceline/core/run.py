@@ -12,29 +12,29 @@ from paceline.cluster import Cluster
 from paceline.core.averages import Means
 from paceline.core.presence import Presence
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Message, Method, Rhythm, Stopwatch
+from paceline.interfaces import Comm, Message, Method, Rounds, Stopwatch
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
 
 
 class WorkerRun:
     """The `Run`. *buckets* gives those of now, *metric* what the script has logged under a
-    name; *company* does one step without data, *take_model* takes a rank's."""
+    name; *company* does one step without data, *broadcast_model* takes a rank's."""
 
     def __init__(
         self,
         comm: Comm,
-        rhythm: Rhythm,
+        rounds: Rounds,
         presence: Presence,
         means: Means,
         parameters: Sequence[torch.nn.Parameter],
         stopwatch: Stopwatch,
         say: Callable[[str], None],
-        repeats_after: Callable[[int], None],
+        set_period: Callable[[int], None],
         buckets: Callable[[], Sequence[Bucket]],
         metric: Callable[[str], float | None],
         company: Callable[[], None],
-        take_model: Callable[[int], None],
+        broadcast_model: Callable[[int], None],
         optimizer: torch.optim.Optimizer | None,
         own_buffers: Sequence[torch.Tensor],
         cluster: Cluster | None,
@@ -42,11 +42,11 @@ class WorkerRun:
     ) -> None:
         self.comm, self.parameters = comm, parameters
         self.optimizer, self.own_buffers, self.cluster = optimizer, own_buffers, cluster
-        self.stopwatch, self.take_model = stopwatch, take_model
-        self.say, self.repeats_after = say, repeats_after
+        self.stopwatch, self.broadcast_model = stopwatch, broadcast_model
+        self.say, self.set_period = say, set_period
         self.mean, self.average = means.mean, means.average
         self.scatter_mean = means.scatter_mean
-        self._rhythm, self._presence, self._buckets = rhythm, presence, buckets
+        self._rhythm, self._presence, self._buckets = rounds, presence, buckets
         self._metric, self._company, self._sending = metric, company, sending
         self.step = 0
 
@@ -82,11 +82,11 @@ class WorkerRun:
     def loss(self) -> float | None:
         return self._metric("loss")
 
-    def keep_company_to_the_end(self) -> int | None:
+    def participate_until_all_finish(self) -> int | None:
         presence = self._presence
         if not self._rhythm.every:
             raise UsageError(
-                "keep_company_to_the_end under a rhythm of every=0: workers that meet at "
+                "participate_until_all_finish with Rounds(every=0): workers that meet at "
                 "servers alone have no rounds, and nobody waits for one that is out of data"
             )
         last = presence.participants
@@ -109,7 +109,7 @@ class UpdatingWorkerRun(WorkerRun):
         self.clip = clip_mean
         self.updater: TorchUpdater | None = None
 
-    def take_over(self, most_bytes: int) -> TorchUpdater:
+    def partition_optimizer(self, most_bytes: int) -> TorchUpdater:
         pieces = split_pieces(self.optimizer, most_bytes)
         self.updater = TorchUpdater(self.optimizer, pieces)
         return self.updater

@@ -1,6 +1,6 @@
 """The steps of a training: what a method is told, and what training itself sends.
 
-What training sends (buffers, who still trains) goes with the rounds of the method's rhythm:
+What training sends (buffers, who still trains) follows the method's rounds:
 at the end of backward where all meet in every step, else after the update.
 """
 
@@ -22,13 +22,13 @@ from paceline.core.run import WorkerRun
 from paceline.core.settings import Settings
 from paceline.core.step_listeners import Observers
 from paceline.core.sync import SharedBuffers
-from paceline.interfaces import Rhythm
+from paceline.interfaces import Rounds
 from paceline.parameter_server.client.load_hooks import Loading
 from paceline.parameter_server.optim.clipping import clip
 
 
 class Steps:
-    """One worker's. *rhythm*: the method's. *waits_late*: the method waits for means when
+    """One worker's. *rounds*: the method's. *waits_in_forward*: the method waits for means when
     something uses them, not where backward ends. *clips_own*: the worker's own gradient is
     clipped before any of it is sent; *agreement*: of workers that meet in groups.
 
@@ -47,9 +47,9 @@ class Steps:
 
     def __init__(
         self,
-        rhythm: Rhythm,
+        rounds: Rounds,
         settings: Settings,
-        waits_late: bool,
+        waits_in_forward: bool,
         clips_own: bool,
         presence: Presence,
         planner: Planner,
@@ -59,9 +59,9 @@ class Steps:
         shared: SharedBuffers,
         faults: Faults,
     ) -> None:
-        self._rhythm = rhythm
+        self._rhythm = rounds
         self._settings, self._clips_own = settings, clips_own
-        self._waits_late = waits_late
+        self._waits_late = waits_in_forward
         self._presence, self._planner = presence, planner
         self._roll_call, self._agreement = roll_call, agreement
         self._group_calls = group_calls
@@ -91,7 +91,7 @@ class Steps:
         if self._rhythm.is_every_step and not self._waits_late:
             self._roll_call.begin()
         self._roll_call.is_later = (
-            self._rhythm.after_update and not self._rhythm.waits_for_nobody
+            self._rhythm.after_update and not self._rhythm.is_nonblocking
         )
         self.hooks.call("step_begins")
 
@@ -163,7 +163,7 @@ class Steps:
             if self._waits_late:
                 self._roll_call.answer()  # it knows the buckets of before
             self.arrivals.make_buckets(self._planner.groups)
-            self.hooks.call("buckets_changed")
+            self.hooks.call("buckets_rebuilt")
 
     # ---- after the update ----
 
@@ -171,7 +171,7 @@ class Steps:
         """The user's optimizer has stepped, or would have."""
         self.delivered = self._presence.step_is_due = False
         self._done += 1
-        if self._rhythm.lets_models_differ:
+        if self._rhythm.models_may_differ:
             self._presence.unsent += 1
         self._after_update()
         self.observers.step_ended()
@@ -198,23 +198,23 @@ class Steps:
     def keep_company(self) -> None:
         """One step without data, or, where rounds are rarer, that of the next round."""
         self._shared.put()
-        run, rhythm = self.run, self._rhythm
-        run.step = rhythm.next_round(run.step)
+        run, rounds = self.run, self._rhythm
+        run.step = rounds.next_round(run.step)
         if self._backward_of != run.step:  # else the script left before step()
             self.begin_backward()
             self.arrivals.deliver_nothing()
             self._meet_after_backward()
-            if rhythm.is_every_step:
+            if rounds.is_every_step:
                 self._plan_anew()
         self._after_update()
 
     def _after_update(self) -> None:
         """The method's hook; and a round's own messages, where that is when workers
         meet."""
-        run, rhythm = self.run, self._rhythm
+        run, rounds = self.run, self._rhythm
         self._go_on(in_step=False)
         self._roll_call.is_later = False
-        if rhythm.lets_models_differ and run.meets:
+        if rounds.models_may_differ and run.meets:
             self._hold_round()
         else:
             self.hooks.call("after_update")
@@ -276,7 +276,7 @@ class Steps:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Where in its rhythm this training is, equal on all workers between steps."""
+        """Where in its rounds this training is, equal on all workers between steps."""
         rounds = 0 if self._agreement is None else self._agreement.rounds
         unsent, step = self._presence.unsent, self.run.step
         return {"step": step, "unsent": unsent, "rounds": rounds}
@@ -285,7 +285,7 @@ class Steps:
     def progress(self, saved: dict[str, int]) -> None:
         self.run.step = saved["step"]
         self._backward_of = -1
-        if self._rhythm.lets_models_differ:
+        if self._rhythm.models_may_differ:
             self._presence.unsent = saved["unsent"]
         if self._agreement is not None:
             self._agreement.rounds = saved["rounds"]

@@ -147,15 +147,15 @@ class Training:
         unscale gradients, or to leave an update out. Where gradients are workers' own, one
         of them alone has an infinity, and the others meet it after the update: it may leave
         that out, but not the step."""
-        if self._method.gradient_seen_by_user == "local-sent":
+        if self._method.visible_gradient == "sent":
             return True  # and the step refuses it
-        return self.optimizer_steps and self._method.rhythm.lets_models_differ
+        return self.optimizer_steps and self._method.rounds.models_may_differ
 
     def check_scaler(self) -> None:
         """A GradScaler steps the optimizer, where `takes_scaled_gradients`. Raises
         `GradientError` where gradients were sent with their scale, `UsageError` where they
         were clipped with it."""
-        if self._method.gradient_seen_by_user == "local-sent":
+        if self._method.visible_gradient == "sent":
             # Its kernel writes into gradients without a trace that `core.sent_gradient_check` could see.
             raise self._faults.refused(
                 f"a GradScaler under {self._method.name}: gradients are on their way to the "
@@ -177,7 +177,7 @@ class Training:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Where in its rhythm this training is, equal on all workers between steps."""
+        """Where in its rounds this training is, equal on all workers between steps."""
         return self._steps.progress
 
     @progress.setter
@@ -207,7 +207,7 @@ class Training:
         if not self._steps.delivered:
             self._parts.end_backward()
         self._steps.observers.step_is_called()
-        if self._method.gradient_seen_by_user == "local-sent":
+        if self._method.visible_gradient == "sent":
             self._require_unchanged()
         if self._loading is not None:
             try:
@@ -362,7 +362,7 @@ class Training:
             enter = partial(
                 self._runtime.job.places.enter,
                 *(self._place_number, self._steps.place),
-                without_left=self._method.rhythm.waits_for_nobody,
+                without_left=self._method.rounds.is_nonblocking,
             )
             with self._fails_together():
                 self._runtime.journal.block("consolidated", enter)

@@ -58,7 +58,7 @@ def shows_mean(method: str | Method | None) -> bool:
         if spec.parse(chosen).name == "auto":
             return False
         chosen, _ = read_spec(chosen)
-    return chosen.gradient_seen_by_user == "mean"
+    return chosen.visible_gradient == "mean"
 
 
 def check_plain(

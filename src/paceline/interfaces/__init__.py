@@ -54,9 +54,9 @@ from paceline.interfaces.compression import (
     Exchange,
     Gather,
     Leg,
+    PerWorkerCompressor,
     Place,
     Shape,
-    StandsAlone,
     State,
     StateKind,
     Sum,
@@ -94,7 +94,7 @@ from paceline.interfaces.method import (
 )
 from paceline.interfaces.partial_optimizer import Hyperparameters, Piece, Updater
 from paceline.interfaces.remote_model import Arrived, Remote, Told, UnitPlace
-from paceline.interfaces.rounds import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rhythm
+from paceline.interfaces.rounds import AGREE_EVERY, EVERY_STEP, ON_SERVERS, Rounds
 from paceline.interfaces.run import Run, ServerRun, UpdatingRun
 from paceline.interfaces.runtime import Runtime, ServerJob, Service, ServiceJob
 from paceline.interfaces.schedule import (
@@ -163,6 +163,7 @@ __all__ = [
     "OwnState",
     "Parcel",
     "Pending",
+    "PerWorkerCompressor",
     "Piece",
     "Place",
     "Priced",
@@ -170,7 +171,7 @@ __all__ = [
     "ReduceOperation",
     "Remote",
     "ReturningServer",
-    "Rhythm",
+    "Rounds",
     "Run",
     "Runner",
     "Runtime",
@@ -187,7 +188,6 @@ __all__ = [
     "Signal",
     "Sparing",
     "SpeedClass",
-    "StandsAlone",
     "State",
     "StateKind",
     "Stopwatch",

@@ -140,7 +140,7 @@ class Compressor(Protocol):
         return 0
 
     @property
-    def stands_alone(self) -> bool:
+    def decodes_per_worker(self) -> bool:
         """Whether one worker's code can be decoded by itself: `encode` and `decode` are
         there, so that it may be pushed to a server."""
         return False
@@ -149,13 +149,13 @@ class Compressor(Protocol):
     def state(self) -> StateKind: ...
 
     @property
-    def speaks_without_data(self) -> bool:
+    def contributes_without_data(self) -> bool:
         """Whether a worker that is out of data, and sends zeros, goes on with its own state: so
         where results have a share of what it sent before. Else it sends nothing that it kept."""
         return False
 
     @property
-    def changes_steps(self) -> bool:
+    def modifies_gradients(self) -> bool:
         """Whether it does more to gradients than to send less of them, such as momentum: so one
         worker by itself uses it, too."""
         return False
@@ -190,12 +190,12 @@ class Compressor(Protocol):
         """The same long after its start: without first steps in which more is sent."""
         return self
 
-    def at_speed(self, speed: SpeedClass) -> Compressor:
+    def for_speed(self, speed: SpeedClass) -> Compressor:
         """The same, for a worker whose group is of that class: where what is sent depends on it.
         Whoever decodes its codes need not know the class, and states go on."""
         return self
 
-    def of_differences(self) -> Compressor:
+    def for_replies(self) -> Compressor:
         """What servers answer with (``replies=deltas``), and workers decode: the same in
         all steps and classes, since answers are no steps of whom they are for."""
         return self
@@ -242,7 +242,7 @@ class Compressor(Protocol):
 
 
 @runtime_checkable
-class StandsAlone(Compressor, Protocol):
+class PerWorkerCompressor(Compressor, Protocol):
     """A compressor whose codes mean the same to everybody: what a worker pushes to a server.
 
     Codes are flat tensors of bytes, whose size depends on shapes and common state alone.

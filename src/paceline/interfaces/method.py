@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 from paceline.interfaces.discipline import Discipline
 from paceline.interfaces.groups import Groups
-from paceline.interfaces.rounds import Rhythm
+from paceline.interfaces.rounds import Rounds
 
 UpdatesOn = Literal["worker", "method", "server"]
 """Who applies the optimizer: the user's ``step()``, the method piece by piece, a server."""
 
-GradientSeen = Literal["mean", "local-kept", "local-sent"]
+GradientSeen = Literal["mean", "local", "sent"]
 """What ``.grad`` holds between ``backward()`` and ``step()``: the mean over workers; the
 worker's own, still to be used; what was sent already, of no use to the script: changing it
 is an error."""
@@ -27,7 +27,7 @@ known before any of it is applied; else that of each worker's own, before it is 
 
 HOOKS = (
     *("init", "step_begins", "before_use", "bucket_ready", "backward_ended"),
-    *("after_update", "buckets_changed", "finish", "consolidate", "loaded"),
+    *("after_update", "buckets_rebuilt", "finish", "consolidate", "loaded"),
     *("save_state", "load_state", "redistribute_state", "figures"),
 )
 """What a method may define, beside its hyperparameters; see `Method`."""
@@ -55,7 +55,7 @@ class Method(Protocol):
     2. ``before_use(state, run, bucket)``: something is about to use parameters of
        *bucket* for the first time since the last update: a module that is called, or anything in
        Python that hands them to torch. At the latest when the next backward pass begins.
-       With ``waits_late`` also before something looks at gradients that are under way,
+       With ``waits_in_forward`` also before something looks at gradients that are under way,
        between ``backward()`` and ``step()``.
     3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
        (times `Run.weight` where workers form the mean, so that their sum is the mean);
@@ -64,7 +64,7 @@ class Method(Protocol):
        part on this rank is zero in its buffer and False in ``bucket.used``.
     5. ``after_update(state, run)``: the user's optimizer has stepped, or would have, on
        a worker that only keeps company or has left its loop before ``step()``.
-    6. ``buckets_changed(state, run)``: the planner has made the buckets anew; between
+    6. ``buckets_rebuilt(state, run)``: the planner has made the buckets anew; between
        two steps.
     7. ``finish(state, run)``: this worker is out of data. Returns when the documented
        result is in the model.
@@ -89,7 +89,7 @@ class Method(Protocol):
     Where a submodule is called, or a method of the model other than ``forward``, hook 1
     comes with the first gradient.
 
-    Beside its hooks a method may declare ``waits_late = True``: then it need not wait in
+    Beside its hooks a method may declare ``waits_in_forward = True``: then it need not wait in
     `backward_ended` for means that `Run.sending` plans beyond it, but in ``before_use``.
     With ``sends_halves = True`` it forms means in two halves (`Run.scatter_mean`), and what
     cannot be halved is refused beforehand. Where servers update, ``pushes_codes =
@@ -119,7 +119,7 @@ class Method(Protocol):
     """The registry's name: lower case, with hyphens."""
 
     @property
-    def rhythm(self) -> Rhythm:
+    def rounds(self) -> Rounds:
         """When it communicates."""
         ...
 
@@ -127,7 +127,7 @@ class Method(Protocol):
     def updates_on(self) -> UpdatesOn: ...
 
     @property
-    def gradient_seen_by_user(self) -> GradientSeen: ...
+    def visible_gradient(self) -> GradientSeen: ...
 
     @property
     def clips(self) -> Clips: ...

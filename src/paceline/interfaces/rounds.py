@@ -8,7 +8,7 @@ from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class Rounds:
     """A round is a step in which workers communicate; there is one every so many steps.
     What training itself sends (buffers, the planner's trials, who still trains) goes with
     rounds: steps between two rounds send nothing.
@@ -24,9 +24,9 @@ class Rhythm:
     said at the next such round, so that nobody waits. By default groups do so every
     `AGREE_EVERY` rounds, and all others ask in each round, which waits for all.
 
-    Examples: ``Rhythm()`` is bsp's; ``Rhythm(every=8)`` averages parameters after every
-    eighth step; ``Rhythm(groups=True)`` averages within other groups in each step;
-    ``Rhythm(every=8, agree_every=1)`` begins something after every eighth step whose result
+    Examples: ``Rounds()`` is bsp's; ``Rounds(every=8)`` averages parameters after every
+    eighth step; ``Rounds(groups=True)`` averages within other groups in each step;
+    ``Rounds(every=8, agree_every=1)`` begins something after every eighth step whose result
     is waited for later.
     """
 
@@ -39,12 +39,12 @@ class Rhythm:
     def __post_init__(self) -> None:
         if self.every < 0:
             raise UsageError(
-                f"a rhythm of every={self.every} steps: expected 1 or more, or 0 for "
+                f"rounds of every={self.every} steps: expected 1 or more, or 0 for "
                 "workers that meet at servers alone"
             )
         if self.each_until < 0 or (self.agree_every or 1) < 1:
             raise UsageError(
-                f"a rhythm with each_until={self.each_until} and agree_every="
+                f"rounds with each_until={self.each_until} and agree_every="
                 f"{self.agree_every}: expected a step, 0 or more, and rounds, 1 or more"
             )
         if self.groups and self.agree_every is None:
@@ -69,12 +69,12 @@ class Rhythm:
         return self.every == 1 and not self.after_update
 
     @property
-    def lets_models_differ(self) -> bool:
+    def models_may_differ(self) -> bool:
         """Whether workers' models, or their optimizers, may differ between two steps."""
         return self.after_update
 
     @property
-    def waits_for_nobody(self) -> bool:
+    def is_nonblocking(self) -> bool:
         """Whether a round begins without knowing who takes part in it."""
         return self.agree_every is not None
 
@@ -83,5 +83,5 @@ AGREE_EVERY = 16
 """Rounds of groups from one agreement of all workers to the next: an agreement takes a
 small message and waits for nobody, since its answer is used at the next one."""
 
-EVERY_STEP = Rhythm()
-ON_SERVERS = Rhythm(every=0)
+EVERY_STEP = Rounds()
+ON_SERVERS = Rounds(every=0)

@@ -59,7 +59,7 @@ class Run(Protocol):
     def sending(self) -> Sequence[Message] | None:
         """In which messages the gradients of this step travel, in the order of issue, where
         they are waited for past backward; None where they are waited for when it ends.
-        Equal on all ranks. Only for methods that declare ``waits_late``."""
+        Equal on all ranks. Only for methods that declare ``waits_in_forward``."""
         ...
 
     @property
@@ -90,7 +90,7 @@ class Run(Protocol):
 
     @property
     def meets(self) -> bool:
-        """Whether this step is one of a round, by the method's rhythm."""
+        """Whether this step is one of a round, by the method's rounds."""
         ...
 
     @property
@@ -107,7 +107,7 @@ class Run(Protocol):
         """Tell people something, once for all workers: now, and beside the run's figures."""
         ...
 
-    def repeats_after(self, steps: int) -> None:
+    def set_period(self, steps: int) -> None:
         """Tell that what steps take and send repeats after so many (by default after those
         from one round to the next): what people are shown are means over so many."""
         ...
@@ -171,7 +171,7 @@ class Run(Protocol):
         *tensor* is of floating point."""
         ...
 
-    def keep_company_to_the_end(self) -> int | None:
+    def participate_until_all_finish(self) -> int | None:
         """This worker is out of data: contribute nothing, in step with the others, until
         all are out of data. Each step's hooks come as always, with `active` False.
 
@@ -180,7 +180,7 @@ class Run(Protocol):
         """
         ...
 
-    def take_model(self, source: int) -> None:
+    def broadcast_model(self, source: int) -> None:
         """Give every rank the parameters and buffers of rank *source*. Collective."""
         ...
 
@@ -188,7 +188,7 @@ class Run(Protocol):
 class UpdatingRun(Run, Protocol):
     """The run of a method with ``updates_on="method"``: it applies the optimizer."""
 
-    def take_over(self, most_bytes: int) -> Updater:
+    def partition_optimizer(self, most_bytes: int) -> Updater:
         """The optimizer, in pieces of at most so many bytes each; once."""
         ...
 

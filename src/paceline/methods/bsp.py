@@ -21,7 +21,7 @@ from paceline.interfaces import (
     GradientSeen,
     MethodSummary,
     Pending,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -45,10 +45,10 @@ class BSP:
         sends="the whole gradient",
         guarantees="all workers hold the same parameters after every step",
     )
-    rhythm: ClassVar[Rhythm] = EVERY_STEP
+    rounds: ClassVar[Rounds] = EVERY_STEP
     consistency: ClassVar[Consistency] = "exact"
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
+    visible_gradient: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
 
     overlap: bool = True
@@ -70,6 +70,6 @@ class BSP:
         state.pending.clear()
 
     def finish(self, state: BSPState, run: Run) -> None:
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)

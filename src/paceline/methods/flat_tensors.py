@@ -71,7 +71,7 @@ class Flat:
 def flats(run: Run, extra: Iterable[torch.Tensor] = ()) -> list[Flat]:
     """A `Flat` for the parameters of each planned bucket, in bucket order, and then one for
     each kind among *extra*, which are of floating point. Make them anew in
-    ``buckets_changed``."""
+    ``buckets_rebuilt``."""
     return [
         *(Flat(bucket.parameters) for bucket in run.buckets),
         *(Flat(tensors) for tensors in by_kind(list(extra))),

@@ -16,7 +16,7 @@ from paceline.interfaces import (
     GradientSeen,
     Groups,
     HeldPush,
-    Rhythm,
+    Rounds,
     ServerRun,
     Shard,
     UpdatesOn,
@@ -36,10 +36,10 @@ class PushPull:
     when the server's discipline gives them. *overlap*: send while backward still runs;
     without, send after it, the textbook form that papers compare with."""
 
-    rhythm: ClassVar[Rhythm] = ON_SERVERS
+    rounds: ClassVar[Rounds] = ON_SERVERS
     consistency: ClassVar[Consistency] = "asynchronous"
     updates_on: ClassVar[UpdatesOn] = "server"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
+    visible_gradient: ClassVar[GradientSeen] = "sent"
     pushes_codes: ClassVar[bool] = True
 
     overlap: bool = True

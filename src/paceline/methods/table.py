@@ -40,7 +40,7 @@ def methods_page() -> str:
                 getattr(method, "consistency", "asynchronous"),
                 "as above" if form else keys or "-",
                 method.updates_on,
-                method.gradient_seen_by_user,
+                method.visible_gradient,
                 method.clips,
                 *words,
             ]

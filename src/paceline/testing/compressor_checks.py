@@ -17,7 +17,7 @@ import torch
 
 from paceline.compression import ErrorFeedback
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import Compressor, StandsAlone, Sum
+from paceline.interfaces import Compressor, PerWorkerCompressor, Sum
 from paceline.testing.compared import require_close, require_states, workers_of
 from paceline.testing.lockstep import SHAPES, Workers, gradients
 from paceline.testing.problems import require
@@ -67,10 +67,10 @@ def _require_traffic(settled: Compressor, workers: int, dtype: torch.dtype) -> N
     )
 
 
-def codes_stand_alone(compressor: Compressor) -> None:
+def decodes_per_worker_exactly(compressor: Compressor) -> None:
     """One worker's code is decoded without the others', adds up with theirs to the mean, and
     is refused where it is cut, or too long."""
-    assert isinstance(compressor, StandsAlone)
+    assert isinstance(compressor, PerWorkerCompressor)
     workers, same = workers_of(compressor), workers_of(compressor)
     for step in range(3):
         given = gradients(seed=step)
@@ -388,7 +388,7 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
         CompressorCheck(types_and_shapes_stay),
         CompressorCheck(traffic_is_as_declared),
         CompressorCheck(strides_change_nothing),
-        CompressorCheck(codes_stand_alone, lambda c: c.stands_alone),
+        CompressorCheck(decodes_per_worker_exactly, lambda c: c.decodes_per_worker),
         CompressorCheck(what_is_not_finite_shows),
         CompressorCheck(chance_is_its_own),
         CompressorCheck(nothing_is_lost, lambda c: isinstance(c, ErrorFeedback)),

@@ -9,7 +9,7 @@ import torch
 
 import paceline
 from paceline.compression import BF16
-from paceline.interfaces import Rhythm
+from paceline.interfaces import Rounds
 from paceline.methods.bsp import BSP
 from paceline.testing import Case
 from paceline.testing.__main__ import run_table
@@ -74,9 +74,9 @@ class Averages:
 
     name: ClassVar[str] = "averages"
     updates_on: ClassVar[str] = "worker"
-    gradient_seen_by_user: ClassVar[str] = "local-kept"
+    visible_gradient: ClassVar[str] = "local"
     clips: ClassVar[str] = "own"
-    rhythm: ClassVar[Rhythm] = Rhythm(every=3)
+    rounds: ClassVar[Rounds] = Rounds(every=3)
     consolidates_together: ClassVar[bool] = True
 
     def init(self, run):
@@ -103,9 +103,9 @@ class Averages:
         return undo
 
     def finish(self, state, run):
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Pairs(Averages):
     """Averages over pairs of four workers, in turn other ones."""
 
     name: ClassVar[str] = "pairs"
-    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    rounds: ClassVar[Rounds] = Rounds(groups=True)
 
     def average(self, run):
         other = run.comm.rank ^ (1 + run.step % 2)

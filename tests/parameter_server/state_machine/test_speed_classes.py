@@ -85,7 +85,7 @@ def test_a_worker_whose_class_changes_pushes_codes_of_other_sizes() -> None:
     states = [code.init(given, "", 0)]
     total = given.clone()
     for step, speed in enumerate(CHANGES):
-        code = code.at_speed(speed)
+        code = code.for_speed(speed)
         given = torch.randn(given.shape, generator=generator, dtype=torch.float64)
         total += given
         encoded = code.encode([given], states)
@@ -144,14 +144,14 @@ def test_answers_have_no_epochs() -> None:
     """They are the same to workers of all classes."""
     code = make("gd-top-k:speed=slowest")
     check_brings_nearer(code)
-    assert code.of_differences() == make("top-k:density=0.015,error_feedback=false")
-    assert code.at_speed("fastest").at_speed("slowest") == code
+    assert code.for_replies() == make("top-k:density=0.015,error_feedback=false")
+    assert code.for_speed("fastest").for_speed("slowest") == code
 
 
 def test_other_codes_have_no_class() -> None:
     for name in ("top-k", "qsgd", "int8", "bf16"):
         code = make(name)
-        assert code.at_speed("fastest") == code
+        assert code.for_speed("fastest") == code
 
 
 def test_groups_push_by_their_measured_class(noted: dict[int, list[int]]) -> None:

@@ -89,7 +89,7 @@ class EF21(Compressor):
         return 2 if self.small else 1
 
     @property
-    def speaks_without_data(self) -> bool:
+    def contributes_without_data(self) -> bool:
         """Its h is in every result until it has gone to zero."""
         return True
 

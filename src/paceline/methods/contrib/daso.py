@@ -36,7 +36,7 @@ from paceline.interfaces import (
     GradientSeen,
     MethodSummary,
     Pending,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -94,11 +94,11 @@ class DASO:
     )
     consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
+    visible_gradient: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
     averages_buffers: ClassVar[bool] = True
     consolidates_together: ClassVar[bool] = True
-    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    rounds: ClassVar[Rounds] = Rounds(groups=True)
 
     every: int = 4
     delay: int = 1
@@ -137,7 +137,7 @@ class DASO:
 
     def init(self, run: Run) -> DASOState:
         nodes = Nodes(run, places_of(self, run))
-        run.repeats_after(self.every)
+        run.set_period(self.every)
         if nodes.count == 1 and run.comm.size > 1:
             run.say(
                 f"daso: all workers are in one {self.group}, so there is nobody to exchange "
@@ -186,12 +186,12 @@ class DASO:
 
     @torch.no_grad()
     def finish(self, state: DASOState, run: Run) -> None:
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         if state.exchange is not None:
             self._end(state)
         self._average(state, state.part, run)
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)
 
     @torch.no_grad()
     def consolidate(self, state: DASOState, run: Run) -> Callable[[], None]:

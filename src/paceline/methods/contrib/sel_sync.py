@@ -42,7 +42,7 @@ from paceline.interfaces import (
     Consistency,
     GradientSeen,
     MethodSummary,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -90,10 +90,10 @@ class SelSync:
     )
     consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    visible_gradient: ClassVar[GradientSeen] = "local"
     clips: ClassVar[Clips] = "own"
     averages_buffers: ClassVar[bool] = True
-    rhythm: ClassVar[Rhythm] = Rhythm(agree_every=1)
+    rounds: ClassVar[Rounds] = Rounds(agree_every=1)
     """Who trains is told beside, and nobody waits for it: the flag is what all wait for."""
 
     delta: float = 0.3
@@ -170,10 +170,10 @@ class SelSync:
 
     @torch.no_grad()
     def finish(self, state: SelSyncState, run: Run) -> None:
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         settle(self._means, state, run)
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)
         if state.steps:
             run.say(
                 f"sel-sync: parameters were averaged in {state.means} of {state.steps} steps"

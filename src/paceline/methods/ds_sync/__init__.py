@@ -36,7 +36,7 @@ from paceline.interfaces import (
     Consistency,
     GradientSeen,
     MethodSummary,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -57,10 +57,10 @@ class DSSync(DSSyncOptions):
             "last step"
         ),
     )
-    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    rounds: ClassVar[Rounds] = Rounds(groups=True)
     consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    visible_gradient: ClassVar[GradientSeen] = "local"
     clips: ClassVar[Clips] = "own"
     consolidates_together: ClassVar[bool] = True
     averages_buffers: ClassVar[bool] = True
@@ -90,8 +90,8 @@ class DSSync(DSSyncOptions):
     def after_update(self, state: GroupWorker, run: Run) -> None:
         state.after_update(run)
 
-    def buckets_changed(self, state: GroupWorker, run: Run) -> None:
-        state.buckets_changed(run)
+    def buckets_rebuilt(self, state: GroupWorker, run: Run) -> None:
+        state.buckets_rebuilt(run)
 
     def loaded(self, state: GroupWorker, run: Run) -> None:
         state.loaded(run)

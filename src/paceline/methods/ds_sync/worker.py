@@ -43,7 +43,7 @@ class GroupWorker:
             self._times = GroupTimes(run, options.adjust)
 
     def _make_shares(self, run: Run) -> Shares:
-        run.repeats_after(len(self.current.plan.phases))
+        run.set_period(len(self.current.plan.phases))
         return Shares(run, self.current.largest)
 
     # ---- a step ----
@@ -92,7 +92,7 @@ class GroupWorker:
                 when_in = self._times.sends(run, plan)
             self._shares.send(run, group, when_in)
 
-    def buckets_changed(self, run: Run) -> None:
+    def buckets_rebuilt(self, run: Run) -> None:
         self.settle(run)
         self._shares = self._make_shares(run)
 
@@ -105,7 +105,7 @@ class GroupWorker:
     # ---- all together ----
 
     def finish(self, run: Run) -> None:
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
         self.settle(run)
         if self._times is not None:
             self._times.wait()

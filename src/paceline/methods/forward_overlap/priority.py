@@ -23,7 +23,7 @@ from paceline.interfaces import (
     Message,
     MethodSummary,
     Pending,
-    Rhythm,
+    Rounds,
     UpdatesOn,
     UpdatingRun,
 )
@@ -43,12 +43,12 @@ class Priority:
             "looks at the model, or at a gradient, sees what bsp would show there"
         ),
     )
-    rhythm: ClassVar[Rhythm] = EVERY_STEP
+    rounds: ClassVar[Rounds] = EVERY_STEP
     consistency: ClassVar[Consistency] = "exact"
     updates_on: ClassVar[UpdatesOn] = "method"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "mean"
+    visible_gradient: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
-    waits_late: ClassVar[bool] = True
+    waits_in_forward: ClassVar[bool] = True
 
     def init(self, run: UpdatingRun) -> LateWorker:
         return LateWorker(run, self._send)
@@ -65,8 +65,8 @@ class Priority:
     def after_update(self, state: LateWorker, run: UpdatingRun) -> None:
         state.after_update(run)
 
-    def buckets_changed(self, state: LateWorker, run: UpdatingRun) -> None:
-        state.buckets_changed(run)
+    def buckets_rebuilt(self, state: LateWorker, run: UpdatingRun) -> None:
+        state.buckets_rebuilt(run)
 
     def finish(self, state: LateWorker, run: UpdatingRun) -> None:
         state.finish(run)

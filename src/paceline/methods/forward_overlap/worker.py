@@ -47,7 +47,7 @@ class LateWorker:
         send: Callable[[UpdatingRun, Bucket, Message], Pending | None],
         messages: Callable[[UpdatingRun], Iterable[Message]] = everything,
     ) -> None:
-        self._updater = run.take_over(WHOLE)
+        self._updater = run.partition_optimizer(WHOLE)
         self._send, self._messages = send, messages
         self._due: dict[int, Due] = {}  # by the bucket's number
         self._queue: list[Message] = []  # of this step, not yet sent
@@ -90,7 +90,7 @@ class LateWorker:
         if due is not None:
             self._settle(due)
 
-    def buckets_changed(self, run: UpdatingRun) -> None:
+    def buckets_rebuilt(self, run: UpdatingRun) -> None:
         """Gradients have moved into other buckets, and so do means that were under way."""
         before, self._due = self._due, {}
         means: dict[int, tuple[torch.Tensor, bool]] = {}
@@ -121,9 +121,9 @@ class LateWorker:
 
     def finish(self, run: UpdatingRun) -> None:
         self.settle()
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)
 
     def _settle(self, due: Due) -> None:
         self._wait(due)

@@ -33,7 +33,7 @@ from paceline.interfaces import (
     Compressor,
     Consistency,
     GradientSeen,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -52,21 +52,21 @@ class LocalUpdates(Options):
 
     consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    visible_gradient: ClassVar[GradientSeen] = "local"
     clips: ClassVar[Clips] = "own"
     averages_buffers: ClassVar[bool] = True
 
     @property
-    def rhythm(self) -> Rhythm:
+    def rounds(self) -> Rounds:
         if self.has_groups:
-            return Rhythm(
+            return Rounds(
                 every=self.group_every,
                 groups=True,
                 agree_every=self.every // self.group_every,
             )
         if self.delay or self.fragments > 1:
-            return Rhythm(every=self.turn, agree_every=1)
-        return Rhythm(every=self.turn, each_until=self.each_until, after_update=True)
+            return Rounds(every=self.turn, agree_every=1)
+        return Rounds(every=self.turn, each_until=self.each_until, after_update=True)
 
     @property
     def consolidates_together(self) -> bool:
@@ -80,7 +80,7 @@ class LocalUpdates(Options):
     def init(self, run: Run) -> LocalState:
         if self.state == "average":
             require_moments(self, run)
-        run.repeats_after(self.every)
+        run.set_period(self.every)
         sentence = self.about_gain()
         if sentence is not None:
             run.say(sentence)
@@ -119,12 +119,12 @@ class LocalUpdates(Options):
 
     @torch.no_grad()
     def finish(self, state: LocalState, run: Run) -> None:
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         while state.flights:
             land(self, state, run, state.flights.pop(0))
         settle(self, state, run)
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)
 
     @torch.no_grad()
     def consolidate(self, state: LocalState, run: Run) -> Callable[[], None]:

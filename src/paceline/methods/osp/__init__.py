@@ -36,7 +36,7 @@ from paceline.interfaces import (
     GradientSeen,
     Groups,
     MethodSummary,
-    Rhythm,
+    Rounds,
     UpdatesOn,
 )
 from paceline.methods.osp.all_reduce import NativeWorker
@@ -60,7 +60,7 @@ class OSP(OSPOptions):
     )
     consistency: ClassVar[Consistency] = "delayed"
     in_the_long_run: ClassVar[Mapping[str, str]] = {"budget": "constant"}
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-sent"
+    visible_gradient: ClassVar[GradientSeen] = "sent"
     coordinates: ClassVar[bool] = False
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)
     """What else there is a row for in docs/methods.md."""
@@ -83,7 +83,7 @@ class OSP(OSPOptions):
         return self.collective == "parameter-server"
 
     @property
-    def rhythm(self) -> Rhythm:
+    def rounds(self) -> Rounds:
         return ON_SERVERS if self._on_servers else EVERY_STEP
 
     @property
@@ -113,8 +113,8 @@ class OSP(OSPOptions):
     def after_update(self, state: Any, run: Any) -> None:
         state.after_update(run)
 
-    def buckets_changed(self, state: Any, run: Any) -> None:
-        state.buckets_changed(run)
+    def buckets_rebuilt(self, state: Any, run: Any) -> None:
+        state.buckets_rebuilt(run)
 
     def finish(self, state: Any, run: Any) -> None:
         state.finish(run)

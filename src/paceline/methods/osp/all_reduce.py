@@ -58,7 +58,9 @@ class NativeWorker(Worker[UpdatingRun]):
     def __init__(self, options: OSPOptions, run: UpdatingRun) -> None:
         """Collective."""
         total = sum(bucket.bytes for bucket in run.buckets)
-        super().__init__(options, run, run.take_over(options.piece_bytes(total)))
+        super().__init__(
+            options, run, run.partition_optimizer(options.piece_bytes(total))
+        )
         self._pending: list[Pending] = []
         self._first: dict[int, torch.Tensor] = {}  # by piece, the means of stage 1
         self._unused: set[int] = set()
@@ -114,12 +116,12 @@ class NativeWorker(Worker[UpdatingRun]):
         that arrives."""
 
     def finish(self, run: UpdatingRun) -> None:
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         self._wait()
         self._settle()
         self.explain(run)
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)
 
     def consolidate(self, run: UpdatingRun) -> Callable[[], None]:
         """The parameters with all gradients in them that were sent; and the optimizer's

@@ -42,7 +42,7 @@ class Worker(Generic[AnyRun]):
             for bucket in run.buckets:
                 self.send(run, bucket)
 
-    def buckets_changed(self, run: AnyRun) -> None:
+    def buckets_rebuilt(self, run: AnyRun) -> None:
         self.layout.follow(run.buckets)
 
     def step_tentatively(

@@ -10,12 +10,18 @@ import torch
 from paceline.buckets import Bucket, stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import CodingStage, Compressor, SpeedClass, StandsAlone, State
+from paceline.interfaces import (
+    CodingStage,
+    Compressor,
+    PerWorkerCompressor,
+    SpeedClass,
+    State,
+)
 from paceline.interfaces.server_messages import Parameters, Replies, Unit
 from paceline.parameter_server.client.partition import HeldPart, Spread, cut
 from paceline.parameter_server.state_machine.compression import code_bytes, views
 from paceline.parameter_server.state_machine.compression_checks import (
-    check_stands_alone,
+    check_decodes_per_worker,
 )
 
 Charge = Callable[[Compressor, int, float, CodingStage], None]
@@ -35,9 +41,9 @@ class Encoding:
         replies: Replies,
         charge: Charge,
     ) -> None:
-        self.compressor = check_stands_alone(make(spec))
-        self._pure = check_stands_alone(pure(self.compressor))
-        self._answers = check_stands_alone(self.compressor.of_differences())
+        self.compressor = check_decodes_per_worker(make(spec))
+        self._pure = check_decodes_per_worker(pure(self.compressor))
+        self._answers = check_decodes_per_worker(self.compressor.for_replies())
         self._rank, self._spread, self._charge = rank, spread, charge
         self._differs = replies == "deltas"
         self._states: dict[str, State] = {}
@@ -45,15 +51,15 @@ class Encoding:
         """By bucket: memory for this worker's share of the mean."""
         self._rooms: dict[HeldPart, torch.Tensor] = {}
         """Where differences land."""
-        self._sizes: dict[tuple[HeldPart, StandsAlone], int] = {}
+        self._sizes: dict[tuple[HeldPart, PerWorkerCompressor], int] = {}
 
     # ---- pushes ----
 
     def has_speed(self, speed: SpeedClass) -> None:
         """This worker's group is of that class: what it pushes from now on may have another
         size. What it keeps goes on, and so do answers."""
-        self.compressor = check_stands_alone(self.compressor.at_speed(speed))
-        self._pure = check_stands_alone(pure(self.compressor))
+        self.compressor = check_decodes_per_worker(self.compressor.for_speed(speed))
+        self._pure = check_decodes_per_worker(pure(self.compressor))
 
     def pushed(
         self, bucket: Bucket, gradient: torch.Tensor, part: HeldPart, weight: float
@@ -128,7 +134,7 @@ class Encoding:
         self._answers.decode(self._rooms[part], views(difference, part.units))
         landing.add_(difference)
 
-    def _size(self, part: HeldPart, code: StandsAlone) -> int:
+    def _size(self, part: HeldPart, code: PerWorkerCompressor) -> int:
         """The bytes of a code of what a part has, or stands for."""
         if (part, code) not in self._sizes:
             bucket = self._spread.buckets[part.bucket]

@@ -40,7 +40,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Compressor, State
 from paceline.interfaces.server_messages import Join, Push, Unit
 from paceline.parameter_server.state_machine.compression_checks import (
-    check_stands_alone,
+    check_decodes_per_worker,
 )
 from paceline.parameter_server.state_machine.store import Store
 
@@ -63,7 +63,7 @@ def code_bytes(
     compressor: Compressor, shapes: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> int:
     """What one code of tensors of these *shapes* is, once all first steps are over."""
-    return check_stands_alone(compressor.settled()).code_bytes(shapes, dtype)
+    return check_decodes_per_worker(compressor.settled()).code_bytes(shapes, dtype)
 
 
 class Coded:
@@ -72,10 +72,10 @@ class Coded:
 
     def __init__(self, join: Join, store: Store) -> None:
         self._store, self._units = store, join.units
-        pushed = check_stands_alone(make(join.compression))
-        self._code = check_stands_alone(pure(pushed))
+        pushed = check_decodes_per_worker(make(join.compression))
+        self._code = check_decodes_per_worker(pure(pushed))
         self._passes = self._code.passes(1)
-        self._answers = check_stands_alone(pushed.of_differences())
+        self._answers = check_decodes_per_worker(pushed.for_replies())
         self.shadows: dict[tuple[int, int], _Shadow] | None = None
         """By worker and bucket; None where answers are dense."""
         if join.replies == "deltas":

@@ -8,7 +8,7 @@ import torch
 
 from paceline.compression import COMPRESSORS, Identity, keys_of, make
 from paceline.errors import UsageError
-from paceline.interfaces import COMMON, Compressor, Method, StandsAlone
+from paceline.interfaces import COMMON, Compressor, Method, PerWorkerCompressor
 from paceline.interfaces.server_messages import Replies
 from paceline.spec import nested
 
@@ -53,22 +53,22 @@ def check_pushed(method: Method, compressor: Compressor, replies: Replies) -> No
             "its servers make of them; leave compression out, or take a method that pushes whole "
             "buckets"
         )
-    check_stands_alone(compressor)
+    check_decodes_per_worker(compressor)
     spec_of_code(compressor)
     if replies == "deltas":
         check_brings_nearer(compressor)
 
 
-def check_stands_alone(compressor: Compressor) -> StandsAlone:
+def check_decodes_per_worker(compressor: Compressor) -> PerWorkerCompressor:
     """Raise `UsageError` unless a server can decode what one worker sends."""
-    if not compressor.stands_alone:
+    if not compressor.decodes_per_worker:
         raise UsageError(
             f"compression {compressor.name!r} with servers that update: they take what each "
             "worker pushes by itself, and this code means something only among those of all "
             "workers, or begins later: take one that stands alone from the first step on, such "
             "as top-k, qsgd, int8 or bf16; or a method whose workers form means, such as bsp"
         )
-    return cast(StandsAlone, compressor)
+    return cast(PerWorkerCompressor, compressor)
 
 
 _PROBE = 64, 256
@@ -79,7 +79,7 @@ def check_brings_nearer(compressor: Compressor) -> None:
     """Raise `UsageError` for a code that is no code of differences: these would grow from one to
     the next where it is further from a tensor than zeros are, and make no sense to one that
     adds up what it is given."""
-    code = check_stands_alone(compressor.of_differences())
+    code = check_decodes_per_worker(compressor.for_replies())
     if not (code.takes_error_feedback or code.unbiased):
         raise UsageError(
             f"replies=deltas with compression {compressor.name!r}: it keeps a memory of "

@@ -243,7 +243,7 @@ class MethodChanges:
 
     def _share_optimizer(self, going: Sequence[int], workers: int) -> None:
         """Its state, where workers' may differ, becomes that of those who go on."""
-        differ = self.now.method.rhythm.lets_models_differ
+        differ = self.now.method.rounds.models_may_differ
         if (not differ and len(going) == workers) or workers == 1:
             return
         comm = TorchComm(self._runtime, self._runtime.job.next_name())

@@ -29,36 +29,36 @@ class Habits:
 
     def watch(self, training: Training, method: Method) -> None:
         """A training has begun."""
-        waits_late = getattr(method, "waits_late", False)
+        waits_in_forward = getattr(method, "waits_in_forward", False)
         self._delivered = False
         self._training = None
-        if method.gradient_seen_by_user == "mean" and not waits_late:
+        if method.visible_gradient == "mean" and not waits_in_forward:
             self._training = training
             training.observe(self)
 
     def forbid(self, method: Method, settings: Settings, *, scales: bool) -> str:
         """Why *method* cannot be begun, given what this worker's script has done; or nothing. *scales*:
         it has a GradScaler."""
-        seen = method.gradient_seen_by_user
-        waits_late = getattr(method, "waits_late", False)
+        seen = method.visible_gradient
+        waits_in_forward = getattr(method, "waits_in_forward", False)
         clips_own = method.clips == "own" and settings.clip_norm < math.inf
-        if (self.writes or scales) and (seen == "local-sent" or clips_own):
+        if (self.writes or scales) and (seen == "sent" or clips_own):
             return (
                 "the script changes gradients between backward() and step() (it clips, or has a "
                 f"GradScaler), and under {method.name} they have been sent by then. Clip with "
                 "distribute(clip_norm=...); train in bfloat16 without a scaler"
             )
-        if scales and method.rhythm.lets_models_differ:
+        if scales and method.rounds.models_may_differ:
             return (
                 f"the script has a GradScaler, and under {method.name} each worker's takes a scale "
                 "of its own, which later means would mix. Train in bfloat16 without a scaler"
             )
-        if self.passes_again and seen == "local-sent":
+        if self.passes_again and seen == "sent":
             return (
                 f"the script has several backward passes before step(), and {method.name} sends "
                 "each: run all but the last under optimizer.no_sync()"
             )
-        if self.passes_alone and waits_late:
+        if self.passes_alone and waits_in_forward:
             return (
                 "the script has two backward passes without calling the model in between, and "
                 f"under {method.name} the first one's means are on their way then: add losses up"

@@ -96,7 +96,9 @@ def crossed(
             specs += [_with(spec, collective=name) for name in others]
         if settings.compression == Identity() and text != "bsp":
             pushed = method.updates_on == "server"
-            usable = [name for name in codes if make(name).stands_alone or not pushed]
+            usable = [
+                name for name in codes if make(name).decodes_per_worker or not pushed
+            ]
             for name in usable[:CODES]:
                 specs.append(_with(spec, compression=name))
                 if pushed:

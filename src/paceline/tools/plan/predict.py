@@ -3,7 +3,7 @@
 The simulated runtime is the only predictor: what a method does is its own text. Here is only how
 many steps of it tell enough:
 
-- A training repeats after the period that its method tells (`Run.repeats_after`); two of them
+- A training repeats after the period that its method tells (`Run.set_period`); two of them
   are run after the plan of buckets has settled, if it is measured.
 - Rounds of more than `SHORTENED` steps are run with fewer: a step between two rounds
   only computes, so the others cost what these cost.
@@ -127,7 +127,7 @@ class _Run:
     @property
     def drifts(self) -> bool:
         """Whether its workers wait for nobody."""
-        return self.method.rhythm.every == 0
+        return self.method.rounds.every == 0
 
 
 def predict(job: Job, spec: str, *, short: bool = False) -> Prediction | Refused:
@@ -320,7 +320,7 @@ def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:
         wanted = drifting_steps(run.short, job.cluster.workers) + journal.learning
         wanted += job.settled - SETTLED
     else:
-        late = getattr(run.method, "waits_late", False)
+        late = getattr(run.method, "waits_in_forward", False)
         settled = job.settled if late or not job.brief else SETTLED_AT_ONCE
         rounds = max(settled, 2 * journal.period)
         wanted = (journal.method_settled_after or MOST_STEPS) + rounds

@@ -110,10 +110,10 @@ def _steps(
     """How many steps are run, and in how many of them workers meet."""
     run, _ = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
     period = getattr(run, "every", 1) or 1
-    late = getattr(method, "waits_late", False)
+    late = getattr(method, "waits_in_forward", False)
     planned = not short and settings.buckets in MEASURED
     steps = 3
-    if method.rhythm.every == 0:
+    if method.rounds.every == 0:
         steps = drifting_steps(short, workers)
     elif planned:
         steps = 12 if late else 8

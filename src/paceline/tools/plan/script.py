@@ -120,9 +120,7 @@ def _kinds() -> list[list[str]]:
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, cls in METHODS.items():
         method: Method = cls()
-        kinds.setdefault((method.updates_on, method.gradient_seen_by_user), []).append(
-            name
-        )
+        kinds.setdefault((method.updates_on, method.visible_gradient), []).append(name)
     return [names for names in kinds.values() if "bsp" not in names]
 
 

@@ -7,7 +7,7 @@ from paceline.interfaces import (
     Clips,
     GradientSeen,
     MethodSummary,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -23,9 +23,9 @@ class EveryFourth:
         sends="the parameters",
         guarantees="equal models after every fourth step, and after the last one",
     )
-    rhythm: ClassVar[Rhythm] = Rhythm(every=4)
+    rounds: ClassVar[Rounds] = Rounds(every=4)
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    visible_gradient: ClassVar[GradientSeen] = "local"
     clips: ClassVar[Clips] = "own"
 
     def init(self, run: Run) -> None:
@@ -37,6 +37,6 @@ class EveryFourth:
                 pending.wait()
 
     def finish(self, state: None, run: Run) -> None:
-        source = run.keep_company_to_the_end()
+        source = run.participate_until_all_finish()
         if source is not None:
-            run.take_model(source)
+            run.broadcast_model(source)

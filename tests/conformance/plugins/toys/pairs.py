@@ -9,7 +9,7 @@ from paceline.interfaces import (
     Clips,
     GradientSeen,
     MethodSummary,
-    Rhythm,
+    Rounds,
     Run,
     UpdatesOn,
 )
@@ -25,9 +25,9 @@ class Pairs:
         sends="the parameters, to that one",
         guarantees="the mean of all models is kept; after the last step all have it",
     )
-    rhythm: ClassVar[Rhythm] = Rhythm(groups=True)
+    rounds: ClassVar[Rounds] = Rounds(groups=True)
     updates_on: ClassVar[UpdatesOn] = "worker"
-    gradient_seen_by_user: ClassVar[GradientSeen] = "local-kept"
+    visible_gradient: ClassVar[GradientSeen] = "local"
     clips: ClassVar[Clips] = "own"
 
     seed: int = 0
@@ -44,7 +44,7 @@ class Pairs:
                 self._average(run, run.comm.group(sorted(pair)))
 
     def finish(self, state: None, run: Run) -> None:
-        run.keep_company_to_the_end()
+        run.participate_until_all_finish()
         self._average(run, run.comm)
 
     def _average(self, run: Run, among) -> None:
