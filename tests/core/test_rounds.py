@@ -16,7 +16,7 @@ from paceline.testing.restart_checks import shared_folder
 from paceline.testing.task import Counting
 from tests.conformance.plugins.toys.every_fourth import EveryFourth
 from tests.core.test_groups_of_gradients import Groups
-from tests.core.test_rhythm import SUM_OF_TWO, train
+from tests.core.test_method_rounds import SUM_OF_TWO, train
 
 
 @dataclass(frozen=True, kw_only=True)

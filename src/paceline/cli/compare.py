@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.tools.plan import Plan
 
 PLAN_PART = 2 / 3
-"""Of a plan's usual budget, for the one where no variant is named: it draws no page."""
+"""Of a plan's usual budget, for the one where no method is named: it draws no page."""
 MOST_AT_ONCE = 2
 """Variants: each holds a model for every worker."""
 BASELINE = "DDP"
@@ -44,7 +44,7 @@ BASELINE = "DDP"
 def compare(
     script: o.Script,
     script_arguments: o.ScriptArguments = None,
-    variant: Annotated[
+    method: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SPEC",
@@ -94,8 +94,8 @@ def compare(
 
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
-    o.check_job(script, *variant or ())
-    _check_plan(runtime, variant, consistency)
+    o.check_job(script, *method or ())
+    _check_plan(runtime, method, consistency)
     from paceline.tools.compare.goal import Goal
 
     goal = None if until is None else Goal.read(until)
@@ -123,7 +123,7 @@ def compare(
     else:
         # Complain here, once, not in every variant; and profile once for all.
         described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
-        if not variant:
+        if not method:
             times: dict[str, object] = {
                 "workload": pace or workload,
                 "forward": forward,
@@ -137,7 +137,7 @@ def compare(
                 said = _measured(script, arguments, described, compute, seed)
                 measures, shared = not said, shared | said
     variants = [
-        Variant(i, spec) for i, spec in enumerate(variant or _specs(plan).values())
+        Variant(i, spec) for i, spec in enumerate(method or _specs(plan).values())
     ]
     clear(str(output))  # else what is left of the last comparison looks like this one's
     results, reached = _run_all(
@@ -166,14 +166,14 @@ def compare(
 
 
 def _check_plan(
-    runtime: str, variant: Sequence[str] | None, consistency: Sequence[str] | None
+    runtime: str, method: Sequence[str] | None, consistency: Sequence[str] | None
 ) -> None:
     """Raises `UsageError` where a plan is asked for that cannot be made, or that nobody needs."""
-    if variant and consistency:
+    if method and consistency:
         raise UsageError(
             "--consistency is for the plan, which --method replaces: leave it out"
         )
-    if runtime == "real" and not variant:
+    if runtime == "real" and not method:
         raise UsageError(
             "in the real runtime nobody knows the network: give one --method SPEC or more "
             "(paceline plan SCRIPT --probe measures it, and says which are fastest)"

@@ -22,7 +22,7 @@ all of them. *Unbiased*: the expected result is the mean itself. *State*: what i
 `ef21`, `ef-sign` and `qsgd` (`compression/contrib`) are there to compare with: no measurement recommends them. `plan` and `auto` do not
 search them. They run where you name them.
 
-| compression | class | keys | linear | unbiased | rounds | state | sends | loses |
+| compression | consistency | keys | linear | unbiased | rounds | state | sends | loses |
 |---|---|---|---|---|---|---|---|---|
 """
 

@@ -17,7 +17,7 @@ runs. *Class*: what becomes of a gradient, with the settings of the row; a code 
 it ([plan.md](plan.md#classes)). *Gradient seen*: what `.grad` holds between `backward()` and `step()`. *Clips*: whose norm
 `distribute(clip_norm=...)` limits, that of the mean gradient, or of each worker's own before it is sent.
 
-| method | class | keys | updates on | gradient seen | clips | waits for | sends | guarantees |
+| method | consistency | keys | updates on | visible gradient | clips | waits for | sends | guarantees |
 |---|---|---|---|---|---|---|---|---|
 """
 

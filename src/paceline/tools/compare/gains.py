@@ -101,8 +101,8 @@ def print_gains(
     console = console_for_tables()
     console.print(table)
     console.print(
-        "step: in which as many samples are taken as there are workers' batches, when all is settled; one "
-        "machine, which was not run, takes these one after the other. planned: in the long run"
+        "step: time for one global batch, averaged over steady-state steps. One machine is computed: "
+        "it processes the same global batch sequentially. predicted: steady-state step time"
     )
     for row in rows:
         for note in row.outcome.cautions:
