@@ -20,7 +20,7 @@ from paceline.cluster import Cluster, Rack
 from paceline.collectives import pricing as prices
 from paceline.collectives.hierarchical import hierarchical
 from paceline.collectives.schedules import Ring
-from paceline.methods.ds_sync import cost, mixing
+from paceline.methods.ds_sync import convergence_rate, cost
 from paceline.methods.ds_sync.plan import make_plan
 
 SWA_FROM = DIGITS.steps * 3 // 4
@@ -83,7 +83,7 @@ def draw_plans(axes):
     size, workers = MEGABYTES * 1e6, range(16)
     for name, (options, offset, side) in PLANS.items():
         plan = make_plan(workers, cluster=cluster, bytes=size, **options)
-        place = cost.steady_seconds(plan, cluster, size), mixing.spread(plan)
+        place = cost.steady_seconds(plan, cluster, size), convergence_rate.spread(plan)
         axes.plot(*place, "o", color="#d55e00", markersize=7)
         axes.annotate(
             name, place, offset, textcoords="offset points", ha=side, fontsize=10

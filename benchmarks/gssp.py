@@ -41,8 +41,8 @@ import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Groups
 from paceline.methods import GSSP
+from paceline.methods.gssp.group_assignment import Known, Looks
 from paceline.methods.gssp.grouping import LOOKS, MARGIN, BySpeed, Hysteresis, Merging
-from paceline.methods.gssp.speeds import Known, Looks
 from paceline.methods.gssp.step_times import StepTimes, smoothed
 from paceline.runtimes.simulated import ComputeModel, Simulation
 

@@ -89,7 +89,7 @@ if "PACELINE_LAUNCHER" in os.environ:
 if "TORCHELASTIC_RUN_ID" in os.environ:
     # This process is a worker that a launcher has started. A script that goes on to start
     # workers itself hangs before it calls anything else of ours.
-    from paceline.runtimes.own_processes import refuse_from_now_on
+    from paceline.runtimes.spawn_check import refuse_from_now_on
 
     refuse_from_now_on()
 

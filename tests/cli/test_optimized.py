@@ -15,9 +15,9 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 PAGES = ("methods.md", "compressors.md", "collectives.md")
 TABLES = """
 import json
-from paceline.collectives.table import collectives_page
-from paceline.compression.table import compression_page
-from paceline.methods.table import methods_page
+from paceline.collectives.docs_table import collectives_page
+from paceline.compression.docs_table import compression_page
+from paceline.methods.docs_table import methods_page
 print(json.dumps([methods_page(), compression_page(), collectives_page()]))
 """
 

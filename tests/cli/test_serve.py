@@ -10,7 +10,7 @@ import torch
 from paceline.cli import app
 from paceline.cli.serve import serve as serve_command
 from paceline.errors import UsageError
-from paceline.parameter_server.process import dedicated, host, snapshot
+from paceline.parameter_server.process import dedicated_server, host, snapshot
 from paceline.transport.listener import Listener
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
@@ -45,7 +45,7 @@ def serve(monkeypatch, capsys):
     monkeypatch.delenv(SECRET, raising=False)
     monkeypatch.delenv(TOKEN, raising=False)
     monkeypatch.setattr(Shell, "tokens", [], raising=False)
-    monkeypatch.setattr(dedicated, "make_shell", Shell)
+    monkeypatch.setattr(dedicated_server, "make_shell", Shell)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def once() -> tuple[str, str]:

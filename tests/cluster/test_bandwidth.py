@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.activity import Activity
 from paceline.cluster.bandwidth import Sharing
+from paceline.cluster.flow import Activity
 from tests.support.profiles import examples
 
 

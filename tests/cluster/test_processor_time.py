@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.cluster import Cluster, Processor, Rack
-from paceline.cluster.activity import Activity
 from paceline.cluster.bandwidth import Sharing
+from paceline.cluster.flow import Activity
 from paceline.cluster.links import Agenda, Links
 
 RATE = 125e6

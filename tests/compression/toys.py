@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.gathered import Alone
 from paceline.compression.no_compression import summed
 from paceline.compression.packing import (
     Reader,
@@ -19,6 +18,7 @@ from paceline.compression.packing import (
     reals,
     to_bytes,
 )
+from paceline.compression.per_worker import Alone
 from paceline.interfaces import COMMON, Compressor, Gather, Leg, Sum
 
 

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from paceline.collectives.table import collectives_page
-from paceline.compression.table import compression_page
-from paceline.methods.table import methods_page
+from paceline.collectives.docs_table import collectives_page
+from paceline.compression.docs_table import compression_page
+from paceline.methods.docs_table import methods_page
 from paceline.run_options import RunOptions
 
 TEXTS = ("method", "records", "report_to", "cluster")

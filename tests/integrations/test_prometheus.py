@@ -12,7 +12,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import DTYPES, Done, Introduce, Load, Pull
 from paceline.parameter_server.process import metrics
-from paceline.parameter_server.process.dedicated import make_shell
+from paceline.parameter_server.process.dedicated_server import make_shell
 from paceline.parameter_server.process.metrics import Endpoint, Figures, figures_of
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.transport.listener import Listener

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.methods.table import methods_page
+from paceline.methods.docs_table import methods_page
 from tests.docs.test_examples import ROOT
 
 NEEDED = ("pyproject.toml", "README.md", "LICENSE")

@@ -38,7 +38,12 @@ from paceline.interfaces.server_messages import (
     Request,
     Unit,
 )
-from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
+from paceline.methods.gssp.group_assignment import (
+    Report,
+    read_groups,
+    read_news,
+    written,
+)
 from paceline.parameter_server.state_machine.server import ParameterServer
 
 SGD: dict[str, Any] = {

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable
 from functools import partial
 
-from paceline.cluster.activity import Activity
 from paceline.cluster.bandwidth import Sharing
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.flow import Activity
 
 
 def transfer_times(

@@ -13,9 +13,9 @@ misspelt are answered at once. A verb imports what it works with in its own func
 - `list`: methods, compressors and collectives.
 - `options`: options that several verbs share.
 - `arguments`: which arguments are paceline's, torchrun's and the script's.
-- `given`: options that describe a network or compute times.
+- `runtime_options`: options that describe a network or compute times.
 - `compute_times`, `script_plan`: a script's compute times, and its plan.
-- `registering`: whether a script adds rows to the registries, told without running it.
+- `script_registrations`: whether a script adds rows to the registries, told without running it.
 - `progress`: progress shown at a terminal.
 """
 
@@ -50,7 +50,7 @@ from paceline.cli import list as list_command
 from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
 from paceline.runtimes.processes import reader_has_gone
-from paceline.runtimes.scratch import ToldToEnd, told_to_end
+from paceline.runtimes.temporary_folder import ToldToEnd, told_to_end
 
 _RUNS_SCRIPTS = str(Path("paceline", "runtimes", "simulated"))
 

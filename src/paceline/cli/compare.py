@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.given import Given
 from paceline.cli.progress import describe, rows, telling
+from paceline.cli.runtime_options import Given
 from paceline.cli.script_plan import classes, plan_script, processes
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
 from paceline.runtimes.processes import as_launcher, end_all
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import clear
 from paceline.units import show_seconds
 

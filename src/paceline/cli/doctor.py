@@ -18,7 +18,7 @@ from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.progress import status_lines, telling
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster

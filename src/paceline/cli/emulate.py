@@ -12,7 +12,7 @@ from paceline.cli import options as o
 from paceline.cli.progress import status_lines, telling
 from paceline.cluster import Workload
 from paceline.run_options import RunOptions
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import forget_workers, merge_workers
 
 if TYPE_CHECKING:

@@ -18,14 +18,14 @@ def list_(
     docs/methods.md, docs/compressors.md and docs/collectives.md are made by this.
     """
     if kind == "methods":
-        from paceline.methods.table import methods_page
+        from paceline.methods.docs_table import methods_page
 
         print(methods_page(), end="")
     elif kind == "compressors":
-        from paceline.compression.table import compression_page
+        from paceline.compression.docs_table import compression_page
 
         print(compression_page(), end="")
     else:
-        from paceline.collectives.table import collectives_page
+        from paceline.collectives.docs_table import collectives_page
 
         print(collectives_page(), end="")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from paceline.cli.registering import may_register
+from paceline.cli.script_registrations import may_register
 from paceline.cluster import Cluster, Workload, load_cluster, uniform_cluster
 from paceline.errors import ClusterError, UnknownNameError, UsageError
 

@@ -23,7 +23,7 @@ from paceline.cli.script_plan import (
 )
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.units import show_age, show_seconds
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from paceline.cli.progress import status_lines, telling
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import make_folder
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from paceline.cli.progress import status_lines, telling
 from paceline.cluster import Workload
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import make_folder
 
 

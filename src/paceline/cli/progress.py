@@ -31,7 +31,7 @@ from rich.progress import (
 from rich.text import Text
 
 from paceline.runtimes.progress import FILE_VARIABLE, Standing, read
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.units import show_seconds
 
 Look = Callable[[], Standing | None]

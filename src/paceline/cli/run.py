@@ -15,7 +15,7 @@ from paceline.cli.progress import status_lines
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
-from paceline.runtimes.scratch import scratch_folder
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import forget_workers, merge_workers
 
 

@@ -2,13 +2,13 @@
 
 - `cluster`, `rack`: a `Cluster`: racks of hosts, their links and speeds.
 - `cluster_file`: clusters as TOML files.
-- `rules`: changes during a run: links that slow down, workers that die.
+- `network_rules`: changes during a run: links that slow down, workers that die.
 - `workload`: a `Workload`: what a training step computes, tensor by tensor.
 - `flop_counter`: the same, counted from a module's operations.
 - `stand_in`: a model with a workload's tensors and times, and nothing else.
 - `links`: messages over links, first in, first out; start here for simulated networks.
 - `bandwidth`: how concurrent transfers share links: max-min fairness.
-- `activity`, `flow_table`: one transfer, and many of them as columns of numbers.
+- `flow`, `flow_table`: one transfer, and many of them as columns of numbers.
 - `probe`: measures a network and describes it as a cluster.
 - `profiling`: measures compute times and compression times.
 """
@@ -20,8 +20,8 @@ from paceline.cluster.cluster_file import (
     parse_cluster,
     uniform_cluster,
 )
+from paceline.cluster.network_rules import Rule
 from paceline.cluster.rack import Rack
-from paceline.cluster.rules import Rule
 from paceline.cluster.workload import Workload
 
 __all__ = [

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.cluster.activity import Activity
+from paceline.cluster.flow import Activity
 
 if TYPE_CHECKING:
     from paceline.cluster.flow_table import Crowd

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass, field
 
 from paceline import units
+from paceline.cluster.network_rules import Rule
 from paceline.cluster.rack import PACKET_BYTES, Rack
-from paceline.cluster.rules import Rule
 from paceline.errors import ClusterError
 
 

@@ -27,7 +27,7 @@
 
 ``link`` may be a list with a rate for each host.
 
-What happens during a run is written as ``[[rule]]`` tables: see `paceline.cluster.rules`.
+What happens during a run is written as ``[[rule]]`` tables: see `paceline.cluster.network_rules`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from typing import Any, TypeVar
 
 from paceline import units
 from paceline.cluster.cluster import Cluster, Processor, ServerHost
+from paceline.cluster.network_rules import ACTIONS, Rule
 from paceline.cluster.rack import Rack
-from paceline.cluster.rules import ACTIONS, Rule
 from paceline.errors import ClusterError, UsageError, unknown
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.activity import Activity
+from paceline.cluster.flow import Activity
 
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]

@@ -17,9 +17,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from paceline.cluster.activity import Activity
 from paceline.cluster.bandwidth import Sharing
 from paceline.cluster.cluster import Cluster
+from paceline.cluster.flow import Activity
 
 
 class Events(Protocol):

@@ -15,7 +15,7 @@
 - `server_communicator`: averages formed by a parameter server.
 - `no_collectives`: the `Comm` of workers that meet only at their servers.
 - `in_network`: sums formed beside a switch.
-- `table`: the docs' table of collectives.
+- `docs_table`: the docs' table of collectives.
 
 Importing this package imports no torch: the aggregator's process needs none.
 """

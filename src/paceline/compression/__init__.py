@@ -9,12 +9,12 @@ have residuals (`ErrorFeedback`): the practical wraps the pure.
 - `top_k`, `gd_top_k`, `dgc`: the largest elements.
 - `powersgd`: products of thin factors.
 - `sparse`, `selection`, `value_bins`: values with their places, and how these are chosen and packed.
-- `gathered`: base of compressors whose output can be decompressed per worker.
+- `per_worker`: base of compressors whose output can be decompressed per worker.
 - `packing`: a bucket's tensors in one flat buffer.
 - `wrapper`, `error_feedback`, `dense_warmup`: wrappers: error feedback, dense first steps.
 - `counter_random`: random numbers from a key and a counter.
 - `contrib`: compressors that researchers compare with.
-- `table`: the docs' table of compressors.
+- `docs_table`: the docs' table of compressors.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.gathered import Alone
 from paceline.compression.no_compression import summed
 from paceline.compression.packing import (
     Reader,
@@ -30,6 +29,7 @@ from paceline.compression.packing import (
     reals,
     to_bytes,
 )
+from paceline.compression.per_worker import Alone
 from paceline.interfaces import (
     Coding,
     CompressorSummary,

@@ -9,7 +9,7 @@ Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
 so that at every step the sum of all results plus the sum of all residuals is the sum of all
 gradients: what is sent late is not lost.
 
-How this differs from the paper stands in docs/compressors.md (`compression.table`).
+How this differs from the paper stands in docs/compressors.md (`compression.docs_table`).
 
 With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for
 momentum (local updates with sparse differences): then the sums above no longer agree.

@@ -30,7 +30,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-from paceline.compression.gathered import Alone
 from paceline.compression.no_compression import summed
 from paceline.compression.packing import (
     Reader,
@@ -40,6 +39,7 @@ from paceline.compression.packing import (
     is_small,
     real_type,
 )
+from paceline.compression.per_worker import Alone
 from paceline.compression.selection import Cut, cut, pick
 from paceline.compression.sparse import (
     Row,

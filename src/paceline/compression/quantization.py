@@ -27,9 +27,9 @@ import torch
 
 from paceline.compression import counter_random
 from paceline.compression.blocks import Blocks, blocks_of
-from paceline.compression.gathered import Alone
 from paceline.compression.no_compression import summed
 from paceline.compression.packing import dense, is_lossy, real_type
+from paceline.compression.per_worker import Alone
 from paceline.compression.quantizer import Grain
 from paceline.interfaces import (
     Coding,

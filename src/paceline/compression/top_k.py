@@ -19,7 +19,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.gathered import Alone
+from paceline.compression.per_worker import Alone
 from paceline.compression.selection import Cut, cut, pick, require_density
 from paceline.compression.sparse import (
     add_at,

@@ -1,9 +1,9 @@
 """One worker's training: PyTorch's hooks become a method's hooks.
 
-- `distribute`, `start`: `paceline.distribute`, from its arguments to a training.
+- `distribute`, `training_setup`: `paceline.distribute`, from its arguments to a training.
 - `settings`, `method_spec`: the user's choices, as arguments and as a spec.
 - `optimizer`: the wrapped optimizer; `active_training`: its training, where methods change.
-- `training`: `Training`, which the wrapped optimizer calls; start here. `parts`: what it is made of.
+- `training`: `Training`, which the wrapped optimizer calls; start here. `training_parts`: what it is made of.
 - `backward_passes`: hooks into the user's model: which passes are a step's.
 - `step`: what the method is told in a step, and what training itself sends.
 - `reducer`: gradients, from their hooks into buckets, and on in plan order.
@@ -17,8 +17,8 @@
 - `initial_sync`, `sync`: all ranks begin with the same model and options.
 - `model_checks`, `same_data_check`, `sent_gradient_check`: mistakes that would train wrongly.
 - `lazy_parameters`, `parameter_use`: when a module is about to use parameters.
-- `step_listeners`, `step_loggers`, `metrics`: observers of steps: compute times, loggers, numbers.
-- `faults`: why a training cannot go on.
+- `step_listeners`, `step_loggers`, `step_metrics`: observers of steps: compute times, loggers, numbers.
+- `training_errors`: why a training cannot go on.
 - `random_state`: random generators: seeded, saved and restored.
 - `checkpoint`: `save` and `load`; `own_state`: what a checkpoint keeps of one worker alone.
 """

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from paceline.core.batch_weights import Weights
-from paceline.core.faults import Faults
 from paceline.core.model_checks import (
     check_not_inside_ddp,
     check_trained_by_nobody_else,
 )
 from paceline.core.presence import Presence
 from paceline.core.step import Steps
+from paceline.core.training_errors import Faults
 from paceline.errors import UsageError
 from paceline.interfaces import GradientSeen
 from paceline.torch_internals import (

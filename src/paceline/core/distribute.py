@@ -15,8 +15,8 @@ from paceline.core.model_checks import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
 from paceline.core.settings import UNSAID, ModuleBuffers, Settings
-from paceline.core.start import Subject, train
 from paceline.core.step_loggers import report_as_asked
+from paceline.core.training_setup import Subject, train
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, Runtime
 from paceline.interfaces.server_messages import Replies
@@ -112,7 +112,9 @@ def _train_by(
     wish: Wish, subject: Subject, settings: Settings, *, overrides: bool
 ) -> DistributedOptimizer:
     """What the user leaves to paceline; *overrides*: by the command line, which wins over the script."""
-    from paceline.tools.auto.course import changing  # it needs much that others do not
+    from paceline.tools.auto.controlled_training import (
+        changing,  # it needs much that others do not
+    )
 
     runtime = subject.runtime
     if overrides:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
 from paceline.core.delayed_participation import Agreement
-from paceline.core.faults import Faults
 from paceline.core.group_participation import GroupCalls
 from paceline.core.lazy_parameters import Uses
 from paceline.core.method_hooks import MethodHooks
@@ -22,6 +21,7 @@ from paceline.core.run import WorkerRun
 from paceline.core.settings import Settings
 from paceline.core.step_listeners import Observers
 from paceline.core.sync import SharedBuffers
+from paceline.core.training_errors import Faults
 from paceline.interfaces import Rounds
 from paceline.parameter_server.client.load_hooks import Loading
 from paceline.parameter_server.optim.clipping import clip

@@ -27,11 +27,11 @@ from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
-from paceline.core.metrics import Figures
-from paceline.core.parts import MakeRemote, Parts
 from paceline.core.run import UpdatingWorkerRun
 from paceline.core.sampler import Sampler
 from paceline.core.settings import Settings
+from paceline.core.step_metrics import Figures
+from paceline.core.training_parts import MakeRemote, Parts
 from paceline.errors import UsageError
 from paceline.interfaces import Method, Runtime
 from paceline.parameter_server.client.load_hooks import Loading

@@ -27,7 +27,7 @@ from paceline.records import Journal
 class Service:
     """One thing to start beside the workers, for all of them.
 
-    *kind* is a row of `paceline.parameter_server.process.kinds`. *peers* are names of services of
+    *kind* is a row of `paceline.parameter_server.process.service_registry`. *peers* are names of services of
     the same job that this one asks. There is one service on each host of a *place*, of which the
     *i*-th is called ``"NAME i"``: ``"embedded"`` (beside rank 0 alone), ``"per-node"`` (on each
     host), ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where there are any, else

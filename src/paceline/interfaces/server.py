@@ -1,7 +1,7 @@
 """A server, or another service, as those who run it see it.
 
 `paceline.parameter_server` implements `Server` (`state_machine.server`; `process` wraps it). Those who run it
-are a thread behind sockets (`transport.listener`), the simulated runtime, and tests. `parameter_server.process.kinds`
+are a thread behind sockets (`transport.listener`), the simulated runtime, and tests. `parameter_server.process.service_registry`
 says which services there are. One that asks others is an `AskingServer`.
 """
 

@@ -244,7 +244,7 @@ class Say(msgspec.Struct, tag="say", kw_only=True):
 
 class Introduce(msgspec.Struct, tag="introduce", kw_only=True):
     """A worker tells a server that was there before its job what it is: number *number* of these
-    *services*, of that *kind* (a row of `parameter_server.process.kinds`). With *peers*, once all have been told,
+    *services*, of that *kind* (a row of `parameter_server.process.service_registry`). With *peers*, once all have been told,
     also where each of the others listens: host and port. Comes before all else. Answer:
     `Done`."""
 

@@ -14,7 +14,7 @@
 - `local_updates`: local SGD, DiLoCo and others.
 - `contrib`: relatives of these, one file each.
 - `flat_tensors`: tensors that are averaged beside gradients, as one.
-- `table`: the docs' table of methods.
+- `docs_table`: the docs' table of methods.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 - `simulated`: one thread a worker, in virtual time.
 - `launchers`: rank and size, from the variables of torchrun, srun or mpirun.
 - `service_placement`: where servers run: `Service.place`.
-- `processes`, `scratch`: a launcher's processes and temporary folder, and how they end.
-- `own_processes`, `own_groups`: scripts that start processes or process groups themselves.
+- `processes`, `temporary_folder`: a launcher's processes and temporary folder, and how they end.
+- `spawn_check`, `script_process_groups`: scripts that start processes or process groups themselves.
 - `failures`: how a job failed, the first cause first.
 - `progress`, `output`: how far workers are, and what they print.
 - `results`: one run in one object: what ``--json`` prints.

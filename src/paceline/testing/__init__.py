@@ -15,7 +15,7 @@ updates (`paceline.testing.server_checks`): ``check_server(lambda: MyMethod().se
 
 - `cases`: the table of methods: a row each; start here.
 - `method_checks`, `restart_checks`: laws of methods; `__main__`: all of them in real processes.
-- `compressor_checks`, `lockstep`, `compared`: laws of compressors.
+- `compressor_checks`, `lockstep`, `comparisons`: laws of compressors.
 - `server_checks`: laws of methods whose server updates.
 - `task`, `problems`: what the checks train.
 - `inspection`: what an optimizer trains with.

@@ -18,7 +18,7 @@ import torch
 from paceline.compression import ErrorFeedback
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Compressor, PerWorkerCompressor, Sum
-from paceline.testing.compared import require_close, require_states, workers_of
+from paceline.testing.comparisons import require_close, require_states, workers_of
 from paceline.testing.lockstep import SHAPES, Workers, gradients
 from paceline.testing.problems import require
 

@@ -18,7 +18,7 @@ from paceline.collectives.in_network.sums_service import ServerHosts, SumsServic
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import Introduce, Refused, Said, Say
-from paceline.parameter_server.process.dedicated import make_shell
+from paceline.parameter_server.process.dedicated_server import make_shell
 from paceline.transport.connection import RemoteServer
 from paceline.transport.listener import Listener
 from tests.collectives.in_network.test_ring_session import (

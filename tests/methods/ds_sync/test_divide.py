@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.errors import UsageError
+from paceline.methods.ds_sync.convergence_rate import period_rate
 from paceline.methods.ds_sync.cost import group_seconds, step_seconds
 from paceline.methods.ds_sync.divide import divide, sites_of
 from paceline.methods.ds_sync.groups import check_partition, parts
-from paceline.methods.ds_sync.mixing import period_rate
 from paceline.methods.ds_sync.plan import Plan, make_plan
 from tests.methods.ds_sync.clusters import LINK, any_cluster, rack, racks
 from tests.support.profiles import examples

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.interfaces import Groups
 from paceline.methods import GSSP
-from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
-from paceline.methods.gssp.speeds import (
+from paceline.methods.gssp.group_assignment import (
     Known,
     Looks,
     Words,
     read_words,
     written,
 )
+from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
 from paceline.methods.gssp.step_times import LEAST, Measured, StepTimes, measured
 from paceline.methods.gssp.step_times import smoothed as smoothed_times
 from tests.support.gssp_net import Net, each

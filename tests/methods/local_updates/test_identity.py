@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import torch
 
 from paceline.methods.flat_tensors import Flat
-from paceline.methods.local_updates.moments import flats_of_moments, names_of_moments
+from paceline.methods.local_updates.optimizer_state import (
+    flats_of_moments,
+    names_of_moments,
+)
 from paceline.methods.local_updates.rounds import rates_of
 from paceline.methods.local_updates.saved_state import _by_parameter
 

@@ -13,8 +13,8 @@ from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.methods import METHODS
+from paceline.methods.docs_table import methods_page
 from paceline.methods.local_updates import SparseLoCo
-from paceline.methods.table import methods_page
 from paceline.runtimes.join import join_runtime
 from tests.methods.local_updates.helpers import adam, simulate, train
 from tests.methods.local_updates.test_compressed import PLAIN, WIDE, to_own, wide

@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, Workload
-from paceline.cluster.rules import Rule, throttle
+from paceline.cluster.network_rules import Rule, throttle
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.testing import inspect
 

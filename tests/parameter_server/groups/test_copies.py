@@ -10,7 +10,7 @@ import paceline
 from paceline.cluster import ServerHost
 from paceline.errors import WorkerFailedError
 from paceline.methods import METHODS
-from paceline.parameter_server.process import kinds
+from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing import inspect
 from paceline.testing.task import Counting, flat_parameters
@@ -31,7 +31,7 @@ def _by_itself(start):
 @pytest.fixture(autouse=True)
 def servers_by_themselves(monkeypatch):
     monkeypatch.setitem(METHODS, Grouped.name, Grouped)
-    monkeypatch.setitem(kinds.KINDS, "group-server", _by_itself)
+    monkeypatch.setitem(service_registry.KINDS, "group-server", _by_itself)
 
 
 def train(

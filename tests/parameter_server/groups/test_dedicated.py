@@ -18,8 +18,8 @@ from paceline.interfaces.server_messages import (
     Refused,
     Say,
 )
-from paceline.parameter_server.process import kinds
-from paceline.parameter_server.process.dedicated import MOST_SERVICES, Dedicated
+from paceline.parameter_server.process import service_registry
+from paceline.parameter_server.process.dedicated_server import MOST_SERVICES, Dedicated
 from paceline.runtimes.real import dedicated_servers
 from paceline.runtimes.real.job_store import Address
 from tests.support.server_jobs import TOKEN, connect, running, time_limit
@@ -71,7 +71,7 @@ class Neighbour:
 
 @pytest.fixture(autouse=True)
 def neighbours(monkeypatch):
-    monkeypatch.setitem(kinds.KINDS, "neighbour", Neighbour)
+    monkeypatch.setitem(service_registry.KINDS, "neighbour", Neighbour)
 
 
 def introduction(**changes):
@@ -158,7 +158,7 @@ def test_it_is_a_parameter_server_unless_it_is_told_first():
 
 
 def test_servers_that_a_job_has_started_are_not_told_what_they_are():
-    machine = kinds.make("server", Start("server", 1))
+    machine = service_registry.make("server", Start("server", 1))
     told(machine, Join(options=""))
     for number, message in enumerate((introduction(), Say()), start=1):
         sender = Sender(0, 0, "", number)

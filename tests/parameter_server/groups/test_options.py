@@ -7,7 +7,7 @@ from paceline.interfaces import Sender
 from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Done, Join, Joined, Pull, Refused, Unit
 from paceline.methods.gssp import GSSP
-from paceline.parameter_server.process import kinds
+from paceline.parameter_server.process import service_registry
 
 NAMES = ("server 0", "server 1")
 
@@ -30,7 +30,7 @@ def of_two():
         hyperparameters=[{"lr": 0.1}],
     )
     machines = [
-        kinds.make(
+        service_registry.make(
             "group-server",
             Start(
                 name,

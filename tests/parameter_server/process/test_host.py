@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from paceline.interfaces.server_messages import Join, Leave
-from paceline.parameter_server.process import dedicated
+from paceline.parameter_server.process import dedicated_server
 from paceline.parameter_server.process import host as serving
 from paceline.parameter_server.process.host import Serving
 from paceline.transport.connection import RemoteServer
@@ -66,7 +66,7 @@ def served(request, monkeypatch):
 
     if request.param == "trainings":
         monkeypatch.setattr(
-            dedicated, "make_shell", between.around(dedicated.make_shell)
+            dedicated_server, "make_shell", between.around(dedicated_server.make_shell)
         )
 
         def one(serving):

@@ -11,8 +11,8 @@ import torch
 from msgspec import structs
 
 from paceline.compression import COMPRESSORS, make
-from paceline.compression.gathered import Alone
 from paceline.compression.packing import Reader, to_bytes
+from paceline.compression.per_worker import Alone
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, State
 from paceline.interfaces.server_messages import (

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import Cluster, Rack, Workload, cluster_toml, load_cluster
-from paceline.runtimes.scratch import scratch_folder
 from paceline.runtimes.simulated import Simulation
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
 from tests.support import forked

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.run_options import RunOptions
-from paceline.runtimes import own_groups
+from paceline.runtimes import script_process_groups
 from paceline.runtimes.failures import Failure, summary
 from paceline.runtimes.processes import LAUNCHER_VARIABLE, as_launcher
 from paceline.runtimes.real import launch
@@ -122,10 +122,10 @@ def test_a_process_group_of_a_script_that_survives_is_warned_of_once(
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *words: made.append(words)
     )
-    own_groups.warn_of(1)
+    script_process_groups.warn_of(1)
     torch.distributed.init_process_group("gloo")
     assert not capsys.readouterr().err
-    own_groups.warn_of(0)
+    script_process_groups.warn_of(0)
     for _ in range(2):
         torch.distributed.init_process_group("gloo")
     assert made == [("gloo",)] * 3

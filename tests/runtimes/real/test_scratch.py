@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runtimes.scratch import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
 from tests.support.hanging import SECONDS
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -115,7 +115,7 @@ def test_what_a_killed_launcher_has_left_is_removed_by_the_next(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     code = (
-        "import os, signal; from paceline.runtimes.scratch import scratch_folder\n"
+        "import os, signal; from paceline.runtimes.temporary_folder import scratch_folder\n"
         "with scratch_folder(): os.kill(os.getpid(), signal.SIGKILL)"
     )
     with scratch_folder() as living:

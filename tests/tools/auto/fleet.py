@@ -4,7 +4,7 @@ import random
 from collections import deque
 
 from paceline.tools.auto.controller import Program
-from paceline.tools.auto.interfaces import LeftError
+from paceline.tools.auto.controller_interfaces import LeftError
 from tests.support.hanging import SECONDS
 
 

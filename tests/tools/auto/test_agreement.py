@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.tools.auto.agreement import WORDS, Exchange
-from paceline.tools.auto.interfaces import LeftError
+from paceline.tools.auto.controller_interfaces import LeftError
 from tests.collectives.in_network.places import together
 from tests.support.hanging import SECONDS
 

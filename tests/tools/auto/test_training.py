@@ -9,7 +9,7 @@ import torch
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.run_options import RunOptions
-from paceline.tools.auto import course, measurements
+from paceline.tools.auto import controlled_training, measurements
 from paceline.tools.auto.decision import Answer, Predicted
 from paceline.tools.auto.decision_cache import Decision
 from paceline.tools.plan import prediction_cost
@@ -217,13 +217,13 @@ def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
 
 def test_nothing_is_left_running(planner, monkeypatch):
     made = []
-    usual = course.Course.close
+    usual = controlled_training.Course.close
 
     def close(self, *, well):
         made.append(well)
         usual(self, well=well)
 
-    monkeypatch.setattr(course.Course, "close", close)
+    monkeypatch.setattr(controlled_training.Course, "close", close)
     auto(steps=10)
     assert made == [True, True]
 

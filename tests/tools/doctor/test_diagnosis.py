@@ -17,7 +17,7 @@ from paceline.tools.doctor.report import doctor_page
 from paceline.tools.doctor.text import lines_of
 from paceline.tools.doctor.training_model import patient_of
 from paceline.tools.plan.predict import Job, predict
-from paceline.tools.report.model import Matrix, Words
+from paceline.tools.report.report_model import Matrix, Words
 from tests.tools.doctor.synthetic import BRIDGE, ETHERNET, Site
 from tests.tools.doctor.test_suspects import MAKERS
 from tests.tools.plan.helpers import layers

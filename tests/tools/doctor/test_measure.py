@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.cluster.rules import throttle
+from paceline.cluster.network_rules import throttle
 from paceline.core import sync
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import ComputeModel, Simulation

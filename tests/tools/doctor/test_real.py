@@ -9,7 +9,7 @@ import pytest
 import paceline.tools.doctor
 from paceline.cluster.probe.pairs import Again
 from paceline.cluster.probe.tcp_counters import connections
-from paceline.tools.doctor import host
+from paceline.tools.doctor import host_measurement
 from paceline.tools.doctor.evidence import Evidence
 from tests.support import forked
 
@@ -113,11 +113,11 @@ def test_a_machine_knows_its_own_interfaces():
             left = 100_000
             while left:
                 left -= len(theirs.recv(left))
-            used, others = host.interfaces()
+            used, others = host_measurement.interfaces()
     assert (used.name, used.kind, used.network) == ("lo", "loopback", "127.0.0.0/8")
     assert "lo" not in [one.name for one in others]
-    assert host.cores() >= 1
-    assert 0 <= host.busy_cores(0.05) <= 1000
+    assert host_measurement.cores() >= 1
+    assert 0 <= host_measurement.busy_cores(0.05) <= 1000
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_kinds_of_interfaces(files, kind, tmp_path, monkeypatch):
         file = tmp_path / "net0" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    monkeypatch.setattr(host, "_INTERFACES", tmp_path)
-    monkeypatch.setattr(host.socket, "if_nametoindex", lambda name: 7)
-    assert host._kind("net0", 0) == kind
-    assert host._rate("net0") == 125e6
+    monkeypatch.setattr(host_measurement, "_INTERFACES", tmp_path)
+    monkeypatch.setattr(host_measurement.socket, "if_nametoindex", lambda name: 7)
+    assert host_measurement._kind("net0", 0) == kind
+    assert host_measurement._rate("net0") == 125e6
     # The files tell of another network than this process's.
-    monkeypatch.setattr(host.socket, "if_nametoindex", lambda name: 8)
-    assert host._kind("net0", 0) == "container"
-    assert host._rate("net0") is None
+    monkeypatch.setattr(host_measurement.socket, "if_nametoindex", lambda name: 8)
+    assert host_measurement._kind("net0", 0) == "container"
+    assert host_measurement._rate("net0") is None

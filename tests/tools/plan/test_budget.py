@@ -12,11 +12,11 @@ from paceline.collectives.algorithms import Scheduled
 from paceline.collectives.registry import COLLECTIVES
 from paceline.errors import UsageError
 from paceline.tools.plan import Plan, plan
+from paceline.tools.plan.candidate_order import fewer, rough
 from paceline.tools.plan.candidates import first
 from paceline.tools.plan.predict import Job, Prediction, Refused
 from paceline.tools.plan.prediction_cost import Budget, cost, messages, usual_seconds
 from paceline.tools.plan.predictor import in_this_process
-from paceline.tools.plan.promise import fewer, rough
 from paceline.tools.plan.search import HOPELESS, _by_promise, _Search
 from paceline.tools.plan.suggestions import helps
 from paceline.tools.plan.traced_step import steps_of

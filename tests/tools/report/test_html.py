@@ -20,8 +20,8 @@ from paceline.runtimes.results import Failed
 from paceline.tools.compare.report import write_report
 from paceline.tools.compare.runner import Variant
 from paceline.tools.report.html import text_of
-from paceline.tools.report.model import Page as PageData
-from paceline.tools.report.model import Timelines
+from paceline.tools.report.report_model import Page as PageData
+from paceline.tools.report.report_model import Timelines
 from paceline.tools.report.timeline import Step
 from tests.support.hanging import SECONDS
 from tests.tools.report.cases import Comparison, three, wild

@@ -5,11 +5,10 @@
 - `step_habits`: passes in a step, and whether the script uses gradients.
 - `gradient_dump`: real gradients of some steps, in files.
 - `compressors`: `coding_times`: the time to compress a gradient.
-- `busy`: the same while all cores compress.
+- `loaded_compressor_times`: the same while all cores compress.
 - `compressor_costs`: `price`: time and size of each compressor on one model.
 """
 
-from paceline.cluster.profiling.busy import coding_times_of_busy
 from paceline.cluster.profiling.compressor_costs import (
     Price,
     Unsuited,
@@ -17,6 +16,7 @@ from paceline.cluster.profiling.compressor_costs import (
 )
 from paceline.cluster.profiling.compressors import coding_times, measure_coding
 from paceline.cluster.profiling.gradient_dump import KeptGradients
+from paceline.cluster.profiling.loaded_compressor_times import coding_times_of_busy
 from paceline.cluster.profiling.step_habits import StepHabits
 from paceline.cluster.profiling.step_profiler import (
     WARM_UP_STEPS,

@@ -1,6 +1,6 @@
 """Fallback servers on a host of their own: a kind of service, and what workers say to it.
 
-``paceline serve`` becomes one where workers introduce it so (`parameter_server.process.kinds`). It opens a
+``paceline serve`` becomes one where workers introduce it so (`parameter_server.process.service_registry`). It opens a
 `UdpFallbackServer` for each job that it is asked for, on a thread of its own, and tells where.
 Its datagrams are signed with the job's key, which comes over the connection that
 `paceline.transport.security` protects.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.transport.connection import RemoteServer
 
 KIND = "fallback-server"
-"""The row of `parameter_server.process.kinds`."""
+"""The row of `parameter_server.process.service_registry`."""
 MOST_VALUES = 1 << 24
 """In all slots of a job: 64 MB, twice."""
 LOOK_SECONDS = 0.1
@@ -183,7 +183,7 @@ class SumsService:
 
 
 def make(start: Start) -> SumsService:
-    """The row of `parameter_server.process.kinds`."""
+    """The row of `parameter_server.process.service_registry`."""
     return SumsService()
 
 

@@ -24,8 +24,8 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.gathered import Alone
 from paceline.compression.packing import BLOCK, Reader, elements, to_bytes
+from paceline.compression.per_worker import Alone
 from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 
 

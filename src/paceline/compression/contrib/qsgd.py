@@ -21,7 +21,7 @@ import torch
 
 from paceline.compression import counter_random
 from paceline.compression.blocks import Blocks, blocks_of
-from paceline.compression.gathered import Alone
+from paceline.compression.per_worker import Alone
 from paceline.compression.quantizer import Grain
 from paceline.interfaces import CompressorSummary, Shape, State, StateKind
 

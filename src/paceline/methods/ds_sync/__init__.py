@@ -15,10 +15,10 @@ one period goes on through epochs, and the end is a global average.
 - `worker`: one worker, from step to step; start here.
 - `plan`: who averages with whom in each step; `groups`: one phase of it.
 - `shuffle`, `divide`: groups for equal links, and for a cluster's unequal ones.
-- `cost`, `mixing`: a plan's time on a cluster, and how fast its workers agree.
+- `cost`, `convergence_rate`: a plan's time on a cluster, and how fast its workers agree.
 - `adjust`, `contention`, `group_times`: a new plan from measured times.
 - `current_plan`: the plan in force, changed on all workers in the same step.
-- `parameter_exchange`, `shares`: what a worker averages with its group.
+- `parameter_exchange`, `averaged_tensors`: what a worker averages with its group.
 - `model_mean`, `swa_average`: the average of all workers' models.
 """
 

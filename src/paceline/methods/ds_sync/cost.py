@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from paceline.cluster import Cluster
-from paceline.cluster.activity import Activity
 from paceline.cluster.bandwidth import Sharing
+from paceline.cluster.flow import Activity
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.groups import Groups
 

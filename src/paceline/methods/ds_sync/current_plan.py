@@ -10,7 +10,7 @@ from typing import Any
 from paceline.interfaces import Run
 from paceline.methods.ds_sync.adjust import Times, decide, for_members
 from paceline.methods.ds_sync.contention import NONE, Contention
-from paceline.methods.ds_sync.mixing import describe
+from paceline.methods.ds_sync.convergence_rate import describe
 from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.plan import Plan, make_plan
 

@@ -8,7 +8,7 @@ import torch
 
 from paceline.buckets import by_kind
 from paceline.interfaces import Comm, Run
-from paceline.methods.ds_sync.shares import HALF, floating
+from paceline.methods.ds_sync.averaged_tensors import HALF, floating
 from paceline.methods.flat_tensors import Flat
 
 

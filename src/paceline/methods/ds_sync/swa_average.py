@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.methods.ds_sync.shares import HALF
+from paceline.methods.ds_sync.averaged_tensors import HALF
 
 
 class Trajectory:

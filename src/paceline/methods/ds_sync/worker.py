@@ -19,11 +19,11 @@ import torch
 
 from paceline.buckets import Bucket
 from paceline.interfaces import Run
+from paceline.methods.ds_sync.averaged_tensors import Shares
 from paceline.methods.ds_sync.current_plan import CurrentPlan
 from paceline.methods.ds_sync.group_times import GroupTimes
 from paceline.methods.ds_sync.model_mean import Weighted, copies
 from paceline.methods.ds_sync.options import DSSyncOptions
-from paceline.methods.ds_sync.shares import Shares
 from paceline.methods.ds_sync.swa_average import Trajectory, together
 
 

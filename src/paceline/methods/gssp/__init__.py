@@ -47,8 +47,8 @@ server steps for all groups. Groups and hysteresis are inferred.
 - `discipline`: the server's half; start here.
 - `gates`: when gradients inside a group are applied, and when its workers go on.
 - `clocks`: the pushes that each worker has made.
-- `outbox`: what a server owes the others.
-- `speeds`, `grouping`, `step_times`: groups, from measured step times.
+- `pending_updates`: what a server owes the others.
+- `group_assignment`, `grouping`, `step_times`: groups, from measured step times.
 """
 
 from __future__ import annotations

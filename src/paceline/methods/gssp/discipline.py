@@ -28,9 +28,7 @@ from collections.abc import Collection
 from paceline.interfaces import Groups, HeldPush, Parcel, Shard
 from paceline.methods.gssp.clocks import EVER, Clocks
 from paceline.methods.gssp.gates import Gate
-from paceline.methods.gssp.grouping import BySpeed
-from paceline.methods.gssp.outbox import Outbox
-from paceline.methods.gssp.speeds import (
+from paceline.methods.gssp.group_assignment import (
     Known,
     Looks,
     News,
@@ -41,6 +39,8 @@ from paceline.methods.gssp.speeds import (
     read_words,
     written,
 )
+from paceline.methods.gssp.grouping import BySpeed
+from paceline.methods.gssp.pending_updates import Outbox
 from paceline.methods.gssp.step_times import Measured, StepTimes, smoothed
 
 

@@ -8,7 +8,12 @@ from typing import Any
 
 from paceline.buckets import Bucket
 from paceline.interfaces import Groups, ServerRun, read_members
-from paceline.methods.gssp.speeds import Report, read_groups, read_news, written
+from paceline.methods.gssp.group_assignment import (
+    Report,
+    read_groups,
+    read_news,
+    written,
+)
 from paceline.methods.push_pull import PushPull, PushPullState
 
 

@@ -5,13 +5,13 @@ outer step with it. `LocalUpdates` is the program, and each preset a row of the 
 the defaults of its paper; all have the same options, so that any of them can be turned into
 any other.
 
-- `updates`: the program: `LocalUpdates`; start here. `options`: its hyperparameters.
+- `method`: the program: `LocalUpdates`; start here. `options`: its hyperparameters.
 - `local_sgd`, `post_local_sgd`, `slowmo`, `hierarchical`: presets.
 - `diloco`, `streaming_diloco`, `sparse_loco`: presets with hundreds of local steps.
 - `rounds`: one average of the workers' models.
 - `fragments`: parts of the model, each with its anchor and outer momentum.
 - `outer_optimizer`: the outer step.
-- `moments`: the inner optimizer's state, where that is averaged.
+- `optimizer_state`: the inner optimizer's state, where that is averaged.
 - `groups`: who averages between two averages of all workers.
 - `whole_model`: the average of all models outside of rounds.
 - `saved_state`: what a checkpoint keeps.
@@ -22,12 +22,12 @@ from __future__ import annotations
 from paceline.methods.local_updates.diloco import DiLoCo
 from paceline.methods.local_updates.hierarchical import HierarchicalLocalSGD
 from paceline.methods.local_updates.local_sgd import LocalSGD
+from paceline.methods.local_updates.method import LocalUpdates
 from paceline.methods.local_updates.options import Options
 from paceline.methods.local_updates.post_local_sgd import PostLocalSGD
 from paceline.methods.local_updates.slowmo import SlowMo
 from paceline.methods.local_updates.sparse_loco import SparseLoCo
 from paceline.methods.local_updates.streaming_diloco import StreamingDiLoCo
-from paceline.methods.local_updates.updates import LocalUpdates
 
 __all__ = [
     "DiLoCo",

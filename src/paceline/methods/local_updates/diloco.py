@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.interfaces import MethodSummary
-from paceline.methods.local_updates.updates import LocalUpdates
+from paceline.methods.local_updates.method import LocalUpdates
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from paceline.methods.local_updates.fragments import (
     Since,
     beginning,
 )
-from paceline.methods.local_updates.moments import flats_of_moments
+from paceline.methods.local_updates.optimizer_state import flats_of_moments
 from paceline.methods.local_updates.options import Options
 from paceline.methods.local_updates.outer_optimizer import outer_step, rescaled_step
 

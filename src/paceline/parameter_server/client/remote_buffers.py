@@ -20,7 +20,7 @@ from paceline.interfaces.server_messages import (
     Rest,
 )
 from paceline.parameter_server.client.partition import Spread
-from paceline.parameter_server.state_machine.untrained import MOST_BYTES
+from paceline.parameter_server.state_machine.untrained_tensors import MOST_BYTES
 
 
 class Untrained:

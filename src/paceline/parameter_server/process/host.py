@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from paceline.errors import UsageError
-from paceline.parameter_server.process import dedicated
+from paceline.parameter_server.process import dedicated_server
 from paceline.parameter_server.process.metrics import Endpoint, Figures, figures_of
 from paceline.parameter_server.process.snapshot import claimed
 from paceline.parameter_server.process.surviving import SurvivingJob, checked
@@ -63,7 +63,7 @@ class Serving:
         the line printed that exports it."""
         made, token = self._token is None, self._token or secrets.token_hex(16)
         while True:
-            shell = dedicated.make_shell(self._workers, self._listening(), token)
+            shell = dedicated_server.make_shell(self._workers, self._listening(), token)
             try:
                 print(
                     f"paceline: serving at {self._bind}:{shell.port}", file=sys.stderr

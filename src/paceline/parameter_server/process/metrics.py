@@ -22,7 +22,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
 from paceline.parameter_server.groups.server import GroupServer
-from paceline.parameter_server.process.dedicated import Dedicated
+from paceline.parameter_server.process.dedicated_server import Dedicated
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.timeouts import timeouts
 from paceline.transport.listener import Shell

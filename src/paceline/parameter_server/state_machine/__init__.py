@@ -6,10 +6,10 @@
 - `members`, `admission`: the workers that train, and how they join.
 - `pushes`, `pulls`: which gradients are taken, and which reads wait.
 - `replies`: answers, each request done once.
-- `barriers`, `loads`: where all workers wait for each other; loaded parameters.
+- `barriers`, `pending_loads`: where all workers wait for each other; loaded parameters.
 - `norms`: the norm of a gradient that lies on several servers.
 - `reductions`, `sums`: all-reduces on a server, in an order that does not depend on speed.
 - `compression`, `compression_checks`: the server's half of compression, and what may be combined.
-- `untrained`: frozen parameters and buffers.
+- `untrained_tensors`: frozen parameters and buffers.
 - `checks`: what workers, and the gradients of a step, must have in common.
 """

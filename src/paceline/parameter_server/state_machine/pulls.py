@@ -22,7 +22,7 @@ from paceline.interfaces.server_messages import (
 from paceline.parameter_server.state_machine.pushes import Pushes
 from paceline.parameter_server.state_machine.replies import Answers
 from paceline.parameter_server.state_machine.shard import HeldShard
-from paceline.parameter_server.state_machine.untrained import HeldRest
+from paceline.parameter_server.state_machine.untrained_tensors import HeldRest
 
 
 class Pulls:

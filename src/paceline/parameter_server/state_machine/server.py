@@ -105,14 +105,14 @@ from paceline.interfaces.server_messages import (
 )
 from paceline.parameter_server.state_machine.admission import Admission, Make
 from paceline.parameter_server.state_machine.barriers import Meetings
-from paceline.parameter_server.state_machine.loads import Loads
 from paceline.parameter_server.state_machine.norms import Norms
+from paceline.parameter_server.state_machine.pending_loads import Loads
 from paceline.parameter_server.state_machine.pulls import Pulls
 from paceline.parameter_server.state_machine.pushes import Pushes
 from paceline.parameter_server.state_machine.reductions import Reductions
 from paceline.parameter_server.state_machine.replies import Answers
 from paceline.parameter_server.state_machine.shard import HeldShard
-from paceline.parameter_server.state_machine.untrained import HeldRest
+from paceline.parameter_server.state_machine.untrained_tensors import HeldRest
 
 
 class ParameterServer:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.cluster_file import cluster_toml
-from paceline.cluster.rules import Rule
+from paceline.cluster.network_rules import Rule
 from paceline.errors import PacelineError
 from paceline.run_options import RunOptions
 from paceline.runtimes import progress
@@ -30,7 +30,7 @@ from paceline.runtimes.output import Shown, WorkerOutput
 from paceline.runtimes.processes import end_all, wait_for_all
 from paceline.runtimes.real.peer_monitor import exit_grace
 from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
-from paceline.runtimes.scratch import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN, TRUSTED
 

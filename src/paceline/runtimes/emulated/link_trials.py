@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.cluster.activity import Activity
 from paceline.cluster.bandwidth import Sharing
+from paceline.cluster.flow import Activity
 from paceline.runtimes.emulated.network_plan import Host
 from paceline.runtimes.emulated.shaping import UNLIMITED, wire_rate
 

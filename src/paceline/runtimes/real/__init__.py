@@ -12,5 +12,5 @@
 - `supervisor`: ``paceline run --survive``: a job that goes on when processes die.
 - `supervised_servers`, `supervised_worker`, `external_worker`: its servers and workers.
 - `compute`: takes a workload's compute times.
-- `whole_lines`: lines of several workers come out whole.
+- `line_output`: lines of several workers come out whole.
 """

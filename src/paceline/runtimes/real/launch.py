@@ -21,7 +21,7 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.failures import Failure, summary
 from paceline.runtimes.processes import as_launcher
 from paceline.runtimes.python_internals import options_of
-from paceline.runtimes.scratch import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
 from paceline.timeouts import timeouts
 
 _PLACEMENT = (

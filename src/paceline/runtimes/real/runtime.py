@@ -27,7 +27,7 @@ from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import Job
 from paceline.records import Journal
 from paceline.run_options import RunOptions
-from paceline.runtimes import launchers, own_groups, progress
+from paceline.runtimes import launchers, progress, script_process_groups
 from paceline.runtimes.launchers import Place
 from paceline.runtimes.python_internals import main_thread_is_in
 from paceline.runtimes.real import external_worker
@@ -35,10 +35,10 @@ from paceline.runtimes.real.cluster_check import find_cluster, load_of
 from paceline.runtimes.real.compute import PacedCompute
 from paceline.runtimes.real.exit import LOST_PEER, Ending, report_to_launcher
 from paceline.runtimes.real.hang_report import HangWatch
+from paceline.runtimes.real.line_output import write_whole_lines
 from paceline.runtimes.real.peer_monitor import Liveness, end_after_grace, exit_grace
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 from paceline.runtimes.real.services import RealServices
-from paceline.runtimes.real.whole_lines import write_whole_lines
 from paceline.runtimes.results import Result, Summary, exchange_summaries
 from paceline.timeouts import timeouts
 from paceline.tools.report.run_files import WorkerRecords
@@ -76,7 +76,7 @@ class RealRuntime:
         self._knows_cluster = False
         self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
         if self.alone:
-            own_groups.warn_of(self.rank)
+            script_process_groups.warn_of(self.rank)
         progress.write_there(
             self.journal, lambda: self.job.first_step, alone=self.alone
         )

@@ -54,7 +54,11 @@ class ServicePool:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "paceline.parameter_server.process.pool"],
+            [
+                sys.executable,
+                "-m",
+                "paceline.parameter_server.process.service_processes",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | SERVER_ENVIRONMENT,

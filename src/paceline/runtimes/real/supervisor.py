@@ -52,7 +52,7 @@ from paceline.runtimes.real.cluster_check import load_of
 from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
 from paceline.runtimes.real.supervised_servers import SurvivingServer, SurvivingServers
 from paceline.runtimes.real.supervised_worker import MOST_IN_VAIN, SurvivingWorker
-from paceline.runtimes.scratch import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN
 

@@ -2,9 +2,9 @@
 
 - `clock`: the virtual clock; start here.
 - `simulation`: runs a script once per worker; the workers' runtime.
-- `script`, `patches`, `isolation`, `output`: an unmodified script as the body of each worker.
-- `process_group`, `work`: the torch.distributed backend, and its handles.
-- `comm`, `mailbox`, `continuations`: collectives, messages, and the work that follows them.
+- `script`, `torch_patches`, `isolation`, `output`: an unmodified script as the body of each worker.
+- `process_group`, `work_handle`: the torch.distributed backend, and its handles.
+- `collective_group`, `mailbox`, `continuations`: collectives, messages, and the work that follows them.
 - `compute`: compute time, charged by a workload.
 - `profile`, `profile_cache`, `inputs`: that workload, measured before and cached.
 - `services`: parameter servers and other services.

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.records import Span
 from paceline.runtimes.simulated.clock import Completion
-from paceline.runtimes.simulated.comm import Communicator
+from paceline.runtimes.simulated.collective_group import Communicator
 from paceline.units import show_bytes
 
 

@@ -19,9 +19,13 @@ from paceline.collectives.ring_order import ring_sum
 from paceline.collectives.schedules import Ring, Star, Tree, all_to_all, barrier
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
-from paceline.runtimes.simulated.comm import Communicator, Deliver, Operation
+from paceline.runtimes.simulated.collective_group import (
+    Communicator,
+    Deliver,
+    Operation,
+)
 from paceline.runtimes.simulated.mailbox import Mailbox
-from paceline.runtimes.simulated.work import SimulatedWork
+from paceline.runtimes.simulated.work_handle import SimulatedWork
 from paceline.torch_internals import ProcessGroupBase, reduce_operation_name
 
 BACKEND = "paceline_virtual"

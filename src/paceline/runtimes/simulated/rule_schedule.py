@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from paceline.cluster.links import Links
-from paceline.cluster.rules import Rule
+from paceline.cluster.network_rules import Rule
 from paceline.errors import WorkerFailedError
 from paceline.records import Span
 from paceline.runtimes.simulated.clock import QUESTION, Clock

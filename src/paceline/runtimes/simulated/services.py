@@ -32,7 +32,7 @@ from paceline.interfaces import (
 )
 from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Refused, Reply, Request
-from paceline.parameter_server.process import kinds
+from paceline.parameter_server.process import service_registry
 from paceline.records import Journal
 from paceline.runtimes import service_placement
 from paceline.runtimes.simulated.clock import Clock, Completion
@@ -376,7 +376,7 @@ def make_services(
             service.peers,
             job.method,
         )
-        machine = kinds.make(service.kind, start)
+        machine = service_registry.make(service.kind, start)
         made[service.name] = SimulatedServer(
             service.name, host, number, machine, clock, links, rates, observe
         )

@@ -29,7 +29,7 @@ from paceline.interfaces.trainings import Job, Place
 from paceline.records import Journal, Kept, Span
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated.clock import Actor, Clock, Worker
-from paceline.runtimes.simulated.comm import Communicator
+from paceline.runtimes.simulated.collective_group import Communicator
 from paceline.runtimes.simulated.compute import (
     ComputeModel,
     ModelCompute,
@@ -46,7 +46,6 @@ from paceline.runtimes.simulated.isolation import (
 )
 from paceline.runtimes.simulated.mailbox import Mailbox
 from paceline.runtimes.simulated.output import Shown, speak_as, workers_output
-from paceline.runtimes.simulated.patches import patched_process
 from paceline.runtimes.simulated.process_group import BACKEND, SimulatedProcessGroup
 from paceline.runtimes.simulated.rule_schedule import Conditions
 from paceline.runtimes.simulated.services import (
@@ -55,6 +54,7 @@ from paceline.runtimes.simulated.services import (
     make_services,
     rates_of,
 )
+from paceline.runtimes.simulated.torch_patches import patched_process
 from paceline.runtimes.simulated.watchdog import Watchdog
 from paceline.torch_internals import (
     GLOO_LANES,

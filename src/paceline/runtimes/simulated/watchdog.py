@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 from paceline.runtimes.real.exit import end_at_once
-from paceline.runtimes.scratch import ToldToEnd
 from paceline.runtimes.simulated.clock import Clock
+from paceline.runtimes.temporary_folder import ToldToEnd
 from paceline.timeouts import timeouts
 
 _LOOK_EVERY = 0.5

@@ -1,8 +1,8 @@
 """``method="auto"``: a training that finds out by which method it goes on.
 
 - `config`: what the user says.
-- `course`: joins the controller to one training; start here.
-- `controller`: decisions, step by step, on all workers alike; `interfaces`: what it needs.
+- `controlled_training`: joins the controller to one training; start here.
+- `controller`: decisions, step by step, on all workers alike; `controller_interfaces`: what it needs.
 - `measurements`, `step_watch`, `quick_probe`: a step's times, and the network.
 - `script_constraints`: what the script does that some methods do not allow.
 - `planner_process`, `__main__`: predictions in another process.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.interfaces import Comm, Pending
-from paceline.tools.auto.interfaces import LeftError
+from paceline.tools.auto.controller_interfaces import LeftError
 
 WORDS = 1024
 """Numbers of a message: 8 KB."""

@@ -24,8 +24,8 @@ import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from paceline.bucketing.trial import Verdict, judge
+from paceline.tools.auto.controller_interfaces import LeftError, Ranks, Senses
 from paceline.tools.auto.decision import Found, Tried
-from paceline.tools.auto.interfaces import LeftError, Ranks, Senses
 
 Waiting = Generator[str | None, None, None]
 

@@ -17,8 +17,8 @@ import torch
 from paceline.buckets import wire_bytes
 from paceline.cluster import Cluster, cluster_toml, parse_cluster
 from paceline.core.settings import Settings
-from paceline.core.start import Subject
 from paceline.core.training import Training
+from paceline.core.training_setup import Subject
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Comm, Method
 from paceline.methods import METHODS

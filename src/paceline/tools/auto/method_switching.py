@@ -28,9 +28,9 @@ from paceline.core.active_training import Present
 from paceline.core.method_spec import read_spec
 from paceline.core.optimizer import DistributedOptimizer, present_of
 from paceline.core.settings import Settings
-from paceline.core.start import Made, Prepared, Subject, begin, prepare, train
 from paceline.core.sync import gather_bytes
 from paceline.core.training import Training
+from paceline.core.training_setup import Made, Prepared, Subject, begin, prepare, train
 from paceline.errors import UsageError
 from paceline.interfaces import CONSISTENCIES, Consistency, Method
 from paceline.records import Span

@@ -12,7 +12,9 @@ from paceline.tools.compare.curves import read_steps
 from paceline.tools.compare.runner import Variant, VariantStep
 from paceline.tools.report.colours import COLOURS
 from paceline.tools.report.html import NAME, write_page
-from paceline.tools.report.model import (
+from paceline.tools.report.pictures import Picture, for_page
+from paceline.tools.report.plots import Look, looks_of, write_plots
+from paceline.tools.report.report_model import (
     Cell,
     Drawn,
     Links,
@@ -23,8 +25,6 @@ from paceline.tools.report.model import (
     Table,
     Timelines,
 )
-from paceline.tools.report.pictures import Picture, for_page
-from paceline.tools.report.plots import Look, looks_of, write_plots
 from paceline.tools.report.terminal import Sheet, sheet
 from paceline.tools.report.timeline import Step, step_of
 from paceline.tools.report.traces import spans_in

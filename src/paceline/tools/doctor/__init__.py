@@ -4,7 +4,7 @@
 runs, which take the process for themselves.
 
 - `__main__`: the script that ``paceline doctor`` launches on every worker.
-- `measure`, `measure_network`, `step_phases`, `host`: one worker's measurements.
+- `measure`, `measure_network`, `step_phases`, `host_measurement`: one worker's measurements.
 - `simulated`: the same in virtual time.
 - `evidence`: all measurements as data.
 - `diagnosis`: faults by name, and what they cost; start here.

@@ -15,7 +15,7 @@ from paceline.core.sync import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
 from paceline.runtimes.results import unsettled
-from paceline.tools.doctor import host
+from paceline.tools.doctor import host_measurement
 from paceline.tools.doctor.evidence import Evidence, WorkerEvidence
 from paceline.tools.doctor.measure_network import NetworkFound, examine_network
 from paceline.tools.doctor.step_phases import StepWatch
@@ -91,8 +91,8 @@ class Examination:
         runtime = self._runtime
         simulated = runtime.name == "simulated"
         step = None if self._watch is None else self._watch.evidence()
-        used, others = (None, ()) if simulated else host.interfaces()
-        cores = host.cores()
+        used, others = (None, ()) if simulated else host_measurement.interfaces()
+        cores = host_measurement.cores()
         if simulated and runtime.cluster is not None:
             rack = runtime.cluster.racks[runtime.cluster.rack_of(runtime.rank)]
             cores = max(rack.cores, rack.workers_per_host)
@@ -106,7 +106,7 @@ class Examination:
                 others=others,
                 step=step,
             ),
-            busy=0.0 if simulated else host.busy_cores(IDLE_SECONDS),
+            busy=0.0 if simulated else host_measurement.busy_cores(IDLE_SECONDS),
             workload=self._workload() if step is not None else None,
             spec=runtime.journal.method or "bsp",
         )

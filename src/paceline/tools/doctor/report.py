@@ -22,7 +22,7 @@ from paceline.tools.doctor.text import (
     what_is_left,
 )
 from paceline.tools.doctor.thresholds import LOST, SLOW_LINK
-from paceline.tools.report.model import (
+from paceline.tools.report.report_model import (
     Bar,
     Bars,
     Matrix,

@@ -5,12 +5,12 @@ It runs simulations, which take the process for themselves: beside a training it
 of its own.
 
 - `search`: predicts every candidate; start here.
-- `candidates`, `promise`: what is worth predicting, and in which order.
+- `candidates`, `candidate_order`: what is worth predicting, and in which order.
 - `predict`: one candidate in virtual time; `predictor`: many of them, in several processes.
 - `prediction_cost`, `merged_tensors`: keep predictions quick.
 - `compression_times`: measured compression times of the best candidates.
 - `lower_bound`, `break_even`: limits of any method, and of the network.
-- `estimates`, `rows`: a plan as data.
+- `estimates`, `estimate_rows`: a plan as data.
 - `suggestions`, `what_if`: what other options, more workers or faster links would give.
 - `script`: what a script trains.
 - `traced_step`: a step of a candidate, moment by moment.

@@ -10,12 +10,12 @@ import msgspec
 from paceline.cluster.workload import CodingTimes
 from paceline.compression import full_spec
 from paceline.core.method_spec import read_spec
+from paceline.tools.plan.estimate_rows import Scale
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.merged_tensors import coarse
 from paceline.tools.plan.predict import Job, Prediction
 from paceline.tools.plan.prediction_cost import cost
 from paceline.tools.plan.predictor import Predict, in_this_process
-from paceline.tools.plan.rows import Scale
 
 IN_FRONT = 1.2
 """Times the best of its class."""

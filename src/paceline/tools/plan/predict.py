@@ -36,7 +36,7 @@ from paceline.cluster.stand_in import stand_in
 from paceline.compression import warm_up_of
 from paceline.core.method_spec import read_spec
 from paceline.core.settings import Settings
-from paceline.core.start import Subject, train
+from paceline.core.training_setup import Subject, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, Runtime
 from paceline.records import Journal, StepRecord

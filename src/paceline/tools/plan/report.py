@@ -20,7 +20,7 @@ from paceline.tools.plan.suggestions import Helps
 from paceline.tools.plan.tables import MEANS
 from paceline.tools.plan.what_if import Point
 from paceline.tools.report.colours import COLOURS
-from paceline.tools.report.model import (
+from paceline.tools.report.report_model import (
     Bar,
     Bars,
     Cell,

@@ -26,7 +26,9 @@ from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
+from paceline.tools.plan.candidate_order import rough
 from paceline.tools.plan.candidates import Candidate, crossed, first
+from paceline.tools.plan.estimate_rows import Scale
 from paceline.tools.plan.estimates import LeftOut, Plan
 from paceline.tools.plan.lower_bound import alone, limit_seconds
 from paceline.tools.plan.merged_tensors import coarse
@@ -40,8 +42,6 @@ from paceline.tools.plan.predict import (
 )
 from paceline.tools.plan.prediction_cost import Budget, cost, usual_seconds
 from paceline.tools.plan.predictor import Predict, in_processes
-from paceline.tools.plan.promise import rough
-from paceline.tools.plan.rows import Scale
 from paceline.tools.plan.suggestions import DDP
 
 HOPELESS = 1.5

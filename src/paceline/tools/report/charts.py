@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup, escape
 
-from paceline.tools.report.model import Chart, Panel, Series
+from paceline.tools.report.report_model import Chart, Panel, Series
 
 WIDTH, HEIGHT = 240, 180
 LEFT, RIGHT, TOP, BOTTOM = 40, 12, 8, 34

@@ -1,6 +1,6 @@
 """A page as one file: no request leaves it, and its own script is the only one that runs.
 
-What it shows are `paceline.tools.report.model`; ``page.html`` says how each looks, ``page.css`` in
+What it shows are `paceline.tools.report.report_model`; ``page.html`` says how each looks, ``page.css`` in
 which colours, ``page.js`` and ``timeline.js`` what people can do with it. Tables, bars and charts
 are there without any script.
 """
@@ -21,7 +21,7 @@ from markupsafe import Markup
 from paceline.errors import UsageError
 from paceline.tools.report.charts import marker, panels_of
 from paceline.tools.report.colours import COLOURS, GRID, GROUND, INK
-from paceline.tools.report.model import (
+from paceline.tools.report.report_model import (
     Bar,
     Bars,
     Chart,

@@ -15,7 +15,7 @@ from paceline.parameter_server.state_machine.barriers import HOW_TO_LOAD, Meetin
 from paceline.parameter_server.state_machine.replies import Answers
 from paceline.parameter_server.state_machine.shard import HeldShard
 from paceline.parameter_server.state_machine.store import State
-from paceline.parameter_server.state_machine.untrained import HeldRest
+from paceline.parameter_server.state_machine.untrained_tensors import HeldRest
 
 
 class Loads:

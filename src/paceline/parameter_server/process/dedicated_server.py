@@ -27,7 +27,7 @@ from paceline.interfaces import (
 )
 from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Done, Introduce, Refused, Reply, Request
-from paceline.parameter_server.process import kinds
+from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.process.monitors import make_machine
 from paceline.transport.listener import Listener, Shell
 from paceline.transport.peers import PeerAddress
@@ -148,8 +148,8 @@ class Dedicated:
             )
         if not 0 <= words.number < len(names):
             raise UsageError(f"introduce: there is no service {words.number}")
-        if words.kind not in kinds.KINDS:
-            known = ", ".join(kinds.KINDS)
+        if words.kind not in service_registry.KINDS:
+            known = ", ".join(service_registry.KINDS)
             raise UsageError(f"introduce: expected a kind among {known}")
         name = names[words.number]
         start = Start(
@@ -158,7 +158,7 @@ class Dedicated:
             services=tuple(names),
             peers=tuple(other for other in names if other != name),
         )
-        return kinds.make(words.kind, start)
+        return service_registry.make(words.kind, start)
 
     def _meet(self, words: Introduce) -> None:
         name = words.services[words.number]

@@ -20,7 +20,6 @@ from paceline.core.backward_passes import Passes
 from paceline.core.batch_weights import Weights
 from paceline.core.compressed_average import Codes
 from paceline.core.delayed_participation import Agreement
-from paceline.core.faults import Faults
 from paceline.core.group_participation import GroupCalls
 from paceline.core.lazy_parameters import Uses
 from paceline.core.method_hooks import MethodHooks
@@ -36,6 +35,7 @@ from paceline.core.settings import Settings
 from paceline.core.step import Steps
 from paceline.core.step_listeners import Observers
 from paceline.core.sync import SharedBuffers, broadcast_tensors
+from paceline.core.training_errors import Faults
 from paceline.interfaces import CodingStage, Compressor, Message, Method, Runtime
 from paceline.parameter_server.client.compression import Charge
 from paceline.parameter_server.client.load_hooks import Loading

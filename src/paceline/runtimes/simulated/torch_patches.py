@@ -18,8 +18,8 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
-from paceline.runtimes.own_processes import STARTERS, refuse
 from paceline.runtimes.simulated.process_group import BACKEND
+from paceline.runtimes.spawn_check import STARTERS, refuse
 
 
 @contextmanager

@@ -13,8 +13,8 @@ import torch
 
 from paceline.collectives.communicator import TorchComm
 from paceline.core.settings import Settings
-from paceline.core.start import Subject
 from paceline.core.training import Training
+from paceline.core.training_setup import Subject
 from paceline.tools.auto.agreement import Exchange
 from paceline.tools.auto.config import FIRST, Auto
 from paceline.tools.auto.controller import Program

@@ -39,7 +39,7 @@ from paceline.interfaces import (
 )
 from paceline.methods.local_updates.fragments import LocalState, make_parts
 from paceline.methods.local_updates.groups import own_group
-from paceline.methods.local_updates.moments import require_moments
+from paceline.methods.local_updates.optimizer_state import require_moments
 from paceline.methods.local_updates.options import Options
 from paceline.methods.local_updates.rounds import land, send
 from paceline.methods.local_updates.saved_state import load, redistributed, saved

@@ -16,7 +16,7 @@ from paceline.cluster import (
     cluster_toml,
     parse_cluster,
 )
-from paceline.cluster.rules import Rule, cut, kill, repair, throttle
+from paceline.cluster.network_rules import Rule, cut, kill, repair, throttle
 from paceline.errors import (
     ClusterError,
     DeadlockError,

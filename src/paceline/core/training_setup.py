@@ -28,11 +28,11 @@ from paceline.core.initial_sync import check_same_everywhere, describe
 from paceline.core.method_hooks import check_declared, check_hooks
 from paceline.core.method_spec import brief_spec, compressed, own_compression
 from paceline.core.optimizer import DistributedOptimizer
-from paceline.core.parts import MakeRemote
 from paceline.core.sampler import Sampler
 from paceline.core.settings import Settings
 from paceline.core.sync import broadcast_tensors
 from paceline.core.training import Training
+from paceline.core.training_parts import MakeRemote
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Collective,

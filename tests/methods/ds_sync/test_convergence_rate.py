@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.methods.ds_sync.mixing import (
+from paceline.methods.ds_sync.convergence_rate import (
     describe,
     matrix,
     period_matrix,

@@ -1,4 +1,4 @@
-"""``python -m paceline.parameter_server.process.pool``: a worker's service process, for all its trainings.
+"""``python -m paceline.parameter_server.process.service_processes``: a worker's service process, for all its trainings.
 
 A script may call ``distribute`` many times, and a process that imports torch takes seconds
 to start: so one process runs them all, each on a thread and a port of its own. Each line of input
@@ -28,7 +28,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import AnyServer
 from paceline.interfaces.server import Start
 from paceline.parameter_server.groups.server import GroupServer
-from paceline.parameter_server.process import kinds
+from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.process.control import Introduction, Order, Place
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.timeouts import timeouts
@@ -65,7 +65,7 @@ class Pool:
         """One more, which ends with its training."""
         start = Start(order.name, order.workers, order.services, order.peers)
         try:
-            machine = kinds.make(order.kind, start)
+            machine = service_registry.make(order.kind, start)
             shell = Shell(
                 machine,
                 order.bind,

@@ -12,9 +12,9 @@ import torch
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Join, Leave, Load, Pull, Push, Unit
-from paceline.parameter_server.process import kinds
+from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.process.control import Introduction, Order
-from paceline.parameter_server.process.pool import Pool
+from paceline.parameter_server.process.service_processes import Pool
 from paceline.transport.connection import RemoteServer
 from tests.support.processes import wait_until
 from tests.support.server_jobs import SECONDS, TOKEN, time_limit
@@ -44,14 +44,14 @@ def _limit():
 @pytest.fixture
 def machines(monkeypatch):
     """Weak references to the state machines of services, as they start."""
-    made, make = [], kinds.make
+    made, make = [], service_registry.make
 
     def noting(*arguments):
         machine = make(*arguments)
         made.append(weakref.ref(machine))
         return machine
 
-    monkeypatch.setattr(kinds, "make", noting)
+    monkeypatch.setattr(service_registry, "make", noting)
     return made
 
 
@@ -180,4 +180,4 @@ def test_a_service_that_has_ended_is_not_introduced(pool, machines):
 
 def test_an_unknown_kind_of_service_is_refused():
     with pytest.raises(UsageError, match=r"kind of service 'sever'.*Did you mean"):
-        kinds.make("sever", Start("server 0", 1))
+        service_registry.make("sever", Start("server 0", 1))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from paceline.core.parts import Parts
+    from paceline.core.training_parts import Parts
     from paceline.interfaces import State
 
 
