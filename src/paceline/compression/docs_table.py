@@ -12,7 +12,7 @@ _HEAD = """# Compressors
 Made by `paceline list compressors` from the registry; do not edit. What each costs and gains is in
 [compression.md](compression.md). What is sent of a mean of gradients:
 `distribute(compression="int8:error_feedback=true")`, or `--method bsp:compression=int8,compression.error_feedback=true`.
-*Class*: what a mean of gradients so coded promises ([plan.md](plan.md#classes)).
+*Consistency*: what a mean of gradients so coded promises ([plan.md](plan.md#classes)).
 A gradient is divided by the number of workers (or weighted by its samples) before it is coded.
 
 *Linear*: sums of codes are codes of sums, so codes are all-reduced; others are gathered, and every worker adds up

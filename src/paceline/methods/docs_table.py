@@ -13,8 +13,8 @@ from paceline.spec import parse
 _HEAD = """# Methods
 
 Made by `paceline list methods` from the registry; do not edit. *Updates on*: where the optimizer
-runs. *Class*: what becomes of a gradient, with the settings of the row; a code or a collective can weaken
-it ([plan.md](plan.md#classes)). *Gradient seen*: what `.grad` holds between `backward()` and `step()`. *Clips*: whose norm
+runs. *Consistency*: what becomes of a gradient, with the settings of the row; a code or a collective can weaken
+it ([plan.md](plan.md#classes)). *Visible gradient*: what `.grad` holds between `backward()` and `step()`. *Clips*: whose norm
 `distribute(clip_norm=...)` limits, that of the mean gradient, or of each worker's own before it is sent.
 
 | method | consistency | keys | updates on | visible gradient | clips | waits for | sends | guarantees |
