@@ -40,9 +40,9 @@ from paceline.units import show_bytes, show_rate, show_seconds
 
 _GREY = len(COLOURS) - 1
 LEGEND = (
-    "step = compute + waits (exposed communication); of limit: over the shortest step of any "
-    "exact mean; x one: samples a second over one machine's. ~: in a short run only, as too "
-    "slow in its class, or the budget is spent."
+    "step = compute + exposed communication. vs. bound: over the shortest step of any exact "
+    "average. vs. 1 machine: samples per second relative to one machine. ~: from a short run "
+    "only, since it is too slow in its class, or the budget is spent."
 )
 
 

@@ -99,8 +99,8 @@ def _grid(lines: Sequence[tuple[str, str]]) -> Table:
 def _print_everything(plan: Plan, console: Console) -> None:
     console.print(_all(plan))
     console.print(
-        "step = compute + waits (exposed communication); of limit: over the shortest step of "
-        "any exact mean; x one: samples a second over one machine's"
+        "step = compute + exposed communication. vs. bound: over the shortest step of any exact "
+        "average. vs. 1 machine: samples per second relative to one machine"
     )
     if plan.left_out:
         table = Table(title="left out")
