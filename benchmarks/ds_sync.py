@@ -112,7 +112,7 @@ WAYS = (
     Way("ds-sync, step", "ds-sync:overlap=step", "ds-sync, step", period=24),
     Way(
         "ds-sync, rare",
-        "ds-sync:overlap=forward,cross_every=4",
+        "ds-sync:overlap=forward,cross_rack_every=4",
         "ds-sync, rare",
         period=32,
         racks=True,

@@ -316,5 +316,5 @@ def plan_of(way, cell, workers):
         seed=method.seed,
         cluster=cell.cluster(workers),
         bytes=model_bytes(),
-        cross_every=method.cross_every,
+        cross_rack_every=method.cross_rack_every,
     )

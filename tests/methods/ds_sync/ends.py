@@ -16,7 +16,7 @@ METHODS = (
 )
 RULE = "wfbp"
 LAWS = {
-    "ds-sync:adjust=2,overlap=forward": (
+    "ds-sync:adjust_every=2,overlap=forward": (
         "uneven_data_ends",
         "leaving_after_backward_ends_with_one_model",
         "converges",

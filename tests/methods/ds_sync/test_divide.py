@@ -42,7 +42,7 @@ def test_any_cluster_is_divided_into_partitions_that_connect(cluster, data):
     options = {
         "size": data.draw(st.integers(2, len(members))),
         "seed": data.draw(st.integers(0, 5)),
-        "cross_every": data.draw(st.integers(1, 3)),
+        "cross_rack_every": data.draw(st.integers(1, 3)),
     }
     payload = data.draw(st.sampled_from([0, 1e3, 1e8]))
     phases = divide(members, cluster, payload, **options)
@@ -51,7 +51,7 @@ def test_any_cluster_is_divided_into_partitions_that_connect(cluster, data):
     assert len(parts(phases)) == 1
     assert period_rate(Plan(phases)) < 1 - 1e-6
     assert phases == divide(members[::-1], cluster, payload, **options)
-    assert len(phases) <= 60 * options["cross_every"]
+    assert len(phases) <= 60 * options["cross_rack_every"]
 
 
 @given(any_cluster, st.integers(0, 5))
@@ -186,7 +186,7 @@ def test_slow_hosts_do_not_cross():
 
 def test_racks_meet_as_seldom_as_asked():
     cluster = racks(2, 4)
-    phases = divide(range(8), cluster, PAYLOAD, cross_every=3)
+    phases = divide(range(8), cluster, PAYLOAD, cross_rack_every=3)
     meet = [crossing(cluster, groups)[0] for groups in phases]
     assert meet == [1, 0, 0] * (len(phases) // 3)
     assert all(sorted(map(len, groups)) == [4, 4] for groups in phases[1::3])

@@ -125,7 +125,7 @@ def test_swa_that_begins_after_the_end_changes_nothing_and_that_is_said(capsys):
         ("ds-sync:size=5", "groups of 2 to 4 workers"),
         ("ds-sync:swa_every=0", "1 or more steps"),
         ("ds-sync:swa_from=-2", "-1 for"),
-        ("ds-sync:adjust=-1", "0 for none"),
+        ("ds-sync:adjust_every=-1", "0 for none"),
         ("ds-sync:shuffle=deck", "digits"),
     ],
 )

@@ -16,7 +16,7 @@ SLOW = 3
 """Its link has an eighth of its bandwidth from step `SINCE` on."""
 SINCE = 20
 INTERVAL = 10
-METHOD = f"ds-sync:size=4,adjust={INTERVAL}"
+METHOD = f"ds-sync:size=4,adjust_every={INTERVAL}"
 
 
 def two_racks(*rules: Rule) -> Cluster:
@@ -84,7 +84,9 @@ def test_a_host_that_becomes_slow_is_put_into_pairs_and_steps_are_shorter(overla
     assert sizes[1] == {2}
     # On the slow link a pair sends the model once, and four of a ring once and a half; it was
     # in the one and in the other by turns.
-    *_, stays = train(THROTTLED, method.replace(f"adjust={INTERVAL}", "adjust=0"))
+    *_, stays = train(
+        THROTTLED, method.replace(f"adjust_every={INTERVAL}", "adjust_every=0")
+    )
     window = 15
     slow = stays[-1] - stays[-1 - window]
     fast = ends[-1] - ends[-1 - window]
@@ -137,5 +139,5 @@ def test_groups_that_were_asked_for_by_name_are_not_adjusted():
     with pytest.raises(Exception, match="stay as they are"):
         paceline.distribute(
             *(model := Walk(), torch.optim.SGD(model.parameters(), lr=1.0)),
-            method="ds-sync:shuffle=digits,adjust=10",
+            method="ds-sync:shuffle=digits,adjust_every=10",
         )

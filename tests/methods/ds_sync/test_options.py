@@ -10,9 +10,9 @@ from paceline.errors import UsageError
     ("keys", "words"),
     [
         ("swa_every=2", "swa_from with it"),
-        ("cross_every=0", "1 or more phases"),
-        ("cross_every=2,shuffle=digits", "know of no racks"),
-        ("adjust=5,shuffle=digits", "stay as they are"),
+        ("cross_rack_every=0", "1 or more phases"),
+        ("cross_rack_every=2,shuffle=digits", "know of no racks"),
+        ("adjust_every=5,shuffle=digits", "stay as they are"),
     ],
 )
 def test_what_would_count_for_nothing_is_refused(keys, words):
@@ -22,7 +22,11 @@ def test_what_would_count_for_nothing_is_refused(keys, words):
 
 @pytest.mark.parametrize(
     "keys",
-    ["swa_from=0,swa_every=2", "cross_every=2", "cross_every=2,shuffle=topology"],
+    [
+        "swa_from=0,swa_every=2",
+        "cross_rack_every=2",
+        "cross_rack_every=2,shuffle=topology",
+    ],
 )
 def test_what_counts_is_not(keys):
     read_spec(f"ds-sync:{keys}")

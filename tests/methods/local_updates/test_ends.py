@@ -32,7 +32,7 @@ from tests.support.tables import crossed
         "hierarchical-local-sgd:every=6,group=2,group_every=2",
         "slowmo:every=3",
         "diloco:every=3",
-        "streaming-diloco:every=3,fragments=1,delay=0,mixing=0",
+        "streaming-diloco:every=3,fragments=1,delay=0,keep_local=0",
     ],
 )
 def test_where_nobody_has_trained_since_the_last_mean_the_end_moves_nothing(method):
@@ -49,7 +49,7 @@ def test_a_last_round_that_is_not_full_is_a_plain_mean(method):
 
 def test_what_is_under_way_at_the_end_is_used():
     """Sent after step 4, it would be there after step 7; training ends after step 5."""
-    method = "streaming-diloco:every=4,fragments=1,delay=3,mixing=0"
+    method = "streaming-diloco:every=4,fragments=1,delay=3,keep_local=0"
     gone_on = train(method, 2, 7)
     for ended in train(method, 2, 5):
         assert not torch.equal(ended.end, ended.steps[-1])
@@ -133,7 +133,7 @@ def test_a_restart_anywhere_in_a_round_changes_no_bit(method, at, tmp_path):
     [
         "diloco:every=2",
         "local-sgd:every=3",
-        "streaming-diloco:every=4,fragments=1,delay=2,mixing=0",
+        "streaming-diloco:every=4,fragments=1,delay=2,keep_local=0",
     ],
 )
 def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(

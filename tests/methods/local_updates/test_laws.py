@@ -316,9 +316,9 @@ METHODS = [
     "diloco:every=3",
     "diloco:every=4,group=2,group_every=2",
     "streaming-diloco:every=4,fragments=2,delay=1",
-    "streaming-diloco:every=4,fragments=1,delay=2,mixing=0,nesterov=false,"
+    "streaming-diloco:every=4,fragments=1,delay=2,keep_local=0,nesterov=false,"
     "outer_learning_rate=1,outer_momentum=0",
-    "streaming-diloco:every=4,fragments=4,delay=0,mixing=0.3",
+    "streaming-diloco:every=4,fragments=4,delay=0,keep_local=0.3",
 ]
 
 

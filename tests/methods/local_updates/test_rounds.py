@@ -57,7 +57,7 @@ def test_post_local_sgd_has_rounds_in_each_step_at_first():
 
 def test_a_fragment_travels_in_its_turn():
     """Of 12, 5 and 1 elements."""
-    method = "streaming-diloco:every=6,fragments=3,delay=0,mixing=0"
+    method = "streaming-diloco:every=6,fragments=3,delay=0,keep_local=0"
     for own in sent(method, 2, 12):
         assert own[::2] == [0] * 6
         small = [one - WEIGHTS for one in own[1::2]]
@@ -106,7 +106,7 @@ def test_a_group_that_averages_in_each_step_is_one_worker():
 def test_one_fragment_without_delay_and_mixing_is_diloco():
     outer = "outer_learning_rate=0.7,outer_momentum=0.9"
     streaming = train(
-        f"streaming-diloco:every=3,fragments=1,delay=0,mixing=0,{outer}", 3, 8
+        f"streaming-diloco:every=3,fragments=1,delay=0,keep_local=0,{outer}", 3, 8
     )
     diloco = train(f"diloco:every=3,{outer}", 3, 8)
     for one, other in zip(streaming, diloco, strict=True):
@@ -114,7 +114,7 @@ def test_one_fragment_without_delay_and_mixing_is_diloco():
 
 
 def test_who_mixes_in_nothing_is_never_synchronised():
-    mixing = train("streaming-diloco:every=2,fragments=2,delay=0,mixing=1", 2, 6)
+    mixing = train("streaming-diloco:every=2,fragments=2,delay=0,keep_local=1", 2, 6)
     never = train("local-sgd:every=100", 2, 6)
     for one, other in zip(mixing, never, strict=True):
         assert apart(one.steps, other.steps) == 0
@@ -123,7 +123,7 @@ def test_who_mixes_in_nothing_is_never_synchronised():
 def test_each_parameter_is_synchronised_once_in_a_round():
     """Four tensors, two of them in a fragment; each is equal on both workers just after its
     turn, and at no other time."""
-    method = "streaming-diloco:every=4,fragments=2,delay=0,mixing=0"
+    method = "streaming-diloco:every=4,fragments=2,delay=0,keep_local=0"
     first, second = train(method, 2, 12)
     sizes = [p.numel() for p in first.model.parameters()]
     equal = [
@@ -155,7 +155,7 @@ def test_a_mean_is_used_so_many_steps_after_it_was_sent():
         return model() * (1 + 2 * rank)
 
     method = (
-        "streaming-diloco:every=4,fragments=1,delay=2,mixing=0.5,"
+        "streaming-diloco:every=4,fragments=1,delay=2,keep_local=0.5,"
         "outer_learning_rate=1,outer_momentum=0,nesterov=false"
     )
     keys = {"make": counting, "loss": loss, "optimizer": sgd}

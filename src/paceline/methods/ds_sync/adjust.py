@@ -99,7 +99,7 @@ def _again(
         seed=plan.seed,
         cluster=cluster,
         bytes=payload,
-        cross_every=plan.cross_every,
+        cross_rack_every=plan.cross_rack_every,
         version=plan.version + 1,
         begins=begins,
         contention=contention,

@@ -41,7 +41,9 @@ class Contention:
             first += rack.hosts
         return dataclasses.replace(cluster, racks=tuple(racks))
 
-    def cross_every(self, asked: int, members: Sequence[int], cluster: Cluster) -> int:
+    def cross_rack_every(
+        self, asked: int, members: Sequence[int], cluster: Cluster
+    ) -> int:
         """Racks meet in every so-manieth phase, where without contention they would in every
         *asked*: what an uplink has lost is first taken from the number of groups that cross it
         together, and then from how often any does."""

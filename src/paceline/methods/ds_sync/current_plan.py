@@ -76,7 +76,7 @@ class CurrentPlan:
             seed=options.seed,
             cluster=run.cluster,
             bytes=self._bytes,
-            cross_every=options.cross_every,
+            cross_rack_every=options.cross_rack_every,
             version=version,
             begins=run.step,
             contention=contention,
@@ -93,7 +93,7 @@ class CurrentPlan:
     @property
     def _asked(self) -> list[Any]:
         options = self._options
-        return [options.shuffle, options.size, options.seed, options.cross_every]
+        return [options.shuffle, options.size, options.seed, options.cross_rack_every]
 
     def save(self) -> dict[str, Any]:
         plan, contention = self.plan, self.plan.contention
@@ -127,6 +127,6 @@ class CurrentPlan:
             options.shuffle,
             saved["size"],
             options.seed,
-            options.cross_every,
+            options.cross_rack_every,
             contention,
         )

@@ -87,13 +87,13 @@ def divide(
     *,
     size: int = 2,
     seed: int = 0,
-    cross_every: int = 1,
+    cross_rack_every: int = 1,
 ) -> tuple[Groups, ...]:
     """The phases for *members* on *cluster*: see above.
 
     *size*: workers in a group where links are not scarce, and the fewest in one inside a rack
     where they are. *bytes* are averaged in each step; *seed* shuffles who is in which
-    group of a rack. *cross_every*: racks meet in each phase, or in every so-manieth (racks of
+    group of a rack. *cross_rack_every*: racks meet in each phase, or in every so-manieth (racks of
     two at least in every second): faster where the uplink is the limit, and agreeing more
     slowly.
 
@@ -105,7 +105,7 @@ def divide(
         site.crossings >= site.count for site in sites
     ):
         return grid(sites, size)
-    return _Division(sites, bytes, size, seed, cross_every).phases()
+    return _Division(sites, bytes, size, seed, cross_rack_every).phases()
 
 
 def is_uneven(members: Sequence[int], cluster: Cluster) -> bool:

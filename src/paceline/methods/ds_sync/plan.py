@@ -27,7 +27,7 @@ SHUFFLES = ("auto", "digits", "topology")
 class Plan:
     """Phases in turn, from step *begins* on; *version* counts the plans of a run.
 
-    *shuffle*, *size*, *seed* and *cross_every* are what was asked for, *contention* what the
+    *shuffle*, *size*, *seed* and *cross_rack_every* are what was asked for, *contention* what the
     network was taken to be: what a later plan is made from. Raises `UsageError` for a phase that
     is no partition of *members* (left out: those of the first phase), or with a group of one.
     """
@@ -39,7 +39,7 @@ class Plan:
     shuffle: str = "digits"
     size: int = 2
     seed: int = 0
-    cross_every: int = 1
+    cross_rack_every: int = 1
     contention: Contention = NONE
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ def make_plan(
     seed: int = 0,
     cluster: Cluster | None = None,
     bytes: float = 0,  # noqa: A002 - as in the interfaces
-    cross_every: int = 1,
+    cross_rack_every: int = 1,
     version: int = 0,
     begins: int = 0,
     contention: Contention = NONE,
@@ -82,7 +82,7 @@ def make_plan(
     """The plan for *members*, workers by their rank.
 
     *shuffle*: ``digits``: see `paceline.methods.ds_sync.shuffle`; ``topology``: made for the
-    *cluster*, with *contention* on its links: see `divide`, also for *cross_every*; ``auto``: ``topology`` where the cluster has several racks or a slow host,
+    *cluster*, with *contention* on its links: see `divide`, also for *cross_rack_every*; ``auto``: ``topology`` where the cluster has several racks or a slow host,
     else ``digits``. *size*: workers in a group; where it does not divide them, groups are as
     equal as can be, and an odd worker makes a group of three. *bytes* are averaged in each
     step. One worker alone has a plan, too: nothing to average.
@@ -95,8 +95,10 @@ def make_plan(
         raise UsageError(unknown("value for shuffle", shuffle, SHUFFLES))
     ordered = tuple(sorted(set(members)))
     designs.check_size(size, len(ordered))
-    if cross_every < 1:
-        raise UsageError(f"cross_every: expected 1 or more phases, got {cross_every}")
+    if cross_rack_every < 1:
+        raise UsageError(
+            f"cross_rack_every: expected 1 or more phases, got {cross_rack_every}"
+        )
     phases: tuple[Groups, ...]
     if len(ordered) <= 1:
         phases = ((ordered,),) if ordered else ()
@@ -109,12 +111,20 @@ def make_plan(
             only_uneven=shuffle == "auto",
             size=size,
             seed=seed,
-            cross_every=cross_every,
+            cross_rack_every=cross_rack_every,
         )
     else:
         phases = designs.digits(ordered, size)
     plan = Plan(
-        phases, version, begins, ordered, shuffle, size, seed, cross_every, contention
+        phases,
+        version,
+        begins,
+        ordered,
+        shuffle,
+        size,
+        seed,
+        cross_rack_every,
+        contention,
     )
     check_connected(plan)
     return plan
@@ -130,13 +140,15 @@ def _for_network(
     only_uneven: bool,
     size: int,
     seed: int,
-    cross_every: int,
+    cross_rack_every: int,
 ) -> tuple[Groups, ...]:
     network = contention.on(cluster)
     if only_uneven and not is_uneven(members, network):
         return designs.digits(members, size)
-    every = contention.cross_every(cross_every, members, cluster)
-    return divide(members, network, payload, size=size, seed=seed, cross_every=every)
+    every = contention.cross_rack_every(cross_rack_every, members, cluster)
+    return divide(
+        members, network, payload, size=size, seed=seed, cross_rack_every=every
+    )
 
 
 def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Cluster:

@@ -39,8 +39,8 @@ class GroupWorker:
         self._trajectory = Trajectory()
         self._snapshot_due = False
         self._times: GroupTimes | None = None
-        if options.adjust and run.comm.size > 1:
-            self._times = GroupTimes(run, options.adjust)
+        if options.adjust_every and run.comm.size > 1:
+            self._times = GroupTimes(run, options.adjust_every)
 
     def _make_shares(self, run: Run) -> Shares:
         run.set_period(len(self.current.plan.phases))

@@ -28,7 +28,7 @@ class Options:
     is kept in units of the inner learning rate, and decays with that. *group*: who averages
     every *group_every* steps in between: ``"rack"``, ``"host"``, or so many workers, in order
     of ranks; ``"all"``: nobody does. *fragments* (P): so many parts of the model travel by turns, each every H steps.
-    *delay* (tau): a mean is used so many steps after it was sent. *mixing* (alpha): how much
+    *delay* (tau): a mean is used so many steps after it was sent. *keep_local* (alpha): how much
     of its own parameters a worker keeps then. *state*: what the inner optimizer keeps
     (momentum, Adam's moments) stays each worker's own, or is averaged in each round, too.
     """
@@ -48,7 +48,7 @@ class Options:
     group_every: int = 1
     fragments: int = 1
     delay: int = 0
-    mixing: float = 0.0
+    keep_local: float = 0.0
     state: OptimizerState = "local"
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Options:
     def keeps_anchor(self) -> bool:
         """Whether workers keep the parameters with which a round has begun: else a round's
         result is the mean itself."""
-        late = self.mixing > 0 or self.delay > 0
+        late = self.keep_local > 0 or self.delay > 0
         return self.is_outer or late or self.differences
 
     @property
@@ -154,8 +154,10 @@ class Options:
                 f"fragment leaves. Take delay={self.turn - 1}, fewer fragments or longer "
                 "rounds",
             )
-        if not 0 <= self.mixing <= 1:
-            raise self._wrong("mixing", "expected 0 (the mean alone) to 1 (own alone)")
+        if not 0 <= self.keep_local <= 1:
+            raise self._wrong(
+                "keep_local", "expected 0 (the mean alone) to 1 (own alone)"
+            )
         if self.delay and self.state == "average":
             raise self._wrong(
                 "state",

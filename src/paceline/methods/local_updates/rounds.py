@@ -137,7 +137,7 @@ def land(
             _outer(options, state, run, part, index)
         flat = part.parameters[index]
         flat.buffer.copy_(part.anchors[index])
-        _put(flat, 0.0 if plain else options.mixing)
+        _put(flat, 0.0 if plain else options.keep_local)
 
 
 def _send_without_code(part: Part, run: Run, share: float) -> None:

@@ -8,7 +8,7 @@ after it was sent, so that nobody waits for it; then a worker keeps a part alpha
 
 The peak of what a link carries is the largest fragment, so they are of about one size.
 What a worker has done in the `delay` steps before a mean comes is lost but for the part that
-it keeps (`mixing`); that part counts in the next round's change once more. Defaults: tau 5,
+it keeps (`keep_local`); that part counts in the next round's change once more. Defaults: tau 5,
 alpha 0.5, H 100, outer learning rate 0.4 and momentum 0.9, as in the paper; its 4-bit codes
 are `compression=`'s business.
 
@@ -42,4 +42,4 @@ class StreamingDiLoCo(LocalUpdates):
     nesterov: bool = True
     fragments: int = 4
     delay: int = 5
-    mixing: float = 0.5
+    keep_local: float = 0.5

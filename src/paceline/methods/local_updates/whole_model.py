@@ -34,7 +34,7 @@ def settle(options: Options, state: LocalState, run: Run) -> None:
                 flat.put()
             if options.keeps_anchor:
                 part.take_anchor()
-        elif options.mixing:
+        elif options.keep_local:
             part.put_anchor()
         for momentum in part.momenta:
             momentum.zero_()
