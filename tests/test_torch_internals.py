@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from paceline import torch_internals
@@ -475,6 +476,22 @@ def test_register_python_backend(created):
 def test_group_id_of(created):
     made, [(distributed, _)] = created
     assert torch_internals.group_id_of(distributed) == c10d._world.pg_names[made]
+
+
+# ---- profiler ----
+
+
+def test_profiled():
+    with torch_internals.profiled("before"):
+        pass
+    with (
+        profile(activities=[ProfilerActivity.CPU]) as seen,
+        torch_internals.profiled("within"),
+    ):
+        torch.ones(2).sum()
+    names = {event.name for event in seen.events()}
+    assert "within" in names
+    assert "before" not in names
 
 
 # ---- all of them ----

@@ -184,10 +184,10 @@ def test_compare_in_the_real_runtime(tmp_path):
         ),
         (["compare", LAYERS, "--method=bsp", "--until=loss"], "METRIC=VALUE"),
         (
-            ["compare", LAYERS, "--consistency=exact,late"],
+            ["compare", LAYERS, "--consistency=exact,delayed"],
             "--consistency exact --consistency delayed",
         ),
-        (["compare", LAYERS, "--consistency=lat"], "Did you mean 'late'"),
+        (["compare", LAYERS, "--consistency=delay"], "Did you mean 'delayed'"),
         (["compare", LAYERS, "--method", "bsp", "--method", "bps"], "unknown method"),
         (
             ["compare", LAYERS, "--method=bsp", "--runtime=real", "--link=1gbit"],

@@ -65,7 +65,7 @@ def test_what_is_refused(folder):
     assert "--cluster describes" in refused("--cluster", "slow.toml", "train.py")
     assert "--nnodes=2 means nothing" in refused("--runtime", "simulated", "--nnodes=2")
     assert "or more" in refused("--runtime", "simulated", "--workers", "1")
-    assert "did you mean '--runtime'" in refused("--wrld", "simulated")
+    assert "did you mean '--runtime'" in refused("--runtme", "simulated")
     assert "--steps" in refused("--runtime", "simulated", "--steps", "0", "train.py")
 
 

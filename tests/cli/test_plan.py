@@ -45,7 +45,7 @@ def refused(*words):
 
 
 def test_what_is_refused(script, tmp_path):
-    assert "Did you mean 'late'" in refused(script, "--consistency", "lat")
+    assert "Did you mean 'delayed'" in refused(script, "--consistency", "delay")
     assert "--budget" in refused(script, "--budget", "0")
     assert "leave --cluster" in refused(script, "--probe", "--link", "1gbit")
     assert "without --probe" in refused("--nnodes", "2", script)

@@ -64,7 +64,7 @@ def test_make(text, compressor):
         ("int9", "unknown compression 'int9'. Did you mean 'int8'? Known: bf16, "),
         (
             "int8:bits=4",
-            "compression 'int8': unknown key 'bits'. Known: decay, warmup_steps, residuals, rounding",
+            "compression 'int8': unknown key 'bits'. Known: decay, error_feedback, rounding, warmup_steps",
         ),
         (
             "qsgd:error_feedback=true",

@@ -104,7 +104,7 @@ def test_all_that_is_sent_needs_no_places():
 
 
 @pytest.mark.parametrize("chunk", [0, 100])
-@pytest.mark.parametrize("bits", [32, 16, 4, 2])
+@pytest.mark.parametrize("bits", [32, 2])
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_a_code_is_what_it_was(dtype, bits, chunk):
     """Places always, values up to their bits; of the size that was said."""
@@ -114,7 +114,7 @@ def test_a_code_is_what_it_was(dtype, bits, chunk):
     picked = [(at, values[at]) for at, values in zip(places, tensors, strict=True)]
     code = coded(picked, cuts, bits)
     assert code.numel() == size_of(cuts, dtype, bits)
-    worst = {32: 0, 16: 2**-8, 4: 0.15, 2: 0.5}[bits]
+    worst = {32: 0, 2: 0.5}[bits]
     for (at, values), (there, arrived) in zip(
         picked, opened(code, cuts, dtype, bits), strict=True
     ):

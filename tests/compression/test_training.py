@@ -301,7 +301,7 @@ def test_keys_of_a_spec():
         ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
         (
             "bsp:compression=int8,compression.bits=4",
-            "compression 'int8': unknown key 'bits'. Known: decay, warmup_steps, residuals, rounding",
+            "compression 'int8': unknown key 'bits'. Known: decay, error_feedback, rounding, warmup_steps",
         ),
         ("bsp:compression.rank=4", "without 'compression'"),
         (

@@ -70,9 +70,7 @@ class Run:
     @property
     def name(self) -> str:
         uneven = ", uneven" if self.uneven else ""
-        return (
-            f"{self.case.name}, workers {self.workers}, bucketing {self.rule}{uneven}"
-        )
+        return f"{self.case.name}, workers {self.workers}, buckets {self.rule}{uneven}"
 
 
 NOT_PORTABLE = ("compression=powersgd",)

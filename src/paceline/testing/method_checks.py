@@ -368,7 +368,7 @@ def run_checks(case: Case, rule: str) -> None:
     first that fails. Collective: every worker of that runtime calls it."""
     paceline.init()
     for check in checks_of(case, rule, paceline.world_size()):
-        with _named(f"{case.name}, bucketing {rule}, {check.name}"):
+        with _named(f"{case.name}, buckets {rule}, {check.name}"):
             check(case, rule)
 
 

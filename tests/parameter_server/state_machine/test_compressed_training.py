@@ -252,7 +252,7 @@ def seconds_of_a_step(answers, compression="largest", link=1e5, memory=1e15):
     def body(rank):
         model = Given()
         plain = torch.optim.SGD(model.parameters(), lr=LR)
-        options = {"answers": answers} if compression != "none" else {}
+        options = {"replies": answers} if compression != "none" else {}
         optimizer = paceline.distribute(
             model,
             plain,
@@ -423,7 +423,7 @@ def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
     left nothing out.)"""
     options = {
         "compression": "largest:error_feedback=true",
-        "answers": answers,
+        "replies": answers,
     }
     ends = {}
 
@@ -509,8 +509,8 @@ def test_residuals_of_other_parts_are_refused_in_words():
             "means something only among those of all workers",
         ),
         (
-            {"method": "asp", "compression": "largest", "answers": "some"},
-            "unknown value for answers 'some'",
+            {"method": "asp", "compression": "largest", "replies": "some"},
+            "unknown value for replies 'some'",
         ),
         (
             {

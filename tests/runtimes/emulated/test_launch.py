@@ -308,7 +308,6 @@ def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path, monkeypatch):
     ("words", "message"),
     [
         ((), "expected a script: paceline emulate"),
-        (("--check",), "it is now a command of its own, paceline check"),
         (("nothing.py",), "there is no script nothing.py"),
         pytest.param((LAYERS, "--link=0mbit"), "above zero", marks=pytest.mark.slow),
         pytest.param(

@@ -352,7 +352,7 @@ def test_deadlock_names_the_call_and_who_has_not_made_it() -> None:
     for rank in (0, 2):
         assert (
             f"worker {rank} waits for all_reduce(SUM, float32[2]), operation 1 on group "
-            "'runtime'; not called by worker 1"
+            "'world'; not called by worker 1"
         ) in message
     assert "worker 1 has ended" in message
 
@@ -364,7 +364,7 @@ def test_deadlock_of_a_receive_names_its_source() -> None:
 
     with pytest.raises(DeadlockError) as caught:
         run(3, body)
-    expected = "worker 2 waits for receive from worker 0, tag 5, on group 'runtime'"
+    expected = "worker 2 waits for receive from worker 0, tag 5, on group 'world'"
     assert expected in str(caught.value)
 
 
@@ -419,7 +419,7 @@ def test_mismatched_collectives_name_both_workers_and_calls(
     with pytest.raises(CollectiveMismatchError) as caught:
         run(3, body)
     message = str(caught.value)
-    assert "operation 1 on group 'runtime'" in message
+    assert "operation 1 on group 'world'" in message
     for worker, call in zip((0, 2), said, strict=True):
         assert f"worker {worker} called {call}" in message
 

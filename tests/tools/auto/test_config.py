@@ -27,7 +27,7 @@ def test_a_class_allows_all_stronger_ones_and_never_asynchronous():
     [
         ("auto:consistency=asynchronous", "name the method"),
         ("auto:consistency=fast", "fast"),
-        ("auto:qualty=late", "Did you mean 'consistency'"),
+        ("auto:consistncy=delayed", "Did you mean 'consistency'"),
         ("auto:compression=int8", "what it chooses"),
         ("auto:budget=5", "budget"),
     ],

@@ -125,10 +125,10 @@ def test_a_machine_knows_its_own_interfaces():
     [
         ({"device/vendor": "1"}, "ethernet"),
         ({"device/vendor": "1", "wireless/status": "0"}, "wireless"),
-        ({"bridge/bridge_id": "1"}, "simulated"),
-        ({"tun_flags": "0x1001"}, "simulated"),
+        ({"bridge/bridge_id": "1"}, "virtual"),
+        ({"tun_flags": "0x1001"}, "virtual"),
         ({"iflink": "9"}, "container"),
-        ({"iflink": "9", "lower_eth0/ifindex": "9"}, "simulated"),
+        ({"iflink": "9", "lower_eth0/ifindex": "9"}, "virtual"),
         (
             {
                 "iflink": "9",

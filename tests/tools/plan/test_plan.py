@@ -134,7 +134,7 @@ def test_methods_that_the_script_forbids_are_left_out_with_the_reason():
 
 
 def test_nothing_that_is_allowed_can_run():
-    with pytest.raises(UsageError, match=r"\(late\).*clips"):
+    with pytest.raises(UsageError, match=r"\(delayed\).*clips"):
         plan(
             cluster(2),
             layers(2),

@@ -320,5 +320,5 @@ def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
     assert "failed: it <broke>" in page.text
     assert page.text.count("asp") == 1  # in no list of steps, no picture, no trace
     # bsp comes second: its colour is the second one, in the table as in the pictures
-    colour = next(d for d in page.all_of("style") if d.startswith("fill: var(--vari"))
+    colour = next(d for d in page.all_of("style") if d.startswith("fill: var(--meth"))
     assert colour == "fill: var(--method-1)"
