@@ -76,11 +76,12 @@ def followed(tmp_path):
 
 @pytest.mark.slow
 def test_who_follows_the_page_has_a_method_like_any_other(followed):
-    simulate, _, methods = [words for words in commands(PAGE) if words[0] in "simulate plan methods"]  # fmt: skip
+    shown = {words[0]: words for words in commands(PAGE)}
+    simulate, methods = shown["simulate"], shown["list"]
     for words, wanted in [
         (
             methods,
-            "| `outer-momentum` | local | `momentum=0.5` | worker | local-kept |",
+            "| `outer-momentum` | local | `momentum=0.5` | worker | local |",
         ),
         ([*simulate, "--forward=0.01", "--steps=8"], "outer-momentum:momentum=0.3"),
     ]:
