@@ -33,6 +33,15 @@ SCRIPTS = {
 }
 
 
+def has_threads(process: int) -> bool:
+    """A worker has more than its first thread once it has joined its job. Until then Python
+    itself answers a signal, in the middle of an import."""
+    try:
+        return len(os.listdir(f"/proc/{process}/task")) > 1
+    except FileNotFoundError:
+        return False
+
+
 class Verb:
     """``paceline WORDS`` in a process group of its own, with all it starts."""
 
@@ -78,7 +87,10 @@ class Verb:
         assert self.process.poll() is None, self.said
         if (self._folder / place).exists() or place in self.said:
             return True
-        return any(place in words_of(one) for one in self.alive())
+        return any(
+            place in words_of(one) and (not place.endswith(".py") or has_threads(one))
+            for one in self.alive()
+        )
 
     def alive(self) -> list[int]:
         return [one for one in all_processes() if carries(one, self._mark)]
