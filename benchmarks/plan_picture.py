@@ -28,7 +28,7 @@ BUDGET = 80.0
 
 def main() -> None:
     cluster = uniform_cluster(WORKERS, LINK, LATENCY)
-    with telling() as told:
+    with telling(False) as told:
         made = plan_script(
             SCRIPT,
             [],
