@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -84,8 +83,9 @@ def test_a_line_says_what_is_done_before_the_first_step(
         return found
 
     last = Standing(step=4)
+    threads = threading.enumerate()
     with status_lines(True, "starting", 9, look):
-        time.sleep(0.05)
+        assert threading.enumerate() == threads  # nobody would write a line
     with status_lines(False, "starting", 9, look):
         assert told.wait(SECONDS)
     first, second, *_ = capsys.readouterr().err.splitlines()

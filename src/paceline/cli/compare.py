@@ -55,7 +55,7 @@ def compare(
     consistency: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CLASS",
+            metavar="CONSISTENCY",
             help="Without --method: only the best of this class; once or more. \\[default: of all]",
         ),
     ] = None,

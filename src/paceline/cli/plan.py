@@ -58,7 +58,7 @@ def plan(
     consistency: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CLASS",
+            metavar="CONSISTENCY",
             help="Only candidates of this class: exact, delayed, lossy, local or asynchronous; "
             "once or more. \\[default: all]",
         ),

@@ -47,10 +47,10 @@ def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
         if len(several) > 1 and set(several) <= set(CONSISTENCIES):
             options = " ".join(f"--consistency {one}" for one in several)
             raise UsageError(
-                f"--consistency {name}: expected one class; give it once for each: {options}"
+                f"--consistency {name}: expected one value; give the option once for each: {options}"
             )
         if name not in CONSISTENCIES:
-            raise UsageError(unknown("class for --consistency", name, CONSISTENCIES))
+            raise UsageError(unknown("value for --consistency", name, CONSISTENCIES))
     return tuple(q for q in CONSISTENCIES if not wanted or q in wanted)
 
 

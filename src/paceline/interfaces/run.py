@@ -90,7 +90,7 @@ class Run(Protocol):
 
     @property
     def meets(self) -> bool:
-        """Whether this step is one of a round, by the method's rounds."""
+        """Whether workers exchange something in this step, as the method's `Rounds` say."""
         ...
 
     @property
