@@ -10,7 +10,8 @@ from tests.support import forked, hanging
 
 PORTED = ROOT / "examples" / "ported"
 SOON = 60
-"""Seconds after which a script of DDP's has a second try."""
+"""Seconds after which a script of DDP's has another try."""
+TRIES = 4
 TIMES = re.compile(r"(time [\d.]+ms|Time [\d.]+ \([\d.]+\))")
 
 # What each is started with, once after the other; and its losses of rank 0, how many they are.
@@ -69,12 +70,13 @@ def trained(name, suffix, folder, seconds=hanging.SECONDS):
 def trained_by_ddp(name, folder):
     """The same of DDP's script, which is run again if it does not end: at times torch waits for
     itself when a model under DDP is let go of (pytorch#56297)."""
-    try:
-        return trained(name, "_ddp", folder / "ddp", SOON)
-    except AssertionError as error:
-        if "still runs" not in str(error):
-            raise
-        return trained(name, "_ddp", folder / "ddp again")
+    for tried in range(TRIES):
+        try:
+            return trained(name, "_ddp", folder / f"ddp {tried}", SOON)
+        except AssertionError as error:
+            if "still runs" not in str(error) or tried == TRIES - 1:
+                raise
+    raise AssertionError("no try")
 
 
 @pytest.mark.slow

@@ -21,9 +21,9 @@ SCRIPT = SCRIPTS / "pushes_codes.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", ["dense", "differences"])
-def test_processes_end_with_the_bits_of_virtual_time(answers):
-    method = f"backup:{CODES},replies={answers},buffers=local"
+@pytest.mark.parametrize("replies", ["full", "deltas"])
+def test_processes_end_with_the_bits_of_virtual_time(replies):
+    method = f"backup:{CODES},replies={replies},buffers=local"
     ends = {}
 
     def body(rank):
