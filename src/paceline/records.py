@@ -49,7 +49,7 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
     own collectives included. *method*: by which spec it was done, in a training that changes it.
     *figures*: what the method and what it sends tell of themselves, where somebody has asked
-    (`Journal.tell`): see `paceline.core.step_metrics`.
+    (`Journal.tell`): see `paceline.core.training.Training.figures`.
     """
 
     worker: int

@@ -114,6 +114,18 @@ def will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def copy_together(
+    into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Copy each of *tensors* into that of *into* at its position, in one call of torch."""
+    with torch.no_grad():
+        torch._foreach_copy_(list(into), list(tensors))
+
+
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that runs on this thread, which no other pass has; -1: none."""
+
+
 def inside_backward() -> bool:
     """Whether a backward pass runs on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -14,7 +14,7 @@ import paceline
 from paceline.bucketing.bucket_plan import Side
 from paceline.bucketing.trial import ROUNDS
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, Planner
-from paceline.core import training_parts
+from paceline.core import training
 from paceline.runtimes.simulated import ComputeModel
 from tests.bucketing.tunings import Watched, batch, ended, note, on, sgd
 from tests.core.cases import assert_gradients, mean_gradients
@@ -218,7 +218,7 @@ def test_learning_is_that_of_a_fixed_rule(passes, monkeypatch):
     assert_same_course(planned[0], fixed[0])
     for watched in planned:
         assert watched.groups == planned[0].groups
-    monkeypatch.setattr(training_parts, "Planner", Restless)
+    monkeypatch.setattr(training, "Planner", Restless)
     restless, _ = on(SLOW, lambda rank: learned(passes, "wfbp"))
     assert len({len(groups) for groups in restless[0].groups[-2:]}) == (
         1 if passes is two_backwards else 2
@@ -246,7 +246,7 @@ def test_brief_dtypes_learn_in_any_pieces(dtype, monkeypatch):
         return courses
 
     fixed, _ = on(2, body)
-    monkeypatch.setattr(training_parts, "Planner", Restless)
+    monkeypatch.setattr(training, "Planner", Restless)
     restless, _ = on(2, body)
     # Of two workers sums are the same in any pieces: a + b is b + a.
     for ours, theirs in zip(restless[0], fixed[0], strict=True):

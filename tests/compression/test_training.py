@@ -9,14 +9,12 @@ import paceline
 from paceline.cluster.workload import Workload
 from paceline.collectives.schedules import Ring
 from paceline.compression import BF16, ErrorFeedback, Identity, Int4, Int8, make
-from paceline.core.averages import Nothing
-from paceline.core.compressed_average import Codes
 from paceline.core.method_spec import read_spec
-from paceline.core.presence import Presence
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
+from tests.support.one_worker import OneWorker, compressed_average
 from tests.support.simulations import run
 
 FLAG = 4
@@ -246,21 +244,9 @@ def test_unused_parameters(compression):
     torch.testing.assert_close(second, torch.full((50,), exact), rtol=0.02, atol=0)
 
 
-class OneWorker:
-    """As much of a `Comm` as codes need, among one worker."""
-
-    rank, size = 0, 1
-
-    def all_gather(self, everyone, own):
-        everyone.copy_(own)
-        return Nothing()
-
-    all_to_all = all_gather
-
-
 def test_new_buckets_keep_each_tensors_state():
     """State belongs to a tensor's name: no residual is lost where plans change."""
-    codes = Codes(ErrorFeedback(Int8()), Presence(1, 1.0), 0, lambda *coded: None)
+    codes = compressed_average(ErrorFeedback(Int8()))
     names, total = ["first", "second"], torch.zeros(2, 10)
     given = torch.stack([torch.linspace(-1, 1, 10), torch.linspace(0, 3, 10)])
 

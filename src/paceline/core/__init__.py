@@ -3,22 +3,20 @@
 - `distribute`, `training_setup`: `paceline.distribute`, from its arguments to a training.
 - `settings`, `method_spec`: the user's choices, as arguments and as a spec.
 - `optimizer`: the wrapped optimizer; `active_training`: its training, where methods change.
-- `training`: `Training`, which the wrapped optimizer calls; start here. `training_parts`: what it is made of.
-- `backward_passes`: hooks into the user's model: which passes are a step's.
-- `step`: what the method is told in a step, and what training itself sends.
+- `training`: `Training`, which the wrapped optimizer calls; start here. `context`: what its parts share.
+- `model_hooks`: hooks into the user's model: which passes are a step's, and what each weighs.
+- `step`: the order of events in a step: what the method is told, and what training itself sends.
 - `reducer`: gradients, from their hooks into buckets, and on in plan order.
+- `participation`: how workers learn who trains, and which tensors were used.
 - `averages`, `compressed_average`: the averages that a method asks for, and those of compressors.
 - `run`: the `Run` that a method sees, one kind for each kind of method.
 - `method_hooks`: calls a method's hooks.
-- `presence`: the active workers, as this worker knows them.
-- `participation`, `group_participation`, `delayed_participation`: how workers learn who is active.
-- `batch_weights`: the weight of each backward pass in the average.
+- `server_loads`: what the script loads, where servers update.
 - `sampler`: `Sampler`: each worker's share of every batch.
 - `initial_sync`, `sync`: all ranks begin with the same model and options.
 - `model_checks`, `same_data_check`, `sent_gradient_check`: mistakes that would train wrongly.
 - `lazy_parameters`, `parameter_use`: when a module is about to use parameters.
-- `step_listeners`, `step_loggers`, `step_metrics`: observers of steps: compute times, loggers, numbers.
-- `training_errors`: why a training cannot go on.
+- `step_listeners`, `step_loggers`: observers of steps: compute times, profilers, loggers.
 - `random_state`: random generators: seeded, saved and restored.
 - `checkpoint`: `save` and `load`; `own_state`: what a checkpoint keeps of one worker alone.
 """

@@ -1,4 +1,4 @@
-"""The means that a method asks for: what is sent, how it is formed, and who counts."""
+"""The averages that a method asks for: what is sent, how it is scaled, and which workers count."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ import torch
 from paceline.buckets import Bucket, stand_alike
 from paceline.collectives import reduce_scatter
 from paceline.collectives.pending import PutBack
-from paceline.core.compressed_average import Codes
-from paceline.core.group_participation import GroupCall, GroupCalls
-from paceline.core.participation import RollCall
-from paceline.core.presence import Presence
+from paceline.core.compressed_average import CompressedAverage
+from paceline.core.context import TrainingContext
+from paceline.core.participation import GroupParticipation, GroupVote, Participation
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending, Rounds, Scattered
+from paceline.interfaces import Comm, Pending, Scattered
 
 
-class Means:
-    """Forms them over *comm*, round by round; *codes* is what gradients are compressed
-    with, if they are."""
+class Averages:
+    """Forms averages over all workers or a group, round by round: `Run.mean`, `Run.scatter_mean`
+    and `Run.average`. *compression*: what gradients are compressed with, if they are."""
 
     def __init__(
         self,
-        comm: Comm,
-        presence: Presence,
-        rounds: Rounds,
-        roll_call: RollCall,
-        group_calls: GroupCalls,
-        codes: Codes | None,
+        context: TrainingContext,
+        participation: Participation,
+        groups: GroupParticipation,
+        compression: CompressedAverage | None,
     ) -> None:
-        self._comm, self._presence, self._rhythm = comm, presence, rounds
-        self._call, self._group_calls, self._codes = roll_call, group_calls, codes
+        self._context, self._comm = context, context.comm
+        self._participation, self._groups = participation, groups
+        self._compression = compression
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients are compressed, and so sent in whole buckets."""
+        return self._compression is not None
 
     def mean(
         self,
@@ -48,27 +51,23 @@ class Means:
             bucket = of = gradients
             buffer = gradients.buffer
         assert isinstance(buffer, torch.Tensor)
-        if self._rhythm.models_may_differ and not self._presence.active:
+        if self._context.rounds.models_may_differ and not self._context.workers.active:
             buffer.zero_()  # of a step long ago, and it counted then
         named = {"": buffer} if parts is None else parts
         comm = self._queue(among, channel)
         if among is not None:
-            call = self._group_calls.of(comm, bucket)
-            pending = self._code(comm, buffer, bucket, named)
-            self._group_calls.sent(call)
-            return _GroupMean(call, pending, buffer)
-        return self._sum(
-            buffer,
-            lambda: self._call.gradient_factor,
-            lambda: self._code(comm, buffer, bucket, named),
-            carries=not channel and (of is None or of.last),
-        )
+            vote = self._groups.vote_of(comm, bucket)
+            pending = self._send(comm, buffer, bucket, named)
+            self._groups.mean_issued(vote)
+            return _GroupMean(vote, pending, buffer)
+        carries = not channel and (of is None or of.last)
+        return self._sum(comm, buffer, bucket, named, carries)
 
     def scatter_mean(
         self, gradients: Bucket | torch.Tensor, *, of: Bucket | None = None
     ) -> Scattered:
         """See `Run.scatter_mean`."""
-        if self._codes is not None:
+        if self._compression is not None:
             raise UsageError(
                 "a mean in two halves, and compression: halves are sent as they are; leave "
                 "compression out, or use bsp"
@@ -77,19 +76,19 @@ class Means:
         if isinstance(gradients, Bucket):
             of, buffer = gradients, gradients.buffer
         assert isinstance(buffer, torch.Tensor)
-        call = self._call
+        participation = self._participation
         self._require_round()
-        if call.is_answered:
-            if call.gradient_factor != 1.0:
-                buffer.mul_(call.gradient_factor)
+        if participation.is_resolved:
+            if participation.gradient_factor != 1.0:
+                buffer.mul_(participation.gradient_factor)
             return reduce_scatter.scatter(self._comm, buffer, "sum")
         # One rank alone holds the element that carries the question, and its answer, until
         # the second half has told all.
-        asks = (of is None or of.last) and call.wants(buffer)
+        asks = (of is None or of.last) and participation.can_attach(buffer)
         if asks:
-            call.ask_inside(buffer)
+            participation.attach(buffer)
         scattered = reduce_scatter.scatter(self._comm, buffer, "sum")
-        return _ScatteredMean(call, scattered, buffer, asks)
+        return _ScatteredMean(participation, scattered, buffer, asks)
 
     def average(
         self,
@@ -105,7 +104,7 @@ class Means:
             raise UsageError(
                 f"average: expected a tensor of floating point, got {tensor.dtype}"
             )
-        # Of a parameter: no step of autograd's.
+        # Detach: autograd must not record the averaging of a parameter.
         tensor = stand_alike(tensor.detach(), tensor)
         if not tensor.is_contiguous() and parts is None:
             # Other ranks may have it in another order: in its own, all have the same.
@@ -115,28 +114,17 @@ class Means:
             )
         comm = self._queue(among, channel)
         named = {name: tensor} if name else parts
-        always = self._rhythm.is_nonblocking or among is not None
-
-        def send() -> Pending:
-            if named:
-                return self._code(comm, tensor, None, named, counts=always)
-            return comm.all_reduce(tensor, "sum")
-
-        if always:
+        if self._context.rounds.is_nonblocking or among is not None:
             tensor.mul_(1 / comm.size)
-            return send()
+            return self._send(comm, tensor, None, named, counts=True)
         kept = None
-        if self._presence.takes_part:
+        if self._context.workers.counts:
             tensor.mul_(1 / comm.size)
         else:
             kept = tensor.clone()  # what stays where nobody takes part
             tensor.zero_()
         return self._sum(
-            tensor,
-            lambda: self._call.equal_factor,
-            send,
-            carries=not channel,
-            kept=kept,
+            comm, tensor, None, named, not channel, equally=True, kept=kept
         )
 
     def _queue(self, among: Comm | None, channel: str) -> Comm:
@@ -145,72 +133,78 @@ class Means:
 
     def _sum(
         self,
+        comm: Comm,
         buffer: torch.Tensor,
-        factor: Callable[[], float],
-        send: Callable[[], Pending],
+        bucket: Bucket | None,
+        named: Mapping[str, torch.Tensor] | None,
         carries: bool,
+        *,
+        equally: bool = False,
         kept: torch.Tensor | None = None,
     ) -> Pending:
-        """A sum of *buffer* among all workers, times *factor* once that is known; or what
-        was *kept*, where nobody takes part. *carries*: it may carry the question who
-        does."""
-        call = self._call
+        """The sum of *buffer* among all workers, scaled to a mean once participants are known; or
+        what was *kept*, where nobody takes part. *carries*: it may carry the question who
+        does. *equally*: each participant counts once, not by its weight."""
+        participation = self._participation
         self._require_round()
-        if call.is_answered:
-            if kept is not None and call.nobody_takes_part:
+        if participation.is_resolved:
+            if kept is not None and participation.nobody_takes_part:
                 buffer.copy_(kept)
-                return Nothing()  # all know it
-            if factor() != 1.0:
-                buffer.mul_(factor())
-            return send()
-        if carries and call.wants(buffer):
-            call.ask_inside(buffer)
-            pending = send()
-            call.sent(pending)
+                return DonePending()  # all know it
+            factor = participation.factor(equally)
+            if factor != 1.0:
+                buffer.mul_(factor)
+            return self._send(comm, buffer, bucket, named)
+        if carries and participation.can_attach(buffer):
+            participation.attach(buffer)
+            pending = self._send(comm, buffer, bucket, named)
+            participation.attached(pending)
         else:
-            pending = send()
-        return _Mean(call, pending, buffer, factor, kept)
+            pending = self._send(comm, buffer, bucket, named)
+        return ScaledPending(participation, pending, buffer, equally, kept)
 
     def _require_round(self) -> None:
-        if self._call.is_later:
+        if self._participation.is_later:
             raise UsageError(
                 f"a mean among all workers before the update, with rounds of every="
-                f"{self._rhythm.every} steps: their round is held in after_update. Ask "
+                f"{self._context.rounds.every} steps: their round is held in after_update. Ask "
                 "there, where run.meets"
             )
 
-    def _code(
+    def _send(
         self,
         comm: Comm,
         buffer: torch.Tensor,
         bucket: Bucket | None,
-        named: Mapping[str, torch.Tensor],
+        named: Mapping[str, torch.Tensor] | None,
+        *,
         counts: bool = False,
     ) -> Pending:
-        """A sum of *buffer*, which is that of *bucket*, or consists of what is *named*.
-        *counts*: this worker does, out of data or not."""
-        codes = self._codes
-        if codes is None or (
-            comm.size == 1 and not codes.compressor.modifies_gradients
-        ):
+        """The sum of *buffer*, which is that of *bucket*, or consists of what is *named*: compressed,
+        unless it has no name. *counts*: this worker does, out of data or not."""
+        compression = self._compression
+        if compression is None or not (named or bucket):
+            return comm.all_reduce(buffer, "sum")
+        if comm.size == 1 and not compression.compressor.modifies_gradients:
             return comm.all_reduce(buffer, "sum")
         if bucket is not None:
             named = dict(zip(bucket.names, bucket.views, strict=True))
-        parts = list(named.values())
-        pending = codes.sum(comm, buffer, parts, list(named), counts=counts)
-        return pending or Nothing()
+        assert named is not None
+        parts, names = list(named.values()), list(named)
+        pending = compression.sum(comm, buffer, parts, names, counts=counts)
+        return pending or DonePending()
 
-    def try_out(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
+    def benchmark(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
         """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then
         its gather: to be timed."""
         if in_halves:
             return reduce_scatter.scatter(self._comm, buffer, "sum").gather()
-        if self._codes is None or self._comm.size == 1:
+        if self._compression is None or self._comm.size == 1:
             return self._comm.all_reduce(buffer, "sum")
-        return self._codes.try_out(self._comm, buffer) or Nothing()
+        return self._compression.benchmark(self._comm, buffer) or DonePending()
 
 
-class Nothing:
+class DonePending:
     """The `Pending` of what sends nothing."""
 
     def wait(self) -> None:
@@ -225,9 +219,13 @@ class _ScatteredMean:
     *asks*: that travels in it."""
 
     def __init__(
-        self, call: RollCall, scattered: Scattered, buffer: torch.Tensor, asks: bool
+        self,
+        participation: Participation,
+        scattered: Scattered,
+        buffer: torch.Tensor,
+        asks: bool,
     ) -> None:
-        self._call, self._scattered = call, scattered
+        self._participation, self._scattered = participation, scattered
         self._buffer, self._asks = buffer, asks
         self._gathered = False
 
@@ -240,24 +238,23 @@ class _ScatteredMean:
         self._gathered = True
         pending = self._scattered.gather()
         if self._asks:
-            self._call.sent(pending)
-        call = self._call
-        return _Mean(call, pending, self._buffer, lambda: call.gradient_factor, None)
+            self._participation.attached(pending)
+        return ScaledPending(self._participation, pending, self._buffer)
 
 
 class _GroupMean:
     """The `Pending` of a sum within a group, and then the mean of those of it who train."""
 
-    __slots__ = ("_buffer", "_call", "_pending")
+    __slots__ = ("_buffer", "_pending", "_vote")
 
-    def __init__(self, call: GroupCall, pending: Pending, buffer: torch.Tensor) -> None:
-        self._call, self._buffer = call, buffer
+    def __init__(self, vote: GroupVote, pending: Pending, buffer: torch.Tensor) -> None:
+        self._vote, self._buffer = vote, buffer
         self._pending: Pending | None = pending
 
     def wait(self) -> None:
         if self._pending is None:
             return
-        if not self._call.is_sent:
+        if not self._vote.is_sent:
             raise UsageError(
                 "a mean within a group was waited for before the last bucket of its step "
                 "was delivered: who takes part in it is known only then. Wait in "
@@ -265,9 +262,9 @@ class _GroupMean:
             )
         pending, self._pending = self._pending, None
         pending.wait()
-        self._call.answer()
-        if self._call.factor != 1.0:
-            self._buffer.mul_(self._call.factor)
+        self._vote.resolve()
+        if self._vote.factor != 1.0:
+            self._buffer.mul_(self._vote.factor)
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         """Refused, as for a mean of all."""
@@ -280,21 +277,21 @@ _THEN = (
 )
 
 
-class _Mean:
-    """The `Pending` of a sum that becomes a mean once it is known who takes part."""
+class ScaledPending:
+    """The `Pending` of a sum that becomes a mean once its participants are known."""
 
-    __slots__ = ("_buffer", "_call", "_factor", "_kept", "_pending")
+    __slots__ = ("_buffer", "_equally", "_kept", "_participation", "_pending")
 
     def __init__(
         self,
-        call: RollCall,
+        participation: Participation,
         pending: Pending,
         buffer: torch.Tensor,
-        factor: Callable[[], float],
-        kept: torch.Tensor | None,
+        equally: bool = False,
+        kept: torch.Tensor | None = None,
     ) -> None:
-        self._call, self._buffer, self._factor = call, buffer, factor
-        self._kept = kept
+        self._participation, self._buffer = participation, buffer
+        self._equally, self._kept = equally, kept
         self._pending: Pending | None = pending
 
     def wait(self) -> None:
@@ -302,11 +299,14 @@ class _Mean:
             return
         self._pending.wait()
         self._pending = None
-        self._call.answer()
-        if self._kept is not None and self._call.nobody_takes_part:
+        participation = self._participation
+        participation.resolve()
+        if self._kept is not None and participation.nobody_takes_part:
             self._buffer.copy_(self._kept)
-        elif self._factor() != 1.0:
-            self._buffer.mul_(self._factor())
+            return
+        factor = participation.factor(self._equally)
+        if factor != 1.0:
+            self._buffer.mul_(factor)
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         """Refused: a mean is whole only once all of its round is in."""

@@ -1,4 +1,4 @@
-"""Sums of gradients through a compressor: each round of its code is one collective.
+"""Averages through a compressor: each round of its compressed gradients is one collective.
 
 A compressor's ``average`` is a generator. What it yields is sent; it goes on with the
 result, as the work that is chained to that (`Pending.then`), so in the same order on all
@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from paceline.buckets import stand_in_for, stands_in, wire_bytes, wire_shape
-from paceline.core.presence import Presence
+from paceline.core.context import TrainingContext
 from paceline.errors import UsageError
 from paceline.interfaces import (
     COMMON,
     Asked,
     Coding,
-    CodingStage,
     Comm,
     Compressor,
     Exchange,
@@ -37,19 +36,14 @@ from paceline.interfaces import (
 )
 
 
-class Codes:
-    """*compressor*, with its state of each tensor, by name, on the worker of *rank*.
-    *charge* is told what was coded and decoded, see `Compute.coded`."""
+class CompressedAverage:
+    """One worker's averages through the training's compressor, with its state of each tensor,
+    by name. Listeners are told what was compressed and decompressed, see `Compute.coded`."""
 
-    def __init__(
-        self,
-        compressor: Compressor,
-        presence: Presence,
-        rank: int,
-        charge: Callable[[Compressor, int, float, CodingStage], None],
-    ) -> None:
-        self.compressor, self._presence, self._rank = compressor, presence, rank
-        self._charge = charge
+    def __init__(self, context: TrainingContext) -> None:
+        self.compressor = context.settings.compression
+        self._workers, self._rank = context.workers, context.comm.rank
+        self._charge = context.listeners.coded
         self.states: dict[str, State] = {}
         self._under_way: dict[str, Pending] = {}
         self._legs: dict[Any, Sequence[Leg]] = {}
@@ -77,7 +71,7 @@ class Codes:
             # and that of the next one in time.
             if name in self._under_way:
                 self._under_way[name].wait()
-        counts = counts or self._presence.takes_part
+        counts = counts or self._workers.counts
         rows = zip(names, parts, strict=True)
         states = [self._state(name, part, counts) for name, part in rows]
         earlier = 0
@@ -89,7 +83,7 @@ class Codes:
             pending.settles(self._under_way, names)
         return pending
 
-    def try_out(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
+    def benchmark(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
         """The same, of a *buffer* whose contents do not matter, as of one large matrix: it
         leaves no state, and what is different in first steps is left out."""
         settled = self.compressor.settled()

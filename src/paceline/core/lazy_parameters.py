@@ -10,7 +10,7 @@ import torch
 
 from paceline.buckets import Bucket
 from paceline.core.parameter_use import release, watch
-from paceline.core.step_listeners import Observers
+from paceline.core.step_listeners import StepListeners
 from paceline.torch_internals import Uncopied, has_no_hooks, is_compiled_whole
 
 READS_ITS_CHILDREN: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)
@@ -35,7 +35,7 @@ class Uses:
         place: Callable[[torch.Tensor], Bucket | None],
         buckets: Callable[[], Sequence[Bucket]],
         about_to_use: Callable[[Bucket], None],
-        observers: Observers,
+        observers: StepListeners,
         gradients: bool,
     ) -> None:
         self._parameters, self._place, self._buckets = parameters, place, buckets
@@ -95,6 +95,11 @@ class Uses:
             for parameter in self._parameters:
                 release(parameter)
         self._tell_all()
+
+    @property
+    def some_unseen(self) -> bool:
+        """Whether the gradient of a parameter is not expected in this step (`was_unseen`)."""
+        return bool(self._unseen)
 
     def was_unseen(self, index: int) -> bool:
         """Whether nothing has told, in this step, that parameter number *index* would be

@@ -1,94 +1,104 @@
-"""How workers learn who trains, and which tensors were used, beside the means they form.
+"""How workers learn who trains, and which tensors were used, beside the averages they form.
 
-A worker has something to tell when a tensor took no part in its backward pass, or when it
+A worker has something to report when a tensor took no part in its backward pass, or when it
 is out of data. It must tell the others before any of them uses the mean, in a round that
-everybody else thinks ordinary. So each round asks whether anybody has something to tell:
+everybody else thinks ordinary. There are three protocols, by how workers meet:
 
-- *inside a sum*: where a plain sum of real numbers on processors travels anyway, among all
-  workers. Who asks makes its last element NaN, and so is its sum on every rank. Nothing
-  extra is sent. (A flag in every message would be padding, for everybody in each step.)
-- *beside it*: one small message between the hosts' processors: for what no NaN survives
-  (lossy codes, sums of integers, groups), and for devices, which nobody should wait for to read
-  an element.
-
-Where somebody asked all hold a ballot: which ranks train, which tensors were used anywhere,
-and the true value of that element. A genuine NaN costs a ballot and stays a NaN. Ordinary
-rounds hold none.
+- `Participation`: all workers, in every round. Each round asks whether anybody has something to
+  report, and only then holds a ballot. PyTorch DDP's ``Join`` costs an all-reduce in every step.
+- `GroupParticipation`: the workers of a group that form a mean of gradients by themselves. One
+  small message follows their last bucket.
+- `DelayedParticipation`: methods that wait for nobody. All workers vote every so many rounds,
+  and use the result at the next vote.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.buckets import Bucket
-from paceline.core.presence import Presence
+from paceline.collectives.no_collectives import AloneComm
+from paceline.core.context import TrainingContext
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending
+from paceline.torch_internals import moves_host_tensors
 
-BEHIND = -1.0
-"""The vote of a rank that has left with a step due; 0: without; else its weight."""
-LAST = -2.0
+_LEFT_BEFORE_STEP = -1.0
+"""The vote of a rank that has left between ``backward()`` and ``step()``; 0: that has left;
+else its weight."""
+_LAST = -2.0
 """The vote of a rank that is out of data, and has trained since the last round."""
 
 
-class RollCall:
-    """One worker's part in them. *control* is where messages beside the means go,
-    *ballots* where ballots do, if that is another queue, and
-    *device* where their tensors are: the host, unless nothing moves those; *buckets* are those of the step, and none where their use is nobody's business."""
+class Participation:
+    """One worker's part in the rounds of all workers.
 
-    def __init__(
-        self,
-        presence: Presence,
-        comm: Comm,
-        control: Comm | None,
-        buckets: Callable[[], Sequence[Bucket]],
-        device: torch.device,
-        ballots: Comm | None = None,
-    ) -> None:
-        self._presence, self._comm, self._control = presence, comm, control
-        self._ballots = ballots or control or comm
-        self._device = device
-        self._buckets = buckets
+    Each round asks whether anybody has something to report:
+
+    - *inside a sum*: where a plain sum of real numbers on processors travels anyway, among all
+      workers. A rank that asks makes its last element NaN, and so is its sum on every rank.
+      Nothing extra is sent. (A flag in every message would be padding, in each step.)
+    - *beside it*: one small message between the hosts' processors. It serves sums that no NaN
+      survives (lossy compression, integers, groups), and devices, whose elements nobody should
+      wait to read.
+
+    Where somebody asked, all hold a ballot: which ranks train, which tensors were used anywhere,
+    and the true value of that element. A genuine NaN costs a ballot and stays a NaN. Ordinary
+    rounds hold none.
+    """
+
+    def __init__(self, context: TrainingContext) -> None:
+        comm, rounds, device = context.comm, context.rounds, context.device
+        self._context, self._workers, self._comm = context, context.workers, comm
+        self._votes_on_tensors = rounds.is_every_step
+        beside = context.compressed or device.type != "cpu" or rounds.is_nonblocking
+        self.control: Comm | None = None
+        """Where messages beside the sums go; None: with them."""
+        if beside and comm.size > 1 and rounds.every:
+            self.control = comm.channel("control")
+        self._ballots: Comm = self.control or comm
+        if context.waits_in_forward and self.control is None:
+            # Ranks that are out of data vote at another place in the program.
+            self._ballots = comm.channel("ballots")
+        self._device = control_device(context)
         self.gradient_factor = self.equal_factor = 1.0
-        """What sums are multiplied with, of gradients and of what counts equally: not 1
-        where some ranks take no part, since a mean is over those that do."""
-        self.is_answered = True
+        """What turns sums into means once participants are known: of gradients, and of what counts
+        equally. Not 1 where some ranks take no part."""
+        self.is_resolved = True
         self.is_later = False
-        """Whether this step's round, if it is one, is held after the update: now, nobody
+        """Whether this step's round, if it has one, is held after the update: now, nobody
         can be asked who takes part."""
         self._may_ask = False
         self._flag: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._element: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
-        self._vote_of_now = 0.0
+        self._own_vote = 0.0
         self._used: list[float] | None = []  # None: this worker has no gradients
-        self._takes_part = True
+        self._counts = True
 
-    def begin(self) -> None:
-        """A round begins: who takes part in it is not known yet."""
+    def begin_round(self) -> None:
+        """A round begins: its participants are not known yet."""
         self.gradient_factor = self.equal_factor = 1.0
-        self.is_answered = self._may_ask = False
+        self.is_resolved = self._may_ask = False
         self._flag = self._pending = self._element = self._own = None
 
-    def all_is_known(self) -> None:
-        """What this worker may have to tell is known: the next sum may carry it."""
+    def flags_complete(self) -> None:
+        """All that this worker may have to report is known: the next sum may carry it."""
         # Noted now: it may have ended its training when the answer is asked for.
         self._may_ask = True
-        self._vote_of_now = self._own_vote()
-        self._takes_part = self._presence.takes_part
+        self._own_vote = self._vote()
+        self._counts = self._workers.counts
         self._used = None
-        if self._presence.active:
-            buckets = self._buckets()
-            self._used = [float(flag) for bucket in buckets for flag in bucket.used]
-        if self._control is not None:
-            self._ask_beside(self._control)
+        if self._workers.active:
+            self._used = [flag for bucket in self._buckets for flag in bucket.used]
+        if self.control is not None:
+            self._ask_beside(self.control)
 
-    def wants(self, buffer: torch.Tensor) -> bool:
-        """Whether a sum of *buffer* among all is to carry the question."""
+    def can_attach(self, buffer: torch.Tensor) -> bool:
+        """Whether a sum of *buffer* among all workers is to carry the question."""
         return (
             self._may_ask
             and self._pending is None
@@ -98,23 +108,23 @@ class RollCall:
             and (buffer.is_floating_point() or buffer.is_complex())
         )
 
-    def ask_inside(self, buffer: torch.Tensor) -> None:
-        """Ask, if this worker has something to tell. Call before *buffer* is sent, and
-        `sent` once what brings its sum to all ranks is under way: for a sum in two halves,
-        the second."""
+    def attach(self, buffer: torch.Tensor) -> None:
+        """Put the question into *buffer*, if this worker has something to report. Call it before
+        *buffer* is sent, and `attached` once its sum is on its way to all ranks: for a sum in two
+        halves, the second."""
         self._element = _last_element(buffer)
         self._own = self._element.clone()
-        if self._has_something_to_tell():
+        if self._has_something_to_report():
             self._element.fill_(math.nan)
 
-    def sent(self, pending: Pending) -> None:
+    def attached(self, pending: Pending) -> None:
         """The sum that carries the question is under way."""
         self._pending = pending
 
-    def answer(self) -> None:
+    def resolve(self) -> None:
         """Learn who takes part in this round; hold a ballot if anybody asked. Afterwards
         ``bucket.used`` says which tensors were used on any rank. Collective."""
-        if self.is_answered:
+        if self.is_resolved:
             return
         if not self._may_ask:
             raise UsageError(
@@ -131,24 +141,32 @@ class RollCall:
             self._ask_beside(self._comm)
         assert self._pending is not None
         self._pending.wait()
-        self.is_answered = True
+        self.is_resolved = True
         if self._somebody_asked():
-            self._vote()
+            self._hold_ballot()
+
+    def factor(self, equally: bool) -> float:
+        """What turns a sum into a mean over the participants of the round that was resolved:
+        *equally*, or by their weights."""
+        return self.equal_factor if equally else self.gradient_factor
 
     @property
     def nobody_takes_part(self) -> bool:
-        """Whether the round that was answered is nobody's: all are out of data."""
-        return not self._presence.participants
+        """Whether all workers are out of data in the round that was resolved."""
+        return not self._workers.participants
 
-    # ---- one round ----
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """The step's; none where rounds do not share which tensors were used."""
+        return self._context.buckets if self._votes_on_tensors else []
 
     def _ask_beside(self, comm: Comm) -> None:
         self._flag = torch.tensor(
-            [float(self._has_something_to_tell())], device=self._device
+            [float(self._has_something_to_report())], device=self._device
         )
         self._pending = comm.all_reduce(self._flag, "max")
 
-    def _has_something_to_tell(self) -> bool:
+    def _has_something_to_report(self) -> bool:
         return self._used is None or not all(self._used)
 
     def _somebody_asked(self) -> bool:
@@ -157,42 +175,171 @@ class RollCall:
         assert self._element is not None
         return math.isnan(self._element.item())
 
-    def _vote(self) -> None:
-        presence, n = self._presence, self._comm.size
-        buckets = self._buckets()
+    def _hold_ballot(self) -> None:
+        workers, n = self._workers, self._comm.size
+        buckets = self._buckets
         tensors = sum(len(bucket.used) for bucket in buckets)
         device = self._device if self._own is None else self._own.device
         ballot = torch.zeros(n + tensors + 1, dtype=torch.float64, device=device)
-        ballot[self._comm.rank] = self._vote_of_now
+        ballot[self._comm.rank] = self._own_vote
         if self._used is not None:
             ballot[n:-1] = torch.tensor(self._used, dtype=torch.float64)
-        if self._takes_part and self._own is not None:
+        if self._counts and self._own is not None:
             ballot[-1:] = self._own
         self._ballots.all_reduce(ballot, "sum").wait()
 
         if self._element is not None:
             self._element.copy_(ballot[-1:])
         votes = ballot.tolist()
-        last = [rank for rank in range(n) if votes[rank] == LAST]
+        last = [rank for rank in range(n) if votes[rank] == _LAST]
         trains = [rank for rank in range(n) if votes[rank] > 0]
-        presence.participants = sorted(trains + last)
-        presence.behind = [rank for rank in range(n) if votes[rank] == BEHIND]
-        presence.somebody_trains = bool(trains)
+        workers.participants = sorted(trains + last)
+        workers.left_before_step = [
+            rank for rank in range(n) if votes[rank] == _LEFT_BEFORE_STEP
+        ]
+        workers.anyone_active = bool(trains)
         flags = iter(votes[n:-1])
         for bucket in buckets:
             bucket.used[:] = [next(flags) > 0 for _ in bucket.used]
         whole = math.fsum(votes[rank] for rank in trains)
-        count = len(presence.participants)
+        count = len(workers.participants)
         self.gradient_factor = 1 / whole if 0 < len(trains) < n else 1.0
         self.equal_factor = n / count if 0 < count < n else 1.0
 
-    def _own_vote(self) -> float:
-        presence = self._presence
-        if presence.active:
-            return presence.weight
-        if presence.unsent:
-            return LAST
-        return BEHIND if presence.step_is_due else 0.0
+    def _vote(self) -> float:
+        workers = self._workers
+        if workers.active:
+            return workers.weight
+        if workers.unsent_steps:
+            return _LAST
+        return _LEFT_BEFORE_STEP if workers.step_pending else 0.0
+
+
+class DelayedParticipation:
+    """Every so many rounds all workers vote whether they train, and nobody waits for that: the
+    result of one vote is used at the next one, by all in the same round.
+
+    Example: with a vote every 16 rounds, a worker that is out of data in round 20 says so in round
+    32; from round 48 on the others' groups are without it. Until then it takes part as it is.
+    """
+
+    def __init__(self, context: TrainingContext, control: Comm, every: int) -> None:
+        self._workers, self._control, self._every = context.workers, control, every
+        self.rounds = 0
+        """How many there were."""
+        self._ballot = torch.zeros(0)
+        self._pending: Pending | None = None
+
+    def begin_round(self) -> bool:
+        """Returns whether this round has a vote. Collective."""
+        self.rounds += 1
+        if self.rounds % self._every:
+            return False
+        workers = self._workers
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+            votes = self._ballot.tolist()
+            workers.participants = [rank for rank, vote in enumerate(votes) if vote]
+            workers.anyone_active = any(votes)
+        if workers.anyone_active:
+            self._ballot = torch.zeros(self._control.size)
+            self._ballot[self._control.rank] = float(workers.active)
+            self._pending = self._control.all_reduce(self._ballot, "sum")
+        return True
+
+
+class GroupParticipation:
+    """One worker's part in the groups that form means of gradients by themselves.
+
+    The workers of a group tell each other in each step, in one small message after their last
+    bucket, how much each one's gradients weigh (nothing, of one that is out of data), and
+    which tensors it used.
+    """
+
+    def __init__(self, context: TrainingContext) -> None:
+        self._context, self._device = context, control_device(context)
+        self._votes: dict[Comm, GroupVote] = {}
+        self._flags_complete = False
+
+    def begin_step(self) -> None:
+        """A step begins."""
+        self._votes.clear()
+        self._flags_complete = False
+
+    def flags_complete(self) -> None:
+        """The last bucket was delivered."""
+        self._flags_complete = True
+        for vote in self._votes.values():
+            vote.send(self._own())
+
+    def vote_of(self, group: Comm, bucket: Bucket | None) -> GroupVote:
+        """The vote of *group* in this step, in which *bucket* is averaged."""
+        vote = self._votes.get(group)
+        if vote is None:
+            vote = self._votes[group] = GroupVote(group, self._context)
+        if bucket is not None:
+            vote.buckets.append(bucket)
+        return vote
+
+    def mean_issued(self, vote: GroupVote) -> None:
+        """A mean was issued in that group; its message follows the last one."""
+        if self._flags_complete:
+            vote.send(self._own())
+
+    def _own(self) -> torch.Tensor:
+        workers = self._context.workers
+        values = [workers.weight if workers.active else 0.0]
+        for bucket in self._context.buckets:
+            values += [float(used and workers.active) for used in bucket.used]
+        return torch.tensor(values, dtype=torch.float64, device=self._device)
+
+
+class GroupVote:
+    """The message of one group in one step."""
+
+    def __init__(self, group: Comm, context: TrainingContext) -> None:
+        self._group, self._context = group, context
+        self.buckets: list[Bucket] = []
+        self.factor = 1.0
+        """What turns a sum of shares into the mean of the workers that train."""
+        self._votes = torch.zeros(0)
+        self._pending: Pending | None = None
+        self._is_resolved = False
+
+    def send(self, own: torch.Tensor) -> None:
+        """Send this worker's vote, once."""
+        if self._pending is None:
+            self._votes = own
+            self._pending = self._group.all_reduce(own, "sum")
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether this worker's vote is known, and on its way."""
+        return self._pending is not None
+
+    def resolve(self) -> None:
+        """Learn the factor, and which tensors of this group's buckets anybody used."""
+        assert self._pending is not None
+        self._pending.wait()
+        if self._is_resolved:
+            return
+        self._is_resolved = True
+        weight, *used = self._votes.tolist()
+        self.factor = 1 / weight if weight else 1.0
+        flags = iter(used)
+        for bucket in self._context.buckets:
+            together = [next(flags) > 0 for _ in bucket.used]
+            if any(bucket is one for one in self.buckets):
+                bucket.used[:] = together
+
+
+def control_device(context: TrainingContext) -> torch.device:
+    """Where control messages are: the host, which does not disturb a device that computes; the
+    device where only NCCL was initialized."""
+    comm = context.comm
+    on_host = isinstance(comm, AloneComm) or moves_host_tensors(comm.process_group)
+    return torch.device("cpu") if on_host else context.device
 
 
 def _last_element(buffer: torch.Tensor) -> torch.Tensor:

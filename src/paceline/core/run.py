@@ -2,112 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from paceline.buckets import Bucket
-from paceline.cluster import Cluster
-from paceline.core.averages import Means
-from paceline.core.presence import Presence
+from paceline.core.averages import Averages
+from paceline.core.context import TrainingContext
+from paceline.core.step import StepDriver
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Message, Method, Rounds, Stopwatch
+from paceline.interfaces import Message
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
 
 
 class WorkerRun:
-    """The `Run`. *buckets* gives those of now, *metric* what the script has logged under a
-    name; *company* does one step without data, *broadcast_model* takes a rank's."""
+    """The `Run`."""
 
     def __init__(
-        self,
-        comm: Comm,
-        rounds: Rounds,
-        presence: Presence,
-        means: Means,
-        parameters: Sequence[torch.nn.Parameter],
-        stopwatch: Stopwatch,
-        say: Callable[[str], None],
-        set_period: Callable[[int], None],
-        buckets: Callable[[], Sequence[Bucket]],
-        metric: Callable[[str], float | None],
-        company: Callable[[], None],
-        broadcast_model: Callable[[int], None],
-        optimizer: torch.optim.Optimizer | None,
-        own_buffers: Sequence[torch.Tensor],
-        cluster: Cluster | None,
-        sending: Callable[[], Sequence[Message] | None],
+        self, context: TrainingContext, averages: Averages, driver: StepDriver
     ) -> None:
-        self.comm, self.parameters = comm, parameters
-        self.optimizer, self.own_buffers, self.cluster = optimizer, own_buffers, cluster
-        self.stopwatch, self.broadcast_model = stopwatch, broadcast_model
-        self.say, self.set_period = say, set_period
-        self.mean, self.average = means.mean, means.average
-        self.scatter_mean = means.scatter_mean
-        self._rhythm, self._presence, self._buckets = rounds, presence, buckets
-        self._metric, self._company, self._sending = metric, company, sending
-        self.step = 0
+        self._context, self._averages, self._driver = context, averages, driver
+        self.comm, self.stopwatch = context.comm, context.stopwatch
+        self.cluster = context.runtime.cluster
+        self.parameters = [parameter for _, parameter in context.parameters]
+        updates = context.method.updates_on != "server"
+        self.optimizer = context.optimizer if updates else None
+        own = context.settings.buffers != "local"
+        self.own_buffers = list(context.model.buffers()) if own else []
+        self.mean, self.average = averages.mean, averages.average
+        self.scatter_mean = averages.scatter_mean
+        self.say, self.broadcast_model = context.report, driver.broadcast_model
+        self.set_period = context.runtime.journal.set_period
+
+    @property
+    def step(self) -> int:
+        return self._context.step
 
     @property
     def meets(self) -> bool:
-        return self._rhythm.meets(self.step)
+        return self._context.rounds.meets(self._context.step)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        return self._buckets()
+        return self._context.buckets
 
     @property
     def sending(self) -> Sequence[Message] | None:
-        return self._sending()
+        return self._driver.messages(whole_buckets=self._averages.compresses)
 
     @property
     def active(self) -> bool:
-        return self._presence.active
+        return self._context.workers.active
 
     @property
     def weight(self) -> float:
-        return self._presence.weight
+        return self._context.workers.weight
 
     @property
     def participants(self) -> Sequence[int]:
-        return self._presence.participants
+        return self._context.workers.participants
 
     @property
     def step_is_due(self) -> bool:
-        return self._presence.step_is_due
+        return self._context.workers.step_pending
 
     @property
     def loss(self) -> float | None:
-        return self._metric("loss")
+        return self._context.runtime.journal.metrics.get("loss")
 
     def participate_until_all_finish(self) -> int | None:
-        presence = self._presence
-        if not self._rhythm.every:
+        workers = self._context.workers
+        if not self._context.rounds.every:
             raise UsageError(
                 "participate_until_all_finish with Rounds(every=0): workers that meet at "
                 "servers alone have no rounds, and nobody waits for one that is out of data"
             )
-        last = presence.participants
-        while presence.somebody_trains:
-            last = presence.participants
-            self._company()
-        equal = [rank for rank in last if rank not in presence.behind] or last
+        last = workers.participants
+        while workers.anyone_active:
+            last = workers.participants
+            self._driver.shadow_step()
+        equal = [rank for rank in last if rank not in workers.left_before_step] or last
         return equal[0] if len(equal) < self.comm.size else None
 
 
 class UpdatingWorkerRun(WorkerRun):
-    """The `UpdatingRun`; *clip_mean* scales mean gradients where these are clipped."""
+    """The `UpdatingRun`."""
 
     optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, clip_mean: Callable[[Sequence[torch.Tensor]], None], *arguments: Any
+        self, context: TrainingContext, averages: Averages, driver: StepDriver
     ) -> None:
-        super().__init__(*arguments)
-        self.clip = clip_mean
+        super().__init__(context, averages, driver)
+        if context.optimizer is None:
+            raise UsageError(
+                f"method {context.method.name!r} updates, and there is no optimizer"
+            )
         self.updater: TorchUpdater | None = None
+
+    def clip(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._driver.clip_mean(gradients)
 
     def partition_optimizer(self, most_bytes: int) -> TorchUpdater:
         pieces = split_pieces(self.optimizer, most_bytes)
@@ -116,28 +111,28 @@ class UpdatingWorkerRun(WorkerRun):
 
 
 class ServedRun(WorkerRun):
-    """The `ServerRun`."""
+    """The `ServerRun`; *remote*: the parameters on their servers."""
 
-    def __init__(self, remote: RemoteParameters, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        context: TrainingContext,
+        averages: Averages,
+        driver: StepDriver,
+        remote: RemoteParameters,
+    ) -> None:
+        super().__init__(context, averages, driver)
         self.remote = remote
 
 
-def run_for(
-    method: Method,
-    has_optimizer: bool,
-    clip_mean: Callable[[Sequence[torch.Tensor]], None],
+def make_run(
+    context: TrainingContext,
+    averages: Averages,
+    driver: StepDriver,
     remote: RemoteParameters | None,
-    *arguments: Any,
 ) -> WorkerRun:
-    """The `Run` of a method's kind; *arguments* are those of `WorkerRun`."""
-    if method.updates_on == "server":
-        assert remote is not None
-        return ServedRun(remote, *arguments)
-    if method.updates_on == "method":
-        if not has_optimizer:
-            raise UsageError(
-                f"method {method.name!r} updates, and there is no optimizer"
-            )
-        return UpdatingWorkerRun(clip_mean, *arguments)
-    return WorkerRun(*arguments)
+    """Make the `Run` of the method's kind."""
+    if remote is not None:
+        return ServedRun(context, averages, driver, remote)
+    if context.method.updates_on == "method":
+        return UpdatingWorkerRun(context, averages, driver)
+    return WorkerRun(context, averages, driver)

@@ -1,4 +1,4 @@
-"""The steps of a training: what a method is told, and what training itself sends.
+"""The order of events in a training's steps: what the method is told, and what training itself sends.
 
 What training sends (buffers, who still trains) follows the method's rounds:
 at the end of backward where all meet in every step, else after the update.
@@ -6,66 +6,61 @@ at the end of backward where all meet in every step, else after the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from paceline.bucketing.tuner import Planner
 from paceline.buckets import Bucket
-from paceline.core.delayed_participation import Agreement
-from paceline.core.group_participation import GroupCalls
+from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import Uses
 from paceline.core.method_hooks import MethodHooks
-from paceline.core.participation import RollCall
-from paceline.core.presence import Presence
-from paceline.core.reducer import Arrivals
-from paceline.core.run import WorkerRun
-from paceline.core.settings import Settings
-from paceline.core.step_listeners import Observers
-from paceline.core.sync import SharedBuffers
-from paceline.core.training_errors import Faults
-from paceline.interfaces import Rounds
-from paceline.parameter_server.client.load_hooks import Loading
+from paceline.core.participation import (
+    DelayedParticipation,
+    GroupParticipation,
+    Participation,
+)
+from paceline.core.reducer import Reducer
+from paceline.core.sent_gradient_check import SentGradients
+from paceline.core.server_loads import ServerLoads
+from paceline.core.sync import SharedBuffers, broadcast_tensors
+from paceline.interfaces import Message
 from paceline.parameter_server.optim.clipping import clip
 
 
-class Steps:
-    """One worker's. *rounds*: the method's. *waits_in_forward*: the method waits for means when
-    something uses them, not where backward ends. *clips_own*: the worker's own gradient is
-    clipped before any of it is sent; *agreement*: of workers that meet in groups.
+class StepDriver:
+    """Takes one worker through its steps; the hooks in the model and the wrapped optimizer call it.
 
-    The parts that refer back to this one are set once they are made: *arrivals*, *run*,
-    *hooks*, *observers*, and *loading* and *uses*, where there are such.
+    *hooks* are the method's; *loads* is there where servers update, *lazy* where the method is
+    told before something uses a parameter. They are set once they are made.
     """
 
-    arrivals: Arrivals
-    run: WorkerRun
     hooks: MethodHooks
-    observers: Observers
-    loading: Loading | None = None
-    uses: Uses | None = None
-    goes_on: Callable[[int], None] | None = None
+    loads: ServerLoads | None = None
+    lazy: Uses | None = None
+    before_place: Callable[[int], None] | None = None
     """Called with the next `place` before anything is sent that leads there."""
 
     def __init__(
         self,
-        rounds: Rounds,
-        settings: Settings,
-        waits_in_forward: bool,
-        clips_own: bool,
-        presence: Presence,
+        context: TrainingContext,
+        reducer: Reducer,
         planner: Planner,
-        roll_call: RollCall,
-        group_calls: GroupCalls,
-        agreement: Agreement | None,
-        shared: SharedBuffers,
-        faults: Faults,
+        participation: Participation,
+        groups: GroupParticipation,
+        buffers: SharedBuffers,
     ) -> None:
-        self._rhythm = rounds
-        self._settings, self._clips_own = settings, clips_own
-        self._waits_late = waits_in_forward
-        self._presence, self._planner = presence, planner
-        self._roll_call, self._agreement = roll_call, agreement
-        self._group_calls = group_calls
-        self._shared, self._faults = shared, faults
+        self._context, self._workers = context, context.workers
+        self._rounds, self._listeners = context.rounds, context.listeners
+        self._waits_in_forward = context.waits_in_forward
+        self.reducer, self.planner, self.buffers = reducer, planner, buffers
+        self._participation, self._groups = participation, groups
+        self._delayed: DelayedParticipation | None = None
+        if context.rounds.agree_every is not None:
+            control = participation.control or context.comm
+            every = context.rounds.agree_every
+            self._delayed = DelayedParticipation(context, control, every)
+        self._sent = SentGradients(context.report)
         self._may_begin = True
         self._backward_of = -1
         """The last step whose backward pass has ended."""
@@ -74,8 +69,8 @@ class Steps:
         """Whether the gradients of the step under way were given to the method."""
         self.accumulated = False
         """Whether gradients wait, since ``no_sync``, for a pass that delivers them."""
-        self.rounds = 0
-        """Those after which models agree, or are nearer to it, that this worker has been in."""
+        self.rounds_done = 0
+        """Rounds of this worker after which models agree, or are nearer to it."""
 
     # ---- from forward to the end of backward ----
 
@@ -85,124 +80,167 @@ class Steps:
         if not self._may_begin:
             return
         self._may_begin = False
-        if self.loading is not None:
-            self.loading.before_step()
-        self._group_calls.begin()
-        if self._rhythm.is_every_step and not self._waits_late:
-            self._roll_call.begin()
-        self._roll_call.is_later = (
-            self._rhythm.after_update and not self._rhythm.is_nonblocking
+        if self.loads is not None:
+            self.loads.before_step()
+        self._groups.begin_step()
+        if self._rounds.is_every_step and not self._waits_in_forward:
+            self._participation.begin_round()
+        self._participation.is_later = (
+            self._rounds.after_update and not self._rounds.is_nonblocking
         )
         self.hooks.call("step_begins")
 
     def begin_backward(self) -> None:
         """The first gradient of a pass that is sent, or such a pass without one."""
         self.begin()  # where the model itself was not called
-        self._go_on(in_step=True)
-        if self.uses is not None:
-            self.uses.backward_begins()
-        if self._waits_late:
-            self._roll_call.answer()  # of the step before
-            self._roll_call.begin()
-        self.arrivals.begin()
+        self._announce_place(in_step=True)
+        if self.lazy is not None:
+            self.lazy.backward_begins()
+        if self._waits_in_forward:
+            self._participation.resolve()  # of the step before
+            self._participation.begin_round()
+        self.reducer.begin()
 
-    def deliver(self, bucket: Bucket) -> None:
+    def deliver_complete(self) -> None:
+        """Give the method the buckets that are complete, in plan order; where this worker's own
+        gradient is clipped, none before backward has ended."""
+        if not self._context.clips_own:
+            self._deliver_complete()
+
+    def _deliver_complete(self) -> None:
+        while (bucket := self.reducer.next_complete()) is not None:
+            self._deliver(bucket)
+
+    def _deliver(self, bucket: Bucket) -> None:
         """All gradients of a bucket are in it, and its turn has come."""
-        if bucket.last and self._rhythm.is_every_step:
-            self._roll_call.all_is_known()
-        self.observers.bucket_leaves(bucket)
+        if bucket.last and self._rounds.is_every_step:
+            self._participation.flags_complete()
+        self._listeners.bucket_leaves(bucket)
         self.hooks.call("bucket_ready", bucket)
         if bucket.last:
-            self._group_calls.all_is_known()
+            self._groups.flags_complete()
 
     def end_backward(self) -> None:
         """The backward pass is over: deliver what is left, and let the method wait."""
-        arrivals = self.arrivals
-        if not arrivals.in_backward:
+        context, reducer = self._context, self.reducer
+        if not reducer.in_backward:
             self.begin_backward()
-        all_used = arrivals.fill_rest()
-        if self._clips_own:
+        all_used = reducer.fill_unused()
+        if context.clips_own:
             # Buckets hold shares of the mean, and the gradient itself is to be clipped.
-            limit = self._settings.clip_norm * arrivals.share
-            clip([bucket.buffer for bucket in arrivals.buckets], limit)
-        arrivals.deliver_complete()
-        arrivals.in_backward = False
+            limit = context.settings.clip_norm * reducer.share
+            clip([bucket.buffer for bucket in context.buckets], limit)
+        self._deliver_complete()
+        reducer.in_backward = False
         self._meet_after_backward(all_used)
         if not self._is_under_way:
-            self.observers.means_are_there()
+            self._listeners.means_are_there()
         if not all_used:
-            arrivals.show()
-        if self._settings.check_finite:
-            arrivals.require_finite(self._done + 1)
-        self.delivered = self._presence.step_is_due = True
+            reducer.expose_gradients()
+        if context.settings.check_finite:
+            reducer.require_finite(self._done + 1)
+        self.delivered = self._workers.step_pending = True
         self.accumulated = False
         self._plan_anew()
+        if context.method.visible_gradient == "sent":
+            self._sent.remember(context.buckets)
 
     def _meet_after_backward(self, all_used: bool = True) -> None:
         self.hooks.call("backward_ended")
-        self._backward_of = self.run.step
-        if self._rhythm.is_every_step:
+        self._backward_of = self._context.step
+        if self._rounds.is_every_step:
             # Who takes part may be learned with the means, unless somebody needs it now.
-            late = self._is_under_way and all_used and not self._shared.has_any
+            late = self._is_under_way and all_used and not self.buffers.has_any
             if not late:
-                self._roll_call.answer()
+                self._participation.resolve()
             self._share_buffers()
-        if self.uses is not None and self._is_under_way:
-            self.uses.backward_ended()
+        if self.lazy is not None and self._is_under_way:
+            self.lazy.backward_ended()
         self._may_begin = True
 
     @property
     def _is_under_way(self) -> bool:
         """Whether the method has not waited for this step's means."""
-        is_late = self._waits_late and self._presence.active
-        return is_late and self.run.sending is not None
+        is_late = self._waits_in_forward and self._workers.active
+        return is_late and self.planner.sending is not None
 
     def _plan_anew(self) -> None:
         """A backward pass is over, on all ranks: the planner may have changed its mind."""
-        if self._planner.backward_ended():
-            if self._waits_late:
-                self._roll_call.answer()  # it knows the buckets of before
-            self.arrivals.make_buckets(self._planner.groups)
+        if self.planner.backward_ended():
+            if self._waits_in_forward:
+                self._participation.resolve()  # it knows the buckets of before
+            self.reducer.make_buckets(self.planner.groups)
             self.hooks.call("buckets_rebuilt")
+        self._listeners.pass_ended()
+
+    def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Scale mean gradients in place, where these are clipped."""
+        if self._context.method.clips == "mean":
+            clip(gradients, self._context.settings.clip_norm)
+
+    def messages(self, whole_buckets: bool) -> Sequence[Message] | None:
+        """In which messages the gradients of this step travel past backward: `Run.sending`."""
+        sending = self.planner.sending
+        if sending is not None and whole_buckets:
+            return [Message(n) for n in dict.fromkeys(m.bucket for m in sending)]
+        return sending
 
     # ---- after the update ----
 
+    def require_unchanged(self) -> None:
+        """Raise `GradientError` if the script has changed gradients that were sent."""
+        context = self._context
+        if context.method.visible_gradient != "sent":
+            return
+        name = self._sent.changed(context.buckets)
+        if name is not None:
+            raise context.fail(
+                f"the gradient of {name!r} (or of a tensor sent with it) was changed "
+                f"between backward() and step(): under {context.method.name} it is on its "
+                "way to the others by then, and a change reaches nobody. Clip with "
+                "distribute(clip_norm=...); without GradScaler; or use bsp, whose .grad "
+                "holds the mean"
+            )
+
     def end(self) -> None:
         """The user's optimizer has stepped, or would have."""
-        self.delivered = self._presence.step_is_due = False
+        self.delivered = self._workers.step_pending = False
         self._done += 1
-        if self._rhythm.models_may_differ:
-            self._presence.unsent += 1
+        if self._rounds.models_may_differ:
+            self._workers.unsent_steps += 1
         self._after_update()
-        self.observers.step_ended()
+        self._listeners.step_ended()
         self.put_buffers()
 
     @property
     def adds_to_what_is_under_way(self) -> bool:
         """Whether a gradient that comes now was added to one that is on its way."""
-        is_late = self._waits_late and self.run.sending is not None
-        return is_late and self.uses is not None and not self.uses.some_since
+        is_late = self._waits_in_forward and self.planner.sending is not None
+        return is_late and self.lazy is not None and not self.lazy.some_since
 
     @property
     def waits_for_update(self) -> bool:
         """Whether the others wait for what this step's update sends."""
-        sends = self._rhythm.is_every_step and self.hooks.has("after_update")
+        sends = self._rounds.is_every_step and self.hooks.has("after_update")
         return self.delivered and sends
 
-    def leave_before_update(self) -> None:
+    def abandon_step(self) -> None:
         """The script left its loop between ``backward()`` and ``step()``. The others go on
         with that step, in which this worker still counts, with the model that it has."""
-        if self._rhythm.is_every_step:
+        if self._rounds.is_every_step:
             self._after_update()
 
-    def keep_company(self) -> None:
-        """One step without data, or, where rounds are rarer, that of the next round."""
-        self._shared.put()
-        run, rounds = self.run, self._rhythm
-        run.step = rounds.next_round(run.step)
-        if self._backward_of != run.step:  # else the script left before step()
+    def shadow_step(self) -> None:
+        """Do one step without data, or, where rounds are rarer, that of the next round: what
+        PyTorch DDP's ``Join`` calls shadowing."""
+        self.buffers.put()
+        context, rounds = self._context, self._rounds
+        context.step = rounds.next_round(context.step)
+        if self._backward_of != context.step:  # else the script left before step()
             self.begin_backward()
-            self.arrivals.deliver_nothing()
+            self.reducer.zero()
+            for bucket in context.buckets:
+                self._deliver(bucket)
             self._meet_after_backward()
             if rounds.is_every_step:
                 self._plan_anew()
@@ -211,52 +249,60 @@ class Steps:
     def _after_update(self) -> None:
         """The method's hook; and a round's own messages, where that is when workers
         meet."""
-        run, rounds = self.run, self._rhythm
-        self._go_on(in_step=False)
-        self._roll_call.is_later = False
-        if rounds.models_may_differ and run.meets:
+        context, rounds = self._context, self._rounds
+        self._announce_place(in_step=False)
+        self._participation.is_later = False
+        if rounds.models_may_differ and rounds.meets(context.step):
             self._hold_round()
         else:
             self.hooks.call("after_update")
-        if self.uses is not None and self._presence.active:
+        if self.lazy is not None and self._workers.active:
             # Watching costs a step some microseconds a tensor.
-            waited = self._waits_late and run.sending is None
-            self.uses.begin_anew(not waited or self._planner.listening)
-        run.step += 1
+            waited = self._waits_in_forward and self.planner.sending is None
+            self.lazy.begin_anew(not waited or self.planner.listening)
+        context.step += 1
 
     def _hold_round(self) -> None:
         """A round of a method whose models differ between rounds."""
-        self.rounds += 1
-        if self._agreement is not None:
-            before = self._presence.participants
-            if self._agreement.round_begins():
-                self._shared.put()
+        workers = self._workers
+        self.rounds_done += 1
+        if self._delayed is not None:
+            before = workers.participants
+            if self._delayed.begin_round():
+                self.buffers.put()
                 # At the last one nobody trains any more, and all end with the same.
-                source, *_ = self._presence.participants or before
-                self._shared.send(source)
-            if self._presence.somebody_trains:
+                source, *_ = workers.participants or before
+                self.buffers.send(source)
+            if workers.anyone_active:
                 self.hooks.call("after_update")
         else:
-            self._roll_call.begin()
-            self._roll_call.all_is_known()
+            self._participation.begin_round()
+            self._participation.flags_complete()
             self.hooks.call("after_update")
-            self._roll_call.answer()
+            self._participation.resolve()
             self._share_buffers()
-        self._presence.unsent = 0
+        workers.unsent_steps = 0
 
     # ---- the model's buffers ----
 
     def _share_buffers(self) -> None:
         """DDP's semantics: every step starts from rank 0's buffers; where rank 0 is out of
         data, from the first rank that still has some."""
-        if self._presence.participants:
-            self._shared.send(source=self._presence.participants[0])
+        if self._workers.participants:
+            self.buffers.send(source=self._workers.participants[0])
 
     def put_buffers(self) -> None:
         """Groups do not wait for all others: what was sent at one agreement of all is put
         into the model at the next one."""
-        if self._agreement is None:
-            self._shared.put()
+        if self._delayed is None:
+            self.buffers.put()
+
+    def broadcast_model(self, source: int) -> None:
+        """Give every rank the parameters and buffers of rank *source*. Collective."""
+        self.buffers.put()
+        model = self._context.model
+        tensors = [*model.parameters(), *model.buffers()]
+        broadcast_tensors(self._context.comm, tensors, source)
 
     # ---- where this worker is ----
 
@@ -264,28 +310,28 @@ class Steps:
     def place(self) -> int:
         """Where this worker is, for all alike: twice its steps, and one more between
         ``backward()`` and ``step()``."""
-        return 2 * self.run.step + self._presence.step_is_due
+        return 2 * self._context.step + self._workers.step_pending
 
-    def _go_on(self, *, in_step: bool) -> None:
+    def _announce_place(self, *, in_step: bool) -> None:
         """To the end of the backward pass of this step, or of the step."""
-        if self.goes_on is None or not self._presence.active:
+        if self.before_place is None or not self._workers.active:
             return
-        self.goes_on(2 * (self.run.step + 1) - in_step)
+        self.before_place(2 * (self._context.step + 1) - in_step)
 
     # ---- what a restart goes on from ----
 
     @property
     def progress(self) -> dict[str, int]:
         """Where in its rounds this training is, equal on all workers between steps."""
-        rounds = 0 if self._agreement is None else self._agreement.rounds
-        unsent, step = self._presence.unsent, self.run.step
-        return {"step": step, "unsent": unsent, "rounds": rounds}
+        rounds = 0 if self._delayed is None else self._delayed.rounds
+        unsent = self._workers.unsent_steps
+        return {"step": self._context.step, "unsent": unsent, "rounds": rounds}
 
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
-        self.run.step = saved["step"]
+        self._context.step = saved["step"]
         self._backward_of = -1
-        if self._rhythm.models_may_differ:
-            self._presence.unsent = saved["unsent"]
-        if self._agreement is not None:
-            self._agreement.rounds = saved["rounds"]
+        if self._rounds.models_may_differ:
+            self._workers.unsent_steps = saved["unsent"]
+        if self._delayed is not None:
+            self._delayed.rounds = saved["rounds"]

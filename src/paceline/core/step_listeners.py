@@ -1,27 +1,22 @@
-"""Those who only watch a training: compute time, the planner's times, and others."""
+"""Tells listeners of a training's events: compute times, the bucket planner, profilers, checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 EVENTS = (
     *("step_begins", "forward", "used", "usable"),
     *("gradient", "gradient_ready", "gradient_taken"),
-    *(
-        "codes_with",
-        "coded",
-        "bucket_leaves",
-        "means_are_there",
-        "step_is_called",
-        "update_begins",
-        "step_ended",
-    ),
+    *("codes_with", "coded"),
+    *("bucket_leaves", "means_are_there", "step_is_called"),
+    *("update_begins", "step_ended"),
 )
+_OF_EACH_GRADIENT = ("gradient", "gradient_ready", "gradient_taken")
 
 
-class Observers:
-    """Tells each event to those who define a function of its name, in their order.
+class StepListeners:
+    """Tells each event to the listeners that define a method of its name, in their order.
 
     - ``step_begins()``: a forward pass with gradients, before anything is done for it.
     - ``forward(samples, training)``: any forward pass begins; samples may be None.
@@ -30,29 +25,41 @@ class Observers:
     - ``gradient(index)``: autograd has made a gradient; our own work begins.
     - ``gradient_ready(index)``: the same, where it is to be sent.
     - ``gradient_taken()``: our own work is done; backward goes on.
-    - ``codes_with(compressor)``: from now on it may code what has the model's tensors.
-    - ``coded(compressor, workers, size, stage)``: it has coded or decoded so many bytes of
-      these.
+    - ``codes_with(compressor)``: from now on it may compress what has the model's tensors.
+    - ``coded(compressor, workers, size, stage)``: it has compressed or decompressed so many
+      bytes of these.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
     - ``means_are_there()``: backward is over, and the means are waited for.
     - ``step_is_called()``: by the script; gradients are as it has left them.
     - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
+
+    The three events of each gradient cost a call a tensor. A listener that needs them only in
+    some steps has an attribute ``listening``; hooks skip these events in steps in which nobody
+    listens (`times_gradients`).
     """
 
-    def __init__(self, watchers: Sequence[Any]) -> None:
-        def of(event: str) -> list[Callable[..., None]]:
-            found = (getattr(watcher, event, None) for watcher in watchers)
-            return [function for function in found if function is not None]
-
+    def __init__(self) -> None:
+        self._timing: list[Any] = []
+        self.times_gradients = False
+        """Whether a listener wants the events of each gradient in the next pass."""
         for event in EVENTS:
-            setattr(self, event, _Event(of(event)))
+            setattr(self, event, _Event())
 
-    def add(self, watcher: Any) -> None:
-        """One more, which is told last."""
+    def add(self, listener: Any) -> None:
+        """Tell *listener*, after the others; None is nobody."""
         for event in EVENTS:
-            function = getattr(watcher, event, None)
+            function = getattr(listener, event, None)
             if function is not None:
                 getattr(self, event).functions.append(function)
+        if any(hasattr(listener, event) for event in _OF_EACH_GRADIENT):
+            self._timing.append(listener)
+        self.pass_ended()
+
+    def pass_ended(self) -> None:
+        """A backward pass is over: learn who listens to the gradients of the next one."""
+        self.times_gradients = any(
+            getattr(listener, "listening", True) for listener in self._timing
+        )
 
     step_begins: _Event
     forward: _Event
@@ -71,8 +78,8 @@ class Observers:
 
 
 class _Event:
-    def __init__(self, functions: list[Callable[..., None]]) -> None:
-        self.functions = functions
+    def __init__(self) -> None:
+        self.functions: list[Callable[..., None]] = []
 
     def __call__(self, *arguments: Any) -> None:
         for function in self.functions:

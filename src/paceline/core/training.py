@@ -2,97 +2,198 @@
 
 Theory of operation
 -------------------
-Each gradient goes from its hook (`backward_passes`) into a bucket, and complete buckets to the
-method, in plan order (`reducer`). A backward pass ends in a callback of the autograd engine.
+Each gradient goes from its hook (`model_hooks`) into a bucket (`reducer`), and complete buckets go to
+the method, in plan order (`step`). A backward pass ends in a callback of the autograd engine.
 There, buckets that are still incomplete get zeros for tensors that took no part, and are
-delivered too; then the method has its *backward ended*, in which bsp waits (`step`). So
+delivered too; then the method has its *backward ended*, in which bsp waits. So
 ``.grad`` holds the mean when ``backward()`` returns, and users clip and scale it as they
 always did.
 
-Which gradients share a bucket is the planner's to say; after a backward pass it may have
+The planner decides which gradients share a bucket; after a backward pass it may have
 changed its mind, and buckets are made anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
+from paceline.bucketing import MEASURED
 from paceline.bucketing.bucket_plan import Side
-from paceline.bucketing.tuner import Planner
-from paceline.buckets import Bucket
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.no_collectives import AloneComm
-from paceline.core.run import UpdatingWorkerRun
-from paceline.core.sampler import Sampler
-from paceline.core.settings import Settings
-from paceline.core.step_metrics import Figures
-from paceline.core.training_parts import MakeRemote, Parts
+from paceline.bucketing.tuner import GoesPast, Planner
+from paceline.buckets import Bucket, kind_of, wire_bytes
+from paceline.core.averages import Averages
+from paceline.core.compressed_average import CompressedAverage
+from paceline.core.context import TrainingContext
+from paceline.core.lazy_parameters import Uses
+from paceline.core.method_hooks import MethodHooks
+from paceline.core.model_hooks import ModelHooks
+from paceline.core.own_state import own_states
+from paceline.core.participation import GroupParticipation, Participation
+from paceline.core.reducer import Reducer
+from paceline.core.run import UpdatingWorkerRun, make_run
+from paceline.core.same_data_check import SameData
+from paceline.core.server_loads import ServerLoads
+from paceline.core.step import StepDriver
+from paceline.core.sync import SharedBuffers
 from paceline.errors import UsageError
-from paceline.interfaces import Method, Runtime
-from paceline.parameter_server.client.load_hooks import Loading
+from paceline.interfaces import OwnState, State
+from paceline.parameter_server.client.compression import Charge
 from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.torch_internals import Uncopied
+
+MakeRemote = Callable[[list[Bucket], Callable[[], float], Charge], RemoteParameters]
+"""From buckets, this worker's weight as of now, and what is told of compression."""
 
 
 class Training:
-    """Joins what one training is made of, and is what the wrapped optimizer calls.
+    """One worker's training of a model by one method, from `distribute` to `finish`.
 
-    *parameters* are the trainable ones, in registration order; *remote* finds them on
-    their servers, where these update. *number*: of this training among the script's.
+    *make_remote* finds the parameters on their servers, where these update.
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        model: torch.nn.Module,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
-        method: Method,
-        settings: Settings,
-        comm: TorchComm | AloneComm,
-        sampler: Sampler | None = None,
-        remote: MakeRemote | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
-        number: int = 0,
+        self, context: TrainingContext, make_remote: MakeRemote | None = None
     ) -> None:
         self.finished = False
         self.leads = False
         """Whether this worker was the lowest rank of those who met last."""
-        self.looking = False  # inside `consolidated`
-        self._runtime, self._model, self._method = runtime, model, method
-        self._number = number
-        planned = {id(parameter) for _, parameter in parameters}
+        self._context, self._workers = context, context.workers
+        self._runtime, self._method = context.runtime, context.method
+        self.comm, self.sampler = context.comm, context.sampler
+        planned = {id(parameter) for _, parameter in context.parameters}
         self._outside = [
             (name, parameter)
-            for name, parameter in model.named_parameters()
+            for name, parameter in context.model.named_parameters()
             if id(parameter) not in planned and parameter.numel()
         ]
-        self._parts = parts = Parts(
-            *(runtime, model, parameters, method, settings, comm, sampler, remote),
-            optimizer,
-            lambda: self.looking,
+        journal = context.runtime.journal
+        journal.set_period(context.rounds.every)
+        journal.learning = _learning_steps(context)
+
+        on_servers = make_remote is not None
+        own = on_servers or getattr(context.method, "averages_buffers", False)
+        buffers = () if own else tuple(context.model.buffers())
+        self._buffers = SharedBuffers(context.comm, buffers, context.settings.buffers)
+        participation = Participation(context)
+        groups = GroupParticipation(context)
+        self._compression: CompressedAverage | None = None
+        if context.compressed and not on_servers:
+            self._compression = CompressedAverage(context)
+        averages = Averages(context, participation, groups, self._compression)
+        self.planner = _make_planner(context, averages)
+        """Decides which gradients share a bucket."""
+        self._reducer = Reducer(context)
+        self._driver = driver = StepDriver(
+            context, self._reducer, self.planner, participation, groups, self._buffers
         )
-        self.comm, self.sampler, self.run = comm, sampler, parts.run
-        self.own_states = parts.own_states
+        self._reducer.make_buckets(self.planner.groups)
+        self._remote: RemoteParameters | None = None
+        if make_remote is not None:
+            self._remote = make_remote(
+                context.buckets, lambda: context.workers.weight, context.listeners.coded
+            )
+        self.run = make_run(context, averages, driver, self._remote)
+        self._hooks = driver.hooks = MethodHooks(
+            context.method, self.run, context.record_failure
+        )
+        self._loads: ServerLoads | None = None
+        if self._remote is not None:
+            self._loads = driver.loads = ServerLoads(context, self._remote, self._hooks)
+        try:
+            self._hooks.begin()
+        except BaseException:
+            if self._loads is not None:
+                self._loads.detach()
+            raise
+        self.own_states = self._own_states()
         """What a checkpoint keeps of this worker alone."""
-        self._presence, self._faults = parts.presence, parts.faults
-        self._steps, self._arrivals = parts.steps, parts.arrivals
-        self._hooks, self._shared = parts.hooks, parts.shared
-        self._remote, self._loading = parts.remote, parts.loading
-        self._figures = Figures(parts)
-        self._place_number = runtime.job.places.add()
-        if self.consolidates_together and comm.size > 1:
-            self._steps.goes_on = self._goes_on
+        self._add_listeners()
+        self._model_hooks = ModelHooks(context, driver, self._remote)
+        self._handles = self._watch_model()
+        self._place_number = context.runtime.job.places.add()
+        if self.consolidates_together and self.comm.size > 1:
+            driver.before_place = self._before_place
+
+    def _own_states(self) -> list[OwnState]:
+        context = self._context
+        encoding = None if self._remote is None else self._remote.encoding
+        return own_states(
+            context.method,
+            self._hooks,
+            encoding or self._compression,
+            encoding.tensors() if encoding else context.parameters,
+            context.comm.rank,
+            context.parameters,
+            context.optimizer,
+        )
+
+    def _add_listeners(self) -> None:
+        context, listeners = self._context, self._context.listeners
+        # A mean within a group may be that of one worker.
+        of_all = context.rounds.is_every_step
+        sees_means = of_all and context.method.visible_gradient == "mean"
+        one_of_many = context.comm.rank == 0 and context.comm.size > 1
+        samples = None if context.sampler is None else context.sampler.mean_samples
+        model, parameters = context.model, context.parameters
+        listeners.add(context.runtime.compute(model, parameters, samples))
+        listeners.add(self.planner)
+        listeners.add(
+            SameData(
+                sees_means and context.sampler is None and one_of_many,
+                context.comm.size,
+                context.report,
+                lambda: context.buckets,
+                lambda: self._reducer.share,
+            )
+        )
+        for watcher in context.runtime.job.watchers:
+            for listener in watcher(model, parameters):
+                listeners.add(listener)
+        compresses = self._compression is not None and context.comm.size > 1
+        if compresses or (self._remote is not None and self._remote.encoding):
+            listeners.codes_with(context.settings.compression)
+
+    def _watch_model(self) -> list[Any]:
+        """Hooks beside those of passes; returns their handles."""
+        context, driver = self._context, self._driver
+        model = context.model
+        handles: list[Any] = [
+            model.register_load_state_dict_pre_hook(Uncopied(self.settle_buffers))
+        ]
+        if self._remote is None and self._hooks.has("loaded"):
+            handles += [
+                module.register_load_state_dict_post_hook(Uncopied(self._note_load))
+                for module in model.modules()
+            ]
+        if self._hooks.has("before_use"):
+            driver.lazy = Uses(
+                model,
+                [parameter for _, parameter in context.parameters],
+                self._reducer.bucket_of,
+                lambda: context.buckets,
+                lambda bucket: self._hooks.call("before_use", bucket),
+                context.listeners,
+                gradients=context.waits_in_forward,
+            )
+            driver.lazy.begin_anew()
+        return handles
+
+    def _note_load(self, *_: object) -> None:
+        """The script has loaded parameters; inside `consolidated` they are taken back."""
+        if not self._context.evaluating:
+            self._hooks.is_loaded = True
 
     # ---- what it is like now ----
 
     @property
     def buckets(self) -> list[Bucket]:
         """The gradient's pieces, in plan order."""
-        return self._arrivals.buckets
+        return self._context.buckets
 
     @property
     def state(self) -> Any:
@@ -100,9 +201,14 @@ class Training:
         return self._hooks.state
 
     @property
+    def looking(self) -> bool:
+        """Whether the script is inside `consolidated`."""
+        return self._context.evaluating
+
+    @property
     def step_is_due(self) -> bool:
         """Whether gradients were delivered, and ``step()`` has not followed."""
-        return self._presence.step_is_due
+        return self._workers.step_pending
 
     @property
     def remote(self) -> RemoteParameters:
@@ -121,15 +227,15 @@ class Training:
         return self._remote is not None and self._remote.is_over
 
     @property
-    def loading(self) -> Loading:
+    def loading(self) -> ServerLoads:
         """What the script loads, where servers update."""
-        assert self._loading is not None, "this method's worker updates"
-        return self._loading
+        assert self._loads is not None, "this method's worker updates"
+        return self._loads
 
     @property
     def broken_by(self) -> str:
         """The error that has left the ranks out of step, so that it cannot go on; or nothing."""
-        return self._faults.broken
+        return self._context.failure
 
     @property
     def updates_on_server(self) -> bool:
@@ -157,12 +263,12 @@ class Training:
         were clipped with it."""
         if self._method.visible_gradient == "sent":
             # Its kernel writes into gradients without a trace that `core.sent_gradient_check` could see.
-            raise self._faults.refused(
+            raise self._context.fail(
                 f"a GradScaler under {self._method.name}: gradients are on their way to the "
                 "others, times its scale, when it unscales them. Train in bfloat16 without a "
                 "scaler; or use bsp, whose .grad holds the mean"
             )
-        if self._parts.clips_own:
+        if self._context.clips_own:
             raise UsageError(
                 f"clip_norm with a GradScaler: under {self._method.name} each worker's own "
                 "gradient is clipped when backward ends, and is scaled then. Clip .grad, "
@@ -178,18 +284,18 @@ class Training:
     @property
     def progress(self) -> dict[str, int]:
         """Where in its rounds this training is, equal on all workers between steps."""
-        return self._steps.progress
+        return self._driver.progress
 
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
-        self._steps.progress = saved
+        self._driver.progress = saved
         self._runtime.job.places.begins_anew(self._place_number)
 
     # ---- what the wrapped optimizer calls ----
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate into ``.grad``."""
-        return self._parts.passes.no_sync()
+        return self._model_hooks.no_sync()
 
     def before_update(self) -> None:
         """``step()`` was called: see to it that this step's gradients were delivered.
@@ -204,33 +310,32 @@ class Training:
                     "gradient now: it would be trained on each rank alone. Unfreeze "
                     "before distribute, or finish() and call distribute again"
                 )
-        if not self._steps.delivered:
-            self._parts.end_backward()
-        self._steps.observers.step_is_called()
-        if self._method.visible_gradient == "sent":
-            self._require_unchanged()
-        if self._loading is not None:
+        if not self._driver.delivered:
+            self._driver.end_backward()
+        self._context.listeners.step_is_called()
+        self._driver.require_unchanged()
+        if self._loads is not None:
             try:
-                self._loading.before_update()
+                self._loads.before_update()
             except UsageError as error:
-                self._faults.failed(error)  # the gradients were sent
+                self._context.record_failure(error)  # the gradients were sent
                 raise
         if self.optimizer_steps:
-            every = (parameter.grad for _, parameter in self._parts.parameters)
-            self._parts.clip_mean(
+            every = (parameter.grad for _, parameter in self._context.parameters)
+            self._driver.clip_mean(
                 [gradient for gradient in every if gradient is not None]
             )
         if self._remote is None:
-            self._steps.observers.update_begins()
+            self._context.listeners.update_begins()
 
     def evaluates_again(self) -> None:
         """The optimizer calls its closure once more within a step: what this gives is
         delivered too, on every rank, also where it reaches no parameter."""
-        self._steps.delivered = False
+        self._driver.delivered = False
 
     def after_update(self) -> None:
         """The user's optimizer has stepped."""
-        self._steps.end()
+        self._driver.end()
 
     def finish(self, *, together: bool = False) -> None:
         """This worker is out of data. Collective over the ranks, each in its own time; but
@@ -239,9 +344,9 @@ class Training:
         self.finished = True
         self._runtime.job.places.leaves(self._place_number)
         if together:
-            self._presence.somebody_trains = False
-        if self._arrivals.in_backward and self._arrivals.some_have_left:
-            self._faults.broken = self._faults.broken or (
+            self._workers.anyone_active = False
+        if self._reducer.in_backward and self._reducer.some_have_left:
+            self._context.failure = self._context.failure or (
                 "its last backward pass ended with an exception after a part of its "
                 "gradients had been sent"
             )
@@ -249,68 +354,95 @@ class Training:
             if not self.broken_by:
                 self._end_well()
         finally:
-            self._presence.active = False
+            self._workers.active = False
             if self.broken_by:
-                self._runtime.job.broke(self._number, self.broken_by)
+                self._runtime.job.broke(self._context.number, self.broken_by)
             self.detach()
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
         """Within it the method's documented result is in the model."""
-        if self.looking:
+        context = self._context
+        if context.evaluating:
             yield  # it is there
             return
         undo = self._consolidate()
-        before, self.looking = self.looking, True
+        before, context.evaluating = context.evaluating, True
         try:
             yield
         finally:
-            self.looking = before
+            context.evaluating = before
             undo()
 
     def detach(self) -> None:
         """Take the hooks out of the model."""
-        self._parts.detach()
+        self._model_hooks.detach()
+        for handle in self._handles:
+            handle.remove()
+        if self._driver.lazy is not None:
+            self._driver.lazy.detach()
+        if self._loads is not None:
+            self._loads.detach()
 
     def abandon(self) -> None:
         """It is not to be trained by this, after all: nobody has done a step."""
-        self.finished, self._presence.active = True, False
+        self.finished, self._workers.active = True, False
         self._runtime.job.places.take_back(self._place_number)
         self.detach()
 
     def figures(self) -> dict[str, float]:
-        """What the step that has just ended tells of itself; takes time."""
-        return self._figures()
+        """Numbers about the step that has just ended, by name; takes time:
+
+        - ``round``: how many it has been in, where models differ between rounds;
+        - ``staleness``: where servers update, how many updates by others there were on them
+          between the parameters that the gradient was computed with and its own update; of the
+          model's parts the most;
+        - ``residual_norm``: of the error feedback of compression, where it is kept;
+        - and what the method itself reports (`Method`, hook 11).
+        """
+        found: dict[str, float] = {}
+        remote, compression = self._remote, self._compression
+        if self._context.rounds.models_may_differ and remote is None:
+            found["round"] = self._driver.rounds_done
+        states: Mapping[str, State] = {} if compression is None else compression.states
+        if remote is not None:
+            found["staleness"] = remote.staleness
+            if remote.encoding is not None:
+                states = remote.encoding.states
+        residuals = [one for state in states.values() for one in _residuals(state)]
+        if residuals:
+            # Of complex residuals the imaginary parts count, too.
+            reals = [torch.view_as_real(r) if r.is_complex() else r for r in residuals]
+            norms = [torch.linalg.vector_norm(real.float()) for real in reals]
+            found["residual_norm"] = float(torch.linalg.vector_norm(torch.stack(norms)))
+        if self._hooks.has("figures"):
+            found |= self._hooks.ask("figures")
+        return found
 
     def go_on_from(self, before: Training, step: int) -> None:
         """The script goes on where *before* has ended, after so many steps and in the middle of an
         epoch, say."""
-        self._parts.passes.go_on_from(before._parts.passes)
+        self._model_hooks.weights = before._model_hooks.weights
         self.progress = {"step": step, "unsent": 0, "rounds": 0}
-
-    @property
-    def planner(self) -> Planner:
-        """Who says which gradients share a bucket."""
-        return self._parts.planner
 
     @property
     def plan(self) -> Side | None:
         """The buckets that were measured and settled on, if any: for `reuse`."""
-        return self._parts.planner.kept
+        return self.planner.kept
 
     def reuse(self, plan: Side | None) -> None:
         """Begin with the buckets of another training of the same model, by the same spec. Before
         the first step, on all workers."""
-        self._parts.planner.reuse(plan)
+        self.planner.reuse(plan)
 
     def observe(self, watcher: Any) -> None:
-        """Tell *watcher* what `Observers` are told."""
-        self._steps.observers.add(watcher)
+        """Tell *watcher* what `StepListeners` tells."""
+        self._context.listeners.add(watcher)
 
     def settle_buffers(self, *_: object) -> None:
         """Those that are under way are put into the model before others are loaded, or
         these are saved: a step that was skipped has not done it."""
-        self._shared.put()
+        self._buffers.put()
 
     # ---- all workers together ----
 
@@ -320,23 +452,23 @@ class Training:
         False where nothing of it was used, since this worker was started again and the job
         goes on: then the model holds what the servers have. Where workers update, each
         goes on with what it loaded. Collective over the workers that train."""
-        return self._loading is None or self._loading.complete(whole=True)
+        return self._loads is None or self._loads.complete(whole=True)
 
     def meet(self) -> bool:
         """Wait for all workers that train; then each has the answers to what it sent, and
         sends nothing until this has returned. Returns False, at once, where there is nobody
         to be met: this worker is out of data, or was started again and has not trained since.
         Collective."""
-        if self._loading is None:
+        if self._loads is None:
             self.comm.all_reduce(torch.zeros(1), "sum").wait()
             self.leads = self.comm.rank == 0
             return True
-        if not self._presence.active or self._loading.is_guest:
+        if not self._workers.active or self._loads.is_late_joiner:
             return False
         self.leads = self.remote.meet()
         return True
 
-    def _goes_on(self, place: int) -> None:
+    def _before_place(self, place: int) -> None:
         with self._fails_together():
             self._runtime.job.places.goes_on(self._place_number, place)
 
@@ -346,22 +478,22 @@ class Training:
         try:
             yield
         except UsageError as error:
-            self._faults.failed(error)
+            self._context.record_failure(error)
             raise
 
     def _consolidate(self) -> Callable[[], None]:
         """Put the result into the model; returns what undoes it."""
-        if not self._presence.active or not self._hooks.has("consolidate"):
+        if not self._workers.active or not self._hooks.has("consolidate"):
             return lambda: None  # the result is in the model
-        loading = self._loading
+        loading = self._loads
         if loading is not None and loading.is_due:
-            if not loading.is_guest:
+            if not loading.is_late_joiner:
                 return lambda: None  # what is in the model was just loaded
             loading.complete()
         if self.consolidates_together and self.comm.size > 1:
             enter = partial(
                 self._runtime.job.places.enter,
-                *(self._place_number, self._steps.place),
+                *(self._place_number, self._driver.place),
                 without_left=self._method.rounds.is_nonblocking,
             )
             with self._fails_together():
@@ -372,21 +504,21 @@ class Training:
     # ---- the end ----
 
     def _end_well(self) -> None:
-        if self._presence.step_is_due:
+        if self._workers.step_pending:
             if self.optimizer_steps:
-                self._steps.leave_before_update()
+                self._driver.abandon_step()
             else:
                 self._take_due_step()
-        self._presence.active = False
-        self._shared.put()
-        if self._loading is not None and self._loading.is_due:
-            self._loading.complete()
+        self._workers.active = False
+        self._buffers.put()
+        if self._loads is not None and self._loads.is_due:
+            self._loads.complete()
         self._hooks.call("finish")
-        self._shared.put()  # a last round may have sent some
-        codes = self._parts.codes
-        if codes is not None and not codes.was_used and self.comm.size > 1:
-            self._parts.say(
-                f"compression={codes.compressor.name} was never used: method "
+        self._buffers.put()  # a last round may have sent some
+        unused = self._compression
+        if unused is not None and not unused.was_used and self.comm.size > 1:
+            self._context.report(
+                f"compression={unused.compressor.name} was never used: method "
                 f"{self._method.name!r} sends no gradients, and no averages with a name"
             )
         if self._remote is not None:
@@ -399,25 +531,56 @@ class Training:
         """The script left its loop between ``backward()`` and ``step()``. The gradients have
         left, too, and count, and the others wait for what this step sends after them. What
         the script has loaded since is the result all the same."""
-        loads = self._loading is not None and self._loading.is_due
+        loads = self._loads is not None and self._loads.is_due
         loaded = (
-            [p.detach().clone() for _, p in self._parts.parameters] if loads else []
+            [p.detach().clone() for _, p in self._context.parameters] if loads else []
         )
         self.after_update()
         with torch.no_grad():
             for (_, parameter), value in zip(
-                self._parts.parameters, loaded, strict=False
+                self._context.parameters, loaded, strict=False
             ):
                 parameter.copy_(value)
 
-    def _require_unchanged(self) -> None:
-        """Raise `GradientError` if the script has changed gradients that were sent."""
-        name = self._parts.sent.changed(self.buckets)
-        if name is not None:
-            raise self._faults.refused(
-                f"the gradient of {name!r} (or of a tensor sent with it) was changed "
-                f"between backward() and step(): under {self._method.name} it is on its "
-                "way to the others by then, and a change reaches nobody. Clip with "
-                "distribute(clip_norm=...); without GradScaler; or use bsp, whose .grad "
-                "holds the mean"
-            )
+
+def _make_planner(context: TrainingContext, averages: Averages) -> Planner:
+    in_halves = getattr(context.method, "sends_halves", False)
+    goes_past: GoesPast = "no"
+    # Whoever looks at all means where backward ends waits for them there.
+    if context.waits_in_forward and not context.settings.use_gradients:
+        goes_past = "halves" if in_halves else "whole"
+    parameters = [parameter for _, parameter in context.parameters]
+    compression = context.settings.compression
+    return Planner(
+        context.comm,
+        context.settings.buckets,
+        [wire_bytes(parameter) for parameter in parameters],
+        [kind_of(parameter) for parameter in parameters],
+        context.device,
+        context.stopwatch,
+        context.runtime.blank,
+        context.runtime.journal.planned,
+        context.report,
+        partial(averages.benchmark, in_halves=in_halves),
+        lock_step=context.rounds.is_every_step,
+        goes_past=goes_past,
+        starts_after=compression.first_steps if context.compressed else 0,
+    )
+
+
+def _learning_steps(context: TrainingContext) -> int:
+    """Steps after those that plan buckets, until steady state. Rules that measure buckets wait
+    until compressed gradients are sent."""
+    settings = context.settings
+    steps: int = getattr(context.method, "learns_for", 0)
+    early = settings.compression.first_steps
+    return steps if settings.buckets in MEASURED else steps + early
+
+
+def _residuals(state: State) -> Iterator[torch.Tensor]:
+    """Those that it holds, or one inside it: wrappers keep the states of what they wrap."""
+    for name, value in state.items():
+        if name == "residual":
+            yield value
+        elif isinstance(value, dict):
+            yield from _residuals(value)

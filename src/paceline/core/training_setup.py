@@ -24,6 +24,7 @@ from paceline.collectives.no_collectives import AloneComm
 from paceline.collectives.reduce_scatter import check_halves
 from paceline.compression import Identity, warm_up_of
 from paceline.core.active_training import Present
+from paceline.core.context import TrainingContext
 from paceline.core.initial_sync import check_same_everywhere, describe
 from paceline.core.method_hooks import check_declared, check_hooks
 from paceline.core.method_spec import brief_spec, compressed, own_compression
@@ -31,8 +32,7 @@ from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
 from paceline.core.settings import Settings
 from paceline.core.sync import broadcast_tensors
-from paceline.core.training import Training
-from paceline.core.training_parts import MakeRemote
+from paceline.core.training import MakeRemote, Training
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Collective,
@@ -191,10 +191,18 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
         join = Join(options=options)
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
-    training = Training(
-        *(runtime, model, parameters, method, settings, comm),
-        *(subject.sampler, remote, optimizer, subject.number),
+    context = TrainingContext(
+        runtime,
+        model,
+        parameters,
+        method,
+        settings,
+        comm,
+        subject.sampler,
+        optimizer,
+        subject.number,
     )
+    training = Training(context, remote)
     _say_warm_up(subject, settings.compression)
     return Made(training, endpoints, comm.close)
 

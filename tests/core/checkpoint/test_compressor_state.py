@@ -6,11 +6,9 @@ import torch
 from paceline.compression.casts import BF16
 from paceline.compression.error_feedback import ErrorFeedback
 from paceline.compression.quantization import Int8
-from paceline.core.averages import Nothing
-from paceline.core.compressed_average import Codes
 from paceline.core.own_state import CompressorState
-from paceline.core.presence import Presence
 from paceline.errors import UsageError
+from tests.support.one_worker import OneWorker, compressed_average
 
 PARAMETERS = [
     ("weight", torch.nn.Parameter(torch.zeros(2, 2))),
@@ -20,28 +18,13 @@ PARAMETERS = [
 
 def owner(compressor, rank=0, steps=0):
     """After some steps of a worker alone, whose gradients are of no round numbers."""
-    codes = Codes(compressor, Presence(1, 1.0), rank, lambda *coded: None)
+    codes = compressed_average(compressor, rank)
     generator = torch.Generator().manual_seed(rank)
     for _ in range(steps):
         for name, parameter in PARAMETERS:
             part = torch.randn(parameter.shape, generator=generator)
             send(codes, part.to(parameter.dtype), name)
     return CompressorState(codes, rank, PARAMETERS), codes
-
-
-class OneWorker:
-    """As much of a Comm as a code needs, among one worker."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, buffer, operation):
-        return Nothing()
-
-    def all_gather(self, everyone, own):
-        everyone.copy_(own)
-        return Nothing()
-
-    all_to_all = all_gather
 
 
 def send(codes, part, name):

@@ -4,6 +4,5 @@
 - `layout`, `partition`, `shards`: which server holds which part of the model.
 - `synchronization`: joining, loading, and waiting for the other workers.
 - `optimizer_state`, `remote_buffers`: optimizer state and buffers that lie on servers.
-- `load_hooks`: what a script loads into, or writes to, such a model.
 - `compression`: the worker's half of compression to and from servers.
 """

@@ -13,11 +13,12 @@ would write over it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from paceline.core.context import TrainingContext
+from paceline.core.method_hooks import MethodHooks
 from paceline.errors import UsageError
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.torch_internals import Uncopied
@@ -29,27 +30,21 @@ IGNORED = (
 )
 
 
-class Loading:
-    """*loaded* is called when all parameters have been replaced. While *looking*, in
-    `consolidated`, the script writes what is taken back."""
+class ServerLoads:
+    """What the script loads into one worker's model and optimizer, whose parameters *remote* has on
+    its servers. *hooks* are the method's."""
 
     def __init__(
-        self,
-        rank: int,
-        method: str,
-        model: torch.nn.Module,
-        remote: RemoteParameters,
-        loaded: Callable[[], None],
-        looking: Callable[[], bool],
+        self, context: TrainingContext, remote: RemoteParameters, hooks: MethodHooks
     ) -> None:
-        self._rank, self._method = rank, method
-        self._remote, self._loaded, self._looking = remote, loaded, looking
+        self._context, self._remote, self._hooks = context, remote, hooks
+        self._method = context.method.name
         self._model_is_new = False
         self._state: dict[torch.Tensor, dict[str, Any]] | None = None
         self._has_trained = False
         self._handles = [
             module.register_load_state_dict_post_hook(Uncopied(self._noticed))
-            for module in model.modules()
+            for module in context.model.modules()
         ]
 
     def detach(self) -> None:
@@ -96,19 +91,23 @@ class Loading:
         *whole*; returns whether it was used. Collective over the workers that train."""
         state, self._state = self._state, None
         new, self._model_is_new = self._model_is_new or whole, False
-        if self.is_guest:
-            print(IGNORED.format(rank=self._rank), file=sys.stderr, flush=True)
+        if self.is_late_joiner:
+            print(
+                IGNORED.format(rank=self._context.comm.rank),
+                file=sys.stderr,
+                flush=True,
+            )
             self._remote.take_again()
         else:
             self._remote.load(state, rest=new)
-        self._loaded()
-        return not self.is_guest
+        self._hooks.call("loaded")
+        return not self.is_late_joiner
 
     @property
-    def is_guest(self) -> bool:
+    def is_late_joiner(self) -> bool:
         """Whether this worker has come back to a job that goes on, and has not trained since."""
         return self._remote.is_guest and not self._has_trained
 
     def _noticed(self, *_: object) -> None:
-        if not self._looking():
+        if not self._context.evaluating:
             self._model_is_new = True

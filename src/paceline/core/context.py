@@ -1,0 +1,135 @@
+"""What the parts of one worker's training share: what it trains, and where it is in that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.buckets import Bucket
+from paceline.collectives.communicator import TorchComm
+from paceline.collectives.no_collectives import AloneComm
+from paceline.compression import Identity
+from paceline.core.sampler import Sampler
+from paceline.core.settings import Settings
+from paceline.core.step_listeners import StepListeners
+from paceline.errors import GradientError
+from paceline.interfaces import Method, Rounds, Runtime
+
+
+@dataclass
+class ActiveWorkers:
+    """Who trains, as one worker knows it.
+
+    `Participation` and its like keep *participants*, *left_before_step* and *anyone_active*
+    equal on all ranks.
+    """
+
+    size: int
+    weight: float
+    """This worker's part in a mean of gradients."""
+    active: bool = True
+    """Whether this worker has data."""
+    participants: list[int] = field(default_factory=list)
+    """Ranks that took part in the last round."""
+    left_before_step: list[int] = field(default_factory=list)
+    """Of the others those that have left between ``backward()`` and ``step()``."""
+    anyone_active: bool = True
+    """Whether any rank had data in the last round."""
+    step_pending: bool = False
+    """Whether gradients were delivered, and ``step()`` has not followed."""
+    unsent_steps: int = 0
+    """Steps done since the last round."""
+
+    def __post_init__(self) -> None:
+        self.participants = list(range(self.size))
+
+    @property
+    def counts(self) -> bool:
+        """Whether this worker's contribution counts in the next round."""
+        return self.active or self.unsent_steps > 0
+
+
+@dataclass(eq=False)
+class TrainingContext:
+    """Everything that the parts of one worker's training share.
+
+    *parameters* are the trainable ones with their names, in registration order. *optimizer* is
+    the user's. *number*: of this training among those of the script.
+    """
+
+    runtime: Runtime
+    model: torch.nn.Module
+    parameters: Sequence[tuple[str, torch.nn.Parameter]]
+    method: Method
+    settings: Settings
+    comm: TorchComm | AloneComm
+    sampler: Sampler | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    number: int = 0
+    listeners: StepListeners = field(default_factory=StepListeners)
+    buckets: list[Bucket] = field(default_factory=list)
+    """The gradient in flat buffers, in the order of delivery: another list when they are rebuilt."""
+    step: int = 0
+    """The number of the step under way."""
+    evaluating: bool = False
+    """Whether the script is inside `consolidated`: what it writes there is taken back."""
+    failure: str = ""
+    """The first error that has left the ranks out of step, or nothing: `finish` only reports it."""
+    workers: ActiveWorkers = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.comm.size
+        self.workers = ActiveWorkers(size, weight=1.0 / size)
+        self.stopwatch = self.runtime.stopwatch(self.device)
+        self.rounds: Rounds = self.method.rounds
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter is."""
+        return self.parameters[0][1].device
+
+    @property
+    def forms_means(self) -> bool:
+        """Whether workers form the mean gradient: then buckets hold this worker's share of it."""
+        method = self.method
+        return method.visible_gradient == "mean" or method.updates_on == "method"
+
+    @property
+    def compressed(self) -> bool:
+        """Whether gradients, or averages with a name, are compressed."""
+        return self.settings.compression != Identity()
+
+    @property
+    def clips_own(self) -> bool:
+        """Whether this worker's own gradient is clipped before any of it is sent."""
+        return self.method.clips == "own" and self.settings.clip_norm < float("inf")
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether the method waits for means when something uses them, not where backward ends."""
+        return getattr(self.method, "waits_in_forward", False)
+
+    def fail(self, message: str) -> GradientError:
+        """Make the error to raise; after it the ranks may be out of step."""
+        error = GradientError(message)
+        self.failure = _describe(error)
+        return error
+
+    def record_failure(self, error: BaseException) -> None:
+        """Note that *error* is about to reach the script."""
+        self.failure = self.failure or _describe(error)
+
+    def report(self, sentence: str) -> None:
+        """Print *sentence* once for all workers, now, and keep it beside the run's records."""
+        journal = self.runtime.journal
+        known = sentence in journal.notes
+        journal.note(sentence)
+        if self.comm.rank == 0 and not known:
+            print(f"paceline: {sentence}", file=sys.stderr)
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

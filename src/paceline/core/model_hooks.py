@@ -1,0 +1,326 @@
+"""Hooks into the user's model: which forward and backward passes are a step's, and what each weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.core.context import TrainingContext
+from paceline.core.model_checks import (
+    check_not_inside_ddp,
+    check_trained_by_nobody_else,
+)
+from paceline.core.sampler import Sampler
+from paceline.core.step import StepDriver
+from paceline.errors import UsageError
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.torch_internals import (
+    Uncopied,
+    accumulator_of,
+    current_backward,
+    inside_backward,
+    inside_function_transform,
+    inside_reentrant_checkpoint,
+    queue_callback,
+    uncompiled,
+    will_run,
+)
+
+DDP_SYNCHRONIZES = "require_backward_grad_sync"
+"""DDP's attribute for what `no_sync` does; scripts set it by hand to save the block."""
+
+
+class ModelHooks:
+    """Watches the passes of a model, and drives a training's steps by them.
+
+    The hook of a gradient runs once a tensor in each backward pass, so it does nothing that is the
+    same for all tensors of a pass: `_enter_pass` does that at the first one. *servers* hold the
+    parameters, where they update.
+    """
+
+    def __init__(
+        self,
+        context: TrainingContext,
+        driver: StepDriver,
+        servers: RemoteParameters | None,
+    ) -> None:
+        self._context, self._driver, self._reducer = context, driver, driver.reducer
+        self._servers, self._listeners = servers, context.listeners
+        self._parameters, self._model = context.parameters, context.model
+        self._method = context.method.name
+        self.weights: BatchWeights | None = None
+        if context.sampler is not None:
+            self.weights = BatchWeights(context.sampler)
+        self._synchronize = True
+        self._guarded = False
+        self._pass: int | None = None
+        """The backward pass whose gradients are sent, and whose hooks need no more checks."""
+        self._graph_tells = False
+        """Whether some tensors were unused in a pass, and its graph told which."""
+        # Scripts for DDP set `require_backward_grad_sync` on the model.
+        self._attributes = vars(uncompiled(self._model))
+        self._handles = [
+            self._model.register_forward_pre_hook(
+                Uncopied(self._before_forward), with_kwargs=True
+            )
+        ]
+        # Kept alive: torch would make these nodes anew in each forward, on whatever stream
+        # runs then, and one bucket could be filled from streams that do not wait for each
+        # other.
+        self._accumulators = [accumulator_of(p) for _, p in self._parameters]
+        for index, (_, parameter) in enumerate(self._parameters):
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(self._hook(index))
+            )
+
+    def detach(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._accumulators.clear()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only accumulate into ``.grad``; so do those of a model
+        whose ``require_backward_grad_sync`` is false."""
+        before, self._synchronize = self._synchronize, False
+        try:
+            yield
+        finally:
+            self._synchronize = before
+
+    # ---- forward ----
+
+    def _before_forward(
+        self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        runtime = self._context.runtime
+        if self._servers is not None and runtime.alone:
+            # An evaluation takes long, and sends nothing else.
+            self._servers.note(runtime.now())
+        training = torch.is_grad_enabled()
+        if training and inside_function_transform():
+            raise UsageError(
+                "the model was called inside a torch.func transform, whose gradients "
+                "never reach .grad and cannot be averaged; use loss.backward(), or call "
+                "the transform on a copy of the model that was not given to distribute"
+            )
+        if training and inside_backward():
+            return  # a checkpoint computes the model once more: no new step begins
+        if training:
+            self._require_to_be_alone()
+        if training and self._reducer.in_backward:
+            self._forget_failed_pass()
+        self._driver.put_buffers()
+        if training:
+            self._listeners.step_begins()
+            if self.weights is not None:
+                weight = self.weights.next_share()
+                self._reducer.weigh(weight, rescale=not self._driver.delivered)
+            self._driver.begin()
+        # Only now: the forward pass waits for the rest.
+        self._listeners.forward(_samples(args, kwargs), training)
+
+    def _require_to_be_alone(self) -> None:
+        """Raise `UsageError` if another tool averages these gradients: many wrap the model
+        only after `distribute`, so this is asked when training begins."""
+        check_not_inside_ddp(self._model)
+        if not self._guarded:
+            check_trained_by_nobody_else(self._model)
+            self._guarded = True
+
+    def _forget_failed_pass(self) -> None:
+        """A forward pass while backward seems to run: it raised, and the script goes on.
+        That is well as long as nothing had been sent."""
+        if self._reducer.some_have_left and self._context.comm.size > 1:
+            raise self._context.fail(
+                "the last backward pass ended with an exception after a part of its "
+                "gradients had been sent, so this rank is out of step with the others; "
+                "end the script, or let such exceptions end it"
+            )
+        self._reducer.in_backward = False
+        self._pass = None
+        if self.weights is not None:
+            self.weights.pass_failed()
+
+    # ---- backward ----
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        listeners, reducer, driver = self._listeners, self._reducer, self._driver
+        slots = reducer.slots
+
+        def gradient_is_ready(_: torch.Tensor) -> None:
+            timed = listeners.times_gradients
+            if timed:
+                listeners.gradient(index)
+            if self._pass == current_backward() or self._enter_pass(index):
+                if timed:
+                    listeners.gradient_ready(index)
+                slot = slots[index]
+                if slot.seen:
+                    reducer.take_again(slot)
+                else:
+                    slot.seen = True
+                    group = slot.group
+                    group.missing -= 1
+                    if not group.missing and reducer.fill(group):
+                        driver.deliver_complete()
+            if timed:
+                listeners.gradient_taken()
+
+        return gradient_is_ready
+
+    def _enter_pass(self, index: int) -> bool:
+        """A gradient comes, and is the first of its pass as far as is known. Returns whether it is
+        to be sent; else it only accumulates."""
+        driver, reducer = self._driver, self._reducer
+        if self.weights is not None and self.weights.pass_runs():
+            self._weigh_unannounced()
+        if not (self._synchronize and self._attributes.get(DDP_SYNCHRONIZES, True)):
+            self._require_nothing_under_way()
+            driver.delivered, driver.accumulated = False, True
+            return False
+        if not reducer.in_backward:
+            self._begin_backward(index)
+        if driver.lazy is not None and driver.lazy.some_unseen:
+            if driver.lazy.was_unseen(index):
+                raise self._used_unseen(index)
+        else:
+            self._pass = current_backward()
+        return True
+
+    def _weigh_unannounced(self) -> None:
+        """No forward pass of the model has told that this pass would come: a submodule
+        was called, or another method."""
+        assert self.weights is not None
+        weight = self.weights.next_share()
+        share = weight if self._context.forms_means else 1.0
+        if share != self._reducer.share and self._driver.accumulated:
+            raise UsageError(
+                f"this batch's share of the samples is {share:.4g} and that of what was "
+                f"accumulated under no_sync is {self._reducer.share:.4g}; only a call of the "
+                "model that was given to distribute tells in time that a batch begins, and its "
+                "submodule, or another of its methods, was called instead. Call the model "
+                "itself, or step after every batch"
+            )
+        self._reducer.weigh(weight, rescale=False)
+
+    def _begin_backward(self, index: int) -> None:
+        """The first gradient of a pass that is to be sent."""
+        context, driver, reducer = self._context, self._driver, self._reducer
+        visible = context.method.visible_gradient
+        if inside_reentrant_checkpoint():
+            raise context.fail(
+                f"the first gradient of this backward pass, that of "
+                f"{self._parameters[index][0]!r}, comes from "
+                "a reentrant checkpoint, whose end cannot be told from the end of the "
+                "pass; use checkpoint(..., use_reentrant=False)"
+            )
+        if driver.delivered and visible == "sent":
+            raise context.fail(
+                f"a second backward pass before step(): under {self._method} the "
+                "gradients of the first are on their way to the others. Run all passes "
+                "but the last under optimizer.no_sync()"
+            )
+        self._require_nothing_under_way()
+        if driver.waits_for_update and visible == "local":
+            raise context.fail(
+                f"a second backward pass before step(): under {self._method} the others "
+                "wait for this step's update, and gradients are each worker's own. Run all "
+                "passes but the last under optimizer.no_sync(); a GradScaler skips steps of "
+                "one worker alone, so train in bfloat16 without it"
+            )
+        if not self._guarded:
+            self._require_to_be_alone()
+        driver.begin_backward()
+        reducer.check_memory()
+        reducer.in_backward = True
+        queue_callback(self._end_backward)
+        if self._graph_tells:
+            # Buckets that wait for unused tensors would leave when backward ends.
+            reducer.leave_out(self._outside_graph(range(len(self._parameters))))
+            driver.deliver_complete()
+
+    def _end_backward(self) -> None:
+        """The backward pass is over. If some tensors took no part in it, see whether its
+        graph has told so of them alone: gradients that a reentrant checkpoint computes are
+        in another one."""
+        self._pass = None
+        if not self._reducer.all_came:
+            self._graph_tells = not self._outside_graph(self._reducer.came())
+        self._driver.end_backward()
+
+    def _outside_graph(self, indices: Iterable[int]) -> list[int]:
+        """Those of the parameters that the graph of the running pass does not reach."""
+        return [index for index in indices if not will_run(self._accumulators[index])]
+
+    def _require_nothing_under_way(self) -> None:
+        if not self._reducer.in_backward and self._driver.adds_to_what_is_under_way:
+            raise self._context.fail(
+                f"a backward pass without a forward pass since the last one: under "
+                f"{self._method} means of gradients are still on their way then, and this "
+                "pass has added to them. Call the model before each backward pass, add "
+                "losses up before it, or use bsp"
+            )
+
+    def _used_unseen(self, index: int) -> Exception:
+        return self._context.fail(
+            f"parameter {self._parameters[index][0]!r} has a gradient, and nothing has told "
+            f"that it would be used: no module that owns it was called, and none of torch's "
+            f"functions got it (code in C++, perhaps). Under {self._method} its update may "
+            "have been missing there; use bsp"
+        )
+
+
+class BatchWeights:
+    """Which batch of its epoch a backward pass belongs to, and what it weighs."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._epoch = -1
+        self._batch = 0
+        self._running = False
+        self._weighed = False
+
+    def next_share(self) -> float:
+        """The share of the pass that is about to begin."""
+        self._weighed = True
+        if self._sampler.passes != self._epoch:
+            self._epoch, self._batch = self._sampler.passes, 0
+        # A forward pass beyond the epoch may be an evaluation that forgot no_grad.
+        return self._sampler.weight(min(self._batch, len(self._sampler) - 1))
+
+    def pass_runs(self) -> bool:
+        """A gradient has come; when its backward pass ends, its batch is over. Returns
+        whether it is the first of a pass whose share nobody has asked for."""
+        if not self._running:
+            if self._batch >= len(self._sampler):
+                raise UsageError(
+                    f"backward pass {self._batch + 1} of an epoch of "
+                    f"{len(self._sampler)} batches: gradients are weighted batch by "
+                    "batch, so each batch of the sampler given to distribute may have "
+                    "one backward pass"
+                )
+            self._running = True
+            queue_callback(self._pass_ended)
+        return not self._weighed
+
+    def pass_failed(self) -> None:
+        """The pass raised: its batch is over all the same."""
+        if self._running:
+            self._pass_ended()
+
+    def _pass_ended(self) -> None:
+        self._running = self._weighed = False
+        self._batch += 1
+
+
+def _samples(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim():
+            return value.shape[0]
+    return None
