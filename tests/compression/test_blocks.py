@@ -7,7 +7,7 @@ import torch
 
 from paceline.compression import QSGD, Identity, Int4, Int8
 from paceline.compression.blocks import PIECE, Blocks, blocks_of
-from paceline.testing.lockstep import Workers
+from paceline.testing.compressor_checks import Workers
 
 STOCHASTIC = Int8(rounding="stochastic")
 SIZES = (1, 15, 16, 17, 255, 256, 257, 1000)

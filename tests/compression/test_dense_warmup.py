@@ -6,7 +6,7 @@ import paceline
 from paceline.compression import ErrorFeedback, Later
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
-from paceline.testing.lockstep import Workers, gradients
+from paceline.testing.compressor_checks import Workers, gradients
 from tests.compression.toys import RankOne, TopK
 from tests.support.simulations import run
 

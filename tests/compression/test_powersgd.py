@@ -11,7 +11,7 @@ from paceline.compression import ErrorFeedback, PowerSGD, make
 from paceline.compression import powersgd as module
 from paceline.compression.powersgd import orthonormal
 from paceline.errors import UsageError
-from paceline.testing.lockstep import Workers
+from paceline.testing.compressor_checks import Workers
 from tests.support.simulations import run
 
 

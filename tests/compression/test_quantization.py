@@ -10,7 +10,7 @@ from paceline.compression import QSGD, EFSign, ErrorFeedback, Int4, Int8
 from paceline.compression.blocks import Blocks
 from paceline.compression.counter_random import Chance
 from paceline.testing import inspect
-from paceline.testing.lockstep import Workers
+from paceline.testing.compressor_checks import Workers
 from tests.compression.test_blocks import STOCHASTIC, in_blocks, random, through
 from tests.compression.toys import SignAlone
 from tests.support.simulations import run

@@ -15,7 +15,7 @@ from paceline.compression import (
 )
 from paceline.compression.packing import flat, put
 from paceline.interfaces import Place
-from paceline.testing.lockstep import Workers
+from paceline.testing.compressor_checks import Workers
 
 
 def mean_of(compressor, *values):

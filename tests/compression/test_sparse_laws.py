@@ -9,7 +9,7 @@ import torch
 
 from paceline.compression import make, pure
 from paceline.errors import UsageError
-from paceline.testing.lockstep import Workers, gradients
+from paceline.testing.compressor_checks import Workers, gradients
 
 SHAPES = ((6, 5), (40, 30), (7,), (2, 9, 70))
 SPARSE = ("top-k", "gd-top-k", "dgc", "ef21")

@@ -6,7 +6,7 @@ import torch
 import paceline
 from paceline.compression import make
 from paceline.errors import UsageError
-from paceline.testing.lockstep import Workers, gradients
+from paceline.testing.compressor_checks import Workers, gradients
 from tests.support.simulations import run
 
 

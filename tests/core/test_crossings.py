@@ -6,7 +6,7 @@ import torch
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.simulated import Simulation
-from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 
 
 def run(train, workers=3, servers=0):

@@ -12,7 +12,7 @@ from paceline.interfaces import Rounds
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.conformance.plugins.toys.every_fourth import EveryFourth
 from tests.core.test_method_rounds import SUM_OF_TWO, train
 from tests.methods.osp.helpers import simulate

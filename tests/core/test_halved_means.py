@@ -14,7 +14,7 @@ from paceline.methods.bsp import BSP
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.core.halved import Halved, halves_train_as_the_whole, train
 from tests.methods.osp.helpers import simulate
 

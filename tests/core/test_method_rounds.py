@@ -15,7 +15,7 @@ from paceline.methods.bsp import BSP
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary
 from paceline.testing import inspect
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.conformance.plugins.toys.every_fourth import EveryFourth
 from tests.conformance.plugins.toys.pairs import Pairs
 from tests.methods.osp.helpers import simulate

@@ -12,8 +12,7 @@ from paceline.interfaces import Rounds
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from paceline.testing.restart_checks import shared_folder
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting, shared_folder
 from tests.conformance.plugins.toys.every_fourth import EveryFourth
 from tests.core.test_groups_of_gradients import Groups
 from tests.core.test_method_rounds import SUM_OF_TWO, train

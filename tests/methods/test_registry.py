@@ -12,7 +12,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.spec import field_types, parse
 from paceline.testing import CASES
 from paceline.testing.cases import cluster_of
-from paceline.testing.task import Quadratic
+from paceline.testing.problems import Quadratic
 
 ON_SERVERS = [name for name in METHODS if METHODS[name]().updates_on == "server"]
 

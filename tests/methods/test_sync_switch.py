@@ -21,7 +21,7 @@ from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.runtimes.simulated import Simulation
-from paceline.testing.task import Counting, flat_parameters
+from paceline.testing.problems import Counting, flat_parameters
 
 RATE, MOMENTUM, SWITCH = 0.25, 0.5, 5
 

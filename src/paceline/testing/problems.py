@@ -1,4 +1,5 @@
-"""What the checks train with: a model, its optimizer, steps; and what they require."""
+"""What the checks train with: small models with known ends, their optimizers, steps; what the
+checks require; and `inspect`, which shows what an optimizer trains with."""
 
 from __future__ import annotations
 
@@ -6,19 +7,86 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.bucketing.tuner import Planner
+from paceline.core.active_training import Changes
 from paceline.core.distribute import distribute
-from paceline.core.optimizer import DistributedOptimizer
+from paceline.core.optimizer import DistributedOptimizer, present_of
 from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
+from paceline.interfaces import Comm, Endpoint, OwnState, Run
+from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.records import Journal
 from paceline.runtimes.join import join_runtime
 from paceline.testing.cases import Case
-from paceline.testing.task import Quadratic, flat_parameters
+
+
+class Quadratic(torch.nn.Module):
+    """``forward(centers)`` is the loss sum of h/2 (p - c)^2 over all parameters p.
+
+    Curvatures h lie in 0.5 to 1.5 and are equal on all workers, so the mean loss has its
+    minimum at the mean of the workers' centers. Tensors of several shapes; *dtypes* gives
+    each of the three its type.
+    """
+
+    def __init__(self, dtypes: tuple[torch.dtype, ...] = (torch.float32,) * 3) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(4, 3, dtype=dtypes[0]))
+        self.vector = torch.nn.Parameter(torch.zeros(5, dtype=dtypes[1]))
+        self.scalar = torch.nn.Parameter(torch.zeros((), dtype=dtypes[2]))
+
+    def forward(self, centers: torch.Tensor) -> torch.Tensor:
+        loss = torch.zeros((), dtype=torch.float64)
+        position = 0
+        for parameter in self.parameters():
+            count = parameter.numel()
+            own = slice(position, position + count)
+            distance = parameter.reshape(-1).double() - centers[own].double()
+            loss = loss + (curvatures()[own] / 2 * distance.square()).sum()
+            position += count
+        return loss
+
+
+class Counting(torch.nn.Module):
+    """Every element's gradient is one, always: under plain SGD the parameters say how many
+    steps' gradients were applied to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(4, 3))
+        self.vector = torch.nn.Parameter(torch.zeros(5))
+        self.scalar = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self) -> torch.Tensor:
+        return self.matrix.sum() + self.vector.sum() + self.scalar
+
+
+SIZE = 18
+"""Number of parameters of `Quadratic`."""
+
+
+def curvatures() -> torch.Tensor:
+    """The curvature h of each parameter."""
+    return torch.linspace(0.5, 1.5, SIZE, dtype=torch.float64)
+
+
+def centers_of(rank: int, step: int = 0) -> torch.Tensor:
+    """Where the loss of worker *rank* has its minimum in *step* (0: in all steps)."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(SIZE, generator=generator)
+
+
+def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
+    """All parameters, as one copy in double precision."""
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+
 
 MakeOptimizer = Callable[[torch.nn.Module, float], torch.optim.Optimizer]
 
@@ -119,3 +187,80 @@ def require_equal(
 ) -> None:
     difference = (flat_parameters(a) - flat_parameters(b)).abs().max().item()
     require(difference <= rounding, f"{otherwise}: by {difference:.2g}")
+
+
+@dataclass(frozen=True)
+class InspectedBucket:
+    """One bucket: the *names* of its parameters, in gradient-ready order, its number of
+    *elements*, and its *bytes* on the network."""
+
+    index: int
+    names: tuple[str, ...]
+    elements: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What one worker's training is made of.
+
+    Attributes:
+        buckets: Its gradient buckets now, in plan order.
+        state: What the method keeps.
+        run: What the method sees of this worker.
+        comm: What this worker communicates through.
+        journal: The records of its steps.
+        own_states: What a checkpoint keeps of this worker alone.
+        planner: Who plans the buckets.
+        remote: The parameters on their servers, where these update; else None.
+        endpoints: This worker's connections to servers.
+        changes: Who changes the method under ``"auto"``; else None.
+        step_is_due: Whether gradients were delivered, and ``step()`` has not followed.
+        scales: Whether a GradScaler steps the optimizer, as far as that is known.
+        meet: What `paceline.save` calls, so that all workers are at one place.
+        load_is_complete: What `paceline.load` calls, when all is loaded.
+    """
+
+    buckets: tuple[InspectedBucket, ...]
+    state: Any
+    run: Run
+    comm: Comm
+    journal: Journal
+    own_states: list[OwnState]
+    planner: Planner
+    remote: RemoteParameters | None
+    endpoints: tuple[Endpoint, ...]
+    changes: Changes | None
+    step_is_due: bool
+    scales: bool
+    meet: Callable[[], bool]
+    load_is_complete: Callable[[], bool]
+
+
+def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
+    """What an optimizer that `distribute` has given back trains with, as of now.
+
+    It changes nothing, and sends nothing. Call it in a worker of the job: it returns what
+    that worker has.
+    """
+    present = present_of(optimizer)
+    training = present.training
+    return Inspection(
+        buckets=tuple(
+            InspectedBucket(one.index, one.names, one.buffer.numel(), one.bytes)
+            for one in training.buckets
+        ),
+        state=training.state,
+        run=training.run,
+        comm=training.comm,
+        journal=join_runtime().journal,
+        own_states=training.own_states,
+        planner=training.planner,
+        remote=training.remote if training.updates_on_server else None,
+        endpoints=tuple(present.endpoints),
+        changes=present.changes,
+        step_is_due=training.step_is_due,
+        scales=present.scales,
+        meet=training.meet,
+        load_is_complete=training.load_is_complete,
+    )

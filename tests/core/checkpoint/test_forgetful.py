@@ -12,7 +12,7 @@ from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
-from paceline.testing import restart_checks as laws
+from paceline.testing import method_checks as laws
 from tests.core.checkpoint.test_save_load import on
 from tests.core.checkpoint.toys import (
     LAWS,

@@ -7,7 +7,7 @@ import paceline
 from paceline.core.method_spec import read_spec
 from paceline.spec import parse
 from paceline.testing import CASES
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.core.checkpoint.test_save_load import on
 
 STEPS, MOMENTUM, RATE = 4, 0.9, 0.25

@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from paceline.core.checkpoint import files
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.core.checkpoint.test_save_load import Counter, on
 from tests.support.hanging import SECONDS
 from tests.support.processes import run

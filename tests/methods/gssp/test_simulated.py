@@ -15,7 +15,7 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
-from paceline.testing.task import Counting, flat_parameters
+from paceline.testing.problems import Counting, flat_parameters
 
 RATE = 0.25
 Seconds = Callable[[int, float], float]

@@ -16,7 +16,7 @@ from paceline.buckets import stand_in_for
 from paceline.compression import Identity, make
 from paceline.methods.local_updates import SparseLoCo
 from paceline.testing import inspect
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.methods.local_updates.helpers import double, momentum, sgd, simulate, train
 from tests.methods.local_updates.test_laws import CLOSE, apart, count
 from tests.methods.osp.helpers import flat

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.testing.task import Counting, Quadratic, centers_of
+from paceline.testing.problems import Counting, Quadratic, centers_of
 from tests.methods.local_updates.helpers import (
     adam,
     alone,

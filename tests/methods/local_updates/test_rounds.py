@@ -8,7 +8,7 @@ from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack
 from paceline.methods.local_updates import StreamingDiLoCo
 from paceline.methods.local_updates.fragments import deal_out
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 from tests.methods.local_updates.helpers import double, sgd, spread, train
 from tests.methods.local_updates.test_laws import CLOSE, apart, count, counting
 from tests.methods.osp.helpers import flat, loss_of

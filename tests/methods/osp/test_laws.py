@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline
 from paceline.testing import inspect
-from paceline.testing.task import SIZE, Quadratic, centers_of
+from paceline.testing.problems import SIZE, Quadratic, centers_of
 from tests.methods.osp.helpers import (
     ALL,
     FIRST_DEFERRED,

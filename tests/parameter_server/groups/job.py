@@ -7,7 +7,7 @@ import sys
 import torch
 
 import paceline
-from paceline.testing.task import Counting, flat_parameters
+from paceline.testing.problems import Counting, flat_parameters
 
 LR, STEPS = 0.5, 8
 

@@ -13,7 +13,7 @@ from paceline.methods import METHODS
 from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing import inspect
-from paceline.testing.task import Counting, flat_parameters
+from paceline.testing.problems import Counting, flat_parameters
 from tests.support.group_toy import Grouped
 from tests.support.simulations import cluster, rack, simulation
 

@@ -11,7 +11,7 @@ from paceline.cluster import Cluster
 from paceline.methods import METHODS
 from paceline.methods.gssp import GSSP
 from paceline.runtimes.simulated.services import SimulatedServer
-from paceline.testing.task import Counting, flat_parameters
+from paceline.testing.problems import Counting, flat_parameters
 from tests.runtimes.simulated.test_coding_time import model, train, workload
 from tests.support.group_toy import Grouped
 from tests.support.simulations import cluster, rack, run, run_on, simulation

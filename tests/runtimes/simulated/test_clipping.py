@@ -8,7 +8,7 @@ import paceline
 from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import Simulation
-from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 
 LIMIT = 0.5
 """About a tenth of the norm of the first gradients here, and more than that of the last."""

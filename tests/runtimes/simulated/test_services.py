@@ -10,7 +10,7 @@ from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.services import ServerRates
-from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 from paceline.transport.protocol import HEADER_BYTES
 from tests.support.tables import crossed
 

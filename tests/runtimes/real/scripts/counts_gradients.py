@@ -22,7 +22,7 @@ part.replace(folder / f"process-{rank}")
 import torch  # noqa: E402
 
 import paceline  # noqa: E402
-from paceline.testing.task import Counting, flat_parameters  # noqa: E402
+from paceline.testing.problems import Counting, flat_parameters  # noqa: E402
 
 RATE = 2.0**-6
 """Sums of such steps are exact."""

@@ -5,7 +5,7 @@ import sys
 import torch
 
 import paceline
-from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 
 
 def train(method: str) -> list[float]:

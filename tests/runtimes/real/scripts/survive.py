@@ -23,7 +23,7 @@ part.replace(folder / f"process-{rank}")
 import torch  # noqa: E402
 
 import paceline  # noqa: E402
-from paceline.testing.task import (  # noqa: E402
+from paceline.testing.problems import (  # noqa: E402
     Quadratic,
     centers_of,
     flat_parameters,

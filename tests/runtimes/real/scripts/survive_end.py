@@ -27,7 +27,7 @@ import paceline
 from paceline.interfaces.server_messages import Leave, Note
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.client.synchronization import Joining
-from paceline.testing.task import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 
 folder, killed, place = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 starts_over = "starts over" in sys.argv

@@ -16,7 +16,7 @@ import torch
 
 import paceline
 from paceline.methods.asp import ASP
-from paceline.testing.task import Counting
+from paceline.testing.problems import Counting
 
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
