@@ -10,7 +10,7 @@ import time
 import torch
 
 import paceline
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import current_runtime
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--layers", type=int, default=8)

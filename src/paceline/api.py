@@ -8,8 +8,7 @@ from typing import Any, TypeVar, overload
 
 from paceline.core.step_loggers import Told, report
 from paceline.errors import UsageError
-from paceline.interfaces import Runtime
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import Runtime, current_runtime
 from paceline.interfaces.trainings import Job
 from paceline.records import StepRecord
 from paceline.runtimes.join import join_runtime

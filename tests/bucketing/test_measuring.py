@@ -10,7 +10,7 @@ from paceline.bucketing import TableCost
 from paceline.bucketing.measure import LARGEST_BYTES, SMALLEST_BYTES, measure_mean
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.schedules import Ring
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import current_runtime
 from tests.bucketing.tunings import on
 from tests.support.simulations import LATENCY, LINK
 from tests.support.tables import crossed

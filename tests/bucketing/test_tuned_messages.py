@@ -18,8 +18,7 @@ from paceline.bucketing.bucket_plan import from_numbers, to_numbers
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
 from paceline.cluster import Workload
 from paceline.collectives.communicator import TorchComm
-from paceline.interfaces import Message
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import Message, current_runtime
 from paceline.testing import inspect
 from tests.bucketing.test_message_plan import random_cases
 from tests.bucketing.tunings import (

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Groups, HeldPush, Parcel, read_members
+from paceline.interfaces import Groups, HeldPush, Parcel
+from paceline.methods.group_members import read_members
 from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
 
 NEVER = 1_000_000

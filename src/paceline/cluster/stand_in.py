@@ -9,8 +9,7 @@ import torch
 from paceline.buckets import nearly_square, stand_in_for, stands_in, wire_bytes
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
-from paceline.interfaces import Runtime
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import Runtime, current_runtime
 
 
 class StandIn(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""The schedules that others are made of: see `interfaces.schedule` for what one is."""
+"""The schedules that others are made of: see `interfaces.Schedule` for what one is."""
 
 from __future__ import annotations
 

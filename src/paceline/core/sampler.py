@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import current_runtime
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):

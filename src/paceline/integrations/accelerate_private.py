@@ -10,7 +10,7 @@ from accelerate.state import (
 )
 
 from paceline.errors import UsageError
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import current_runtime
 
 
 def states_of_threads() -> None:

@@ -17,8 +17,7 @@ from paceline.core.method_spec import read_spec
 from paceline.core.model_checks import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import Method
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import Method, current_runtime
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 
 _NOT_HERE = ("model", "optimizer", "sampler")

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E4
 
 from paceline.api import init, rank, world_size  # noqa: E402
 from paceline.integrations.lightning_loaders import dealt  # noqa: E402
-from paceline.interfaces.current_runtime import current_runtime  # noqa: E402
+from paceline.interfaces import current_runtime  # noqa: E402
 from paceline.runtimes import launchers  # noqa: E402
 
 _LIGHTNINGS = (

@@ -12,8 +12,25 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkab
 
 import torch
 
-from paceline.interfaces.consistency import Consistency
-from paceline.interfaces.groups import SpeedClass
+from paceline.interfaces.method import Consistency
+from paceline.interfaces.server import SpeedClass
+
+__all__ = [
+    "COMMON",
+    "Asked",
+    "Coding",
+    "Compressor",
+    "CompressorSummary",
+    "Exchange",
+    "Gather",
+    "Leg",
+    "PerWorkerCompressor",
+    "Place",
+    "Shape",
+    "State",
+    "StateKind",
+    "Sum",
+]
 
 
 @dataclass(frozen=True)

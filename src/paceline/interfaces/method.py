@@ -1,15 +1,44 @@
-"""A method: when, and with whom, workers agree.
+"""A method: when, and with whom, workers agree; its rounds, its consistency, its own state.
 
 `paceline.methods` implements `Method`; `paceline.core` calls its hooks.
+`paceline.core` has a list of `OwnState`s; `paceline.core.checkpoint` saves and restores them.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    get_args,
+    runtime_checkable,
+)
 
-from paceline.interfaces.discipline import Discipline
-from paceline.interfaces.groups import Groups
-from paceline.interfaces.rounds import Rounds
+from paceline.errors import UsageError
+from paceline.interfaces.server import Discipline, Groups
+
+__all__ = [
+    "AGREE_EVERY",
+    "CONSISTENCIES",
+    "EVERY_STEP",
+    "HOOKS",
+    "ON_SERVERS",
+    "Clips",
+    "Consistency",
+    "GradientSeen",
+    "Method",
+    "MethodSummary",
+    "OwnState",
+    "Rounds",
+    "UpdatesOn",
+    "UpdatesOnServer",
+    "refused",
+    "weaker",
+]
 
 UpdatesOn = Literal["worker", "method", "server"]
 """Who applies the optimizer: the user's ``step()``, the method piece by piece, a server."""
@@ -163,3 +192,148 @@ class UpdatesOnServer(Method, Protocol):
         """What one server does, for a job of so many workers: a `Meshed` discipline where there
         are `groups`. Raises `UsageError` where the hyperparameters do not fit that number."""
         ...
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A round is a step in which workers communicate; there is one every so many steps.
+    What training itself sends (buffers, the planner's trials, who still trains) goes with
+    rounds: steps between two rounds send nothing.
+
+    *every*: steps from one round to the next; 0 means that workers never meet by
+    themselves, but at servers. *each_until*: before that step there is a round in each,
+    and *every* counts from there. *groups*: a round is of groups of workers.
+    *after_update*: rounds are held once the optimizer has stepped, also where they are in
+    each step: workers' optimizers differ, and so may models between two rounds. It follows
+    from each of the others.
+
+    *agree_every*: all workers say who still trains every so many rounds, and use what was
+    said at the next such round, so that nobody waits. By default groups do so every
+    `AGREE_EVERY` rounds, and all others ask in each round, which waits for all.
+
+    Examples: ``Rounds()`` is bsp's; ``Rounds(every=8)`` averages parameters after every
+    eighth step; ``Rounds(groups=True)`` averages within other groups in each step;
+    ``Rounds(every=8, agree_every=1)`` begins something after every eighth step whose result
+    is waited for later.
+    """
+
+    every: int = 1
+    groups: bool = False
+    each_until: int = 0
+    after_update: bool = False
+    agree_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise UsageError(
+                f"rounds of every={self.every} steps: expected 1 or more, or 0 for "
+                "workers that meet at servers alone"
+            )
+        if self.each_until < 0 or (self.agree_every or 1) < 1:
+            raise UsageError(
+                f"rounds with each_until={self.each_until} and agree_every="
+                f"{self.agree_every}: expected a step, 0 or more, and rounds, 1 or more"
+            )
+        if self.groups and self.agree_every is None:
+            object.__setattr__(self, "agree_every", AGREE_EVERY)
+        together = self.every <= 1 and not self.each_until
+        if not together or self.groups or self.agree_every is not None:
+            object.__setattr__(self, "after_update", True)
+
+    def meets(self, step: int) -> bool:
+        """Whether step number *step*, from 0, is one of a round."""
+        return self.every == 0 or self.next_round(step) == step
+
+    def next_round(self, step: int) -> int:
+        """The first step of a round, at or after *step*."""
+        if step < self.each_until or not self.every:
+            return step
+        return step + self.every - 1 - (step - self.each_until) % self.every
+
+    @property
+    def is_every_step(self) -> bool:
+        """Whether all workers meet in every step, before the update."""
+        return self.every == 1 and not self.after_update
+
+    @property
+    def models_may_differ(self) -> bool:
+        """Whether workers' models, or their optimizers, may differ between two steps."""
+        return self.after_update
+
+    @property
+    def is_nonblocking(self) -> bool:
+        """Whether a round begins without knowing who takes part in it."""
+        return self.agree_every is not None
+
+
+AGREE_EVERY = 16
+"""Rounds of groups from one agreement of all workers to the next: an agreement takes a
+small message and waits for nobody, since its answer is used at the next one."""
+
+EVERY_STEP = Rounds()
+ON_SERVERS = Rounds(every=0)
+
+
+Consistency = Literal["exact", "delayed", "lossy", "local", "asynchronous"]
+"""What becomes of a gradient, from the strongest promise to the weakest. *exact*: DDP's result,
+to rounding. *delayed*: every gradient is applied once, at most a step late. *lossy*: what codes leave
+out is sent later, or is small. *local*: workers' parameters differ between rounds.
+*asynchronous*: nobody bounds what is late, or what is left out, for all."""
+
+CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
+"""From the strongest promise to the weakest."""
+
+
+def weaker(first: Consistency, second: Consistency) -> Consistency:
+    """What is promised where two things are done to a gradient: the weaker of both."""
+    return max(first, second, key=CONSISTENCIES.index)
+
+
+class OwnState(Protocol):
+    """One state that differs between workers: a method's, a compressor's residuals.
+
+    What is saved is data: tensors, numpy arrays, numbers, texts, lists, tuples and dicts
+    of them.
+    """
+
+    @property
+    def name(self) -> str:
+        """Whose state it is, for example ``"method.bsp"``. Equal on all workers, without a
+        slash, and once in a training. A state is loaded by who has the same name."""
+        ...
+
+    def save(self) -> dict[str, Any]:
+        """This worker's state, between two steps. Not collective. The tensors may be the
+        live ones: they are written before training goes on."""
+        ...
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from what `save` or `redistribute` gave, bit for bit. Tensors are on the
+        processor, and nobody else holds them. Not collective."""
+        ...
+
+    def redistribute(
+        self, parts: Iterable[dict[str, Any]], workers: int
+    ) -> dict[str, Any]:
+        """What this worker loads where it cannot have its own: the job that saved had
+        another number of workers than this one's *workers*, or lost some of them.
+
+        *parts* gives what `save` gave, in order of ranks, on every worker alike; each is
+        read when it is asked for. Changes nothing. Raises `UsageError` where no answer
+        would be right.
+        """
+        ...
+
+
+def refused(name: str, parts: Iterable[dict[str, Any]], workers: int) -> dict[str, Any]:
+    """For states that mean nothing to another number of workers: raises `UsageError` where
+    any part holds something. Returns an empty state where none does."""
+    held = [bool(part) for part in parts]
+    if not any(held):
+        return {}
+    raise UsageError(
+        f"the checkpoint holds {name} of {len(held)} worker{'s' * (len(held) > 1)}, which a "
+        f"job of {workers} cannot take over: load it with as many workers as the job that "
+        "saved it had, if all of them lived then; or save after finish(), when nothing of "
+        "it is left"
+    )

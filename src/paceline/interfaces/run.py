@@ -1,22 +1,42 @@
-"""What a method sees of one worker's training: a `Run`, and more where the method updates.
+"""What a method sees of one worker's training, and nothing else.
 
-`paceline.core` implements these.
+`paceline.core` implements `Run`, `UpdatingRun` and `ServerRun`. `paceline.parameter_server` implements
+`Remote` (`client.remote_model`) and `Updater` (`optim.partitioned`, over a torch optimizer).
+`paceline.bucketing.tuner` plans `Message`s.
+
+A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, which can be
+pushed, updated and answered by themselves. Simple methods push whole buckets (`Remote.push`, and
+`Remote.wait` puts the answers into the model). Others push some units of a bucket now and the
+rest late, and take the answers themselves (`Remote.arrived`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from paceline.buckets import Bucket
 from paceline.cluster import Cluster
 from paceline.interfaces.communication import Comm, Pending, Scattered
-from paceline.interfaces.message import Message
-from paceline.interfaces.partial_optimizer import Updater
-from paceline.interfaces.remote_model import Remote
-from paceline.interfaces.timing import Stopwatch
+from paceline.interfaces.runtime import Stopwatch
+from paceline.interfaces.server import Hyperparameters, SpeedClass
+
+__all__ = [
+    "Arrived",
+    "Half",
+    "Message",
+    "Piece",
+    "Remote",
+    "Run",
+    "ServerRun",
+    "Told",
+    "UnitPlace",
+    "Updater",
+    "UpdatingRun",
+]
 
 
 class Run(Protocol):
@@ -204,4 +224,209 @@ class ServerRun(Run, Protocol):
     @property
     def remote(self) -> Remote:
         """The parameters on their servers."""
+        ...
+
+
+Half = Literal["all", "scatter", "gather"]
+"""What a message does: a whole mean, or the first or second half of forming it."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """The part from *start* to *stop* of the buffer of bucket number *bucket*, as fractions of
+    it: 0 and 1 are the whole."""
+
+    bucket: int
+    start: float = 0.0
+    stop: float = 1.0
+    half: Half = "all"
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """Elements [*start*, *stop*) of the flattened parameter number *parameter*, counted
+    in the order in which the optimizer's ``param_groups`` list them."""
+
+    parameter: int
+    start: int
+    stop: int
+
+
+class Updater(Protocol):
+    """The optimizer, applied piece by piece: on a worker, or on a server.
+
+    Law: applying a step's pieces in several calls, in any order, or later with the
+    gradients and hyperparameters of then, gives the bits of one plain optimizer step.
+
+    A call that is refused (`UsageError`) has changed nothing. After an error of the
+    optimizer itself some of the call's pieces may have been updated, unless it ran with
+    ``commit=False``; the training cannot go on after it.
+    """
+
+    def apply(
+        self,
+        pieces: Sequence[Piece],
+        gradients: Sequence[torch.Tensor],
+        hyperparameters: Hyperparameters,
+        commit: bool = True,
+    ) -> list[torch.Tensor]:
+        """Do one optimizer step on just these pieces; returns an empty list.
+
+        ``gradients[i]`` belongs to ``pieces[i]``: flat, or of the piece's shape. It is
+        only read. The parameters change in place. With ``commit=False`` neither they nor
+        the optimizer's state change, and the values that they would have got are
+        returned, one new tensor of the piece's shape for each piece.
+        """
+        ...
+
+    def pieces_of(self, parameter: torch.nn.Parameter) -> Sequence[Piece]:
+        """The pieces of one parameter, in order; none if the optimizer does not have it."""
+        ...
+
+    def group_of(self, piece: Piece) -> int:
+        """The number of the parameter group that a piece is in."""
+        ...
+
+    def values(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Each piece's elements of its parameter: views, to read and to write."""
+        ...
+
+    def stamps(self, pieces: Sequence[Piece]) -> list[int]:
+        """A number for each piece that becomes another one when anybody writes into its
+        parameter (through ``.data`` nobody notices)."""
+        ...
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """A snapshot of every group's hyperparameters as of now, to keep or to send."""
+        ...
+
+    def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """The optimizer's own state of each piece, by name: what is written into it, or
+        into its tensors, is what the next step uses. Empty before a piece's first step,
+        for most optimizers. Ask again after a checkpoint was loaded."""
+        ...
+
+
+class UnitPlace(NamedTuple):
+    """A part of the model that travels by itself: elements [*start*, *stop*) of its
+    bucket's buffer."""
+
+    piece: Piece
+    start: int
+    stop: int
+
+
+class Told(NamedTuple):
+    """The last *words* of one server about its part of a bucket, whose units these are: see
+    `Informed.tells`. Empty before its first answer."""
+
+    units: range
+    words: bytes
+
+
+class Arrived(NamedTuple):
+    """An answer's parameters of one unit, flat. They stand until the next push of that kind
+    (main or late)."""
+
+    bucket: int
+    unit: int
+    values: torch.Tensor
+
+
+class Remote(Protocol):
+    """A model's parameters on their servers, as one worker's method sees them."""
+
+    def join(self) -> int:
+        """Take part; the model then holds the servers' parameters. Returns the number of
+        this worker's first step: 0, unless it was restarted. Collective at the start."""
+        ...
+
+    def push(
+        self,
+        bucket: Bucket,
+        step: int,
+        units: Collection[int] | None = None,
+        late: bool = False,
+        report: bytes = b"",
+    ) -> None:
+        """Send a bucket's gradient, or that of these *units* of it, and ask for its parameters.
+
+        Every bucket has one main push a step, though maybe of no units. What it leaves out
+        comes *late*: exactly these units, in one push, before the late push of the next step
+        and the main push of the one after that. Only for disciplines that take parts
+        (`InParts`). *report*: what the method's servers are to know (`Informed`).
+        """
+        ...
+
+    def wait(self) -> int:
+        """Wait for the answers to all main pushes, and put their parameters into the model.
+        Returns the number of this worker's next step."""
+        ...
+
+    def leave(self) -> None:
+        """This worker is out of data. Returns when all are; the model then holds the
+        final parameters."""
+        ...
+
+    def consolidate(self) -> Callable[[], None]:
+        """Put the servers' present parameters into the model; returns what undoes it."""
+        ...
+
+    # ---- groups ----
+
+    @property
+    def group(self) -> int:
+        """The number of the server that this worker pushes to, where there are `Groups`."""
+        ...
+
+    def move(self, group: int, step: int) -> None:
+        """Between two steps: from *step* on this worker pushes to that group's server, whose
+        parameters the model now holds."""
+        ...
+
+    def has_speed(self, speed: SpeedClass) -> None:
+        """This worker's group is of that class: for codes that depend on it."""
+        ...
+
+    # ---- units ----
+
+    @property
+    def units(self) -> Sequence[Sequence[UnitPlace]]:
+        """Per bucket, in the order of its buffer."""
+        ...
+
+    def unit_bytes(self, bucket: int) -> list[int]:
+        """What each unit of a bucket is on the network."""
+        ...
+
+    def arrived(self, late: bool = False) -> list[Arrived]:
+        """Wait for the answers to all main pushes, and for the model's buffers, which are put
+        in; or wait for the answers to all *late* pushes. The method puts parameters into the
+        model itself, and then says that it has `written`."""
+        ...
+
+    def told(self, bucket: int) -> list[Told]:
+        """What the servers last told of a bucket: with an answer to a main push, or to this
+        worker's join."""
+        ...
+
+    def written(self) -> None:
+        """The method has written into the model: it was not the script."""
+        ...
+
+    # ---- the optimizer ----
+
+    def own_updater(self) -> Updater:
+        """The optimizer on this worker: its pieces are the units, and its state is its own.
+        What it does stays here."""
+        ...
+
+    def ask_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
+        """Ask for the optimizer's state of some units (bucket and number), with all updates
+        before *step* in it. Only for disciplines that take parts (`InParts`)."""
+        ...
+
+    def states(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """Wait for all states that were asked for: bucket, number, and the entries by name;
+        tensors are flat."""
         ...

@@ -1,26 +1,129 @@
-"""A runtime, and what it is asked to start.
+"""Where a worker lives: its rank, its clock, its way to spend compute time, its services.
 
 `paceline.runtimes` implements `Runtime`; `distribute`, `paceline.core` and the
-collectives use it, among others. Methods never see it.
+collectives use it, among others. Methods never see it. A runtime also brings `Compute`, which
+charges or measures compute time as `paceline.core` reports it, and a `Stopwatch`, with which the
+planner and methods time work.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
 from paceline.cluster import Cluster, Workload
 from paceline.interfaces.communication import Endpoint, Runner
-from paceline.interfaces.groups import Groups
+from paceline.interfaces.compression import Compressor
 from paceline.interfaces.method import UpdatesOnServer
+from paceline.interfaces.server import Groups
 from paceline.interfaces.server_messages import Replies
-from paceline.interfaces.timing import Compute, Stopwatch
 from paceline.interfaces.trainings import Job
 from paceline.records import Journal
+
+__all__ = [
+    "CodingStage",
+    "Compute",
+    "Runtime",
+    "ServerJob",
+    "Service",
+    "ServiceJob",
+    "Start",
+    "Stopwatch",
+    "current_runtime",
+    "enter_runtime",
+    "enter_runtime_in_this_thread",
+]
+
+CodingStage = Literal["encode", "decode"]
+"""Until the first code of a bucket is there; and all that follows."""
+
+
+class Compute(Protocol):
+    """Charges a model's compute time where no real time passes for it, or measures it."""
+
+    def forward(self, samples: int | None, training: bool) -> None:
+        """A forward pass begins, over *samples* samples (None: not known)."""
+        ...
+
+    def used(self, index: int) -> None:
+        """The forward pass is about to use one tensor, and may have to wait for it."""
+        ...
+
+    def usable(self) -> None:
+        """It may go on."""
+        ...
+
+    def gradient(self, index: int) -> None:
+        """The gradient of one tensor was computed; paceline's own work begins."""
+        ...
+
+    def gradient_taken(self) -> None:
+        """paceline's own work is done; backward goes on."""
+        ...
+
+    def codes_with(self, compressor: Compressor) -> None:
+        """From now on this compressor may code what has the model's tensors."""
+        ...
+
+    def coded(
+        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        """A compressor has coded, or decoded, so many bytes of the model's tensors, among so
+        many workers."""
+        ...
+
+    def update_begins(self) -> None:
+        """The optimizer is about to step."""
+        ...
+
+    def step_ended(self) -> None:
+        """The optimizer stepped: the next step draws its own jitter."""
+        ...
+
+
+class Stopwatch(Protocol):
+    """Marks moments without waiting for them, and says later how far apart they were.
+
+    *repeats*: equal work takes equal time, to the bit, and whoever measures may do so once.
+    """
+
+    @property
+    def repeats(self) -> bool: ...
+
+    def mark(self) -> Any:
+        """This moment: on the host's clock, or in the device's stream of work."""
+        ...
+
+    def seconds(self, start: Any, marks: Sequence[Any]) -> list[float]:
+        """Seconds from *start* to each of *marks*. Waits until the device is past them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a service is told when it starts.
+
+    *workers*: how many there are. *services*: the names of all of its job's, in order; number
+    *i* of them asks as sender *workers* + *i*. *peers*: those of them that this one may ask.
+    *method*: as in `ServiceJob`.
+    """
+
+    name: str
+    workers: int
+    services: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    method: UpdatesOnServer | None = None
+
+    def name_of(self, sender: int) -> str:
+        """What people call a sender: ``"worker 3"``, or a service by its name."""
+        if sender < self.workers:
+            return f"worker {sender}"
+        return self.services[sender - self.workers]
 
 
 @dataclass(frozen=True)
@@ -196,3 +299,24 @@ class Runtime(Protocol):
         """Wait for something that is outside of this runtime, such as another process: where time is virtual,
         it takes none."""
         ...
+
+
+_of_thread = threading.local()
+_of_process: Runtime | None = None
+
+
+def current_runtime() -> Runtime | None:
+    """The caller's runtime, or None before `paceline.init`."""
+    runtime: Runtime | None = getattr(_of_thread, "runtime", None)
+    return runtime if runtime is not None else _of_process
+
+
+def enter_runtime(runtime: Runtime) -> None:
+    """Make *runtime* this process's."""
+    global _of_process
+    _of_process = runtime
+
+
+def enter_runtime_in_this_thread(runtime: Runtime | None) -> None:
+    """Make *runtime* the calling thread's, before this process's."""
+    _of_thread.runtime = runtime

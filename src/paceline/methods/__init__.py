@@ -14,6 +14,7 @@
 - `local_updates`: local SGD, DiLoCo and others.
 - `contrib`: relatives of these, one file each.
 - `flat_tensors`: tensors that are averaged beside gradients, as one.
+- `group_members`: groups by hand, the text of the key ``members``.
 - `docs_table`: the docs' table of methods.
 """
 
@@ -24,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnknownNameError, UsageError, unknown
-from paceline.interfaces import Method, members_text
+from paceline.interfaces import Method
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.bsp import BSP
@@ -33,6 +34,7 @@ from paceline.methods.contrib.sel_sync import SelSync
 from paceline.methods.ds_sync import DSSync
 from paceline.methods.dssp import DSSP
 from paceline.methods.forward_overlap import DeAR, Priority
+from paceline.methods.group_members import members_text
 from paceline.methods.grouping_sgd import GroupingSGD
 from paceline.methods.gssp import GSSP
 from paceline.methods.local_updates import (

@@ -21,7 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import Discipline, Groups, MethodSummary, read_members
+from paceline.interfaces import Discipline, Groups, MethodSummary
+from paceline.methods.group_members import read_members
 from paceline.methods.gssp.discipline import GroupDiscipline
 from paceline.methods.gssp.gates import Rounds
 from paceline.methods.gssp.worker import InGroups

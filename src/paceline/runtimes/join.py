@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 from paceline.core.random_state import seed_everything
-from paceline.interfaces import Runtime
-from paceline.interfaces.current_runtime import current_runtime, enter_runtime
+from paceline.interfaces import Runtime, current_runtime, enter_runtime
 from paceline.run_options import RunOptions
 from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
 from paceline.runtimes.real.runtime import RealRuntime

@@ -10,7 +10,7 @@ import paceline
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint import folder as folders
 from paceline.errors import UsageError
-from paceline.interfaces.worker_state import refused
+from paceline.interfaces import refused
 from paceline.testing import inspect
 from tests.core.checkpoint.test_save_load import begin, on
 

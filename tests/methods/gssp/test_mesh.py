@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.interfaces import Groups, HeldPush, Shard, members_text
+from paceline.interfaces import Groups, HeldPush, Shard
+from paceline.methods.group_members import members_text
 from paceline.methods.gssp import GSSP
 from paceline.methods.gssp.clocks import Clocks
 from paceline.methods.gssp.discipline import GroupDiscipline

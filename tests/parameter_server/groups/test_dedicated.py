@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Ask, Sender, Service, Work
-from paceline.interfaces.server import Start
+from paceline.interfaces import Answer, Ask, Sender, Service, Start, Work
 from paceline.interfaces.server_messages import (
     Done,
     Introduce,

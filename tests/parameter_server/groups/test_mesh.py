@@ -12,25 +12,23 @@ from msgspec import structs
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Sender
-from paceline.interfaces.group_messages import (
-    Away,
-    Buffers,
-    Drain,
-    Gradients,
-    Pass,
-    Tell,
-)
 from paceline.interfaces.server_messages import (
     Arrive,
+    Away,
+    Buffers,
     Done,
+    Drain,
+    Gradients,
     Join,
     Joined,
     Load,
     Note,
     Parameters,
+    Pass,
     Pull,
     Push,
     Refused,
+    Tell,
 )
 from paceline.methods.ssp import SSP
 from paceline.parameter_server.groups.local_server import Home

@@ -5,8 +5,15 @@ import random
 import pytest
 
 from paceline.errors import UsageError
-from paceline.interfaces.group_messages import Agree, Copy, Drain, Enter, Stand
-from paceline.interfaces.server_messages import Done, Refused
+from paceline.interfaces.server_messages import (
+    Agree,
+    Copy,
+    Done,
+    Drain,
+    Enter,
+    Refused,
+    Stand,
+)
 from paceline.parameter_server.groups import state_transfer
 from paceline.parameter_server.state_machine.store import Store
 from tests.support.mesh_net import Case, MeshNet

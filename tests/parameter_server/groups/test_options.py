@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from paceline.interfaces import Sender
-from paceline.interfaces.server import Start
+from paceline.interfaces import Sender, Start
 from paceline.interfaces.server_messages import Done, Join, Joined, Pull, Refused, Unit
 from paceline.methods.gssp import GSSP
 from paceline.parameter_server.process import service_registry

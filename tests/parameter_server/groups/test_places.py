@@ -3,7 +3,8 @@
 import pytest
 
 from paceline.errors import UsageError
-from paceline.interfaces import Groups, ServerJob, Service, ServiceJob, read_members
+from paceline.interfaces import Groups, ServerJob, Service, ServiceJob
+from paceline.methods.group_members import read_members
 from paceline.runtimes import service_placement
 from paceline.runtimes.real.dedicated_servers import check_supervised
 from paceline.runtimes.real.server_process import (

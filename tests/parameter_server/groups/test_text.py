@@ -5,7 +5,7 @@ import random
 import pytest
 
 from paceline.errors import UsageError
-from paceline.interfaces import members_text, read_members
+from paceline.methods.group_members import members_text, read_members
 
 
 def random_groups(draw, workers):

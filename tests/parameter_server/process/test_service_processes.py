@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces.server import Start
+from paceline.interfaces import Start
 from paceline.interfaces.server_messages import Join, Leave, Load, Pull, Push, Unit
 from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.process.control import Introduction, Order

@@ -30,7 +30,7 @@ from paceline.errors import (
     UsageError,
     WorkerFailedError,
 )
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import current_runtime
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation
 from paceline.runtimes.simulated.simulation import place_of

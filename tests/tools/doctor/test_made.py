@@ -9,7 +9,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.cluster.network_rules import throttle
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import current_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.tools.doctor import diagnose
 from paceline.tools.doctor.simulated import examined

@@ -25,8 +25,7 @@ from paceline.collectives.in_network.packets import (
     MOST_WORKERS,
 )
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import Answer, Sender, Work
-from paceline.interfaces.server import Start
+from paceline.interfaces import Answer, Sender, Start, Work
 from paceline.interfaces.server_messages import Refused, Request, Said, Say
 
 if TYPE_CHECKING:

@@ -31,8 +31,7 @@ from paceline.core.checkpoint.worker_state import VERSION, OwnPart, Saved, pack_
 from paceline.core.optimizer import DistributedOptimizer, training_of
 from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.interfaces import Runtime
-from paceline.interfaces.current_runtime import current_runtime
+from paceline.interfaces import Runtime, current_runtime
 
 _INDEX = "index"
 """The one state in a checkpoint's index."""

@@ -47,7 +47,7 @@ server steps for all groups. Groups and hysteresis are inferred.
 - `discipline`: the server's half; start here.
 - `gates`: when gradients inside a group are applied, and when its workers go on.
 - `clocks`: the pushes that each worker has made.
-- `pending_updates`: what a server owes the others.
+- `pending_updates`, `gradient_sum`: what a server owes the others, added up.
 - `group_assignment`, `grouping`, `step_times`: groups, from measured step times.
 """
 
@@ -58,13 +58,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import (
-    Discipline,
-    Groups,
-    MethodSummary,
-    ServerRun,
-    read_members,
-)
+from paceline.interfaces import Discipline, Groups, MethodSummary, ServerRun
+from paceline.methods.group_members import read_members
 from paceline.methods.gssp.discipline import GroupDiscipline
 from paceline.methods.gssp.gates import Bounded, Gate, Rounds
 from paceline.methods.gssp.grouping import (

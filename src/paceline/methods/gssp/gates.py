@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.interfaces import GradientSum, HeldPush, Shard
+from paceline.interfaces import HeldPush, Shard
 from paceline.methods.gssp.clocks import Clocks
+from paceline.methods.gssp.gradient_sum import GradientSum
 from paceline.methods.push_pull import without_gradient
 
 

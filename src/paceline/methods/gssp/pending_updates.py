@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.interfaces import GradientSum, HeldPush, Parcel, Shard
+from paceline.interfaces import HeldPush, Parcel, Shard
+from paceline.methods.gssp.gradient_sum import GradientSum
 
 
 @dataclass

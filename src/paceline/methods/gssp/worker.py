@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.buckets import Bucket
-from paceline.interfaces import Groups, ServerRun, read_members
+from paceline.interfaces import Groups, ServerRun
+from paceline.methods.group_members import read_members
 from paceline.methods.gssp.group_assignment import (
     Report,
     read_groups,

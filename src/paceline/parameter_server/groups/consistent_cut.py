@@ -14,8 +14,15 @@ from functools import partial
 import torch
 
 from paceline.interfaces import Answer, Sender
-from paceline.interfaces.group_messages import Agree, Drain, Drained, Manifest
-from paceline.interfaces.server_messages import Done, Refused, Reply
+from paceline.interfaces.server_messages import (
+    Agree,
+    Done,
+    Drain,
+    Drained,
+    Manifest,
+    Refused,
+    Reply,
+)
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.message_queue import Letter, Mail, Peer, expected
 from paceline.parameter_server.groups.state_transfer import Arriving

@@ -17,8 +17,14 @@ from collections.abc import Callable, Mapping
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces.group_messages import Enter, Manifest, Stand, Standing
-from paceline.interfaces.server_messages import Refused, Reply
+from paceline.interfaces.server_messages import (
+    Enter,
+    Manifest,
+    Refused,
+    Reply,
+    Stand,
+    Standing,
+)
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.message_queue import Letter, Mail, Peer, expected
 from paceline.parameter_server.groups.state_transfer import Arriving

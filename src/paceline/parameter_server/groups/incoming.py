@@ -9,21 +9,22 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask, Sender
-from paceline.interfaces.group_messages import (
+from paceline.interfaces.server_messages import (
     Away,
     Copied,
     Copy,
+    Done,
     Drain,
     Enter,
     Manifest,
     Pass,
     PeerRequest,
+    Refused,
     Stand,
     Standing,
     Tell,
     Trains,
 )
-from paceline.interfaces.server_messages import Done, Refused
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.membership import Membership
 from paceline.parameter_server.groups.message_queue import Item, Peer

@@ -14,11 +14,12 @@ import torch
 from paceline.buckets import stand_in_for, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Meshed, Parcel, Sender
-from paceline.interfaces.group_messages import Buffers, Gradients
 from paceline.interfaces.server_messages import (
     Arrive,
     Blend,
+    Buffers,
     Done,
+    Gradients,
     Join,
     Leave,
     Met,

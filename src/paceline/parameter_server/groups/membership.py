@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.errors import UsageError
-from paceline.interfaces.group_messages import Manifest, Standing
+from paceline.interfaces.server_messages import Manifest, Standing
 from paceline.parameter_server.groups.consistent_cut import Meetings
 from paceline.parameter_server.groups.entering import Entering
 from paceline.parameter_server.groups.local_server import Home

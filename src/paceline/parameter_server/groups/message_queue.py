@@ -12,8 +12,14 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Ask
-from paceline.interfaces.group_messages import Away, Buffers, Gradients
-from paceline.interfaces.server_messages import Refused, Reply, Request
+from paceline.interfaces.server_messages import (
+    Away,
+    Buffers,
+    Gradients,
+    Refused,
+    Reply,
+    Request,
+)
 
 ReplyKind = TypeVar("ReplyKind")
 

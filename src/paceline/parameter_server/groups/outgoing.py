@@ -7,8 +7,15 @@ from collections.abc import Callable, Mapping
 import torch
 
 from paceline.interfaces import Parcel
-from paceline.interfaces.group_messages import Away, Buffers, Gradients, Tell, Trains
-from paceline.interfaces.server_messages import Refused, Reply
+from paceline.interfaces.server_messages import (
+    Away,
+    Buffers,
+    Gradients,
+    Refused,
+    Reply,
+    Tell,
+    Trains,
+)
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.message_queue import Letter, Mail, Peer
 from paceline.parameter_server.groups.update_log import Passing

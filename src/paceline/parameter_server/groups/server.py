@@ -58,11 +58,11 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Ask, Sender, Server, Work
-from paceline.interfaces.group_messages import Pass, PeerRequest
-from paceline.interfaces.server import Start
+from paceline.interfaces import Answer, Ask, Sender, Server, Start, Work
 from paceline.interfaces.server_messages import (
     Blend,
+    Pass,
+    PeerRequest,
     Pull,
     PullBuffers,
     PullState,

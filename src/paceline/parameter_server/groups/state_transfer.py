@@ -10,8 +10,15 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces.group_messages import Copied, Copy, Manifest
-from paceline.interfaces.server_messages import DTYPES, Join, Refused, Reply
+from paceline.interfaces.server_messages import (
+    DTYPES,
+    Copied,
+    Copy,
+    Join,
+    Manifest,
+    Refused,
+    Reply,
+)
 from paceline.parameter_server.client.optimizer_state import MOST_STATES
 from paceline.parameter_server.groups.local_server import Home
 from paceline.parameter_server.groups.message_queue import Letter, Mail, Peer, expected

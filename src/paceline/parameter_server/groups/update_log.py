@@ -13,8 +13,14 @@ from functools import partial
 
 import torch
 
-from paceline.interfaces.group_messages import Away, Buffers, Gradients, Pass
-from paceline.interfaces.server_messages import Refused, Reply
+from paceline.interfaces.server_messages import (
+    Away,
+    Buffers,
+    Gradients,
+    Pass,
+    Refused,
+    Reply,
+)
 from paceline.parameter_server.groups.message_queue import Item, Letter, Mail, Peer
 
 Line = tuple[int, int]

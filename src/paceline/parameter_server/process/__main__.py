@@ -28,8 +28,7 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, AnyServer, Ask, Server
-from paceline.interfaces.server import Start
+from paceline.interfaces import Answer, AnyServer, Ask, Server, Start
 from paceline.parameter_server.groups.server import GroupServer, make_group_machine
 from paceline.parameter_server.process import snapshot, surviving
 from paceline.parameter_server.process.control import (

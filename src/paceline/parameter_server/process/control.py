@@ -9,7 +9,7 @@ from paceline.transport.peers import PeerAddress
 
 
 class Order(msgspec.Struct, tag="start", kw_only=True):
-    """A service is wanted: one of `kinds`. *services*, *peers*: as in `interfaces.server.Start`."""
+    """A service is wanted: one of `kinds`. *services*, *peers*: as in `interfaces.Start`."""
 
     name: str
     kind: str = "server"

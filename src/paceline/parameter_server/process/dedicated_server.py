@@ -23,9 +23,9 @@ from paceline.interfaces import (
     AskingServer,
     ReturningServer,
     Sender,
+    Start,
     Work,
 )
-from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Done, Introduce, Refused, Reply, Request
 from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.process.monitors import make_machine

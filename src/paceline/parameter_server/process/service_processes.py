@@ -25,8 +25,7 @@ import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import AnyServer
-from paceline.interfaces.server import Start
+from paceline.interfaces import AnyServer, Start
 from paceline.parameter_server.groups.server import GroupServer
 from paceline.parameter_server.process import service_registry
 from paceline.parameter_server.process.control import Introduction, Order, Place

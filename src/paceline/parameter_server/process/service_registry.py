@@ -10,8 +10,7 @@ import importlib
 from collections.abc import Callable
 
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import AnyServer
-from paceline.interfaces.server import Start
+from paceline.interfaces import AnyServer, Start
 from paceline.parameter_server.groups.server import make_group_machine
 from paceline.parameter_server.process.monitors import make_machine
 from paceline.parameter_server.state_machine.server import ParameterServer

@@ -78,7 +78,6 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Coordinated, Discipline, Meshed, Sender, Work
-from paceline.interfaces.group_messages import PeerRequest
 from paceline.interfaces.server_messages import (
     Arrive,
     Blend,
@@ -93,6 +92,7 @@ from paceline.interfaces.server_messages import (
     LoadState,
     Norm,
     Note,
+    PeerRequest,
     Pull,
     PullBuffers,
     PullNorm,

@@ -29,8 +29,8 @@ from paceline.interfaces import (
     AskingServer,
     Sender,
     ServiceJob,
+    Start,
 )
-from paceline.interfaces.server import Start
 from paceline.interfaces.server_messages import Refused, Reply, Request
 from paceline.parameter_server.process import service_registry
 from paceline.records import Journal

@@ -20,8 +20,8 @@ from paceline.cluster.profiling import KeptGradients, Profiler
 from paceline.cluster.profiling.timers import HostStopwatch
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
-from paceline.interfaces import ServiceJob
-from paceline.interfaces.current_runtime import (
+from paceline.interfaces import (
+    ServiceJob,
     current_runtime,
     enter_runtime_in_this_thread,
 )

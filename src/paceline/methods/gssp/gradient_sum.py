@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.interfaces.discipline import Shard
-from paceline.interfaces.partial_optimizer import Hyperparameters
+from paceline.interfaces import Hyperparameters, Shard
 
 
 class GradientSum:
