@@ -243,7 +243,7 @@ class Journal:
         thread = threading.get_ident()
         self.blocked[thread] = name, self._now()
         try:
-            with profiled(f"paceline::wait {name}"):
+            with profiled("paceline::wait", name):
                 wait()
         finally:
             self.blocked.pop(thread, None)

@@ -13,6 +13,7 @@ from paceline.core.model_checks import (
     check_not_inside_ddp,
     check_trained_by_nobody_else,
 )
+from paceline.core.reducer import Slot
 from paceline.core.sampler import Sampler
 from paceline.core.step import StepDriver
 from paceline.errors import UsageError
@@ -71,9 +72,10 @@ class ModelHooks:
         # runs then, and one bucket could be filled from streams that do not wait for each
         # other.
         self._accumulators = [accumulator_of(p) for _, p in self._parameters]
-        for index, (_, parameter) in enumerate(self._parameters):
+        for slot in self._reducer.slots:
+            hook = self._hook(slot)
             self._handles.append(
-                parameter.register_post_accumulate_grad_hook(self._hook(index))
+                slot.parameter.register_post_accumulate_grad_hook(hook)
             )
 
     def detach(self) -> None:
@@ -149,30 +151,38 @@ class ModelHooks:
 
     # ---- backward ----
 
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        listeners, reducer, driver = self._listeners, self._reducer, self._driver
-        slots = reducer.slots
+    def _hook(self, slot: Slot) -> Callable[[torch.Tensor], None]:
+        index, fill = slot.index, self._reducer.fill
+        deliver_complete = self._driver.deliver_complete
 
         def gradient_is_ready(_: torch.Tensor) -> None:
-            timed = listeners.times_gradients
-            if timed:
-                listeners.gradient(index)
-            if self._pass == current_backward() or self._enter_pass(index):
-                if timed:
-                    listeners.gradient_ready(index)
-                slot = slots[index]
-                if slot.seen:
-                    reducer.take_again(slot)
-                else:
-                    slot.seen = True
-                    group = slot.group
-                    group.missing -= 1
-                    if not group.missing and reducer.fill(group):
-                        driver.deliver_complete()
-            if timed:
-                listeners.gradient_taken()
+            if self._pass != current_backward():
+                self._first_gradient(slot)
+                return
+            pending = slot.pending
+            if index not in pending:
+                self._reducer.take_again(slot)
+                return
+            pending.remove(index)
+            if not pending and fill(slot.group):
+                deliver_complete()
 
         return gradient_is_ready
+
+    def _first_gradient(self, slot: Slot) -> None:
+        """A gradient comes, and as far as is known it is the first of its pass; all of them come
+        here while a listener times gradients, or gradients only accumulate."""
+        listeners, reducer = self._listeners, self._reducer
+        listeners.gradient(slot.index)
+        if self._enter_pass(slot.index):
+            listeners.gradient_ready(slot.index)
+            if slot.index not in slot.pending:
+                reducer.take_again(slot)
+            else:
+                slot.pending.remove(slot.index)
+                if not slot.pending and reducer.fill(slot.group):
+                    self._driver.deliver_complete()
+        listeners.gradient_taken()
 
     def _enter_pass(self, index: int) -> bool:
         """A gradient comes, and is the first of its pass as far as is known. Returns whether it is
@@ -189,7 +199,7 @@ class ModelHooks:
         if driver.lazy is not None and driver.lazy.some_unseen:
             if driver.lazy.was_unseen(index):
                 raise self._used_unseen(index)
-        else:
+        elif not self._listeners.times_gradients:
             self._pass = current_backward()
         return True
 

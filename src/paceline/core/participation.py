@@ -74,7 +74,8 @@ class Participation:
         self._flag: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._element: torch.Tensor | None = None
-        self._own: torch.Tensor | None = None
+        self._own: float | None = None
+        """What this worker had in that element."""
         self._own_vote = 0.0
         self._used: list[float] | None = []  # None: this worker has no gradients
         self._counts = True
@@ -113,7 +114,7 @@ class Participation:
         *buffer* is sent, and `attached` once its sum is on its way to all ranks: for a sum in two
         halves, the second."""
         self._element = _last_element(buffer)
-        self._own = self._element.clone()
+        self._own = self._element.item()
         if self._has_something_to_report():
             self._element.fill_(math.nan)
 
@@ -179,13 +180,13 @@ class Participation:
         workers, n = self._workers, self._comm.size
         buckets = self._buckets
         tensors = sum(len(bucket.used) for bucket in buckets)
-        device = self._device if self._own is None else self._own.device
+        device = self._device if self._element is None else self._element.device
         ballot = torch.zeros(n + tensors + 1, dtype=torch.float64, device=device)
         ballot[self._comm.rank] = self._own_vote
         if self._used is not None:
             ballot[n:-1] = torch.tensor(self._used, dtype=torch.float64)
         if self._counts and self._own is not None:
-            ballot[-1:] = self._own
+            ballot[-1] = self._own
         self._ballots.all_reduce(ballot, "sum").wait()
 
         if self._element is not None:
@@ -344,5 +345,5 @@ def control_device(context: TrainingContext) -> torch.device:
 
 def _last_element(buffer: torch.Tensor) -> torch.Tensor:
     """The element that carries the question, as a real tensor of size 1."""
-    flat = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
-    return flat.view(-1)[-1:]
+    flat = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return flat.view(-1)[-1:] if flat.dim() > 1 else flat[-1:]

@@ -23,7 +23,7 @@ from paceline.buckets import (
     view_in_bucket,
 )
 from paceline.core.context import TrainingContext
-from paceline.torch_internals import copy_together
+from paceline.torch_internals import copy_together, join_into
 
 _LARGE_BYTES = 64 * 1024
 """From here on a tensor is copied by itself: a second pass over its memory would cost more than a
@@ -33,33 +33,36 @@ _GROUP_BYTES = 1 << 20
 
 
 class CopyGroup:
-    """Neighbours in a bucket that are copied together; *missing*: gradients that are not there yet."""
+    """Neighbours in a bucket that are copied together; *pending*: indices of the parameters whose
+    gradients are not there yet."""
 
-    __slots__ = ("bucket", "memory", "missing", "slots")
+    __slots__ = ("bucket", "indices", "is_flat", "memory", "pending", "slots")
 
     def __init__(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         self.bucket, self.slots = bucket, slots
-        self.missing = len(slots)
+        self.indices = {slot.index for slot in slots}
+        self.pending = set(self.indices)
         start = sum(p.numel() for p in bucket.parameters[: slots[0].position])
         size = sum(slot.parameter.numel() for slot in slots)
         self.memory = bucket.buffer[start : start + size]
+        self.is_flat = all(slot.parameter.dim() == 1 for slot in slots)
         for slot in slots:
-            slot.group = self
+            slot.group, slot.pending = self, self.pending
 
 
 class Slot:
-    """The place of one parameter's gradient: *position* in its bucket. *seen*: it has come in
-    this pass, or will not."""
+    """The place of one parameter's gradient: *position* in its bucket; *pending* is that of its
+    copy group."""
 
-    __slots__ = ("group", "index", "parameter", "position", "seen", "view")
+    __slots__ = ("group", "index", "parameter", "pending", "position", "view")
 
     group: CopyGroup
+    pending: set[int]
+    position: int
+    view: torch.Tensor
 
-    def __init__(self, index: int, bucket: Bucket, position: int) -> None:
-        self.index, self.position = index, position
-        self.parameter = bucket.parameters[position]
-        self.view = bucket.views[position]
-        self.seen = False
+    def __init__(self, index: int, parameter: torch.nn.Parameter) -> None:
+        self.index, self.parameter = index, parameter
 
     @property
     def bytes(self) -> int:
@@ -77,12 +80,14 @@ class Reducer:
         self._context, self._parameters = context, context.parameters
         self.share = context.workers.weight if context.forms_means else 1.0
         self.in_backward = False
-        self.slots: list[Slot] = []
-        """By parameter, in the order of the context's; always the same list."""
-        self._slot_of: dict[int, Slot] = {}
+        self.slots = [Slot(n, p) for n, (_, p) in enumerate(context.parameters)]
+        """By parameter, in the order of the context's."""
+        self._slot_of = {id(slot.parameter): slot for slot in self.slots}
         self._groups: list[CopyGroup] = []
+        self._ordered = [p for _, p in context.parameters if p.dim() > 1]
+        """Parameters whose elements can lie in memory in more than one order..."""
         self._strides: list[tuple[int, ...]] = []
-        """Of each parameter, when its bucket was made."""
+        """...and their strides when their buckets were made."""
         self._addresses: list[int] = []
         """Of each parameter's part of its bucket."""
         self._absent: set[int] = set()
@@ -92,20 +97,15 @@ class Reducer:
     def make_buckets(self, groups: Sequence[Sequence[int]]) -> None:
         """Make the context's buckets of *groups* of parameters, as indices; gradients move into
         them."""
-        made_before = bool(self.slots)
+        made_before = bool(self._groups)
         buckets = self._context.buckets = make_buckets(self._parameters, groups)
-        indices = {id(p): index for index, (_, p) in enumerate(self._parameters)}
         self._groups = []
         for bucket in buckets:
-            slots = [
-                Slot(indices[id(parameter)], bucket, position)
-                for position, parameter in enumerate(bucket.parameters)
-            ]
+            slots = [self._slot_of[id(parameter)] for parameter in bucket.parameters]
+            for position, slot in enumerate(slots):
+                slot.position, slot.view = position, bucket.views[position]
             self._groups += [CopyGroup(bucket, some) for some in _cut(slots)]
-        found = [slot for group in self._groups for slot in group.slots]
-        self.slots[:] = sorted(found, key=lambda slot: slot.index)
-        self._slot_of = {id(slot.parameter): slot for slot in self.slots}
-        self._strides = [parameter.stride() for _, parameter in self._parameters]
+        self._strides = [parameter.stride() for parameter in self._ordered]
         self._addresses = [slot.view.data_ptr() for slot in self.slots]
         self._expect_all()
         if not made_before:
@@ -130,8 +130,6 @@ class Reducer:
 
     def begin(self) -> None:
         """A backward pass begins."""
-        for slot in self.slots:
-            slot.seen = False
         self._absent.clear()
         self._next_bucket = 0
         self._expect_all()
@@ -141,12 +139,10 @@ class Reducer:
         for them. ``model.to(...)`` gives a parameter other strides, and what ``.grad`` is
         other memory. Raises an error for other strides, since other ranks would add up
         elements in another order."""
-        strides = [parameter.stride() for _, parameter in self._parameters]
+        strides = [parameter.stride() for parameter in self._ordered]
         if strides != self._strides:
-            for (name, parameter), before in zip(
-                self._parameters, self._strides, strict=True
-            ):
-                self._require_strides(name, parameter, before)
+            for parameter, before in zip(self._ordered, self._strides, strict=True):
+                self._require_strides(parameter, before)
             self._strides = strides
         addresses = [slot.view.data_ptr() for slot in self.slots]
         if addresses != self._addresses:
@@ -177,7 +173,9 @@ class Reducer:
                     gradients.append(gradient)
                     views.append(view)
                     parameter.grad = view
-            if gradients:
+            if group.is_flat and len(gradients) == len(slots):
+                join_into(group.memory, gradients)
+            elif gradients:
                 copy_together(views, gradients)
             if self.share != 1.0:
                 group.memory.mul_(self.share)
@@ -202,7 +200,11 @@ class Reducer:
     def came(self) -> list[int]:
         """The parameters whose gradients are there."""
         absent = self._absent
-        return [s.index for s in self.slots if s.seen and s.index not in absent]
+        return [
+            slot.index
+            for slot in self.slots
+            if slot.index not in slot.pending and slot.index not in absent
+        ]
 
     def leave_out(self, indices: Sequence[int]) -> None:
         """Of these parameters no gradient will come in this pass: buckets do not wait for
@@ -210,15 +212,14 @@ class Reducer:
         self._absent.update(indices)
         for index in indices:
             slot = self.slots[index]
-            slot.seen = True
-            slot.group.missing -= 1
-            if not slot.group.missing:
+            slot.pending.discard(index)
+            if not slot.pending:
                 self.fill(slot.group)
 
     def take_again(self, slot: Slot) -> None:
         """A gradient comes that nothing waits for: well where it was left out, and its bucket
         has not left."""
-        bucket, is_filled = slot.group.bucket, not slot.group.missing
+        bucket, is_filled = slot.group.bucket, not slot.pending
         is_open = bucket.index >= self._next_bucket
         is_empty = not is_filled or not bucket.used[slot.position]
         if slot.index in self._absent and is_open and is_empty:
@@ -227,7 +228,7 @@ class Reducer:
                 self._fill_slot(slot)
             return
         raise self._context.fail(
-            f"the gradient of {self._parameters[slot.index][0]!r} came twice in one backward "
+            f"the gradient of {self._name(slot)!r} came twice in one backward "
             "pass, or is not in its graph, and came after its bucket may have been sent; "
             "under activation checkpointing use checkpoint(..., use_reentrant=False)"
         )
@@ -245,8 +246,8 @@ class Reducer:
             if set_otherwise and not used:  # in a hook of the script's
                 self.take_again(slot)
         for group in self._groups:
-            if group.missing:
-                group.missing = 0
+            if group.pending:
+                group.pending.clear()
                 self.fill(group)
         return False
 
@@ -260,7 +261,7 @@ class Reducer:
         for bucket in self._context.buckets:
             bucket.missing = 0
         for group in self._groups:
-            group.missing = len(group.slots)
+            group.pending.update(group.indices)
             group.bucket.missing += 1
 
     def _fill_slot(self, slot: Slot) -> None:
@@ -283,19 +284,23 @@ class Reducer:
                 torch.mul(gradient, self.share, out=view)
             slot.parameter.grad = view
 
+    def _name(self, slot: Slot) -> str:
+        return self._parameters[slot.index][0]
+
     def _sparse(self, slot: Slot) -> Exception:
         return self._context.fail(
-            f"the gradient of {self._parameters[slot.index][0]!r} is sparse, and only "
+            f"the gradient of {self._name(slot)!r} is sparse, and only "
             "dense gradients can be averaged; build the embedding with sparse=False"
         )
 
     def _require_strides(
-        self, name: str, parameter: torch.Tensor, before: tuple[int, ...]
+        self, parameter: torch.Tensor, before: tuple[int, ...]
     ) -> None:
         was = torch.empty_strided(parameter.shape, before, device="meta")
         strides = strides_in_bucket(parameter), strides_in_bucket(was)
         rows = zip(*strides, parameter.shape, strict=True)
         if any(now != then and size > 1 for now, then, size in rows):
+            name = self._name(self._slot_of[id(parameter)])
             raise self._context.fail(
                 f"parameter {name!r} has strides {parameter.stride()} now, and had "
                 f"{before} when distribute was called: gradients would be added up in "

@@ -288,7 +288,7 @@ class StepDriver:
     def _share_buffers(self) -> None:
         """DDP's semantics: every step starts from rank 0's buffers; where rank 0 is out of
         data, from the first rank that still has some."""
-        if self._workers.participants:
+        if self.buffers.has_any and self._workers.participants:
             self.buffers.send(source=self._workers.participants[0])
 
     def put_buffers(self) -> None:
