@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 import paceline
 from paceline import methods, spec
-from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack, ServerHost, Workload
+from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.simulated import Simulation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.buckets import nearly_square
 from paceline.cluster import Workload
 from paceline.cluster.cluster_file import cluster_toml, load_cluster
 from paceline.cluster.profiling.compressors import threads_set
@@ -37,6 +36,7 @@ from paceline.cluster.profiling.gradient_dump import KeptGradients
 from paceline.cluster.profiling.loaded_compressor_times import coding_times_of_busy
 from paceline.compression import full_spec
 from paceline.core.method_spec import read_spec
+from paceline.interfaces.buckets import nearly_square
 from paceline.run_options import RunOptions
 from paceline.spec import parse
 from paceline.tools.plan import plan

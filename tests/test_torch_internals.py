@@ -276,6 +276,18 @@ def test_is_distributed_tensor(group):
     assert not torch_internals.is_distributed_tensor(torch.ones(2))
 
 
+def test_copy_together():
+    into = [torch.zeros(2), torch.zeros(1, 3)]
+    torch_internals.copy_together(into, [torch.ones(2), torch.full((1, 3), 2.0)])
+    assert [tensor.tolist() for tensor in into] == [[1, 1], [[2, 2, 2]]]
+
+
+def test_join_into():
+    flat = torch.zeros(3)
+    torch_internals.join_into(flat, [torch.ones(2), torch.full((1,), 2.0)])
+    assert flat.tolist() == [1, 1, 2]
+
+
 # ---- process groups ----
 
 
@@ -286,8 +298,8 @@ def test_local_store():
     assert store.check(["key"])
 
 
-def test_default_store(group):
-    torch_internals.default_store().set("key", "value")
+def test_default_group_store(group):
+    torch_internals.default_group_store().set("key", "value")
     assert c10d._get_default_store().get("key") == b"value"
 
 
@@ -309,15 +321,22 @@ def test_forget_default_group(group, monkeypatch):
     assert OfClass().method() == (3, None)
 
 
-def test_group_beside(group):
+def test_backend_names(group):
+    assert torch_internals.backend_names(group) == {"gloo"}
+
+
+def test_gloo_timeout(group):
+    assert torch_internals.gloo_timeout(group) == c10d.default_pg_timeout
+
+
+def test_unregistered_gloo_group(group):
     known = dict(c10d._world.pg_map)
-    beside = torch_internals.group_beside(group, "beside", [0])
-    assert (beside.rank(), beside.size()) == (0, 1)
+    stores = [torch_internals.local_store() for _ in range(2)]
+    made = torch_internals.unregistered_gloo_group(group, "name", *stores, 0, 1)
+    assert made.group_name == "name"
+    assert torch_internals.backend_names(made) == {"gloo"}
+    assert torch_internals.gloo_timeout(made) == torch_internals.gloo_timeout(group)
     assert dict(c10d._world.pg_map) == known
-    buffer = torch.ones(3)
-    options = torch_internals.all_reduce_options(dist.ReduceOp.SUM)
-    beside.allreduce([buffer], options).wait()
-    assert torch.equal(buffer, torch.ones(3))
 
 
 def test_groups_named(group):

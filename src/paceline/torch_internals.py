@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache
 from types import FrameType, FunctionType
 from typing import Any
@@ -17,8 +18,6 @@ import torch.amp.grad_scaler
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.utils.checkpoint
-
-from paceline.polling_store import PatientStore, meet
 
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 _SCALER_FILE = torch.amp.grad_scaler.__file__
@@ -42,9 +41,9 @@ def profiled(*words: str) -> AbstractContextManager[object]:
     return torch.profiler.record_function(" ".join(words))
 
 
-def default_store() -> PatientStore:
-    """The store by which the default process group was set up."""
-    return PatientStore(c10d._get_default_store())
+def default_group_store() -> Any:
+    """The store by which the default process group was set up: see `process_groups.default_store`."""
+    return c10d._get_default_store()
 
 
 def forget_default_group() -> None:
@@ -194,56 +193,32 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group *name* of the members *ranks* of *parent*, with queues and
-    connections of its own. Only its members call this, in any thread.
+def backend_names(group: Any) -> set[str]:
+    """The backends of a process group: ``{"gloo"}``, ``{"nccl"}``, or both."""
+    return {group._get_backend(device).name() for device in group._device_types}
 
-    Under gloo torch's registry does not know it: its threads and connections go with its
-    last reference.
-    """
-    end = simulated_end(parent)
-    if end is not None:
-        made: dist.ProcessGroup = end.beside(name, ranks)
-        return made
-    devices = parent._device_types
-    if {parent._get_backend(device).name() for device in devices} != {"gloo"}:
-        return _registered_group(parent, name, ranks)
-    timeout = parent._get_backend(torch.device("cpu")).options._timeout
-    key = name, tuple(ranks)
-    times = _times_made[key] = _times_made.get(key, 0) + 1
-    store = c10d.PrefixStore(f"{name}/{times}/", parent.get_group_store())
-    patient = PatientStore(store)
-    rank = list(ranks).index(parent.rank())
-    what = f"process group {name!r}"
-    meet(patient, rank, ranks, what, timeout, "before")
-    gloo = dist.ProcessGroupGloo(patient, rank, len(ranks), timeout=timeout)
-    group: Any = dist.ProcessGroup(store, rank, len(ranks))
+
+def gloo_timeout(group: Any) -> timedelta:
+    """How long an operation of gloo's may take in *group*."""
+    timeout: timedelta
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return timeout
+
+
+def unregistered_gloo_group(
+    parent: Any, name: str, store: Any, meeting_store: Any, rank: int, size: int
+) -> dist.ProcessGroup:
+    """A process group over gloo on the devices and with the time-out of *parent*, which
+    torch's registry does not know. gloo's members find each other in *meeting_store*."""
+    timeout = gloo_timeout(parent)
+    gloo = dist.ProcessGroupGloo(meeting_store, rank, size, timeout=timeout)
+    group: Any = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    for device in devices:
+    for device in parent._device_types:
         group._register_backend(device, dist.ProcessGroup.BackendType.GLOO, gloo)
     group._set_group_name(name)
-    # Whoever lets go of it from now on breaks no connection that is being made.
-    meet(patient, rank, ranks, what, timeout, "after")
     found: dist.ProcessGroup = group
     return found
-
-
-_times_made: dict[tuple[str, tuple[int, ...]], int] = {}
-"""How often this process has made a group: its members have done so equally often. What lies
-in the store for one is not for the next."""
-
-
-def _registered_group(
-    parent: Any, name: str, ranks: Sequence[int]
-) -> dist.ProcessGroup:
-    members = dist.get_process_group_ranks(parent)
-    with groups_named(name):
-        group: dist.ProcessGroup = dist.new_group(
-            [members[rank] for rank in ranks],
-            use_local_synchronization=True,
-            sort_ranks=False,
-        )
-    return group
 
 
 @contextmanager

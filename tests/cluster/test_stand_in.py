@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import paceline
-from paceline.buckets import wire_bytes, wire_shape
 from paceline.cluster import Workload
 from paceline.cluster.workload import builtin_names
 from paceline.collectives.schedules import Ring
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.interfaces.buckets import wire_bytes, wire_shape
 from paceline.runtimes.simulated import ComputeModel
 from paceline.testing import inspect
 from tests.support.simulations import run, run_on, simulation

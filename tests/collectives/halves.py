@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.reduce_scatter import OwnHalves, scatter
 from paceline.collectives.registry import make, over
+from paceline.interfaces.buckets import wire_bytes
 from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import skew
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import paceline
-from paceline.buckets import stand_in_for
 from paceline.collectives.algorithms import ParameterServer
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.composition import InTurn, Some
@@ -18,6 +17,7 @@ from paceline.collectives.reduce_scatter import check_halves, halved, scatter
 from paceline.collectives.registry import make
 from paceline.collectives.schedules import Ring, Star, Tree
 from paceline.errors import UsageError
+from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.collectives.halves import CASES, random
 from tests.collectives.test_schedules import racked

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from paceline.buckets import stand_in_for
 from paceline.collectives.communicator import PointToPointComm, TorchComm
 from paceline.collectives.registry import COLLECTIVES, make, over
+from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.support.simulations import cluster, rack, run
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.buckets import stand_in_for
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rounds
+from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.bsp import BSP
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.buckets import make_buckets
 from paceline.core.same_data_check import MOST_STEPS, STEPS, SameData
+from paceline.interfaces.buckets import make_buckets
 from tests.core.cases import inputs, small_model
 from tests.support.simulations import run
 

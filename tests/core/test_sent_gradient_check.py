@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.buckets import make_buckets
 from paceline.core.sent_gradient_check import WATCHED_STEPS, SentGradients
+from paceline.interfaces.buckets import make_buckets
 
 
 def buckets_of(dtype=torch.float32):

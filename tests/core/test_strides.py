@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.buckets import make_buckets, strides_in_bucket
 from paceline.errors import GradientError, ModelMismatchError, WorkerFailedError
+from paceline.interfaces.buckets import make_buckets, strides_in_bucket
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES
 from paceline.testing.cases import Case

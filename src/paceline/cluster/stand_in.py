@@ -6,10 +6,15 @@ import math
 
 import torch
 
-from paceline.buckets import nearly_square, stand_in_for, stands_in, wire_bytes
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime, current_runtime
+from paceline.interfaces.buckets import (
+    nearly_square,
+    stand_in_for,
+    stands_in,
+    wire_bytes,
+)
 
 
 class StandIn(torch.nn.Module):

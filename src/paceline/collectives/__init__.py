@@ -13,6 +13,7 @@
 - `placement`: the rack and host of each rank.
 - `ring_order`: adds in gloo's ring order, so that real and simulated runs round alike.
 - `server_communicator`: averages formed by a parameter server.
+- `process_groups`: process groups beside the job's own, and a store without long waits.
 - `no_collectives`: the `Comm` of workers that meet only at their servers.
 - `in_network`: sums formed beside a switch.
 - `docs_table`: the docs' table of collectives.

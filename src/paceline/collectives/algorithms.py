@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 
-from paceline.buckets import stands_in, wire_bytes
 from paceline.collectives import schedules
 from paceline.collectives.composition import InTurn
 from paceline.collectives.halving_doubling import HalvingDoubling as Halves
@@ -19,6 +18,7 @@ from paceline.interfaces import (
     ReduceOperation,
     Schedule,
 )
+from paceline.interfaces.buckets import stands_in, wire_bytes
 
 
 class Native:

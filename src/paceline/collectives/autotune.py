@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from paceline.bucketing import TableCost
-from paceline.buckets import wire_bytes
 from paceline.cluster import Cluster
 from paceline.collectives.algorithms import (
     HalvingDoubling,
@@ -44,6 +43,7 @@ from paceline.interfaces import (
     Runtime,
     Schedule,
 )
+from paceline.interfaces.buckets import wire_bytes
 from paceline.units import show_bytes
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
-from paceline.buckets import stand_alike, stand_in_for, stands_in, wire_bytes
 from paceline.collectives import continuations, execute
 from paceline.collectives.continuations import Chain
 from paceline.collectives.pending import AllOf, WorkPending
 from paceline.collectives.placement import Places
+from paceline.collectives.process_groups import group_beside
 from paceline.collectives.schedules import Ring, Tree, all_to_all
 from paceline.collectives.send_receive import Messages, real
 from paceline.errors import UsageError
@@ -24,12 +24,12 @@ from paceline.interfaces import (
     Runtime,
     Schedule,
 )
+from paceline.interfaces.buckets import stand_alike, stand_in_for, stands_in, wire_bytes
 from paceline.torch_internals import (
     all_gather_options,
     all_reduce_options,
     all_to_all_options,
     broadcast_options,
-    group_beside,
     lanes_of,
     reduce_scatter_options,
     simulated_end,

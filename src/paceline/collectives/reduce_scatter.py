@@ -21,7 +21,6 @@ from typing import cast
 
 import torch
 
-from paceline.buckets import stand_alike, stands_in, wire_bytes
 from paceline.collectives.algorithms import Native, Scheduled
 from paceline.collectives.autotune import CANDIDATES, Auto
 from paceline.collectives.communicator import TorchComm
@@ -40,6 +39,7 @@ from paceline.interfaces import (
     Scattered,
     Schedule,
 )
+from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
 from paceline.torch_internals import simulated_end
 
 

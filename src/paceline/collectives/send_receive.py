@@ -9,7 +9,6 @@ from zlib import crc32
 
 import torch
 
-from paceline.buckets import stand_alike, wire_bytes
 from paceline.collectives import continuations, execute
 from paceline.collectives.continuations import Chain
 from paceline.collectives.pending import Job, OneWait, WorkPending
@@ -23,6 +22,7 @@ from paceline.interfaces import (
     servers_of,
     switches_of,
 )
+from paceline.interfaces.buckets import stand_alike, wire_bytes
 from paceline.torch_internals import follows_streams, simulated_end
 
 _LANES = 2

@@ -9,13 +9,13 @@ from typing import ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
-from paceline.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.collectives import continuations
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.continuations import Chain, Work
 from paceline.collectives.pending import call_when_all_in
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, Runtime
+from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.interfaces.server_messages import Leave, Reduce
 from paceline.transport.protocol import SMALL_BYTES
 

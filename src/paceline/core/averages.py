@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from paceline.buckets import Bucket, stand_alike
 from paceline.collectives import reduce_scatter
 from paceline.collectives.pending import PutBack
 from paceline.core.compressed_average import CompressedAverage
@@ -14,6 +13,7 @@ from paceline.core.context import TrainingContext
 from paceline.core.participation import GroupParticipation, GroupVote, Participation
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Scattered
+from paceline.interfaces.buckets import Bucket, stand_alike
 
 
 class Averages:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.core.context import TrainingContext
 from paceline.errors import UsageError
 from paceline.interfaces import (
@@ -34,6 +33,7 @@ from paceline.interfaces import (
     State,
     Sum,
 )
+from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes, wire_shape
 
 
 class CompressedAverage:

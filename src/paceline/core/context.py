@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
 from paceline.compression import Identity
@@ -16,7 +15,7 @@ from paceline.core.sampler import Sampler
 from paceline.core.settings import Settings
 from paceline.core.step_listeners import StepListeners
 from paceline.errors import GradientError
-from paceline.interfaces import Method, Rounds, Runtime
+from paceline.interfaces import Bucket, Method, Rounds, Runtime
 
 
 @dataclass

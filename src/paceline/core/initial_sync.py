@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from paceline.buckets import strides_in_bucket
 from paceline.errors import ModelMismatchError
 from paceline.interfaces import Comm
+from paceline.interfaces.buckets import strides_in_bucket
 
 
 class Description(msgspec.Struct, array_like=True):

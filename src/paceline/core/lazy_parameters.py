@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.core.parameter_use import release, watch
 from paceline.core.step_listeners import StepListeners
+from paceline.interfaces import Bucket
 from paceline.torch_internals import Uncopied, has_no_hooks, is_compiled_whole
 
 READS_ITS_CHILDREN: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAttention,)

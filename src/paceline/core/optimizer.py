@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import match_strides
 from paceline.core.active_training import Present
 from paceline.core.training import Training
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
+from paceline.interfaces.buckets import match_strides
 from paceline.torch_internals import inside_scaler, note_step
 
 

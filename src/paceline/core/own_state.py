@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from paceline.buckets import match_strides
 from paceline.core.method_hooks import MethodHooks
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, OwnState, State, refused
+from paceline.interfaces.buckets import match_strides
 
 
 class Coding(Protocol):

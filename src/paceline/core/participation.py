@@ -18,11 +18,10 @@ import math
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.collectives.no_collectives import AloneComm
 from paceline.core.context import TrainingContext
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending
+from paceline.interfaces import Bucket, Comm, Pending
 from paceline.torch_internals import moves_host_tensors
 
 _LEFT_BEFORE_STEP = -1.0

@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.buckets import (
+from paceline.core.context import TrainingContext
+from paceline.interfaces.buckets import (
     Bucket,
     make_buckets,
     stand_for_the_same,
     strides_in_bucket,
     view_in_bucket,
 )
-from paceline.core.context import TrainingContext
 from paceline.torch_internals import copy_together, join_into
 
 _LARGE_BYTES = 64 * 1024

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.core.averages import Averages
 from paceline.core.context import TrainingContext
 from paceline.core.step import StepDriver
 from paceline.errors import UsageError
-from paceline.interfaces import Message
+from paceline.interfaces import Bucket, Message
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
 

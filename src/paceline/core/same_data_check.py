@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.buckets import Bucket
+from paceline.interfaces import Bucket
 
 STEPS = 3
 """In so many steps the gradient is to be the mean before anything is said."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.buckets import Bucket
+from paceline.interfaces import Bucket
 from paceline.torch_internals import version_of
 
 WATCHED_STEPS = 8

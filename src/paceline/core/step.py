@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.bucketing.tuner import Planner
-from paceline.buckets import Bucket
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import Uses
 from paceline.core.method_hooks import MethodHooks
@@ -24,7 +23,7 @@ from paceline.core.reducer import Reducer
 from paceline.core.sent_gradient_check import SentGradients
 from paceline.core.server_loads import ServerLoads
 from paceline.core.sync import SharedBuffers, broadcast_tensors
-from paceline.interfaces import Message
+from paceline.interfaces import Bucket, Message
 from paceline.parameter_server.optim.clipping import clip
 
 

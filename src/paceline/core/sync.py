@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.buckets import by_kind, flatten, unflatten_into
 from paceline.core.settings import ModuleBuffers
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending
+from paceline.interfaces.buckets import by_kind, flatten, unflatten_into
 
 MOST_GATHERED = 64 * 1024 * 1024
 """Bytes that a rank tells all others in one piece."""

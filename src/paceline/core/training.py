@@ -25,7 +25,6 @@ import torch
 from paceline.bucketing import MEASURED
 from paceline.bucketing.bucket_plan import Side
 from paceline.bucketing.tuner import GoesPast, Planner
-from paceline.buckets import Bucket, kind_of, wire_bytes
 from paceline.core.averages import Averages
 from paceline.core.compressed_average import CompressedAverage
 from paceline.core.context import TrainingContext
@@ -42,6 +41,7 @@ from paceline.core.step import StepDriver
 from paceline.core.sync import SharedBuffers
 from paceline.errors import UsageError
 from paceline.interfaces import OwnState, State
+from paceline.interfaces.buckets import Bucket, kind_of, wire_bytes
 from paceline.parameter_server.client.compression import Charge
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.torch_internals import Uncopied

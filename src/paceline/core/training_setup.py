@@ -17,7 +17,6 @@ from typing import cast
 import torch
 
 from paceline import methods, spec
-from paceline.buckets import wire_bytes, wire_shape
 from paceline.collectives import registry as collectives
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
@@ -43,6 +42,7 @@ from paceline.interfaces import (
     ServerJob,
     UpdatesOnServer,
 )
+from paceline.interfaces.buckets import wire_bytes, wire_shape
 from paceline.interfaces.server_messages import Join
 from paceline.interfaces.trainings import Job
 from paceline.parameter_server.client.remote_model import RemoteParameters

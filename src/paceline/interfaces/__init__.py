@@ -4,6 +4,7 @@ Import names from here: ``from paceline.interfaces import Run``. Each module's `
 
 - `method`: `Method`, its `Rounds`, its `Consistency`, and the `OwnState` that a checkpoint keeps per worker.
 - `run`: one worker's training as its method sees it: `Run`, `UpdatingRun`, `ServerRun`, `Remote`, `Updater`.
+- `buckets`: `Bucket`, the piece in which a gradient travels; what tensors are on the network.
 - `communication`: `Comm`, `Collective`, `Schedule`, and an `Endpoint` of a server.
 - `compression`: `Compressor`.
 - `server`: `Server` as a state machine; `Discipline`, what it does with gradients; `Groups` of servers.
@@ -19,6 +20,7 @@ undefined and the communicator must not be used again.
 
 # ruff: noqa: F403 - each module lists its names in __all__
 
+from paceline.interfaces.buckets import Bucket as Bucket
 from paceline.interfaces.communication import *
 from paceline.interfaces.compression import *
 from paceline.interfaces.method import *

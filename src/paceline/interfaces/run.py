@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.cluster import Cluster
+from paceline.interfaces.buckets import Bucket
 from paceline.interfaces.communication import Comm, Pending, Scattered
 from paceline.interfaces.runtime import Stopwatch
 from paceline.interfaces.server import Hyperparameters, SpeedClass

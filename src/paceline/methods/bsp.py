@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
+    Bucket,
     Clips,
     Consistency,
     GradientSeen,

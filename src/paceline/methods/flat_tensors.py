@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from paceline.buckets import (
+from paceline.interfaces import Run
+from paceline.interfaces.buckets import (
     by_kind,
     stand_for_the_same,
     stand_in_for,
     stands_in,
     wire_bytes,
 )
-from paceline.interfaces import Run
 
 
 class Flat:

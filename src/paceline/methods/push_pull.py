@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.interfaces import (
     ON_SERVERS,
+    Bucket,
     Clips,
     Consistency,
     GradientSeen,

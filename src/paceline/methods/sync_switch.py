@@ -30,9 +30,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import (
+    Bucket,
     Clips,
     Discipline,
     HeldPush,

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline.buckets import stand_in_for
 from paceline.collectives.communicator import TorchComm
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.in_network import algorithms
@@ -21,6 +20,7 @@ from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
 from paceline.collectives.pricing import seconds
 from paceline.collectives.registry import make, over
 from paceline.errors import WorkerFailedError
+from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.collectives.in_network.test_rina import LAYOUTS, cluster_of, shape
 from tests.support.profiles import examples

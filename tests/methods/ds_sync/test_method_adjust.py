@@ -5,9 +5,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack, Rule
 from paceline.cluster.network_rules import repair, throttle
+from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
 

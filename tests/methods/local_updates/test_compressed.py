@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.buckets import stand_in_for
 from paceline.compression import Identity, make
+from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.local_updates import SparseLoCo
 from paceline.testing import inspect
 from paceline.testing.problems import Counting

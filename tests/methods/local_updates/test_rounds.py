@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.buckets import stand_in_for
 from paceline.cluster import Cluster, Rack
+from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.local_updates import StreamingDiLoCo
 from paceline.methods.local_updates.fragments import deal_out
 from paceline.testing.problems import Counting

@@ -10,9 +10,9 @@ from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.buckets import make_buckets
 from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
+from paceline.interfaces.buckets import make_buckets
 from paceline.methods.osp.deferral import (
     VISIBLE,
     Parts,

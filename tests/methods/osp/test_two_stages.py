@@ -9,7 +9,6 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from paceline.buckets import make_buckets
 from paceline.interfaces import (
     Answer,
     Informed,
@@ -20,6 +19,7 @@ from paceline.interfaces import (
     UpdatesOnServer,
     Work,
 )
+from paceline.interfaces.buckets import make_buckets
 from paceline.interfaces.server_messages import (
     Join,
     Joined,

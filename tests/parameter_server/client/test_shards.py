@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.buckets import Bucket, make_buckets, stand_in_for
+from paceline.interfaces.buckets import Bucket, make_buckets, stand_in_for
 from paceline.parameter_server.client.shards import Part, split
 from paceline.parameter_server.optim.pieces import cut_every
 from paceline.transport.protocol import SMALL_BYTES

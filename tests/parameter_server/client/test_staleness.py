@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline import methods
-from paceline.buckets import make_buckets
 from paceline.interfaces import Sender, ServerJob
+from paceline.interfaces.buckets import make_buckets
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.spec import parse

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from paceline.buckets import Bucket, make_buckets
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush, ServerJob, Shard, Told
+from paceline.interfaces.buckets import Bucket, make_buckets
 from paceline.methods.push_pull import AppliesOnArrival
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.state_machine.server import ParameterServer

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.buckets import Bucket, make_buckets
 from paceline.errors import UsageError
 from paceline.interfaces import Work
+from paceline.interfaces.buckets import Bucket, make_buckets
 from paceline.interfaces.server_messages import Join, Unit
 from paceline.parameter_server.client.partition import _NOT_SENT
 from paceline.parameter_server.client.shards import Part, split

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 import torch
 
-from paceline.buckets import stand_in_for
+from paceline.interfaces.buckets import stand_in_for
 from paceline.parameter_server.state_machine.sums import Sum
 
 PARTS = [

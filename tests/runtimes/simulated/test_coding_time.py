@@ -169,7 +169,7 @@ def test_without_shapes_a_stand_in_is_another_matrix():
     )
 
     def shape(rank: int, given: Workload) -> Any:
-        from paceline.buckets import wire_shape
+        from paceline.interfaces.buckets import wire_shape
 
         return wire_shape(next(paceline.stand_in(given).parameters()))
 

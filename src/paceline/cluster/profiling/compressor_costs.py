@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.cluster.profiling.compressors import Coders, repeat, threads_set
 from paceline.cluster.profiling.gradient_dump import KeptGradients, Named
 from paceline.cluster.profiling.timers import stopwatch_for
 from paceline.compression import make
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Leg
+from paceline.interfaces.buckets import wire_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline import bucketing
-from paceline.buckets import kind_of, wire_bytes
 from paceline.cluster.profiling.gradient_dump import KeptGradients, Named
 from paceline.cluster.profiling.timers import stopwatch_for
 from paceline.cluster.workload import CodingTimes
@@ -31,6 +30,7 @@ from paceline.interfaces import (
     Stopwatch,
     Sum,
 )
+from paceline.interfaces.buckets import kind_of, wire_bytes
 
 SETTLES = 2
 """Gradients that are coded before times are taken: memory is touched for the first time, and

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.buckets import stands_in, wire_bytes
 from paceline.cluster.profiling.gradient_dump import KeptGradients
 from paceline.cluster.profiling.step_habits import StepHabits
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from paceline.interfaces import CodingStage, Compressor, Stopwatch
+from paceline.interfaces.buckets import stands_in, wire_bytes
 from paceline.torch_internals import Uncopied
 
 WARM_UP_STEPS = 1

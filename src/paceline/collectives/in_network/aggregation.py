@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.interfaces import Comm, Pending, Schedule
+from paceline.interfaces.buckets import wire_bytes
 
 if TYPE_CHECKING:
     from paceline.collectives.communicator import TorchComm

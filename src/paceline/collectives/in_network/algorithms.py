@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import numpy as np
 import torch
 
-from paceline.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.collectives.algorithms import Scheduled
 from paceline.collectives.halving_doubling import HalvingDoubling
 from paceline.collectives.in_network.aggregation import (
@@ -48,6 +47,7 @@ from paceline.collectives.in_network.topology import Group
 from paceline.collectives.schedules import Ring
 from paceline.collectives.send_receive import flat_of
 from paceline.interfaces import Comm, Pending, ReduceOperation, Runtime, Schedule
+from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.torch_internals import simulated_end
 
 if TYPE_CHECKING:

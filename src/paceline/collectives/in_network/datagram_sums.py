@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.collectives import continuations
 from paceline.collectives.in_network.client import SLOTS
 from paceline.collectives.in_network.sum_queue import Line, MakeEnd, Terms
 from paceline.collectives.pending import WorkPending
+from paceline.collectives.process_groups import default_store
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Runtime, Schedule
-from paceline.torch_internals import default_store
+from paceline.interfaces.buckets import wire_bytes
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import (
+    Bucket,
     Clips,
     Compressor,
     Consistency,

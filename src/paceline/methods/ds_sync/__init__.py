@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.buckets import Bucket
 from paceline.errors import UsageError
 from paceline.interfaces import (
+    Bucket,
     Clips,
     Compressor,
     Consistency,

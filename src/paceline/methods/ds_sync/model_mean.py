@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from paceline.buckets import by_kind
 from paceline.interfaces import Comm, Run
+from paceline.interfaces.buckets import by_kind
 from paceline.methods.ds_sync.averaged_tensors import HALF, floating
 from paceline.methods.flat_tensors import Flat
 

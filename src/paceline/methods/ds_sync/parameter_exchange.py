@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from paceline.buckets import stamps
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Run
+from paceline.interfaces.buckets import stamps
 from paceline.methods.flat_tensors import Flat
 
 

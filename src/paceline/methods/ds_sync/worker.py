@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import Bucket
-from paceline.interfaces import Run
+from paceline.interfaces import Bucket, Run
 from paceline.methods.ds_sync.averaged_tensors import Shares
 from paceline.methods.ds_sync.current_plan import CurrentPlan
 from paceline.methods.ds_sync.group_times import GroupTimes

@@ -16,8 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from paceline.buckets import Bucket
-from paceline.interfaces import Message, MethodSummary, Pending, Scattered, UpdatingRun
+from paceline.interfaces import (
+    Bucket,
+    Message,
+    MethodSummary,
+    Pending,
+    Scattered,
+    UpdatingRun,
+)
 from paceline.methods.forward_overlap.priority import Priority
 from paceline.methods.forward_overlap.worker import LateWorker, part
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
+    Bucket,
     Clips,
     Consistency,
     GradientSeen,

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.buckets import Bucket, stand_in_for, stands_in
 from paceline.interfaces import Hyperparameters, Message, Pending, UpdatingRun
+from paceline.interfaces.buckets import Bucket, stand_in_for, stands_in
 
 WHOLE = 1 << 62
 """Bytes that no tensor has: pieces are whole tensors, which any optimizer may be given."""

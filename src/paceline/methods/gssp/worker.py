@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.buckets import Bucket
-from paceline.interfaces import Groups, ServerRun
+from paceline.interfaces import Bucket, Groups, ServerRun
 from paceline.methods.group_members import read_members
 from paceline.methods.gssp.group_assignment import (
     Report,

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.buckets import by_kind, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Pending, Run
+from paceline.interfaces.buckets import by_kind, wire_bytes
 from paceline.methods.flat_tensors import Flat
 from paceline.methods.local_updates.options import Options
 

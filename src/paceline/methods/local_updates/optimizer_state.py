@@ -11,9 +11,9 @@ from collections import defaultdict
 
 import torch
 
-from paceline.buckets import stand_alike
 from paceline.errors import UsageError
 from paceline.interfaces import Run
+from paceline.interfaces.buckets import stand_alike
 from paceline.methods.flat_tensors import Flat
 from paceline.methods.local_updates.fragments import Part, wide
 from paceline.methods.local_updates.options import Options

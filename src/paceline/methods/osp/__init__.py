@@ -26,10 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from paceline.buckets import Bucket
 from paceline.interfaces import (
     EVERY_STEP,
     ON_SERVERS,
+    Bucket,
     Clips,
     Consistency,
     Discipline,

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import Bucket
 from paceline.errors import UsageError
-from paceline.interfaces import Hyperparameters, Pending, UpdatingRun
+from paceline.interfaces import Bucket, Hyperparameters, Pending, UpdatingRun
 from paceline.methods.osp.deferral import Rate, StepTimes
 from paceline.methods.osp.deferral_policy import LOOK, Decision
 from paceline.methods.osp.measurement import FADES

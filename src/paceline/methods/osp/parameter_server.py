@@ -13,8 +13,8 @@ from typing import TypeVar
 
 import torch
 
-from paceline.buckets import Bucket, in_strides_of
 from paceline.interfaces import Hyperparameters, Remote, ServerRun
+from paceline.interfaces.buckets import Bucket, in_strides_of
 from paceline.methods.osp.deferral import Rate
 from paceline.methods.osp.deferral_policy import looks_in
 from paceline.methods.osp.measurement import FADES

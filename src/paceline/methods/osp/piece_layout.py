@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.buckets import (
+from paceline.interfaces import Piece, Updater
+from paceline.interfaces.buckets import (
     Bucket,
     kind_of,
     stand_in_for,
@@ -15,7 +16,6 @@ from paceline.buckets import (
     view_in_bucket,
     wire_bytes,
 )
-from paceline.interfaces import Piece, Updater
 from paceline.methods.osp.deferral import Parts
 
 

@@ -7,8 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from paceline.buckets import Bucket
-from paceline.interfaces import Hyperparameters, Run, Updater
+from paceline.interfaces import Bucket, Hyperparameters, Run, Updater
 from paceline.methods.osp.measurement import StepWatch
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.piece_layout import Layout

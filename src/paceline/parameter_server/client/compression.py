@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.buckets import Bucket, stand_in_for, stands_in, wire_bytes, wire_shape
 from paceline.compression import make, pure
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import (
@@ -16,6 +15,13 @@ from paceline.interfaces import (
     PerWorkerCompressor,
     SpeedClass,
     State,
+)
+from paceline.interfaces.buckets import (
+    Bucket,
+    stand_in_for,
+    stands_in,
+    wire_bytes,
+    wire_shape,
 )
 from paceline.interfaces.server_messages import Parameters, Replies, Unit
 from paceline.parameter_server.client.partition import HeldPart, Spread, cut

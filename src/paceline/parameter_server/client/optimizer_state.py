@@ -7,8 +7,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.buckets import in_strides_of, stand_in_for, stands_in, wire_bytes
 from paceline.interfaces import Reception
+from paceline.interfaces.buckets import (
+    in_strides_of,
+    stand_in_for,
+    stands_in,
+    wire_bytes,
+)
 from paceline.interfaces.server_messages import LoadState, OptimizerState, PullState
 from paceline.parameter_server.client.partition import HeldPart, Spread
 from paceline.parameter_server.state_machine.store import is_per_element

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import Bucket, stand_alike, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
+from paceline.interfaces.buckets import Bucket, stand_alike, wire_bytes
 from paceline.interfaces.server_messages import Hyperparameters, Parameters, Unit
 from paceline.parameter_server.client.layout import Copies, Layout, SharedOut
 from paceline.parameter_server.client.shards import Part, split

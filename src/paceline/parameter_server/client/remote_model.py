@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.buckets import Bucket, stand_alike
 from paceline.interfaces import (
     Arrived,
     Endpoint,
@@ -23,6 +22,7 @@ from paceline.interfaces import (
     UnitPlace,
     Updater,
 )
+from paceline.interfaces.buckets import Bucket, stand_alike
 from paceline.interfaces.server_messages import (
     DTYPES,
     Decide,

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from paceline.buckets import Bucket, wire_bytes
+from paceline.interfaces.buckets import Bucket, wire_bytes
 from paceline.interfaces.server_messages import Unit
 from paceline.parameter_server.optim.pieces import cut_every, parameters_of
 from paceline.transport.protocol import SMALL_BYTES

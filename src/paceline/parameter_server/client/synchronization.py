@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import stand_alike
 from paceline.interfaces import Reception
+from paceline.interfaces.buckets import stand_alike
 from paceline.interfaces.server_messages import (
     Arrive,
     Join,

@@ -11,9 +11,9 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from paceline.buckets import stand_in_for, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Answer, Discipline, Meshed, Parcel, Sender
+from paceline.interfaces.buckets import stand_in_for, wire_bytes
 from paceline.interfaces.server_messages import (
     Arrive,
     Blend,

@@ -26,9 +26,9 @@ from weakref import WeakSet
 
 import torch
 
-from paceline.buckets import in_strides_of
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Piece
+from paceline.interfaces.buckets import in_strides_of
 from paceline.parameter_server.optim.pieces import (
     check_applicable,
     check_cuts,

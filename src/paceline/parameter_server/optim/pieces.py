@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import torch
 
-from paceline.buckets import stands_in, wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Piece
+from paceline.interfaces.buckets import stands_in, wire_bytes
 
 _t = torch.optim
 ELEMENTWISE = {

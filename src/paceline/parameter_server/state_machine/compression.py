@@ -34,10 +34,10 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.buckets import stands_in
 from paceline.compression import make, pure
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, State
+from paceline.interfaces.buckets import stands_in
 from paceline.interfaces.server_messages import Join, Push, Unit
 from paceline.parameter_server.state_machine.compression_checks import (
     check_decodes_per_worker,

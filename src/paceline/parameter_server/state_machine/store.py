@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Piece, Work
+from paceline.interfaces.buckets import wire_bytes
 from paceline.interfaces.server_messages import DTYPES, Join, Unit
 from paceline.parameter_server.optim.partitioned import (
     IMPLEMENTATION,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.buckets import stand_alike, wire_bytes
+from paceline.interfaces.buckets import stand_alike, wire_bytes
 
 
 class Sum:

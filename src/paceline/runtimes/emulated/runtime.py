@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.workload import Workload
 from paceline.interfaces import Compute
+from paceline.interfaces.buckets import wire_bytes
 from paceline.run_options import RunOptions
 from paceline.runtimes import progress
 from paceline.runtimes.real.cluster_check import load_of

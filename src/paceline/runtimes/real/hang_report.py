@@ -26,7 +26,7 @@ from types import FrameType
 
 import msgspec
 
-from paceline import polling_store
+from paceline.collectives import process_groups
 from paceline.records import Journal
 from paceline.runtimes.python_internals import frames_of
 from paceline.timeouts import timeouts
@@ -41,11 +41,11 @@ MOST_FRAMES = 8
 PLACE_CHARACTERS, NAME_CHARACTERS = 80, 30
 """Of each frame. In UTF-8, all frames fit into a line of the hub's."""
 
-_WAIT_IN = (COLLECTIVES, polling_store.__name__)
+_WAIT_IN = (COLLECTIVES, process_groups.__name__)
 """A script that is in these modules waits for other ranks."""
 _NOT_THE_SCRIPT = (
     "<",
-    f"{Path(polling_store.__file__).parent}{os.sep}",
+    f"{Path(__file__).parents[2]}{os.sep}",
     *(
         f"{sysconfig.get_path(name)}{os.sep}"
         for name in ("stdlib", "platstdlib", "purelib", "platlib")

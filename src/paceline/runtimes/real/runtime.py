@@ -22,6 +22,7 @@ from paceline.collectives.in_network.datagram_sums import (
     AGGREGATORS_VARIABLE,
     aggregators_from,
 )
+from paceline.collectives.process_groups import default_store
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import Job
@@ -42,7 +43,7 @@ from paceline.runtimes.real.services import RealServices
 from paceline.runtimes.results import Result, Summary, exchange_summaries
 from paceline.timeouts import timeouts
 from paceline.tools.report.run_files import WorkerRecords
-from paceline.torch_internals import COLLECTIVES, default_store, local_store
+from paceline.torch_internals import COLLECTIVES, local_store
 
 
 class RealRuntime:

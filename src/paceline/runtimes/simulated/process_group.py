@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import stand_alike, wire_bytes
 from paceline.collectives.execute import combining, worked_out
 from paceline.collectives.ring_order import ring_sum
 from paceline.collectives.schedules import Ring, Star, Tree, all_to_all, barrier
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
+from paceline.interfaces.buckets import stand_alike, wire_bytes
 from paceline.runtimes.simulated.collective_group import (
     Communicator,
     Deliver,

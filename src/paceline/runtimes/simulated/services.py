@@ -17,7 +17,6 @@ from typing import Protocol
 
 import torch
 
-from paceline.buckets import stand_alike, stands_in, wire_bytes
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Links
 from paceline.cluster.workload import Workload
@@ -31,6 +30,7 @@ from paceline.interfaces import (
     ServiceJob,
     Start,
 )
+from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
 from paceline.interfaces.server_messages import Refused, Reply, Request
 from paceline.parameter_server.process import service_registry
 from paceline.records import Journal

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from paceline.buckets import stand_in_for, wire_bytes
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Links
 from paceline.cluster.profiling import KeptGradients, Profiler
@@ -25,6 +24,7 @@ from paceline.interfaces import (
     current_runtime,
     enter_runtime_in_this_thread,
 )
+from paceline.interfaces.buckets import stand_in_for, wire_bytes
 from paceline.interfaces.trainings import Job, Place
 from paceline.records import Journal, Kept, Span
 from paceline.run_options import RunOptions

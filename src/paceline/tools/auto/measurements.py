@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.cluster import Cluster, cluster_toml, parse_cluster
 from paceline.core.settings import Settings
 from paceline.core.training import Training
 from paceline.core.training_setup import Subject
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Comm, Method
+from paceline.interfaces.buckets import wire_bytes
 from paceline.methods import METHODS
 from paceline.tools.auto.config import FIRST, Auto
 from paceline.tools.auto.controller import MEASURED_STEPS

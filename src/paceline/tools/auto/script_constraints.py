@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.buckets import Bucket, stamps
 from paceline.core.settings import Settings
 from paceline.core.training import Training
 from paceline.interfaces import Method
+from paceline.interfaces.buckets import Bucket, stamps
 
 
 class Habits:

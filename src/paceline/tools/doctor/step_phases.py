@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.interfaces import Runtime
+from paceline.interfaces.buckets import wire_bytes
 from paceline.records import Span, StepRecord
 from paceline.tools.doctor.evidence import Measured, StepEvidence
 from paceline.torch_internals import Uncopied, is_compiled_whole

@@ -30,7 +30,6 @@ import msgspec
 import torch
 
 from paceline.bucketing import MEASURED
-from paceline.buckets import nearly_square
 from paceline.cluster import Cluster, Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.compression import warm_up_of
@@ -39,6 +38,7 @@ from paceline.core.settings import Settings
 from paceline.core.training_setup import Subject, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, Runtime
+from paceline.interfaces.buckets import nearly_square
 from paceline.records import Journal, StepRecord
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from paceline.buckets import wire_bytes
 from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.core.optimizer import training_of
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Method
+from paceline.interfaces.buckets import wire_bytes
 from paceline.methods import METHODS
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import ComputeModel, Simulation

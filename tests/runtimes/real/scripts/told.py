@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 import paceline
 from paceline.cluster import cluster_toml
+from paceline.collectives.process_groups import default_store
 from paceline.errors import ClusterError
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.real.cluster_check import find_cluster
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
-from paceline.torch_internals import default_store
 
 paceline.init()
 runtime = join_runtime()

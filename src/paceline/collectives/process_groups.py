@@ -1,7 +1,7 @@
-"""A key-value store in which nobody holds up others by waiting.
+"""Process groups beside the job's own, and a store in which no thread holds up others by waiting.
 
-torch's store has one connection per process, and whoever waits there for a key holds it: all
-threads of the process that want to say or ask something wait, too. What they would say may
+torch's store has one connection per process, and a thread that waits there for a key holds it:
+all threads of the process that want to set or read a key wait, too. What they would set may
 be what another process waits for, in the same way: then neither goes on. gloo itself waits in
 the store, for the addresses of a new group's members, so two threads that each make a group
 (`collectives.continuations`: works that issue something for the first time) were enough.
@@ -17,8 +17,63 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.errors import UsageError
+from paceline.torch_internals import (
+    backend_names,
+    default_group_store,
+    gloo_timeout,
+    groups_named,
+    simulated_end,
+    unregistered_gloo_group,
+)
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01  # seconds
+
+
+_times_made: dict[tuple[str, tuple[int, ...]], int] = {}
+"""How often this process has made a group: its members have done so equally often. What lies
+in the store for one is not for the next."""
+
+
+def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group *name* of the members *ranks* of *parent*, with queues and
+    connections of its own. Only its members call this, in any thread.
+
+    Under gloo torch's registry does not know it: its threads and connections go with its
+    last reference.
+    """
+    end = simulated_end(parent)
+    if end is not None:
+        made: dist.ProcessGroup = end.beside(name, ranks)
+        return made
+    if backend_names(parent) != {"gloo"}:
+        return _registered_group(parent, name, ranks)
+    timeout = gloo_timeout(parent)
+    key = name, tuple(ranks)
+    times = _times_made[key] = _times_made.get(key, 0) + 1
+    store = dist.PrefixStore(  # type: ignore[attr-defined] # C++ has it
+        f"{name}/{times}/", parent.get_group_store()
+    )
+    patient = PatientStore(store)
+    rank = list(ranks).index(parent.rank())
+    what = f"process group {name!r}"
+    meet(patient, rank, ranks, what, timeout, "before")
+    group = unregistered_gloo_group(parent, name, store, patient, rank, len(ranks))
+    # Whoever lets go of it from now on breaks no connection that is being made.
+    meet(patient, rank, ranks, what, timeout, "after")
+    return group
+
+
+def _registered_group(
+    parent: Any, name: str, ranks: Sequence[int]
+) -> dist.ProcessGroup:
+    members = dist.get_process_group_ranks(parent)
+    with groups_named(name):
+        group: dist.ProcessGroup = dist.new_group(
+            [members[rank] for rank in ranks],
+            use_local_synchronization=True,
+            sort_ranks=False,
+        )
+    return group
 
 
 class PatientStore(dist.Store):  # type: ignore[name-defined] # C++ has it
@@ -53,6 +108,11 @@ class PatientStore(dist.Store):  # type: ignore[name-defined] # C++ has it
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def default_store() -> PatientStore:
+    """The store by which the default process group was set up."""
+    return PatientStore(default_group_store())
 
 
 def meet(

@@ -1,4 +1,4 @@
-"""Nobody waits in the job's store: who waits there holds up the other threads."""
+"""Groups beside the job's own; and no thread waits in the job's store, which holds up the others."""
 
 import threading
 from datetime import timedelta
@@ -6,9 +6,16 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
+from paceline.collectives.process_groups import (
+    PatientStore,
+    default_store,
+    group_beside,
+    meet,
+)
 from paceline.errors import UsageError
-from paceline.polling_store import PatientStore, meet
+from paceline.torch_internals import all_reduce_options, local_store
 from tests.support.hanging import SECONDS
 
 SOON = timedelta(seconds=0.01)
@@ -89,3 +96,26 @@ def test_gloo_makes_a_group_and_waits_in_no_store():
 def test_control_gloo_waits_in_a_store_that_lets_it():
     with pytest.raises(AssertionError, match="waits in the store"):
         dist.ProcessGroupGloo(Impatient(), 0, 2, timeout=timedelta(seconds=1))
+
+
+@pytest.fixture
+def group():
+    """A default process group of this process alone."""
+    dist.init_process_group("gloo", store=local_store(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_default_group_s_store(group):
+    default_store().set("key", "value")
+    assert c10d._get_default_store().get("key") == b"value"
+
+
+def test_a_group_beside_the_job_s_own(group):
+    known = dict(c10d._world.pg_map)
+    beside = group_beside(group, "beside", [0])
+    assert (beside.rank(), beside.size()) == (0, 1)
+    assert dict(c10d._world.pg_map) == known
+    buffer = torch.ones(3)
+    beside.allreduce([buffer], all_reduce_options(dist.ReduceOp.SUM)).wait()
+    assert torch.equal(buffer, torch.ones(3))
