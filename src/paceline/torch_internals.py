@@ -6,7 +6,7 @@ Checked against torch 2.13. When a newer torch renames one, this is the file to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -102,6 +102,13 @@ def accumulator_of(parameter: torch.nn.Parameter) -> Any:
     with torch.enable_grad():
         view: Any = parameter.view_as(parameter).grad_fn
     return view.next_functions[0][0]
+
+
+def gradient_hooks(parameter: torch.nn.Parameter) -> Sized:
+    """The hooks that ``register_post_accumulate_grad_hook`` has left on *parameter*, now and
+    later: always the same collection, once there was one."""
+    hooks: Sized = parameter._post_accumulate_grad_hooks
+    return hooks
 
 
 def will_run(node: Any) -> bool:

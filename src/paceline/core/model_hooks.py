@@ -22,6 +22,7 @@ from paceline.torch_internals import (
     Uncopied,
     accumulator_of,
     current_backward,
+    gradient_hooks,
     inside_backward,
     inside_function_transform,
     inside_reentrant_checkpoint,
@@ -51,6 +52,7 @@ class ModelHooks:
         self._context, self._driver, self._reducer = context, driver, driver.reducer
         self._servers, self._listeners = servers, context.listeners
         self._parameters, self._model = context.parameters, context.model
+        self._trained = [parameter for _, parameter in context.parameters]
         self._method = context.method.name
         self.weights: BatchWeights | None = None
         if context.sampler is not None:
@@ -71,18 +73,22 @@ class ModelHooks:
         # Kept alive: torch would make these nodes anew in each forward, on whatever stream
         # runs then, and one bucket could be filled from streams that do not wait for each
         # other.
-        self._accumulators = [accumulator_of(p) for _, p in self._parameters]
-        for slot in self._reducer.slots:
-            hook = self._hook(slot)
-            self._handles.append(
-                slot.parameter.register_post_accumulate_grad_hook(hook)
-            )
+        self._accumulators = [accumulator_of(parameter) for parameter in self._trained]
+        self._gradient_hooks = [self._hook(slot) for slot in self._reducer.slots]
+        self._gradient_handles = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for parameter, hook in zip(self._trained, self._gradient_hooks, strict=True)
+        ]
+        self._hooks_of = [gradient_hooks(parameter) for parameter in self._trained]
+        self._hook_counts = list(map(len, self._hooks_of))
+        """Gradient hooks of each parameter, of which ours is the last one."""
 
     def detach(self) -> None:
         """Take the hooks out of the model."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._gradient_handles):
             handle.remove()
         self._handles.clear()
+        self._gradient_handles.clear()
         self._accumulators.clear()
 
     @contextmanager
@@ -247,6 +253,7 @@ class ModelHooks:
         if not self._guarded:
             self._require_to_be_alone()
         driver.begin_backward()
+        self._run_last()
         reducer.check_memory()
         reducer.in_backward = True
         queue_callback(self._end_backward)
@@ -254,6 +261,22 @@ class ModelHooks:
             # Buckets that wait for unused tensors would leave when backward ends.
             reducer.leave_out(self._outside_graph(range(len(self._parameters))))
             driver.deliver_complete()
+
+    def _run_last(self) -> None:
+        """Move our gradient hooks behind those that the script has registered since: they may
+        change a gradient, and must do so before it is sent, as under DDP."""
+        counts = list(map(len, self._hooks_of))
+        if counts == self._hook_counts:
+            return
+        for index, parameter in enumerate(self._trained):
+            if counts[index] != self._hook_counts[index]:
+                self._gradient_handles[index].remove()
+                self._gradient_handles[index] = (
+                    parameter.register_post_accumulate_grad_hook(
+                        self._gradient_hooks[index]
+                    )
+                )
+        self._hook_counts = counts
 
     def _end_backward(self) -> None:
         """The backward pass is over. If some tensors took no part in it, see whether its

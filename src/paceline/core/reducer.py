@@ -88,8 +88,9 @@ class Reducer:
         """Parameters whose elements can lie in memory in more than one order..."""
         self._strides: list[tuple[int, ...]] = []
         """...and their strides when their buckets were made."""
+        self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        """Of each parameter's part of its bucket."""
+        """Where the views of each parameter's gradient are, and were when they were made."""
         self._absent: set[int] = set()
         """Parameters without a gradient in this pass, as its graph has told."""
         self._next_bucket = 0
@@ -106,7 +107,8 @@ class Reducer:
                 slot.position, slot.view = position, bucket.views[position]
             self._groups += [CopyGroup(bucket, some) for some in _cut(slots)]
         self._strides = [parameter.stride() for parameter in self._ordered]
-        self._addresses = [slot.view.data_ptr() for slot in self.slots]
+        self._views = [slot.view for slot in self.slots]
+        self._addresses = [view.data_ptr() for view in self._views]
         self._expect_all()
         if not made_before:
             return
@@ -139,12 +141,12 @@ class Reducer:
         for them. ``model.to(...)`` gives a parameter other strides, and what ``.grad`` is
         other memory. Raises an error for other strides, since other ranks would add up
         elements in another order."""
-        strides = [parameter.stride() for parameter in self._ordered]
+        strides = list(map(torch.Tensor.stride, self._ordered))
         if strides != self._strides:
             for parameter, before in zip(self._ordered, self._strides, strict=True):
                 self._require_strides(parameter, before)
             self._strides = strides
-        addresses = [slot.view.data_ptr() for slot in self.slots]
+        addresses = list(map(torch.Tensor.data_ptr, self._views))
         if addresses != self._addresses:
             for slot, now, then in zip(
                 self.slots, addresses, self._addresses, strict=True
@@ -324,6 +326,7 @@ class Reducer:
             self._slot_of[id(parameter)].view = view
             views.append(view)
         bucket.views = tuple(views)
+        self._views = [slot.view for slot in self.slots]
 
     # ---- the share of each pass ----
 
