@@ -129,6 +129,7 @@ class ModelHooks:
             if self.weights is not None:
                 weight = self.weights.next_share()
                 self._reducer.weigh(weight, rescale=not self._driver.delivered)
+            self._run_last()
             self._driver.begin()
         # Only now: the forward pass waits for the rest.
         self._listeners.forward(_samples(args, kwargs), training)
@@ -253,7 +254,7 @@ class ModelHooks:
         if not self._guarded:
             self._require_to_be_alone()
         driver.begin_backward()
-        self._run_last()
+        self._run_last()  # where the model itself was not called
         reducer.check_memory()
         reducer.in_backward = True
         queue_callback(self._end_backward)
