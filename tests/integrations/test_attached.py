@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.integrations import versions
+from paceline.integrations import common
 from tests.support.simulations import run
 
 
@@ -71,11 +71,8 @@ def attach(monkeypatch):
     names = ("AcceleratorState", "GradientState", "PartialState")
     states = dict.fromkeys((*names, "ThreadLocalSharedDict"), object)
     module("accelerate.state", **states)
-    monkeypatch.setattr(versions, "require", lambda *_: None)
-    ours = [
-        f"paceline.integrations.{name}"
-        for name in ("transformers", "accelerate", "accelerate_private")
-    ]
+    monkeypatch.setattr(common, "require", lambda *_: None)
+    ours = [f"paceline.integrations.{name}" for name in ("transformers", "accelerate")]
     for name in ours:
         monkeypatch.delitem(sys.modules, name, False)
     yield importlib.import_module(ours[0]).attach

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from paceline.core.distribute import distribute
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.integrations import versions
+from paceline.integrations import common
 from paceline.integrations.common import (
     check_chosen,
     check_meets_all,
@@ -32,10 +32,10 @@ from paceline.integrations.common import (
     check_plain,
     copied,
     owner_of,
+    require,
+    shard_loader,
     shows_mean,
 )
-from paceline.integrations.lightning_loaders import dealt
-from paceline.integrations.versions import require
 from tests.support.simulations import run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -69,8 +69,8 @@ def test_a_version_outside_the_range_is_refused() -> None:
 def test_a_trainer_is_refused_before_it_is_imported(
     module: str, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda package: found)
-    for name in (module, "lightning_workers"):
+    monkeypatch.setattr(common, "version", lambda package: found)
+    for name in (module, "fabric"):
         monkeypatch.delitem(sys.modules, f"paceline.integrations.{name}", False)
     with pytest.raises(UsageError, match=rf"{module} {found}: this integration"):
         importlib.import_module(f"paceline.integrations.{module}")
@@ -82,7 +82,7 @@ def test_extras_install_what_integrations_take() -> None:
         "optional-dependencies"
     ]
     asked = [
-        re.findall(r"^require\((.*)\)", path.read_text(), re.MULTILINE)
+        re.findall(r"^(?:common\.)?require\((.*)\)", path.read_text(), re.MULTILINE)
         for path in (ROOT / "src/paceline/integrations").glob("*.py")
     ]
     calls = [ast.literal_eval(f"({one})") for many in asked for one in many]
@@ -244,7 +244,7 @@ def test_samples_are_dealt_out_as_distributed_samplers_do() -> None:
     for shuffle in (False, True):
         shares = []
         for rank in range(3):
-            loader = dealt(DataLoader(numbers, 2, shuffle=shuffle), 3, rank)
+            loader = shard_loader(DataLoader(numbers, 2, shuffle=shuffle), 3, rank)
             assert isinstance(loader, DataLoader)
             sampler = DistributedSampler(numbers, 3, rank, shuffle=shuffle)
             assert list(loader.sampler) == list(sampler)
@@ -258,4 +258,4 @@ def test_loaders_with_a_rule_of_their_own_stay_as_they_are() -> None:
     own = DataLoader(numbers, 2, sampler=WeightedRandomSampler([1.0] * 10, 10))
     batches = DataLoader(numbers, batch_size=None)
     for loader in (own, batches, "no loader"):
-        assert dealt(loader, 3, 0) is loader
+        assert shard_loader(loader, 3, 0) is loader

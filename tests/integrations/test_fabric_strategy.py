@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.integrations import versions
+from paceline.integrations import common
 
 
 class Strategy:
@@ -35,18 +35,15 @@ def fabric(monkeypatch):
     module("lightning.fabric.strategies", DDPStrategy=Strategy)
     module("lightning.fabric.strategies.strategy", _BackwardSyncControl=object)
     module("lightning.fabric.plugins.environments", ClusterEnvironment=object)
-    monkeypatch.setattr(versions, "require", lambda *_: None)
-    ours = [f"paceline.integrations.{name}" for name in ("fabric", "lightning_workers")]
-    for name in ours:
-        monkeypatch.delitem(sys.modules, name, False)
-    made = importlib.import_module(ours[0])
+    monkeypatch.setattr(common, "require", lambda *_: None)
+    ours = "paceline.integrations.fabric"
+    monkeypatch.delitem(sys.modules, ours, False)
+    made = importlib.import_module(ours)
     monkeypatch.setattr(made, "distribute", lambda model, optimizer, **_: optimizer)
     # Nobody has started workers, whatever ran in this process before.
-    environment = sys.modules[ours[1]].PacelineEnvironment
-    monkeypatch.setattr(environment, "detect", staticmethod(lambda: False))
+    monkeypatch.setattr(made.PacelineEnvironment, "detect", staticmethod(lambda: False))
     yield made
-    for name in ours:
-        sys.modules.pop(name, None)
+    sys.modules.pop(ours, None)
 
 
 @pytest.mark.slow

@@ -1,18 +1,16 @@
 """Room on a Ray cluster, and what is refused before there is one: no Ray is needed."""
 
 import sys
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from paceline.errors import UsageError
-from paceline.integrations import versions
-from paceline.integrations.ray_capacity import (
-    check_room,
-    described,
-    nodes_of,
-    without_room,
-)
+from paceline.integrations import common
+from tests.integrations.ray_stand_in import replace_ray, without_ray
+
+_RAY = without_ray("ray")
+check_capacity, described = _RAY.check_capacity, _RAY.described
+nodes_of, without_room = _RAY.nodes_of, _RAY.without_room
 
 CPU, GPU = {"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}
 SMALL = {"CPU": 1.0, "node:10.0.0.1": 1.0, "memory": 1e9}
@@ -39,7 +37,7 @@ def test_each_needs_all_on_one_node(requests, nodes, missing):
 def test_the_words_say_what_is_missing():
     requests = {"the server": CPU, "worker 0": GPU, "worker 1": GPU}
     with pytest.raises(UsageError) as caught:
-        check_room(requests, [SMALL, LARGE])
+        check_capacity(requests, [SMALL, LARGE])
     words = str(caught.value)
     assert "3 CPU, and its nodes have 5" in words
     assert "2 GPU, and its nodes have 1" in words
@@ -58,43 +56,19 @@ def test_the_dead_have_no_room():
 
 @pytest.mark.parametrize("version", ["1.13.0", "2.9.3", "3.0.0"])
 def test_a_version_that_was_not_tried(monkeypatch, version):
-    monkeypatch.setattr(versions, "version", lambda package: version)
+    monkeypatch.setattr(common, "version", lambda package: version)
     monkeypatch.delitem(sys.modules, "paceline.integrations.ray", raising=False)
     with pytest.raises(UsageError, match=f"ray {version}: .* install one of these"):
         import paceline.integrations.ray  # noqa: F401
 
 
-@pytest.fixture
-def ray_stand_in(monkeypatch):
-    """What `paceline.integrations.ray` imports, and nothing behind it."""
-
-    def module(name, **members):
-        made = ModuleType(name)
-        vars(made).update(members)
-        monkeypatch.setitem(sys.modules, name, made)
-        return made
-
-    names = ("ray", "ray_actors", "ray_private")
-    for name in names:
-        monkeypatch.delitem(sys.modules, f"paceline.integrations.{name}", False)
-    monkeypatch.setattr(versions, "version", lambda package: "2.60.0")
-    ray = module("ray", is_initialized=lambda: True)
-    module("ray.util")
-    module("ray.util.scheduling_strategies", NodeAffinitySchedulingStrategy=None)
-    ray.client = SimpleNamespace(is_connected=lambda: False)
-    module("ray.util.client", ray=ray.client)
-    module("ray._private", state=None)
-    yield ray
-    for name in names:
-        sys.modules.pop(f"paceline.integrations.{name}", None)
-
-
-def test_who_calls_over_a_client_is_refused_before_anything_starts(ray_stand_in):
+def test_who_calls_over_a_client_is_refused_before_anything_starts(monkeypatch):
+    stand_in = replace_ray(monkeypatch)
     from paceline.integrations.ray import run
 
-    ray_stand_in.nodes = list
+    stand_in.nodes = list
     with pytest.raises(UsageError, match="cluster is too small"):
         run(print, workers=1, method="asp")
-    ray_stand_in.client.is_connected = lambda: True
+    stand_in.client.is_connected = lambda: True
     with pytest.raises(UsageError, match=r"over ray://.*ray job submit"):
         run(print, workers=1, method="asp")

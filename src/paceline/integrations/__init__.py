@@ -13,11 +13,8 @@ module                    what it gives                       extra
 None of them averages anything by itself: each trainer is kept from wrapping the model in
 DistributedDataParallel, and the plain model goes to `paceline.distribute`.
 
-- `lightning`, `fabric`: strategies of Lightning and Fabric.
-- `lightning_workers`, `lightning_loaders`: their workers, and each worker's share of the samples.
-- `transformers`, `accelerate`: `Trainer` and Accelerate.
-- `ray`: jobs on Ray; `ray_actors`, `ray_coordinator`, `ray_capacity`: actors, progress, resources.
-- `common`: the arguments that all of them take.
-- `versions`: which versions of a framework are taken.
-- `accelerate_private`, `ray_private`: private names of these frameworks, in one place each.
+- `fabric`, `lightning`: strategies of Fabric and Lightning, their workers and shares of samples.
+- `accelerate`, `transformers`: Accelerate, and `Trainer` over it.
+- `ray`: jobs on Ray, and the room that they need; `ray_actors`: server, workers, and who coordinates them.
+- `common`: versions, options and checks that all of them share.
 """

@@ -2,7 +2,9 @@
 
 Accelerate wraps each model that it prepares for training in DistributedDataParallel. A model that it prepares
 for evaluation it gives its device and its autocast, and leaves alone; its ``no_sync``
-is what accumulation asks for. All of this is Accelerate's public API.
+is what accumulation asks for. All of this is Accelerate's public API. In virtual time workers are
+threads, and each needs the state that Accelerate keeps for a process: its private names stand in
+`give_threads_their_state`.
 """
 
 from __future__ import annotations
@@ -15,22 +17,26 @@ from typing import Any
 
 import torch
 
-from paceline.integrations.versions import require
+from paceline.integrations import common
 
-require("accelerate", "1.10", "2", "transformers")
-
-import paceline.integrations.common as chosen  # noqa: E402
+common.require("accelerate", "1.10", "2", "transformers")
 
 # Before Accelerator(), where it would wait for workers that are no longer there.
-chosen.check_meets_all("Accelerate", os.environ)
+common.check_meets_all("Accelerate", os.environ)
 
 from accelerate import Accelerator  # noqa: E402
+from accelerate.state import (  # noqa: E402
+    AcceleratorState,
+    GradientState,
+    PartialState,
+    ThreadLocalSharedDict,
+)
 
 from paceline.api import init, world_size  # noqa: E402
 from paceline.core.distribute import distribute  # noqa: E402
 from paceline.core.optimizer import DistributedOptimizer  # noqa: E402
 from paceline.errors import UsageError  # noqa: E402
-from paceline.integrations.accelerate_private import states_of_threads  # noqa: E402
+from paceline.interfaces import current_runtime  # noqa: E402
 
 
 def prepare(
@@ -49,9 +55,9 @@ def prepare(
     method's documented result. Call ``finish()`` of the
     optimizer's ``optimizer`` when training has ended; else it is done when the script ends.
     """
-    chosen.check_plain(model, optimizer, "prepare(accelerator, model, optimizer)")
+    common.check_plain(model, optimizer, "prepare(accelerator, model, optimizer)")
     check_same_workers(accelerator)
-    settings = chosen.check_chosen(settings)
+    settings = common.check_chosen(settings)
     model = accelerator.prepare_model(model, evaluation_mode=True)
     wrapped = hand_over(model, optimizer, settings)
     accelerator.register_save_state_pre_hook(partial(_show_result, model, wrapped))
@@ -95,14 +101,14 @@ def _show_result(
     for number, one in enumerate(models):
         if one is model:
             with optimizer.consolidated():
-                weights[number] = chosen.copied(model.state_dict())
+                weights[number] = common.copied(model.state_dict())
 
 
 def check_same_workers(accelerator: Accelerator) -> None:
     """Raise `UsageError` unless Accelerate deals data out to as many as train, whole models each."""
     parallelism = getattr(accelerator, "parallelism_config", None)
-    kind = "FSDP" if chosen.asks_for_fsdp() else accelerator.distributed_type.name
-    chosen.check_not_sharded(kind, parallelism)
+    kind = "FSDP" if common.asks_for_fsdp() else accelerator.distributed_type.name
+    common.check_not_sharded(kind, parallelism)
     init()
     if accelerator.num_processes != world_size():
         raise UsageError(
@@ -113,4 +119,20 @@ def check_same_workers(accelerator: Accelerator) -> None:
         )
 
 
-states_of_threads()
+def give_threads_their_state() -> None:
+    """In virtual time workers are threads: each has a state of its own, as on TPUs."""
+    runtime = current_runtime()
+    if runtime is None or runtime.name != "simulated":
+        return
+    if PartialState._shared_state:
+        raise UsageError(
+            "in virtual time import paceline.integrations before Accelerator() and "
+            "TrainingArguments(): workers are threads here, and each needs a state of its own "
+            "from the start"
+        )
+    for cls in (PartialState, AcceleratorState, GradientState):
+        if not isinstance(vars(cls)["_shared_state"], ThreadLocalSharedDict):
+            cls._shared_state = ThreadLocalSharedDict()
+
+
+give_threads_their_state()

@@ -1,15 +1,26 @@
-"""What a user of a trainer chooses: what `distribute` takes, checked before anything starts."""
+"""What all integrations share: versions, options, plain models, shares of samples.
+
+No trainer is needed to import this.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from paceline import spec
 from paceline.core.distribute import distribute
@@ -32,6 +43,27 @@ _SPREAD = ("tp", "cp", "sp", "dp_shard")
 """The same of its ``ParallelismConfig``."""
 _WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages whose optimizers are a trainer's wrapping."""
+
+
+def require(package: str, first: str, before: str, extra: str) -> None:
+    """Raise `UsageError` unless *package* is there, from version *first* on and below *before*."""
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        raise UsageError(
+            f"{package} is not installed: pip install 'paceline[{extra}]'"
+        ) from None
+    if not _numbers(first) <= _numbers(found) < _numbers(before):
+        raise UsageError(
+            f"{package} {found}: this integration reaches into what {package} {first} and its "
+            f"successors below {before} do, and may be silently wrong with others; install "
+            f"one of these ('{package}>={first},<{before}')"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    release = re.match(r"\d+(?:\.\d+)*", text)
+    return () if release is None else tuple(map(int, release.group().split(".")))
 
 
 def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
@@ -178,3 +210,32 @@ def owner_of(
 
 def _ids(parameters: Iterable[torch.nn.Parameter]) -> set[int]:
     return {id(parameter) for parameter in parameters}
+
+
+def shard_loader(loader: object, workers: int, rank: int) -> object:
+    """A loader like *loader* with the samples of worker *rank*, as Lightning makes it:
+    shuffled where it was, padded to equal shares.
+
+    Returns *loader* itself where it has a sampler of its own, or is no plain `DataLoader`.
+    """
+    if type(loader) is not DataLoader or loader.batch_size is None:
+        return loader
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        return loader
+    sampler: DistributedSampler[object] = DistributedSampler(
+        loader.dataset,
+        num_replicas=workers,
+        rank=rank,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        seed=int(os.environ.get("PL_GLOBAL_SEED", "0")),
+    )
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        sampler=sampler,
+        num_workers=0,  # workers share this process
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+    )

@@ -1,10 +1,13 @@
 """Fabric: ``Fabric(strategy=FabricStrategy("osp"))``.
 
-It is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` calls `distribute`.
+`FabricStrategy` is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` calls
+`distribute`. `PacelineEnvironment` and `LaunchedWorkers` say which workers a strategy has, and which
+samples are theirs; Lightning's strategy uses them, too.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -14,33 +17,143 @@ from typing import Any
 
 import torch
 
-from paceline.integrations.lightning_workers import (
-    OfLaunched,
-    is_simulated,
-    take_lightnings,
-)
+from paceline.integrations.common import require
 
-from lightning.fabric.strategies import DDPStrategy  # isort: skip
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+require("lightning", "2.5", "2.7", "lightning")
 
-from paceline.api import init
-from paceline.core.distribute import distribute
-from paceline.core.optimizer import DistributedOptimizer
-from paceline.errors import UsageError
-from paceline.integrations.common import (
+from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E402
+from lightning.fabric.strategies import DDPStrategy  # noqa: E402
+from lightning.fabric.strategies.strategy import _BackwardSyncControl  # noqa: E402
+
+from paceline.api import init, rank, world_size  # noqa: E402
+from paceline.core.distribute import distribute  # noqa: E402
+from paceline.core.optimizer import DistributedOptimizer  # noqa: E402
+from paceline.errors import UsageError  # noqa: E402
+from paceline.integrations.common import (  # noqa: E402
     accumulating,
     check_chosen,
     check_plain,
     copied,
     owner_of,
+    shard_loader,
 )
-from paceline.torch_internals import Uncopied
+from paceline.interfaces import current_runtime  # noqa: E402
+from paceline.runtimes import launchers  # noqa: E402
+from paceline.torch_internals import Uncopied  # noqa: E402
+
+_LIGHTNING_SETTINGS = (
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io"),
+    *("precision_plugin", "precision", "process_group_backend", "timeout"),
+    "start_method",
+)
+"""What Lightning gives its own strategies, and users may."""
+
+
+class PacelineEnvironment(ClusterEnvironment):
+    """The workers that torchrun, Slurm, MPI or paceline itself has started: what Lightning is told
+    of devices and nodes does not matter then."""
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether this process is one of several workers, by whoever launched it."""
+        return current_runtime() is not None or launchers.find(os.environ) is not None
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        place = launchers.find(os.environ)
+        return "127.0.0.1" if place is None else place.master or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        place = launchers.find(os.environ)
+        return 0 if place is None else place.port
+
+    def world_size(self) -> int:
+        init()
+        return world_size()
+
+    def set_world_size(self, size: int) -> None:
+        """The launcher has said it."""
+
+    def global_rank(self) -> int:
+        init()
+        return rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        """The launcher has said it."""
+
+    def local_rank(self) -> int:
+        place = launchers.find(os.environ)
+        return 0 if place is None else place.local_rank
+
+    def node_rank(self) -> int:
+        place = launchers.find(os.environ)
+        return self.global_rank() if place is None else place.node
+
+
+def is_simulated() -> bool:
+    """Whether this worker is a thread in virtual time."""
+    runtime = current_runtime()
+    return runtime is not None and runtime.name == "simulated"
+
+
+def take_lightning_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take what is Lightning's out of *settings* and return it, with the workers' environment where
+    a launcher has started them."""
+    theirs = {
+        name: settings.pop(name) for name in _LIGHTNING_SETTINGS if name in settings
+    }
+    if not theirs.get("cluster_environment") and PacelineEnvironment.detect():
+        theirs["cluster_environment"] = PacelineEnvironment()
+    return theirs
+
+
+class LaunchedWorkers:
+    """The part of a strategy that knows its workers; a base class before Lightning's own."""
+
+    cluster_environment: Any
+    parallel_devices: Any
+    world_size: int
+    global_rank: int
+    local_rank: int
+    shards_loaders = False
+    """Whether samples are dealt out here, and not by Lightning."""
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether workers were started before Lightning looked."""
+        return isinstance(self.cluster_environment, PacelineEnvironment)
+
+    @property
+    def root_device(self) -> torch.device:
+        """This worker's; workers of one machine share its devices where it has too few."""
+        devices = self.parallel_devices
+        assert devices is not None
+        device: torch.device = devices[self.local_rank % len(devices)]
+        return device
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """This worker's share of the data."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """In virtual time workers are threads: Lightning, which patches loaders' classes to give
+        them other samplers, would patch them under one another's hands."""
+        if not self.shards_loaders:
+            return dataloader
+        return shard_loader(dataloader, self.world_size, self.global_rank)
+
 
 _Averaged = tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedOptimizer]]
 """A parameter, and the optimizer that averages its gradient."""
 
 
-class FabricStrategy(OfLaunched, DDPStrategy):
+class FabricStrategy(LaunchedWorkers, DDPStrategy):
     """Trains under a method of paceline; *method* and *settings* are what `distribute` takes, or Fabric's
     own (``process_group_backend`` ...). Raises `UsageError` for what neither knows.
 
@@ -49,7 +162,7 @@ class FabricStrategy(OfLaunched, DDPStrategy):
     """
 
     def __init__(self, method: str | None = None, **settings: Any) -> None:
-        super().__init__(**take_lightnings(settings))
+        super().__init__(**take_lightning_settings(settings))
         self._settings = check_chosen({"method": method, **settings})
         self._backward_sync_control = _NoSync(self)
         # Weakly: a script may train many, and what has ended is its own.
@@ -69,7 +182,7 @@ class FabricStrategy(OfLaunched, DDPStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """In virtual time it is dealt out here, where a script wants that."""
-        self.deals = is_simulated() and self._sampler_is_asked_for
+        self.shards_loaders = is_simulated() and self._sampler_is_asked_for
         self._sampler_is_asked_for = False
         return super().process_dataloader(dataloader)
 

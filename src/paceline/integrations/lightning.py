@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from paceline.integrations.lightning_workers import (
-    OfLaunched,
+from paceline.integrations.fabric import (
+    LaunchedWorkers,
     is_simulated,
-    take_lightnings,
+    take_lightning_settings,
 )
 
 from lightning.fabric.utilities.seed import reset_seed  # isort: skip
@@ -40,7 +40,7 @@ from paceline.integrations.common import (
 )
 
 
-class PacelineStrategy(OfLaunched, DDPStrategy):
+class PacelineStrategy(LaunchedWorkers, DDPStrategy):
     """Trains a LightningModule under a method of paceline.
 
     *method* and *settings* are what `distribute` takes: ``PacelineStrategy("osp")``,
@@ -58,7 +58,7 @@ class PacelineStrategy(OfLaunched, DDPStrategy):
     optimizers: Any
 
     def __init__(self, method: str | None = None, **settings: Any) -> None:
-        super().__init__(**take_lightnings(settings))
+        super().__init__(**take_lightning_settings(settings))
         self._settings = check_chosen({"method": method, **settings})
         self._looking = ExitStack()
 
@@ -75,8 +75,8 @@ class PacelineStrategy(OfLaunched, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         connector = trainer._accelerator_connector
-        self.deals = connector.use_distributed_sampler and is_simulated()
-        if self.deals:
+        self.shards_loaders = connector.use_distributed_sampler and is_simulated()
+        if self.shards_loaders:
             connector.use_distributed_sampler = False
         super().setup(trainer)
 

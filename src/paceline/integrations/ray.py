@@ -21,26 +21,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, cast
 
 from paceline import methods, spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.integrations.ray_capacity import (
-    Resources,
-    check_room,
-    described,
-    needs,
-    nodes_of,
-)
-from paceline.integrations.ray_coordinator import (
-    SERVER,
-    Coordinator,
-    News,
-    name_of,
-)
-from paceline.integrations.versions import require
+from paceline.integrations.common import require
 from paceline.interfaces import UpdatesOnServer
 from paceline.parameter_server.process import snapshot as snapshots
 from paceline.run_options import RunOptions
@@ -49,6 +36,7 @@ from paceline.timeouts import timeouts
 require("ray", "2.60", "3", "ray")
 
 import ray  # noqa: E402
+from ray._private import state  # noqa: E402
 from ray.util.client import ray as client  # noqa: E402
 from ray.util.scheduling_strategies import (  # noqa: E402
     NodeAffinitySchedulingStrategy,
@@ -56,12 +44,17 @@ from ray.util.scheduling_strategies import (  # noqa: E402
 
 from paceline.integrations.ray_actors import (  # noqa: E402
     NAMESPACE,
+    SERVER,
+    Coordinator,
+    News,
     Server,
     Worker,
     called,
+    name_of,
     protection,
 )
-from paceline.integrations.ray_private import without_process  # noqa: E402
+
+Resources = Mapping[str, float]
 
 _LOOK_SECONDS = 0.5
 
@@ -112,7 +105,7 @@ def run(
             "cluster what its client does not pass on; run this script on the cluster (ray job submit)"
         )
     if not grows:
-        check_room(requests, list(nodes_of(ray.nodes()).values()))
+        check_capacity(requests, list(nodes_of(ray.nodes()).values()))
     environment = {
         **{k: v for k, v in os.environ.items() if k.startswith("PACELINE_")},
         **options.to_environment(),
@@ -334,3 +327,95 @@ class _Room:
             if waited > timeouts.ray_say and name not in self._said:
                 self._said.add(name)
                 print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+
+
+# ---- capacity ----
+#
+# Each actor needs all that it asks for on one node. Requests go to nodes first fit, the largest
+# first: what is refused here may fit in rare mixtures that a cleverer search would find.
+
+_OF_RAY = ("node:", "object_store_memory", "accelerator_type:")
+"""What every node has, and nobody asks for."""
+
+
+def nodes_of(told: Sequence[Mapping[str, Any]]) -> dict[str, Resources]:
+    """What ``ray.nodes()`` tells: the resources of each node that is alive, by its id."""
+    return {node["NodeID"]: node.get("Resources", {}) for node in told if node["Alive"]}
+
+
+def without_room(
+    requests: Mapping[str, Resources], nodes: Sequence[Resources]
+) -> list[str]:
+    """Those of *requests* (resources by name) that find no node."""
+    left = [dict(node) for node in nodes]
+    found_none = []
+    for name in sorted(requests, key=lambda n: -sum(requests[n].values())):
+        wanted = requests[name]
+        for node in left:
+            if all(node.get(what, 0.0) >= much for what, much in wanted.items()):
+                for what, much in wanted.items():
+                    node[what] = node.get(what, 0.0) - much
+                break
+        else:
+            found_none.append(name)
+    return [name for name in requests if name in found_none]
+
+
+def check_capacity(
+    requests: Mapping[str, Resources], nodes: Sequence[Resources]
+) -> None:
+    """Raise `UsageError` for a cluster that could not hold all of *requests* if it were
+    empty."""
+    missing = without_room(requests, nodes)
+    if not missing:
+        return
+    wanted = {what for request in requests.values() for what in request}
+    sums = [
+        f"{_sum_of(what, requests.values()):g} {what}, and its nodes have "
+        f"{_sum_of(what, nodes):g}"
+        for what in sorted(wanted)
+    ]
+    raise UsageError(
+        f"the Ray cluster is too small: this job needs {'; '.join(sums)} ({described(nodes)}). "
+        f"No node has room for {', '.join(missing)} ({needs(requests[missing[0]])} each, on one "
+        "node): start more nodes (ray start --address=...), ask for less (workers=, "
+        "resources_per_worker=, server_resources=), or pass grows=True where nodes are added when "
+        "they are asked for"
+    )
+
+
+def needs(request: Resources) -> str:
+    """``1 CPU, 0.5 GPU``."""
+    return (
+        ", ".join(f"{much:g} {what}" for what, much in request.items()) or "no resource"
+    )
+
+
+def described(nodes: Sequence[Resources]) -> str:
+    """Nodes in words: ``2 nodes: 1 CPU | 4 CPU, 1 GPU``."""
+    each = [
+        needs(
+            {k: v for k, v in n.items() if not k.startswith(_OF_RAY) and k != "memory"}
+        )
+        for n in nodes
+    ]
+    listed = " | ".join(sorted(each)) or "none"  # Ray tells them in any order
+    return f"{len(nodes)} node{'s' * (len(nodes) != 1)}: {listed}"
+
+
+def _sum_of(what: str, among: Iterable[Resources]) -> float:
+    return sum(one.get(what, 0.0) for one in among)
+
+
+# ---- private names of Ray: checked against Ray 2.60 ----
+
+_WITHOUT = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING")
+
+
+def without_process(actors: Mapping[str, Any]) -> set[str]:
+    """Those of *actors*, by name, that no process runs just now: Ray is about to start one, or has no
+    room. (``ray.util.state`` says it, too, where a dashboard runs.)"""
+    waiting = {
+        identity for one in _WITHOUT for identity in state.actors(actor_state_name=one)
+    }
+    return {name for name, actor in actors.items() if actor._actor_id.hex() in waiting}

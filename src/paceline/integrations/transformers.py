@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.integrations.versions import require
+from paceline.integrations.common import require
 
 # What attach works on is in Trainer from 5.3 on.
 require("transformers", "5.3", "6", "transformers")

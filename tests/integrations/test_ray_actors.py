@@ -3,9 +3,15 @@
 import pytest
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.integrations.ray_coordinator import Coordinator, Life, is_consequence
 from paceline.transport.protocol import HAS_BEEN_HERE
+from tests.integrations.ray_stand_in import without_ray
 
+_ACTORS = without_ray("ray_actors")
+Coordinator, Life, is_consequence = (
+    _ACTORS.Coordinator,
+    _ACTORS.Life,
+    _ACTORS.is_consequence,
+)
 SNAPSHOT = "/shared/snapshot"
 
 
