@@ -14,7 +14,7 @@
 - `server_loads`: what the script loads, where servers update.
 - `sampler`: `Sampler`: each worker's share of every batch.
 - `initial_sync`, `sync`: all ranks begin with the same model and options.
-- `model_checks`, `same_data_check`, `sent_gradient_check`: mistakes that would train wrongly.
+- `misuse`: finds silent mistakes, such as a model inside DDP, or the same data on all workers.
 - `lazy_parameters`, `parameter_use`: when a module is about to use parameters.
 - `step_listeners`, `step_loggers`: observers of steps: compute times, profilers, loggers.
 - `random_state`: random generators: seeded, saved and restored.

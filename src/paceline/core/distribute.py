@@ -11,7 +11,7 @@ import torch
 
 from paceline.compression import Exactly, as_by_default, make
 from paceline.core.method_spec import fitted, read_spec
-from paceline.core.model_checks import check_trained_by_nobody_else
+from paceline.core.misuse import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
 from paceline.core.settings import UNSAID, ModuleBuffers, Settings

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.context import TrainingContext
-from paceline.core.model_checks import (
+from paceline.core.misuse import (
     check_not_inside_ddp,
     check_trained_by_nobody_else,
 )

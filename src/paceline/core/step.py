@@ -14,13 +14,13 @@ from paceline.bucketing.tuner import Planner
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import Uses
 from paceline.core.method_hooks import MethodHooks
+from paceline.core.misuse import SentGradientCheck
 from paceline.core.participation import (
     DelayedParticipation,
     GroupParticipation,
     Participation,
 )
 from paceline.core.reducer import Reducer
-from paceline.core.sent_gradient_check import SentGradients
 from paceline.core.server_loads import ServerLoads
 from paceline.core.sync import SharedBuffers, broadcast_tensors
 from paceline.interfaces import Bucket, Message
@@ -59,7 +59,7 @@ class StepDriver:
             control = participation.control or context.comm
             every = context.rounds.agree_every
             self._delayed = DelayedParticipation(context, control, every)
-        self._sent = SentGradients(context.report)
+        self._sent = SentGradientCheck(context)
         self._may_begin = True
         self._backward_of = -1
         """The last step whose backward pass has ended."""
@@ -142,7 +142,7 @@ class StepDriver:
         self.accumulated = False
         self._plan_anew()
         if context.method.visible_gradient == "sent":
-            self._sent.remember(context.buckets)
+            self._sent.remember()
 
     def _meet_after_backward(self, all_used: bool = True) -> None:
         self.hooks.call("backward_ended")
@@ -188,18 +188,8 @@ class StepDriver:
 
     def require_unchanged(self) -> None:
         """Raise `GradientError` if the script has changed gradients that were sent."""
-        context = self._context
-        if context.method.visible_gradient != "sent":
-            return
-        name = self._sent.changed(context.buckets)
-        if name is not None:
-            raise context.fail(
-                f"the gradient of {name!r} (or of a tensor sent with it) was changed "
-                f"between backward() and step(): under {context.method.name} it is on its "
-                "way to the others by then, and a change reaches nobody. Clip with "
-                "distribute(clip_norm=...); without GradScaler; or use bsp, whose .grad "
-                "holds the mean"
-            )
+        if self._context.method.visible_gradient == "sent":
+            self._sent.require_unchanged()
 
     def end(self) -> None:
         """The user's optimizer has stepped, or would have."""

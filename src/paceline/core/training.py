@@ -30,12 +30,12 @@ from paceline.core.compressed_average import CompressedAverage
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import Uses
 from paceline.core.method_hooks import MethodHooks
+from paceline.core.misuse import SameDataCheck
 from paceline.core.model_hooks import ModelHooks
 from paceline.core.own_state import own_states
 from paceline.core.participation import GroupParticipation, Participation
 from paceline.core.reducer import Reducer
 from paceline.core.run import UpdatingWorkerRun, make_run
-from paceline.core.same_data_check import SameData
 from paceline.core.server_loads import ServerLoads
 from paceline.core.step import StepDriver
 from paceline.core.sync import SharedBuffers
@@ -134,23 +134,11 @@ class Training:
 
     def _add_listeners(self) -> None:
         context, listeners = self._context, self._context.listeners
-        # A mean within a group may be that of one worker.
-        of_all = context.rounds.is_every_step
-        sees_means = of_all and context.method.visible_gradient == "mean"
-        one_of_many = context.comm.rank == 0 and context.comm.size > 1
         samples = None if context.sampler is None else context.sampler.mean_samples
         model, parameters = context.model, context.parameters
         listeners.add(context.runtime.compute(model, parameters, samples))
         listeners.add(self.planner)
-        listeners.add(
-            SameData(
-                sees_means and context.sampler is None and one_of_many,
-                context.comm.size,
-                context.report,
-                lambda: context.buckets,
-                lambda: self._reducer.share,
-            )
-        )
+        listeners.add(SameDataCheck(context, self._reducer))
         for watcher in context.runtime.job.watchers:
             for listener in watcher(model, parameters):
                 listeners.add(listener)
@@ -262,7 +250,7 @@ class Training:
         `GradientError` where gradients were sent with their scale, `UsageError` where they
         were clipped with it."""
         if self._method.visible_gradient == "sent":
-            # Its kernel writes into gradients without a trace that `core.sent_gradient_check` could see.
+            # Its kernel writes into gradients without a trace that `SentGradientCheck` could see.
             raise self._context.fail(
                 f"a GradScaler under {self._method.name}: gradients are on their way to the "
                 "others, times its scale, when it unscales them. Train in bfloat16 without a "

@@ -25,7 +25,7 @@ from torch.utils.data import (
 from paceline import spec
 from paceline.core.distribute import distribute
 from paceline.core.method_spec import read_spec
-from paceline.core.model_checks import check_trained_by_nobody_else
+from paceline.core.misuse import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Method, current_runtime
