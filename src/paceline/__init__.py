@@ -1,4 +1,15 @@
-"""paceline: data-parallel PyTorch training over slow, shared or uneven networks.
+"""Data-parallel PyTorch training over slow, shared or uneven networks.
+
+Example:
+    A training loop for one worker becomes one for many by one line; ``torchrun`` or
+    ``paceline run`` starts the workers::
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = paceline.distribute(model, optimizer)
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            loss(model(inputs), labels).backward()
+            optimizer.step()
 
 Packages stand in layers, and each imports only what is below it: docs/explanation/architecture.md
 shows them.

@@ -1,4 +1,4 @@
-"""What a training script calls beside `distribute`; the same in every runtime."""
+"""The functions that a training script calls beside `distribute`; the same in every runtime."""
 
 from __future__ import annotations
 
@@ -17,39 +17,74 @@ Item = TypeVar("Item")
 
 
 def init() -> None:
-    """Join the job: the worker that torchrun's variables name, or the simulated worker that
-    this script runs in; without either, a job of one.
+    """Join the job, and make sure that torch.distributed is initialized. Collective.
 
-    Initializes torch.distributed if the script has not. Again is harmless.
+    The worker is the one that torchrun's variables name, or the simulated worker that this script
+    runs in; without either, the only one of a job of one. Calling it again is harmless.
+    `paceline.distribute` calls it.
+
+    Example:
+        ::
+
+            paceline.init()
+            data = data[paceline.rank() :: paceline.world_size()]
+
+    Raises:
+        UsageError: The launcher's variables make no sense.
     """
     join_runtime().connect()
 
 
 def rank() -> int:
-    """This worker's number, 0 to `world_size` - 1."""
+    """Return this worker's number, 0 to `world_size` - 1.
+
+    Raises:
+        UsageError: Neither `init` nor `distribute` was called before.
+    """
     return _runtime().rank
 
 
 def world_size() -> int:
-    """Number of workers."""
+    """Return the number of workers.
+
+    Raises:
+        UsageError: Neither `init` nor `distribute` was called before.
+    """
     return _runtime().size
 
 
 def runtime_name() -> str:
-    """``"real"``, ``"emulated"`` or ``"simulated"``."""
+    """Return ``"real"``, ``"emulated"`` or ``"simulated"``.
+
+    Raises:
+        UsageError: Neither `init` nor `distribute` was called before.
+    """
     return _runtime().name
 
 
 def now() -> float:
-    """Seconds on this runtime's clock, from an arbitrary origin."""
+    """Return the seconds on this runtime's clock, from an arbitrary origin.
+
+    In the simulated runtime this is virtual time.
+
+    Raises:
+        UsageError: Neither `init` nor `distribute` was called before.
+    """
     return _runtime().now()
 
 
 def pace(seconds: float) -> None:
-    """Spend *seconds* of compute time: sleeps, or moves the virtual clock.
+    """Spend compute time: sleep, or move the virtual clock.
 
-    In the simulated runtime a script that calls this is charged nothing else for computing,
-    and a worker of speed 0.5 takes twice as long.
+    In the simulated runtime a script that calls this is charged nothing else for computing.
+
+    Args:
+        seconds: Time on a worker of speed 1, zero or more; a worker of speed 0.5 takes twice as
+            long.
+
+    Raises:
+        UsageError: *seconds* is negative or no number, or neither `init` nor `distribute` was
+            called before.
     """
     if not seconds >= 0:
         raise UsageError(f"pace(): expected zero or more seconds, got {seconds}")
@@ -57,7 +92,19 @@ def pace(seconds: float) -> None:
 
 
 def log(**metrics: object) -> None:
-    """Note metrics (numbers or one-element tensors) for the records and the tables."""
+    """Add metrics to this step's record, for the run's records and tables.
+
+    Args:
+        **metrics: Numbers or one-element tensors, by name. ``loss`` is what reports show.
+
+    Raises:
+        UsageError: Neither `init` nor `distribute` was called before.
+
+    Example:
+        ::
+
+            paceline.log(loss=loss, accuracy=0.93)
+    """
     _runtime().journal.log(metrics)
 
 
@@ -70,11 +117,24 @@ def steps(of: Iterable[Item]) -> Iterator[Item]: ...
 
 
 def steps(of: Iterable[Any] | None = None) -> Iterator[Any]:
-    """What *of* has, a loader or a range of epochs, or without it 0, 1, 2 and so on: until as many
-    optimizer steps were done as ``--steps`` asks for. Joins the job.
+    """Iterate over *of* until ``--steps`` optimizer steps are done. Joins the job.
 
-    A loop over this ends by itself then, and what stands after it is run. In any other loop the last
-    ``optimizer.step()`` raises `SystemExit`. Of loops in each other, such as epochs and batches, each is one over this.
+    A loop over this ends by itself then, and the script goes on behind it. In any other loop the
+    last ``optimizer.step()`` raises `SystemExit`. Of nested loops, such as epochs and batches, each
+    must be a loop over this.
+
+    Args:
+        of: A loader, or a range of epochs; without it 0, 1, 2 and so on.
+
+    Yields:
+        The items of *of*.
+
+    Example:
+        ::
+
+            for epoch in paceline.steps(range(10)):
+                for inputs, labels in paceline.steps(loader):
+                    ...
     """
     job = join_runtime().job
     return _until_ended(job, itertools.count() if of is None else of)
@@ -94,13 +154,20 @@ def _until_ended(job: Job, items: Iterable[Any]) -> Iterator[Any]:
 
 
 def on_step(callback: Callable[[StepRecord], None]) -> None:
-    """Call *callback* with this worker's record of each step, from now on, when the step has
-    ended: its seconds, computing and waiting, bytes, and what was logged in it. Joins the job.
-    ``record.figures`` are the method's own: rounds, staleness, a budget, the norm of what compression has
-    left out so far.
+    """Call *callback* with this worker's record of each step, when the step has ended. Joins the job.
 
-    It runs in the training's own thread, so what takes long makes steps longer; what it raises ends the
-    training. Records come on every worker: ``if paceline.rank() == 0`` where one is enough.
+    A record has the step's seconds, computing and waiting, its bytes, and what was logged in it.
+    ``record.figures`` are the method's own: rounds, staleness, a budget, the norm of the compression
+    error so far. Records come on every worker: ``if paceline.rank() == 0`` where one is enough.
+
+    Args:
+        callback: Called on the training's own thread: a slow one makes steps longer, and an error
+            that it raises ends the training.
+
+    Example:
+        ::
+
+            paceline.on_step(lambda record: print(record.step_seconds))
     """
     runtime = join_runtime()
     runtime.connect()
@@ -108,11 +175,16 @@ def on_step(callback: Callable[[StepRecord], None]) -> None:
 
 
 def report_to(where: str) -> None:
-    """Send worker 0's step records to what people look at: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``,
-    ``"mlflow:EXPERIMENT"``, ``"csv:FILE"``. Joins the job.
+    """Send worker 0's step records to a tracker. Joins the job.
 
-    Of W&B and MLflow a run that the script has begun is used, else one is begun. Raises `UsageError` for what
-    nobody knows, and where the package is missing.
+    A run of W&B or MLflow that the script has begun is used, else one is begun.
+
+    Args:
+        where: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``, ``"mlflow:EXPERIMENT"`` or
+            ``"csv:FILE"``.
+
+    Raises:
+        UsageError: *where* names none of these, or its package is not installed.
     """
     report(join_runtime(), where)
 

@@ -1,6 +1,14 @@
 """Every error that paceline raises on purpose, named by whose fault it is.
 
-A message says what was expected, what came, and what to do.
+A message says what is wrong, what was expected, and what to do.
+
+Example:
+    ::
+
+        try:
+            optimizer = paceline.distribute(model, optimizer, method=args.method)
+        except paceline.PacelineError as error:
+            sys.exit(str(error))
 """
 
 from __future__ import annotations
@@ -10,11 +18,15 @@ from collections.abc import Iterable
 
 
 class PacelineError(Exception):
-    """Base of all errors raised by paceline. *exit_status*: of a command that ends with it."""
+    """Base of all errors that paceline raises.
+
+    Attributes:
+        exit_status: Status of a command that ends with this error.
+        restart_helps: Whether the same process, started again, may come further.
+    """
 
     exit_status = 1
     restart_helps = False
-    """Whether the same process, started again, may come further."""
 
 
 class UsageError(PacelineError, ValueError):
@@ -52,15 +64,34 @@ class PeerLostError(PacelineError):
 
 
 class WorkerFailedError(PacelineError):
-    """A worker's script raised; the job ended for all of them."""
+    """A worker's script raised; the job ended for all of them.
+
+    Attributes:
+        rank: The worker; None where it is not known.
+    """
 
     def __init__(self, message: str, rank: int | None = None) -> None:
+        """Say which worker failed, and how.
+
+        Args:
+            message: The error's text.
+            rank: The worker; None where it is not known.
+        """
         super().__init__(message)
         self.rank = rank
 
 
 def unknown(kind: str, got: str, allowed: Iterable[str]) -> str:
-    """One sentence for a word that nobody knows, with the nearest one that is known."""
+    """Make an error's text for an unknown name, with the nearest one that is known.
+
+    Args:
+        kind: What the name is of: ``"method"``.
+        got: The unknown name.
+        allowed: The known names.
+
+    Returns:
+        One or two sentences.
+    """
     names = sorted(allowed)
     near = difflib.get_close_matches(got, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""

@@ -1,21 +1,21 @@
-"""Communication: a worker's ends of the group of workers, and of the servers; collectives as data.
+"""How workers communicate: a group of workers, the ends of servers, collectives as data.
 
-`paceline.collectives` implements `Comm`, for methods and the planner. Runtimes bring an
-`Endpoint` for each server, which a training's `Remote`, and averages over servers, use,
-and a `Runner` for what is chained.
+`paceline.collectives` implements `Comm`, for methods and the bucket tuner. A runtime brings an
+`Endpoint` for each server, which a training's `Remote` and averages over servers use, and a
+`Runner` for the work that follows an operation.
 
 A `Schedule` is a collective as data: who sends which part of a buffer to whom, and after what.
-One list of transfers serves four readers: `collectives.execute` *performs* it on real tensors
-over sends and receives; the simulated runtime *plays* it message by message, or *prices* it as
-one activity; the planner prices it without a runtime. Ranks here are positions in the group, 0
-to n-1. Sizes and offsets are in one unit, whichever whoever makes a schedule takes: elements
-of the buffer to perform it, bytes to price it.
+One list of transfers serves four readers. `collectives.execute` *performs* it on real tensors
+over sends and receives. The simulated runtime *plays* it message by message, or *prices* it as
+one activity. The planner prices it without a runtime. Ranks here are positions in the group, 0
+to n - 1. Sizes and offsets are in one unit: elements of the buffer to perform a schedule, bytes
+to price it.
 
 A transfer may start when every transfer of an earlier step into its source has arrived:
-that is all the order there is. What is sent in a step is what the buffer held before that
-step. Messages between the same two ranks never overtake.
+that is all the order there is. A step sends what the buffer held before that step. Messages
+between the same two ranks never overtake each other.
 
-Beside n ranks other nodes may take part in a schedule: what adds up at racks' switches, as n,
+Beside its n ranks a schedule may have other nodes: aggregators at racks' switches, as n,
 n + 1, ... (see `switches_of`), and after them servers on hosts of their own (`servers_of`). These
 are always present, and hold zeros at first; such schedules are performed in virtual time only.
 """
@@ -52,56 +52,81 @@ ReduceOperation = Literal["mean", "sum", "max"]
 
 
 class Pending(Protocol):
-    """The handle of an operation under way.
+    """Handle of an operation under way.
 
-    There is no ``done()``: its answer would differ between ranks, and methods that
-    branch on it would part ways.
+    There is no ``done()``: its answer would differ between ranks, and methods that branch on
+    it would diverge.
+
+    Example:
+        Communicate while this worker computes::
+
+            pending = comm.all_reduce(buffer)
+            compute()
+            pending.wait()  # buffer holds the mean
     """
 
     def wait(self) -> None:
         """Return when the result is in the buffers that were handed over.
 
-        Raises what the transport raises when a peer is lost; the buffers are then
-        undefined. A second call returns at once. Within what `then` runs only a result
-        that is known to be in can be waited for; anything else is a `UsageError`.
+        A second call returns at once. Inside the work of a `then` only a result that is known
+        to be in can be waited for.
+
+        Raises:
+            PeerLostError: Another rank is gone. The buffers are undefined then. A process group
+                may raise its own error instead.
+            UsageError: A `then` waits for a result that may not be in.
         """
         ...
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
-        """Call *work* once the result is in; the Pending that is returned is done when that
-        of *work* is (None: with *work*).
+        """Call *work* once the result is in.
 
-        Works run beside the caller, one after the other in the order of the calls of
-        ``then``, whichever result is in first: so all ranks that issue the same operations
-        run the same works in the same order. What a work issues on any `Comm` goes to a
-        queue of its own there, and never meets what the caller issues meanwhile. For
-        example a second round::
+        Works run beside the caller, one after the other, in the order of the calls of ``then``,
+        whichever result is in first. So all ranks that issue the same operations run the same
+        works in the same order. What a work issues on any `Comm` goes to a channel of its own
+        there, and never meets what the caller issues meanwhile.
 
-            pending = comm.all_reduce(a).then(lambda: comm.all_reduce(b(a)))
+        On CUDA under NCCL *work* is called at once: kernels follow the result in the order of
+        the current stream.
 
-        A work may read and write the buffers that were handed over, and builds no autograd
-        graph. It waits for nothing, makes no groups or channels, and draws nothing from
-        global random generators. An error of the operation or of *work* comes out of
-        ``wait()`` of the Pending that is returned, and of those of all later works of this
-        `Comm`, which are not run. On CUDA under NCCL *work* is called at once: kernels
-        follow the result in the order of the current stream.
+        Args:
+            work: May read and write the buffers that were handed over. It builds no autograd
+                graph, waits for nothing, makes no groups or channels, and draws nothing from
+                global random generators. It may return the handle of what it has issued.
 
-        Raises `UsageError` where another thread, or another work, has issued the operation.
+        Returns:
+            A handle that is done when the handle that *work* returns is done, or, where it
+            returns None, when *work* is done. An error of the operation or of *work* comes out
+            of its ``wait()``, and out of those of all later works of this `Comm`, which are
+            not run.
+
+        Raises:
+            UsageError: Another thread, or another work, has issued the operation.
+
+        Example:
+            A second round that depends on the first::
+
+                pending = comm.all_reduce(a).then(lambda: comm.all_reduce(b(a)))
         """
         ...
 
 
 class Scattered(Protocol):
-    """The handle of a reduce-scatter under way: each part of the result will be at one rank,
-    until `gather` brings all parts to all."""
+    """Handle of a reduce-scatter under way.
+
+    Each part of the result will be at one rank, until `gather` brings all parts to all.
+    """
 
     def gather(self) -> Pending:
-        """Begin the all-gather: when the Pending has been waited for the buffer that was handed
-        over holds the result, on every rank.
+        """Begin the all-gather.
 
-        It may be asked for before the reduce-scatter is in, and starts then. Those of one
-        communicator start in the order in which they were asked for: the same one on all
-        ranks. Reduce-scatters that are issued meanwhile queue behind them under NCCL only.
+        It may be called before the reduce-scatter is in, and starts then. All-gathers of one
+        communicator start in the order in which they were asked for, which must be the same on
+        all ranks. Reduce-scatters that are issued meanwhile queue behind them under NCCL only.
+
+        Returns:
+            A handle; after its ``wait()`` the buffer that was handed over to the
+            reduce-scatter holds the result, on every rank.
         """
         ...
 
@@ -109,16 +134,22 @@ class Scattered(Protocol):
 class Comm(Protocol):
     """One worker's end of a group of workers.
 
-    A buffer handed over is Comm's until its Pending has been waited for: do not read or
-    write it before. Collectives must be issued in the same order on every rank; different
-    channels and groups are not ordered with respect to each other, and one communicator
-    is not an ordered queue either (gloo runs two at a time): wait for a result before
-    issuing what reads it.
+    A buffer handed over belongs to the Comm until its `Pending` was waited for: do not read or
+    write it before. Collectives must be issued in the same order on every rank. Different
+    channels and groups are not ordered with respect to each other. One communicator is not an
+    ordered queue either (gloo runs two collectives at a time): wait for a result before issuing
+    what reads it.
+
+    Example:
+        ::
+
+            buffer = torch.full((4,), float(comm.rank))
+            comm.all_reduce(buffer, "sum").wait()  # the same on every rank
     """
 
     @property
     def rank(self) -> int:
-        """This worker's position in the group, 0 to size - 1."""
+        """This worker's position in the group, 0 to `size` - 1."""
         ...
 
     @property
@@ -129,11 +160,27 @@ class Comm(Protocol):
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
-        """Replace *buffer* on every rank by its mean, sum or maximum over ranks."""
+        """Replace *buffer* on every rank by its mean, sum or maximum over ranks.
+
+        Args:
+            buffer: Contiguous, of one type and size on all ranks.
+            operation: ``"mean"``, ``"sum"`` or ``"max"``.
+
+        Returns:
+            A handle; the result is in *buffer* after its ``wait()``.
+        """
         ...
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
-        """Replace *buffer* by the one of rank *source*."""
+        """Replace *buffer* on every rank by that of rank *source*.
+
+        Args:
+            buffer: Contiguous, of one type and size on all ranks.
+            source: The rank whose buffer the others get.
+
+        Returns:
+            A handle; the result is in *buffer* after its ``wait()``.
+        """
         ...
 
     def reduce_scatter(
@@ -142,26 +189,67 @@ class Comm(Protocol):
         buffer: torch.Tensor,
         operation: ReduceOperation = "mean",
     ) -> Pending:
-        """*output* (size k) becomes this rank's part of the mean, sum or maximum of *buffer*
-        (size n times k)."""
+        """Give each rank one part of the mean, sum or maximum of *buffer*.
+
+        Args:
+            output: Becomes this rank's part, of k elements.
+            buffer: n times k elements for n ranks; part r is for rank r.
+            operation: ``"mean"``, ``"sum"`` or ``"max"``.
+
+        Returns:
+            A handle; the result is in *output* after its ``wait()``.
+        """
         ...
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        """*output* (size n times k) becomes all ranks' *buffer* (size k), in rank order."""
+        """Give each rank the buffers of all ranks.
+
+        Args:
+            output: Becomes all ranks' *buffer*, in rank order: n times k elements.
+            buffer: This rank's k elements.
+
+        Returns:
+            A handle; the result is in *output* after its ``wait()``.
+        """
         ...
 
     def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        """Part j of *buffer*, cut into n equal parts, becomes this rank's part of the
-        *output* of rank j (both of size n times k)."""
+        """Send each rank its part of *buffer*.
+
+        Args:
+            output: Part r becomes what rank r has sent to this rank; n times k elements.
+            buffer: n equal parts of k elements; part r goes to rank r.
+
+        Returns:
+            A handle; the result is in *output* after its ``wait()``.
+        """
         ...
 
     def send(self, buffer: torch.Tensor, to: int) -> Pending:
-        """Send *buffer* to rank *to*, which receives it. Messages between two ranks arrive
-        in the order of issue; they are not ordered with respect to collectives."""
+        """Send *buffer* to rank *to*, which receives it.
+
+        Messages between two ranks arrive in the order of issue. They are not ordered with
+        respect to collectives.
+
+        Args:
+            buffer: Contiguous.
+            to: A rank of this group.
+
+        Returns:
+            A handle; *buffer* may be written again after its ``wait()``.
+        """
         ...
 
     def receive(self, buffer: torch.Tensor, source: int) -> Pending:
-        """*buffer* becomes what rank *source* has sent: of the same type and size."""
+        """Replace *buffer* by what rank *source* has sent.
+
+        Args:
+            buffer: Contiguous, of the type and size of what was sent.
+            source: A rank of this group.
+
+        Returns:
+            A handle; the message is in *buffer* after its ``wait()``.
+        """
         ...
 
     def perform(
@@ -171,42 +259,75 @@ class Comm(Protocol):
         operation: ReduceOperation = "sum",
         timed: Schedule | None = None,
     ) -> Pending:
-        """Move and add up parts of *buffer* as *schedule* says, whose sizes and offsets are
-        in elements (a complex one counts as two). *operation* is how parts are added; a
-        mean is a sum that every rank divides by n at the end. *timed*: of a buffer that
-        stands for a larger one, the same schedule over its bytes: these take the time.
-        Collective. On CUDA under NCCL a `UsageError`."""
+        """Move and add up parts of *buffer* as *schedule* says. Collective.
+
+        Args:
+            schedule: The same on all ranks. Its sizes and offsets are in elements of *buffer*;
+                a complex element counts as two.
+            buffer: Contiguous, of one type and size on all ranks.
+            operation: How parts are added. A mean is a sum that every rank divides by n at
+                the end.
+            timed: Where *buffer* stands for a larger one, the same schedule over the bytes of
+                that: the simulated runtime charges these.
+
+        Returns:
+            A handle; the result is in *buffer* after its ``wait()``.
+
+        Raises:
+            UsageError: On CUDA under NCCL, which performs no schedules.
+        """
         ...
 
     @property
     def racks(self) -> Sequence[int] | None:
-        """In which rack each rank is, where that is known: the same on all ranks."""
+        """Rack of each rank, where it is known; the same on all ranks."""
         ...
 
     @property
     def aggregating(self) -> Set[int]:
-        """The racks at whose switches something adds up workers' numbers."""
+        """Racks whose switch has an aggregator beside it."""
         ...
 
     def channel(self, name: str) -> Comm:
-        """A queue of its own over the same workers: what is issued there never queues
-        behind what is issued here, though both share the network. Collective: every rank
-        asks for the same channels in the same order."""
+        """Make, or find, another ordered queue over the same workers. Collective.
+
+        What is issued there never queues behind what is issued here, though both share the
+        network. Every rank asks for the same channels in the same order.
+
+        Args:
+            name: Equal names give the same channel.
+
+        Returns:
+            The same group of workers, on a channel of its own.
+        """
         ...
 
     def group(self, ranks: Sequence[int]) -> Comm:
-        """The group of some of these workers. Only its members call this, in the same order
-        of groups as the others that share them.
+        """Make, or find, the group of some of these workers.
 
-        A group is kept, so asking again is cheap, and has connections and threads of its
-        own; where one of its members keeps many already, all of them send over the
-        connections that they have. Averages are formed as on this `Comm`.
+        Only its members call this, in the same order of groups as the others that share them.
+        A group is cached, so asking again is cheap. It has connections and threads of its own;
+        where one of its members has many groups already, all of them send over the connections
+        that they have. Averages are formed as on this `Comm`.
+
+        Args:
+            ranks: Ranks of this `Comm`, with this worker's among them. Position i becomes
+                rank i of the group.
+
+        Returns:
+            The communicator of these workers.
         """
         ...
 
     def lanes(self, device: torch.device) -> int:
-        """Collectives on tensors of *device* that are under way at a time: gloo moves
-        two, NCCL one."""
+        """Return how many collectives on tensors of *device* are under way at a time.
+
+        Args:
+            device: Where the tensors are.
+
+        Returns:
+            2 under gloo, 1 under NCCL.
+        """
         ...
 
 
@@ -219,36 +340,61 @@ class CollectiveSummary(NamedTuple):
 
 
 class Collective(Protocol):
-    """How an average is formed: a row of the registry, see `paceline.collectives`."""
+    """How an average is formed: a row of the registry in `paceline.collectives`.
+
+    See docs/methods-howto.md for how to write one.
+    """
 
     name: ClassVar[str]
     summary: ClassVar[CollectiveSummary]
     needs_servers: ClassVar[bool]
 
     def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        """Who sends what to whom to add up *size* units among the ranks of *comm*."""
+        """Say who sends what to whom.
+
+        Args:
+            size: What is to be added up, in units: elements, or bytes.
+            comm: The group of workers.
+            racks: Rack of each rank; None where it is not known.
+
+        Returns:
+            A hashable schedule, the same on all ranks.
+        """
         ...
 
     def run(
         self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
     ) -> Pending:
-        """Replace *buffer* on every rank of *comm* by its mean, sum or maximum."""
+        """Replace *buffer* on every rank of *comm* by its mean, sum or maximum.
+
+        Args:
+            comm: The group of workers.
+            buffer: Contiguous, of one type and size on all ranks.
+            operation: ``"mean"``, ``"sum"`` or ``"max"``.
+
+        Returns:
+            A handle; the result is in *buffer* after its ``wait()``.
+        """
         ...
 
 
 class Reception(Protocol):
-    """The handle of a request under way; as `Pending`, and its `wait` has a result."""
+    """Handle of a request to a server under way: a `Pending` whose `wait` has a result."""
 
     def wait(self) -> Reply:
-        """Return the answer's header; its payload is in the tensor that was handed over.
+        """Wait for the answer; a second call returns the same at once.
 
-        Raises `UsageError` with the server's reason if it refused, `PeerLostError` if the
-        server is gone. A second call returns the same at once.
+        Returns:
+            The answer's header. Its payload is in the tensor that was handed over.
+
+        Raises:
+            UsageError: The server refused; the message has its reason.
+            PeerLostError: The server is gone.
         """
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Simulated runtimes: call *action* at the instant at which the answer is in."""
+        """Call *action* at the instant at which the answer is in. Simulated runtimes only."""
         ...
 
 
@@ -257,7 +403,7 @@ class Endpoint(Protocol):
 
     @property
     def name(self) -> str:
-        """For errors: ``"server 0 at 10.0.0.1:4711"``."""
+        """Name for errors: ``"server 0 at 10.0.0.1:4711"``."""
         ...
 
     def request(
@@ -267,67 +413,90 @@ class Endpoint(Protocol):
         into: torch.Tensor | None = None,
         channel: str = "",
     ) -> Reception:
-        """Send a request, and return at once. *payload*: a flat contiguous tensor, the
-        endpoint's until the reception was waited for; *into*: a flat contiguous tensor
-        that takes the answer's payload, in the same way (may be *payload*, and larger than
-        the answer).
+        """Send a request, and return at once.
 
-        Requests of one channel arrive in order; a channel never queues behind another.
+        Requests of one channel arrive in order. A channel never queues behind another.
+
+        Args:
+            message: The request's header.
+            payload: A flat contiguous tensor; the endpoint's until the reception was waited
+                for.
+            into: A flat contiguous tensor that takes the answer's payload, the endpoint's for
+                as long. It may be *payload*, and larger than the answer.
+            channel: Name of an ordered queue.
+
+        Returns:
+            A handle; its ``wait()`` returns the answer's header.
         """
         ...
 
     def close(self) -> None:
-        """Say goodbye: this worker is not missed from now on."""
+        """Say goodbye: the server does not wait for this worker from now on."""
         ...
 
 
 class Signal(Protocol):
-    """Something that happens once, told from one place and waited for at another."""
+    """An event that happens once: one thread sets it, others wait for it."""
 
-    def set(self) -> None: ...
+    def set(self) -> None:
+        """Let it happen."""
+        ...
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Return when it has happened."""
+        ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Simulated runtimes: call *action* at the instant at which it happens."""
+        """Call *action* at the instant at which it happens. Simulated runtimes only."""
         ...
 
 
 @runtime_checkable
 class Awaited(Protocol):
-    """What a `Runner` waits for before it runs a work."""
+    """An operation that a `Runner` waits for before it runs a work."""
 
     def settle(self) -> None:
         """Return when the result is in; raises what the operation ended with."""
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Simulated runtimes: call *action* at the instant at which the result is in."""
+        """Call *action* at the instant at which the result is in. Simulated runtimes only."""
         ...
 
 
 class Runner(Protocol):
-    """Runs works in the order in which they were put, each when what it follows is in."""
+    """Runs works in the order in which they were put, each when its operation's result is in."""
 
     def put(
         self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
     ) -> None:
-        """Call *run* when *awaited* is in (None: it is), with the error that it ended with,
-        if any. *run* raises nothing."""
+        """Run *run* after the works that were put before, once *awaited* is in.
+
+        Args:
+            awaited: The operation that *run* follows; None where its result is in already.
+            run: Called with the error that the operation ended with, or None. Raises nothing.
+        """
         ...
 
     def signal(self, what: str) -> Signal:
-        """A signal that works of this runner give. *what* it is, for errors."""
+        """Make a signal that works of this runner set.
+
+        Args:
+            what: What happens, for errors.
+        """
         ...
 
     def close(self) -> None:
-        """Drop what has not been run. Threads end."""
+        """Drop the works that were not run. Threads end."""
         ...
 
 
 class Transfer(NamedTuple):
-    """*source* sends *size* units at *offset* of its buffer to *destination*,
-    which adds them to its own there (*adds*), or puts them in their place."""
+    """One message of a schedule.
+
+    *source* sends *size* units at *offset* of its buffer to *destination*, which adds them to its
+    own there (*adds*), or puts them in their place.
+    """
 
     source: int
     destination: int
@@ -339,7 +508,9 @@ class Transfer(NamedTuple):
 class Schedule(Protocol):
     """A collective's transfers, and what they cost when nothing disturbs them."""
 
-    def __hash__(self) -> int: ...
+    def __hash__(self) -> int:
+        """Equal schedules are performed and priced alike."""
+        ...
 
     @property
     def ranks(self) -> int:
@@ -352,39 +523,47 @@ class Schedule(Protocol):
         ...
 
     def step(self, number: int) -> Iterator[Transfer]:
-        """The transfers of one step."""
+        """Return the transfers of one step, counted from 0."""
         ...
 
     def bytes_sent(self, rank: int) -> int:
-        """What *rank* sends in all, in units: bytes where sizes are bytes."""
+        """Return the units that *rank* sends in all: bytes where sizes are bytes."""
         ...
 
     @property
     def priced(self) -> Sequence[Sequence[Priced]] | None:
-        """This schedule as activities: in each phase some side by side, and the next phase
-        begins when they all have ended; None: it must be played."""
+        """This schedule as activities, or None where it must be played.
+
+        In each phase some run side by side; the next phase begins when they all have ended.
+        """
         ...
 
 
 def switches_of(schedule: Schedule) -> tuple[int, ...]:
-    """The racks whose aggregators are nodes of *schedule*, its attribute ``switches``: most
-    schedules have none."""
+    """Return the racks whose aggregators are nodes of *schedule*, its attribute ``switches``.
+
+    Most schedules have none.
+    """
     found: tuple[int, ...] = getattr(schedule, "switches", ())
     return found
 
 
 def servers_of(schedule: Schedule) -> tuple[int, ...]:
-    """The numbers of a cluster's servers on hosts of their own that are nodes of *schedule*, its
-    attribute ``servers``: most schedules have none."""
+    """Return the numbers of the dedicated servers of a cluster that are nodes of *schedule*.
+
+    Its attribute ``servers`` lists them. Most schedules have none.
+    """
     found: tuple[int, ...] = getattr(schedule, "servers", ())
     return found
 
 
 class Priced(Protocol):
-    """Messages that keep step with each other, so that they can be taken for one activity:
-    after the latency of the longest chain all connections carry the same. Where they do not, it has
-    ``streams`` as well, which counts instead: how many connections' bytes go from one node to
-    another, by pair."""
+    """Messages that keep step with each other, so that they can be priced as one activity.
+
+    After the latency of the longest chain all connections carry the same. Where they do not, it
+    has ``streams`` as well, which counts instead: how many connections' bytes go from one node
+    to another, by pair.
+    """
 
     @property
     def pattern(self) -> Hashable:
@@ -408,10 +587,13 @@ class Priced(Protocol):
 
     @property
     def bytes_per_connection(self) -> int:
-        """What the busiest connection carries."""
+        """Bytes on the busiest connection."""
         ...
 
     def latency(self, one_way: Callable[[int, int], float]) -> float:
-        """Seconds of latency on the longest chain of dependent messages. *one_way* gives
-        seconds between two ranks."""
+        """Return the latency of the longest chain of dependent messages, in seconds.
+
+        Args:
+            one_way: Seconds between two ranks.
+        """
         ...

@@ -1,8 +1,8 @@
 """What a method sees of one worker's training, and nothing else.
 
-`paceline.core` implements `Run`, `UpdatingRun` and `ServerRun`. `paceline.parameter_server` implements
-`Remote` (`client.remote_model`) and `Updater` (`optim.partitioned`, over a torch optimizer).
-`paceline.bucketing.tuner` plans `Message`s.
+`paceline.core` implements `Run`, `UpdatingRun` and `ServerRun`. `paceline.parameter_server`
+implements `Remote` (`client.remote_model`) and `Updater` (`optim.partitioned`, over a torch
+optimizer). `paceline.bucketing.tuner` plans `Message`s.
 
 A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, which can be
 pushed, updated and answered by themselves. Simple methods push whole buckets (`Remote.push`, and
@@ -40,7 +40,19 @@ __all__ = [
 
 
 class Run(Protocol):
-    """One worker's training as its method sees it."""
+    """One worker's training as its method sees it.
+
+    `distribute` makes it for the method's hooks (`Method`). Averages, and what is called collective
+    here, must be called on all workers, in the same order.
+
+    Example:
+        What DDP does: average each bucket when it is full, and wait at the end of backward::
+
+            pending.append(run.mean(bucket))  # in bucket_ready
+            ...
+            for mean in pending:  # in backward_ended
+                mean.wait()
+    """
 
     @property
     def comm(self) -> Comm:
@@ -54,37 +66,46 @@ class Run(Protocol):
 
     @property
     def own_buffers(self) -> Sequence[torch.Tensor]:
-        """The model's buffers (BatchNorm's statistics) that a method with
-        ``averages_buffers`` is to average itself; none where the user wants each worker to
-        keep its own."""
+        """The model's buffers (BatchNorm's statistics) that the method averages itself.
+
+        Only for methods that declare ``averages_buffers``. Empty where the user wants each worker
+        to keep its own (``distribute(buffers="local")``).
+        """
         ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer, where workers update: its learning rates, and its state,
-        which a method may average. A method never steps it."""
+        """The user's optimizer where workers update, else None.
+
+        A method may read its learning rates, and average its state. It never steps it.
+        """
         ...
 
     @property
     def cluster(self) -> Cluster | None:
-        """The network, where it is known: equal on all ranks, and of as many workers."""
+        """The network where it is known, else None.
+
+        Equal on all ranks, with as many workers as the job.
+        """
         ...
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """The gradient's pieces, in the order in which every rank delivers them."""
+        """The gradient's buckets, in the order in which every rank delivers them."""
         ...
 
     @property
     def sending(self) -> Sequence[Message] | None:
-        """In which messages the gradients of this step travel, in the order of issue, where
-        they are waited for past backward; None where they are waited for when it ends.
-        Equal on all ranks. Only for methods that declare ``waits_in_forward``."""
+        """The messages in which the gradients of this step travel, in the order of issue.
+
+        None where gradients are waited for when backward ends. Equal on all ranks. Only for
+        methods that declare ``waits_in_forward``.
+        """
         ...
 
     @property
     def active(self) -> bool:
-        """False once this worker is out of data: it only keeps the others company."""
+        """Whether this worker still has data; else it only joins the others' collectives."""
         ...
 
     @property
@@ -94,18 +115,23 @@ class Run(Protocol):
 
     @property
     def participants(self) -> Sequence[int]:
-        """Ranks that took part in the last round, equal on all ranks."""
+        """Ranks that took part in the last round; equal on all ranks."""
         ...
 
     @property
     def step_is_due(self) -> bool:
-        """Whether gradients were delivered and ``step()`` has not followed: in `finish`,
-        that the script left its loop between the two."""
+        """Whether gradients were delivered and ``step()`` has not followed.
+
+        In `finish`: the script left its loop between the two.
+        """
         ...
 
     @property
     def step(self) -> int:
-        """The number of this step, from 0; those that only keep company count on."""
+        """The number of this step, from 0.
+
+        Steps of a worker that is out of data count on.
+        """
         ...
 
     @property
@@ -115,21 +141,33 @@ class Run(Protocol):
 
     @property
     def stopwatch(self) -> Stopwatch:
-        """What times this training's work."""
+        """Times this training's work, on the host or on its device."""
         ...
 
     @property
     def loss(self) -> float | None:
-        """What the script last reported as its loss, if it did."""
+        """The loss that the script last gave to `paceline.log`, if it did."""
         ...
 
     def say(self, sentence: str) -> None:
-        """Tell people something, once for all workers: now, and beside the run's figures."""
+        """Report something to the user, once for all workers.
+
+        It is printed now, and stands beside the run's figures.
+
+        Args:
+            sentence: What to report.
+        """
         ...
 
     def set_period(self, steps: int) -> None:
-        """Tell that what steps take and send repeats after so many (by default after those
-        from one round to the next): what people are shown are means over so many."""
+        """Set after how many steps times and bytes repeat.
+
+        Figures are means over so many steps. By default the period is that of the method's
+        `Rounds`.
+
+        Args:
+            steps: The period, in steps.
+        """
         ...
 
     def mean(
@@ -141,34 +179,51 @@ class Run(Protocol):
         channel: str = "",
         parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
-        """Form the mean of *gradients*, in place, over the workers that train.
+        """Average gradients in place over the workers that train.
 
-        The buffer holds this worker's share of the mean already (gradient times
-        `weight`), as a bucket's does. *of*: the bucket that a tensor is a part of.
-        *among*: a group instead of all workers. *channel*: a
-        queue of its own, for what may be late. *parts*: what a tensor that is no bucket consists of, by
-        the names under which a compressor keeps its state: a parameter's, or ``weight[0:4096]`` for
-        these elements of one.
+        Workers learn in a step's means who trains and which tensors were used. So no mean can be
+        waited for before the step's last bucket was delivered. Where rounds are rarer than steps
+        and of all workers, they are held in `after_update`. The buffer of a worker that is out of
+        data counts as zeros.
 
-        In a step's means workers learn who trains and what was used. So a mean is not
-        waited for before the step's last bucket was delivered: `UsageError`. Where rounds
-        are rarer than steps, and of all workers, they are held in `after_update`: a mean
-        among all before that is a `UsageError`, too. What a worker that is out of data has
-        in the buffer counts as zeros.
+        Args:
+            gradients: A bucket, or a flat tensor. It holds this worker's share of the mean
+                already, gradient times `weight`, as a bucket's buffer does.
+            of: The bucket that a tensor is a part of.
+            among: A group instead of all workers.
+            channel: An ordered queue of its own, for what may be late.
+            parts: The views that a tensor which is no bucket consists of, by the names under
+                which a compressor keeps its state: a parameter's, or ``weight[0:4096]`` for
+                these elements of one.
+
+        Returns:
+            A handle; the mean is in *gradients* after its ``wait()``.
+
+        Raises:
+            UsageError: It is waited for too early, or among all workers before `after_update`
+                where rounds are held there.
         """
         ...
 
     def scatter_mean(
         self, gradients: Bucket | torch.Tensor, *, of: Bucket | None = None
     ) -> Scattered:
-        """Form the mean of *gradients* as `mean` does, in two halves: a reduce-scatter now, an
-        all-gather when `Scattered.gather` asks for it. Together they give the bits of the
-        all-reduce by the same collective (native: of `ring`), and send as much.
+        """Average gradients as `mean` does, in two halves.
 
-        The step's last bucket is gathered before any mean of the step is waited for: who
-        takes part, and what was used, travels in that half. Each is gathered once. Refused
-        under compression, and under collectives without halves: a method that calls this
-        declares ``sends_halves = True``, so that `distribute` refuses them.
+        The reduce-scatter begins now, the all-gather when `Scattered.gather` is called. Together
+        they give the bits of the all-reduce by the same collective (native: of `ring`), and send as
+        much. The step's last bucket is gathered before any mean of the step is waited for, since
+        that half says who takes part and what was used. Each bucket is gathered once.
+
+        A method that calls this declares ``sends_halves = True``: then `distribute` refuses
+        compression, and collectives without halves.
+
+        Args:
+            gradients: As for `mean`.
+            of: As for `mean`.
+
+        Returns:
+            A handle for the second half.
         """
         ...
 
@@ -181,45 +236,75 @@ class Run(Protocol):
         name: str = "",
         parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
-        """Form the mean of anything else, parameters for example, in place: every worker
-        that takes part counts once. *name*: what the state of a compressor is kept under,
-        for what may be compressed, differences of parameters for example; without a name
-        it is sent as it is. *parts*, instead: of a contiguous *tensor*, the views that each
-        are coded by themselves, in order, by such names; a parameter's name lets its state
-        go on in other buckets, and among other workers. A worker that is out of data takes part in one more
-        round if it has trained since the last one; between groups it always does.
-        *tensor* is of floating point."""
+        """Average something other than gradients in place, parameters for example.
+
+        Every worker that takes part counts once. A worker that is out of data takes part in one
+        more round if it has trained since the last one; between groups it always does.
+
+        Args:
+            tensor: Of floating point.
+            among: A group instead of all workers.
+            channel: An ordered queue of its own, for what may be late.
+            name: The name under which a compressor keeps its state, for what may be compressed:
+                differences of parameters, say. Without a name *tensor* is sent uncompressed.
+            parts: Instead of *name*, for a contiguous *tensor*: the views that are compressed
+                one by one, in order, by such names. Under a parameter's name its state goes on
+                in other buckets, and among other workers.
+
+        Returns:
+            A handle; the average is in *tensor* after its ``wait()``.
+        """
         ...
 
     def participate_until_all_finish(self) -> int | None:
-        """This worker is out of data: contribute nothing, in step with the others, until
-        all are out of data. Each step's hooks come as always, with `active` False.
+        """Contribute zeros, in step with the others, until all are out of data.
 
-        Returns whose model all are to take then, if models differ: somebody stopped
-        earlier than others, or a step short of them, and this rank trained to the end.
+        For a worker that is out of data. The hooks of each step are called as always, with
+        `active` False.
+
+        Returns:
+            The rank whose model all are to take, where models differ: some worker stopped
+            earlier than others, or a step short of them, and this rank trained to the end.
+            None where models are equal.
         """
         ...
 
     def broadcast_model(self, source: int) -> None:
-        """Give every rank the parameters and buffers of rank *source*. Collective."""
+        """Give every rank the parameters and buffers of rank *source*. Collective.
+
+        Args:
+            source: The rank whose model the others get.
+        """
         ...
 
 
 class UpdatingRun(Run, Protocol):
-    """The run of a method with ``updates_on="method"``: it applies the optimizer."""
+    """The run of a method with ``updates_on="method"``: the method applies the optimizer."""
 
     def partition_optimizer(self, most_bytes: int) -> Updater:
-        """The optimizer, in pieces of at most so many bytes each; once."""
+        """Cut the optimizer into pieces; at most once in a training.
+
+        Args:
+            most_bytes: The most that a piece may have.
+
+        Returns:
+            The optimizer, to be applied piece by piece.
+        """
         ...
 
     def clip(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Scale a step's mean gradients in place, if they are to be clipped: with
-        ``clips="mean"``, before they are applied."""
+        """Scale a step's mean gradients in place where the user asked for ``clip_norm``.
+
+        For methods with ``clips="mean"``, before the gradients are applied.
+
+        Args:
+            gradients: All gradients of the step.
+        """
         ...
 
 
 class ServerRun(Run, Protocol):
-    """The run of a method with ``updates_on="server"``."""
+    """The run of a method with ``updates_on="server"``: servers apply the optimizer."""
 
     @property
     def remote(self) -> Remote:
@@ -233,8 +318,11 @@ Half = Literal["all", "scatter", "gather"]
 
 @dataclass(frozen=True)
 class Message:
-    """The part from *start* to *stop* of the buffer of bucket number *bucket*, as fractions of
-    it: 0 and 1 are the whole."""
+    """A part of a bucket that travels by itself.
+
+    It goes from *start* to *stop* of the buffer of bucket number *bucket*, as fractions of it: 0
+    and 1 are the whole.
+    """
 
     bucket: int
     start: float = 0.0
@@ -244,8 +332,11 @@ class Message:
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Elements [*start*, *stop*) of the flattened parameter number *parameter*, counted
-    in the order in which the optimizer's ``param_groups`` list them."""
+    """Elements [*start*, *stop*) of a flattened parameter.
+
+    *parameter* is its number, in the order in which the optimizer's ``param_groups`` list
+    parameters.
+    """
 
     parameter: int
     start: int
@@ -255,12 +346,19 @@ class Piece:
 class Updater(Protocol):
     """The optimizer, applied piece by piece: on a worker, or on a server.
 
-    Law: applying a step's pieces in several calls, in any order, or later with the
-    gradients and hyperparameters of then, gives the bits of one plain optimizer step.
+    Law: applying a step's pieces in several calls, in any order, or later with the gradients and
+    hyperparameters of then, gives the bits of one plain optimizer step.
 
-    A call that is refused (`UsageError`) has changed nothing. After an error of the
-    optimizer itself some of the call's pieces may have been updated, unless it ran with
-    ``commit=False``; the training cannot go on after it.
+    A call that is refused (`UsageError`) has changed nothing. After an error of the optimizer
+    itself some of the call's pieces may have been updated, unless it ran with ``commit=False``;
+    the training cannot go on after it.
+
+    Example:
+        ::
+
+            pieces = updater.pieces_of(parameter)
+            gradients = [flat[piece.start : piece.stop] for piece in pieces]
+            updater.apply(pieces, gradients, updater.hyperparameters())
     """
 
     def apply(
@@ -270,46 +368,55 @@ class Updater(Protocol):
         hyperparameters: Hyperparameters,
         commit: bool = True,
     ) -> list[torch.Tensor]:
-        """Do one optimizer step on just these pieces; returns an empty list.
+        """Do one optimizer step on just these pieces.
 
-        ``gradients[i]`` belongs to ``pieces[i]``: flat, or of the piece's shape. It is
-        only read. The parameters change in place. With ``commit=False`` neither they nor
-        the optimizer's state change, and the values that they would have got are
-        returned, one new tensor of the piece's shape for each piece.
+        Args:
+            pieces: What to update; the parameters change in place.
+            gradients: ``gradients[i]`` belongs to ``pieces[i]``: flat, or of the piece's shape.
+                Only read.
+            hyperparameters: Of every parameter group, as `hyperparameters` gives them.
+            commit: False: leave parameters and the optimizer's state as they are.
+
+        Returns:
+            Nothing with *commit*; else the values that the pieces would have got, one new
+            tensor of the piece's shape for each piece.
         """
         ...
 
     def pieces_of(self, parameter: torch.nn.Parameter) -> Sequence[Piece]:
-        """The pieces of one parameter, in order; none if the optimizer does not have it."""
+        """Return the pieces of one parameter, in order; none if the optimizer does not have it."""
         ...
 
     def group_of(self, piece: Piece) -> int:
-        """The number of the parameter group that a piece is in."""
+        """Return the number of the parameter group that a piece is in."""
         ...
 
     def values(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Each piece's elements of its parameter: views, to read and to write."""
+        """Return each piece's elements of its parameter: views, to read and to write."""
         ...
 
     def stamps(self, pieces: Sequence[Piece]) -> list[int]:
-        """A number for each piece that becomes another one when anybody writes into its
-        parameter (through ``.data`` nobody notices)."""
+        """Return a number for each piece that changes with every write into its parameter.
+
+        Writes through ``.data`` are not seen.
+        """
         ...
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """A snapshot of every group's hyperparameters as of now, to keep or to send."""
+        """Return a snapshot of every group's hyperparameters as of now."""
         ...
 
     def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The optimizer's own state of each piece, by name: what is written into it, or
-        into its tensors, is what the next step uses. Empty before a piece's first step,
-        for most optimizers. Ask again after a checkpoint was loaded."""
+        """Return the optimizer's own state of each piece, by name.
+
+        What is written into it, or into its tensors, is what the next step uses. Empty before a
+        piece's first step, for most optimizers. Ask again after a checkpoint was loaded.
+        """
         ...
 
 
 class UnitPlace(NamedTuple):
-    """A part of the model that travels by itself: elements [*start*, *stop*) of its
-    bucket's buffer."""
+    """A part of the model that travels by itself: [*start*, *stop*) of its bucket's buffer."""
 
     piece: Piece
     start: int
@@ -317,16 +424,20 @@ class UnitPlace(NamedTuple):
 
 
 class Told(NamedTuple):
-    """The last *words* of one server about its part of a bucket, whose units these are: see
-    `Informed.tells`. Empty before its first answer."""
+    """The last *words* of one server about its part of a bucket, whose units these are.
+
+    See `Informed.tells`. Empty before the server's first answer.
+    """
 
     units: range
     words: bytes
 
 
 class Arrived(NamedTuple):
-    """An answer's parameters of one unit, flat. They stand until the next push of that kind
-    (main or late)."""
+    """An answer's parameters of one unit, flat.
+
+    They stand until the next push of that kind (main or late).
+    """
 
     bucket: int
     unit: int
@@ -334,11 +445,24 @@ class Arrived(NamedTuple):
 
 
 class Remote(Protocol):
-    """A model's parameters on their servers, as one worker's method sees them."""
+    """A model's parameters on their servers, as one worker's method sees them.
+
+    Example:
+        What asp does in a step::
+
+            step = run.remote.join()  # at the start
+            ...
+            run.remote.push(bucket, step)  # in bucket_ready
+            ...
+            step = run.remote.wait()  # in backward_ended
+    """
 
     def join(self) -> int:
-        """Take part; the model then holds the servers' parameters. Returns the number of
-        this worker's first step: 0, unless it was restarted. Collective at the start."""
+        """Take part; the model then holds the servers' parameters. Collective at the start.
+
+        Returns:
+            The number of this worker's first step: 0, unless it was restarted.
+        """
         ...
 
     def push(
@@ -349,27 +473,43 @@ class Remote(Protocol):
         late: bool = False,
         report: bytes = b"",
     ) -> None:
-        """Send a bucket's gradient, or that of these *units* of it, and ask for its parameters.
+        """Send a bucket's gradient, and ask for its parameters.
 
-        Every bucket has one main push a step, though maybe of no units. What it leaves out
-        comes *late*: exactly these units, in one push, before the late push of the next step
-        and the main push of the one after that. Only for disciplines that take parts
-        (`InParts`). *report*: what the method's servers are to know (`Informed`).
+        Every bucket has one main push a step, though maybe of no units. The units that it leaves
+        out come *late*: exactly these, in one push, before the late push of the next step and the
+        main push of the one after that.
+
+        Args:
+            bucket: Its buffer has this worker's gradient, which counts with `Run.weight`.
+            step: The number of this step.
+            units: Numbers of the units to send; None: all. Only for disciplines that take parts
+                (`InParts`).
+            late: Whether these are the units that the main push has left out.
+            report: What the method's servers are to know (`Informed`).
         """
         ...
 
     def wait(self) -> int:
         """Wait for the answers to all main pushes, and put their parameters into the model.
-        Returns the number of this worker's next step."""
+
+        Returns:
+            The number of this worker's next step.
+        """
         ...
 
     def leave(self) -> None:
-        """This worker is out of data. Returns when all are; the model then holds the
-        final parameters."""
+        """Say that this worker is out of data, and wait until all are.
+
+        The model then holds the final parameters.
+        """
         ...
 
     def consolidate(self) -> Callable[[], None]:
-        """Put the servers' present parameters into the model; returns what undoes it."""
+        """Put the servers' present parameters into the model.
+
+        Returns:
+            A function that undoes it.
+        """
         ...
 
     # ---- groups ----
@@ -380,53 +520,77 @@ class Remote(Protocol):
         ...
 
     def move(self, group: int, step: int) -> None:
-        """Between two steps: from *step* on this worker pushes to that group's server, whose
-        parameters the model now holds."""
+        """Push to another group's server from *step* on. Between two steps.
+
+        Args:
+            group: The number of the group, whose parameters the model now holds.
+            step: The number of the next step.
+        """
         ...
 
     def has_speed(self, speed: SpeedClass) -> None:
-        """This worker's group is of that class: for codes that depend on it."""
+        """Set the speed class of this worker's group, for compressors that depend on it."""
         ...
 
     # ---- units ----
 
     @property
     def units(self) -> Sequence[Sequence[UnitPlace]]:
-        """Per bucket, in the order of its buffer."""
+        """The units of each bucket, in the order of its buffer."""
         ...
 
     def unit_bytes(self, bucket: int) -> list[int]:
-        """What each unit of a bucket is on the network."""
+        """Return the bytes of each unit of a bucket on the network."""
         ...
 
     def arrived(self, late: bool = False) -> list[Arrived]:
-        """Wait for the answers to all main pushes, and for the model's buffers, which are put
-        in; or wait for the answers to all *late* pushes. The method puts parameters into the
-        model itself, and then says that it has `written`."""
+        """Wait for the answers to all main pushes, and for the model's buffers, which are put in.
+
+        The method puts parameters into the model itself, and then calls `written`.
+
+        Args:
+            late: Wait for the answers to all late pushes instead.
+
+        Returns:
+            The parameters of the units.
+        """
         ...
 
     def told(self, bucket: int) -> list[Told]:
-        """What the servers last told of a bucket: with an answer to a main push, or to this
-        worker's join."""
+        """Return the servers' last reports about a bucket.
+
+        They come with an answer to a main push, or to this worker's join.
+        """
         ...
 
     def written(self) -> None:
-        """The method has written into the model: it was not the script."""
+        """Say that the method, and not the script, has written into the model."""
         ...
 
     # ---- the optimizer ----
 
     def own_updater(self) -> Updater:
-        """The optimizer on this worker: its pieces are the units, and its state is its own.
-        What it does stays here."""
+        """Return the optimizer on this worker: its pieces are the units, and its state is its own.
+
+        Its updates stay on this worker.
+        """
         ...
 
     def ask_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
-        """Ask for the optimizer's state of some units (bucket and number), with all updates
-        before *step* in it. Only for disciplines that take parts (`InParts`)."""
+        """Ask for the optimizer's state of some units, with all updates before *step* in it.
+
+        Only for disciplines that take parts (`InParts`).
+
+        Args:
+            units: Pairs of a bucket's number and a unit's number.
+            step: The number of a step.
+        """
         ...
 
     def states(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """Wait for all states that were asked for: bucket, number, and the entries by name;
-        tensors are flat."""
+        """Wait for all states that were asked for.
+
+        Returns:
+            Bucket, number of the unit, and the entries by name; tensors are flat.
+        """
         ...
