@@ -2,6 +2,7 @@
 
     python benchmarks/hooks.py                       # 32, 200 and 1,000 small tensors, 64 large ones
     python benchmarks/hooks.py --tensors 200 --rounds 80 --json
+    python benchmarks/hooks.py --rejected            # beside what docs/explanation/decisions.md rejects
 
 What counts is the processor time of the thread that calls ``backward()``, above that of the same
 model without hooks: so waiting for the network does not count, and what happens on gloo's threads
@@ -24,6 +25,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
@@ -74,6 +76,40 @@ def ours(method):
     return wrap
 
 
+def ddp_with_unused(model, optimizer):
+    wrapped = DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters=True
+    )
+    return wrapped, optimizer
+
+
+def ddp_with_hook(model, optimizer):
+    """DDP's reducer and a communication hook in Python, as a method on top of it would need."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def average(_, bucket):
+        buffer = bucket.buffer().div_(dist.get_world_size())
+        work = dist.all_reduce(buffer, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    wrapped.register_comm_hook(None, average)
+    return wrapped, optimizer
+
+
+def multi_grad_hooks(model, optimizer):
+    """One hook of torch for each quarter of the tensors, which only counts."""
+    weights = list(model.parameters())
+    quarter = max(1, len(weights) // 4)
+    for start in range(0, len(weights), quarter):
+        register_multi_grad_hook(weights[start : start + quarter], lambda _: None)
+    return model, optimizer
+
+
+REJECTED = {
+    "DDP, find_unused": ddp_with_unused,
+    "DDP, Python comm hook": ddp_with_hook,
+    "multi-grad hooks alone": multi_grad_hooks,
+}
 SIDES = {
     "without hooks": alone,
     "without hooks, again": alone,
@@ -122,10 +158,10 @@ class Side:
         return found
 
 
-def measure(title, rounds):
+def measure(title, rounds, wraps):
     """A row for each side."""
     tensors, elements = SIZES[title]
-    sides = {name: Side(tensors, elements, wrap) for name, wrap in SIDES.items()}
+    sides = {name: Side(tensors, elements, wrap) for name, wrap in wraps.items()}
     times = {name: [] for name in sides}
     for side in sides.values():
         for _ in range(WARM_UP):
@@ -170,6 +206,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensors", choices=SIZES, action="append")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rejected", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     if "RANK" not in os.environ:
@@ -185,7 +222,8 @@ def main():
             f"{'tensors':9} {'side':22} {'us/tensor':>9} {'of DDP':>7} {'step':>6} {'calls':>6}"
         )
     for title in args.tensors or SIZES:
-        for row in measure(title, args.rounds):
+        wraps = SIDES | REJECTED if args.rejected else SIDES
+        for row in measure(title, args.rounds, wraps):
             if dist.get_rank():
                 continue
             if args.json:

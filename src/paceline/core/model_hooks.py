@@ -167,10 +167,11 @@ class ModelHooks:
                 self._first_gradient(slot)
                 return
             pending = slot.pending
-            if index not in pending:
+            try:
+                pending.remove(index)
+            except KeyError:
                 self._reducer.take_again(slot)
                 return
-            pending.remove(index)
             if not pending and fill(slot.group):
                 deliver_complete()
 
