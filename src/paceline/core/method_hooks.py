@@ -1,80 +1,113 @@
-"""Calls a method's hooks, and refuses those that there are not."""
+"""Calls the hooks of a method's worker, and refuses those that there are not."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import HOOKS, Method, Run
+from paceline.interfaces import HOOKS, Method, Run, WorkerHooks
 
-DECLARED = ("name", "rounds", "updates_on", "visible_gradient", "clips")
+DECLARED = ("name", "rounds", "updates_on", "visible_gradient", "clips", "start")
 
 
 def check_declared(method: Method) -> None:
-    """Raise `UsageError` for a method that does not say all that training has to know."""
+    """Raise `UsageError` for a method that does not declare all that training has to know, or
+    that has hooks itself, where no one calls them."""
+    hooks = [name for name, _ in _public(type(method)) if name in HOOKS]
+    if hooks:
+        raise UsageError(
+            f"method {type(method).__name__} defines the hook {hooks[0]!r} itself: expected "
+            f"it in the worker that start(run) returns. {_how_to_write(hooks[0])}"
+        )
     missing = [name for name in DECLARED if not hasattr(method, name)]
     if missing:
         raise UsageError(
             f"method {type(method).__name__} does not declare {', '.join(missing)}: "
-            "expected class variables or properties of these names "
-            "(paceline.interfaces.Method says what they mean)"
+            "expected class variables or properties of these names, and a function "
+            "start(run) (paceline.interfaces.Method says what they mean)"
         )
 
 
-def check_hooks(method: Method) -> None:
-    """Raise `UsageError` for a public function with a hook's arguments that is none: it
-    would never be called, and training would go wrong without a word."""
-    for name, function in inspect.getmembers(type(method), inspect.isfunction):
-        if name.startswith("_") or name in HOOKS:
-            continue
-        arguments = list(inspect.signature(function).parameters)
-        if arguments[1:3] == ["state", "run"]:
-            message = unknown("hook", name, HOOKS)
-            raise UsageError(f"method {method.name!r} defines {message}")
+def check_hooks(method: Method, worker: object) -> None:
+    """Raise `UsageError` for a public function of *worker* that is no hook, or that has other
+    arguments than the hook: it would never be called, or fail in the middle of a step."""
+    kind = type(worker).__name__
+    for name, function in _public(type(worker)):
+        if name not in HOOKS:
+            raise UsageError(
+                f"method {method.name!r}: its worker {kind} defines "
+                f"{unknown('hook', name, HOOKS)} A worker's public functions are its "
+                "hooks: begin a helper's name with an underscore"
+            )
+        expected = len(inspect.signature(getattr(WorkerHooks, name)).parameters)
+        try:
+            inspect.signature(function).bind(*range(expected))
+        except TypeError:
+            raise UsageError(
+                f"method {method.name!r}: the hook {kind}.{name}"
+                f"{inspect.signature(function)} has other arguments than training gives it. "
+                f"{_how_to_write(name)}"
+            ) from None
+
+
+def _public(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name, function in inspect.getmembers(cls, inspect.isfunction):
+        if not name.startswith("_"):
+            yield name, function
+
+
+def _how_to_write(hook: str) -> str:
+    names = ", ".join(inspect.signature(getattr(WorkerHooks, hook)).parameters)
+    return (
+        f"Write it as def {hook}({names}): a worker keeps the run and all else that it needs "
+        "as attributes"
+    )
 
 
 class MethodHooks:
-    """The hooks of *method* in one training; *failed* is told of an error in one."""
+    """The hooks of *method*'s worker in one training; *failed* is told of an error in one."""
 
     def __init__(
         self, method: Method, run: Run, failed: Callable[[BaseException], None]
     ) -> None:
-        self._run, self._failed = run, failed
-        found = {name: getattr(method, name, None) for name in HOOKS}
-        self._hooks: dict[str, Any] = {n: h for n, h in found.items() if h is not None}
+        self._method, self._run, self._failed = method, run, failed
+        self._hooks: dict[str, Callable[..., Any]] = {}
         self.consolidates_together: bool = getattr(
             method, "consolidates_together", False
         )
-        self.state: Any = None
-        """The method's own."""
+        self.worker: Any = None
+        """The method's, from `begin` on."""
         self.is_loaded = False
         """Whether the script has loaded parameters, and the method was not told."""
 
     def begin(self) -> None:
-        """Make the method's state. Collective."""
-        self.state = self._hooks["init"](self._run)
+        """Make the method's worker. Collective."""
+        self.worker = self._method.start(self._run)
+        check_hooks(self._method, self.worker)
+        found = {name: getattr(self.worker, name, None) for name in HOOKS}
+        self._hooks = {n: hook for n, hook in found.items() if hook is not None}
 
     def has(self, name: str) -> bool:
-        """Whether the method defines a hook."""
+        """Whether the method's worker defines a hook."""
         return name in self._hooks
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Call a hook that the method has and that changes nothing: training can go on
+        """Call a hook that the worker has and that changes nothing: training can go on
         after its errors."""
         self._tell_of_load()
-        return self._hooks[name](self.state, self._run, *arguments)
+        return self._hooks[name](*arguments)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a hook, if the method has it; returns what it returns."""
-        if name not in ("loaded", "load_state"):
+        """Call a hook, if the worker has it; returns what it returns."""
+        if name not in ("parameters_replaced", "load_state"):
             self._tell_of_load()
         hook = self._hooks.get(name)
         if hook is None:
             return None
         try:
-            return hook(self.state, self._run, *arguments)
+            return hook(*arguments)
         except BaseException as error:
             self._failed(error)
             raise
@@ -82,4 +115,4 @@ class MethodHooks:
     def _tell_of_load(self) -> None:
         if self.is_loaded:
             self.is_loaded = False
-            self.call("loaded")
+            self.call("parameters_replaced")

@@ -292,7 +292,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         divided by workers. Where groups of workers do not wait for each other that is neither
         one's own steps nor another's, and what a schedule by samples follows. Elsewhere it is
         this worker's own steps."""
-        known: float | None = getattr(self._training.state, "steps_of_all", None)
+        known: float | None = getattr(self._training.worker, "steps_of_all", None)
         own = self.first_step + self._runtime.journal.step_count
         return float(own) if known is None else known
 

@@ -100,7 +100,7 @@ class ServerLoads:
             self._remote.take_again()
         else:
             self._remote.load(state, rest=new)
-        self._hooks.call("loaded")
+        self._hooks.call("parameters_replaced")
         return not self.is_late_joiner
 
     @property

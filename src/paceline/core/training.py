@@ -153,7 +153,7 @@ class Training:
         handles: list[Any] = [
             model.register_load_state_dict_pre_hook(Uncopied(self.settle_buffers))
         ]
-        if self._remote is None and self._hooks.has("loaded"):
+        if self._remote is None and self._hooks.has("parameters_replaced"):
             handles += [
                 module.register_load_state_dict_post_hook(Uncopied(self._note_load))
                 for module in model.modules()
@@ -184,9 +184,9 @@ class Training:
         return self._context.buckets
 
     @property
-    def state(self) -> Any:
-        """The method's state."""
-        return self._hooks.state
+    def worker(self) -> Any:
+        """The method's worker."""
+        return self._hooks.worker
 
     @property
     def looking(self) -> bool:
@@ -386,7 +386,7 @@ class Training:
           between the parameters that the gradient was computed with and its own update; of the
           model's parts the most;
         - ``residual_norm``: of the error feedback of compression, where it is kept;
-        - and what the method itself reports (`Method`, hook 11).
+        - and what the method itself reports (`WorkerHooks.metrics`).
         """
         found: dict[str, float] = {}
         remote, compression = self._remote, self._compression
@@ -403,8 +403,8 @@ class Training:
             reals = [torch.view_as_real(r) if r.is_complex() else r for r in residuals]
             norms = [torch.linalg.vector_norm(real.float()) for real in reals]
             found["residual_norm"] = float(torch.linalg.vector_norm(torch.stack(norms)))
-        if self._hooks.has("figures"):
-            found |= self._hooks.ask("figures")
+        if self._hooks.has("metrics"):
+            found |= self._hooks.ask("metrics")
         return found
 
     def go_on_from(self, before: Training, step: int) -> None:

@@ -25,7 +25,7 @@ from paceline.compression import Identity, warm_up_of
 from paceline.core.active_training import Present
 from paceline.core.context import TrainingContext
 from paceline.core.initial_sync import check_same_everywhere, describe
-from paceline.core.method_hooks import check_declared, check_hooks
+from paceline.core.method_hooks import check_declared
 from paceline.core.method_spec import brief_spec, compressed, own_compression
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
@@ -136,7 +136,6 @@ def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
         named = methods.grouped(named, runtime.cluster.groups)
     chosen = compressed(named, settings)
     check_declared(chosen)
-    check_hooks(chosen)
     settings = _without_averages(runtime, chosen, settings)
     forming = collectives.make(settings.collective)
     _check_compression(chosen, settings, forming, optimizer)

@@ -1,12 +1,12 @@
 """A method: when, and with whom, workers agree; its rounds, its consistency, its own state.
 
-`paceline.methods` implements `Method`; `paceline.core` calls its hooks.
+`paceline.methods` implements `Method`; `paceline.core` calls its worker's hooks.
 `paceline.core` has a list of `OwnState`s; `paceline.core.checkpoint` saves and restores them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import (
     Any,
@@ -19,6 +19,7 @@ from typing import (
 )
 
 from paceline.errors import UsageError
+from paceline.interfaces.buckets import Bucket
 from paceline.interfaces.server import Discipline, Groups
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Rounds",
     "UpdatesOn",
     "UpdatesOnServer",
+    "WorkerHooks",
     "refused",
     "weaker",
 ]
@@ -54,14 +56,6 @@ Clips = Literal["mean", "own"]
 known before any of it is applied; else that of each worker's own, before it is sent."""
 
 
-HOOKS = (
-    *("init", "step_begins", "before_use", "bucket_ready", "backward_ended"),
-    *("after_update", "buckets_rebuilt", "finish", "consolidate", "loaded"),
-    *("save_state", "load_state", "redistribute_state", "figures"),
-)
-"""What a method may define, beside its hyperparameters; see `Method`."""
-
-
 class MethodSummary(NamedTuple):
     """A method's row in the table of methods, in words."""
 
@@ -70,55 +64,99 @@ class MethodSummary(NamedTuple):
     guarantees: str
 
 
+class WorkerHooks(Protocol):
+    """The hooks that a method's worker may define, in the order in which they come.
+
+    A method's worker is what `Method.start` returns: the method's own object for one worker of one
+    training, which has all that it keeps from step to step. It
+    defines those hooks that it needs; nobody derives from this class, whose methods are their
+    signatures. A worker's public functions are its hooks: `distribute` refuses
+    one with another name, or with other arguments, since it would never be called. Helpers begin
+    with an underscore.
+
+    Where a submodule is called, or a method of the model other than ``forward``,
+    `step_begins` comes with the first gradient.
+
+    An exception from a hook reaches the user's script out of ``forward``,
+    ``backward()`` or ``step()``; the training cannot go on after it.
+    """
+
+    def step_begins(self) -> None:
+        """The first forward with gradients after a backward that ended."""
+
+    def before_use(self, bucket: Bucket) -> None:
+        """Something is about to use parameters of *bucket* for the first time since the last
+        update: a module that is called, or anything in Python that hands them to torch. At the
+        latest when the next backward pass begins.
+
+        With ``waits_in_forward`` also before something looks at gradients that are under way,
+        between ``backward()`` and ``step()``.
+        """
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """The gradients of *bucket* are in its buffer (times `Run.weight` where workers form the
+        mean, so that their sum is the mean); backward still runs. Always in plan order, on
+        every rank."""
+
+    def backward_ended(self) -> None:
+        """All buckets were delivered. A tensor that took no part on this rank is zero in its
+        buffer and False in ``bucket.used``."""
+
+    def after_update(self) -> None:
+        """The user's optimizer has stepped, or would have, on a worker that only keeps company
+        or has left its loop before ``step()``."""
+
+    def buckets_rebuilt(self) -> None:
+        """The planner has made the buckets anew; between two steps."""
+
+    def finish(self) -> None:
+        """This worker is out of data. Returns when the documented result is in the model."""
+
+    def consolidate(self) -> Callable[[], None]:
+        """Put the documented result into the model, for an evaluation, and return what undoes
+        it.
+
+        Collective only in a method that declares ``consolidates_together = True``: then
+        `paceline.save` and whoever evaluates enters it on all workers. Law: training with
+        and without consolidations in between is bit-equal.
+        """
+
+    def parameters_replaced(self) -> None:
+        """All parameters were replaced between two steps, by what the script has loaded into the
+        model, or by what the servers have. The number of the next step stays.
+
+        What is under way is of before: wait for it, and drop it. Comes before the next hook, and
+        not where `load_state` gives back what belongs to them.
+        """
+
+    def save_state(self) -> dict[str, Any]:
+        """What a restart of this worker needs, between two steps: a dict of tensors, numbers,
+        strings, lists and dicts. Not collective."""
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """Take back what the worker of the same rank saved, bit for bit. Not collective."""
+
+    def redistribute_state(self, parts: Iterable[Any]) -> dict[str, Any]:
+        """What this worker loads where a job of another size goes on: *parts* gives what each
+        worker saved, in order of ranks. Without it such a load is refused. Not collective."""
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers by name that people may want to see of the step that has just ended, such as
+        what it has deferred: asked where somebody looks. Not collective."""
+
+
+HOOKS = tuple(name for name in vars(WorkerHooks) if not name.startswith("_"))
+"""The names of `WorkerHooks`."""
+
+
 @runtime_checkable
 class Method(Protocol):
     """When, and with whom, workers agree: a frozen dataclass of hyperparameters.
 
-    ``init`` makes the state: one explicit object, picklable between steps. Then come the
-    hooks of a step, in this order; a method defines those that it needs, each with the
-    arguments ``(state, run, ...)``. A public function with these arguments and another
-    name is refused by `distribute`: it would never be called.
+    ``start`` makes the worker, on each rank: an object with those of `WorkerHooks` that the
+    method needs. All that changes is there; the method itself never does.
 
-    1. ``step_begins(state, run)``: the first forward with gradients after a backward
-       that ended.
-    2. ``before_use(state, run, bucket)``: something is about to use parameters of
-       *bucket* for the first time since the last update: a module that is called, or anything in
-       Python that hands them to torch. At the latest when the next backward pass begins.
-       With ``waits_in_forward`` also before something looks at gradients that are under way,
-       between ``backward()`` and ``step()``.
-    3. ``bucket_ready(state, run, bucket)``: the gradients of *bucket* are in its buffer
-       (times `Run.weight` where workers form the mean, so that their sum is the mean);
-       backward still runs. Always in plan order, on every rank.
-    4. ``backward_ended(state, run)``: all buckets were delivered. A tensor that took no
-       part on this rank is zero in its buffer and False in ``bucket.used``.
-    5. ``after_update(state, run)``: the user's optimizer has stepped, or would have, on
-       a worker that only keeps company or has left its loop before ``step()``.
-    6. ``buckets_rebuilt(state, run)``: the planner has made the buckets anew; between
-       two steps.
-    7. ``finish(state, run)``: this worker is out of data. Returns when the documented
-       result is in the model.
-    8. ``consolidate(state, run)``: put the documented result into the model, for an
-       evaluation, and return what undoes it. Collective only in a method that declares
-       ``consolidates_together = True``: then `paceline.save` and whoever evaluates
-       enters it on all workers. Law: training with and without consolidations in
-       between is bit-equal.
-    9. ``loaded(state, run)``: all parameters were replaced between two steps, by what the
-       script has loaded into the model, or by what the servers have. The number of the
-       next step stays. What is under way is of before: wait for it, and drop it. Comes
-       before the next hook, and not where `load_state` gives back what belongs to them.
-    10. ``save_state(state, run)``: what a restart of this worker needs, between two steps;
-       a dict of tensors, numbers, strings, lists and dicts. ``load_state(state, run,
-       saved)`` gives it back, bit for bit, to the worker of the same rank.
-       ``redistribute_state(state, run, parts)`` says what this worker loads where a job of
-       another size goes on: *parts* gives what each worker saved, in order of ranks.
-       Without it such a load is refused. None of the three is collective.
-    11. ``figures(state, run)``: numbers by name that people may want to see of the step that has just
-       ended, such as what it has deferred: asked where somebody looks. Not collective.
-
-    Where a submodule is called, or a method of the model other than ``forward``, hook 1
-    comes with the first gradient.
-
-    Beside its hooks a method may declare ``waits_in_forward = True``: then it need not wait in
+    A method may declare ``waits_in_forward = True``: then its worker need not wait in
     `backward_ended` for means that `Run.sending` plans beyond it, but in ``before_use``.
     With ``sends_halves = True`` it forms means in two halves (`Run.scatter_mean`), and what
     cannot be halved is refused beforehand. Where servers update, ``pushes_codes =
@@ -137,11 +175,8 @@ class Method(Protocol):
     short run shows what a long one comes to: without a warm-up, say; and ``learns_for`` is how many
     steps it takes beyond the planning of buckets until its steps are as they will be.
 
-    Where workers do different numbers of steps, its state may have a number `steps_of_all`: what
+    Where workers do different numbers of steps, its worker may have a number `steps_of_all`: what
     `DistributedOptimizer.steps_of_all` is.
-
-    An exception from a hook reaches the user's script out of ``forward``,
-    ``backward()`` or ``step()``; the training cannot go on after it.
     """
 
     name: ClassVar[str]
@@ -161,9 +196,12 @@ class Method(Protocol):
     @property
     def clips(self) -> Clips: ...
 
-    def init(self, run: Any) -> Any:
-        """Make the method's state for this run, which is the `Run` of the method's kind:
-        an `UpdatingRun` where it updates, a `ServerRun` where servers do. Collective."""
+    def start(self, run: Any) -> object:
+        """Make the method's worker for this run, with those of `WorkerHooks` that it needs.
+
+        *run* is the `Run` of the method's kind: an `UpdatingRun` where it updates, a
+        `ServerRun` where servers do. Collective.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ the others only in the steps where there is something to tell (`Run.mean`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.interfaces import (
@@ -25,14 +25,6 @@ from paceline.interfaces import (
     Run,
     UpdatesOn,
 )
-
-
-@dataclass
-class BSPState:
-    """What is under way within a step; empty between steps."""
-
-    pending: list[Pending] = field(default_factory=list)
-    """Means, in bucket order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,21 +47,30 @@ class BSP:
     """Send while backward still runs; without, after it: the textbook form that papers
     compare with."""
 
-    def init(self, run: Run) -> BSPState:
-        return BSPState()
+    def start(self, run: Run) -> BSPWorker:
+        return BSPWorker(run, self)
 
-    def bucket_ready(self, state: BSPState, run: Run, bucket: Bucket) -> None:
-        if self.overlap:
-            state.pending.append(run.mean(bucket))
 
-    def backward_ended(self, state: BSPState, run: Run) -> None:
-        if not self.overlap:
-            state.pending += [run.mean(bucket) for bucket in run.buckets]
-        for pending in state.pending:
+class BSPWorker:
+    """One worker: sends each bucket once it is ready, and waits for all means when backward ends."""
+
+    def __init__(self, run: Run, method: BSP) -> None:
+        self.run, self.method = run, method
+        self.pending: list[Pending] = []
+        """Means under way, in bucket order; none between steps."""
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self.method.overlap:
+            self.pending.append(self.run.mean(bucket))
+
+    def backward_ended(self) -> None:
+        if not self.method.overlap:
+            self.pending += [self.run.mean(bucket) for bucket in self.run.buckets]
+        for pending in self.pending:
             pending.wait()
-        state.pending.clear()
+        self.pending.clear()
 
-    def finish(self, state: BSPState, run: Run) -> None:
-        source = run.participate_until_all_finish()
+    def finish(self) -> None:
+        source = self.run.participate_until_all_finish()
         if source is not None:
-            run.broadcast_model(source)
+            self.run.broadcast_model(source)

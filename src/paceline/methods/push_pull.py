@@ -23,13 +23,6 @@ from paceline.interfaces import (
 )
 
 
-@dataclass
-class PushPullState:
-    """*step*: the number of this worker's next step."""
-
-    step: int = 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class PushPull:
     """Each bucket's gradient goes to its servers; the answer is the bucket's parameters,
@@ -62,36 +55,44 @@ class PushPull:
         """All servers share one model."""
         return None
 
-    def init(self, run: ServerRun) -> PushPullState:
-        return PushPullState(step=run.remote.join())
+    def start(self, run: ServerRun) -> PushPullWorker:
+        return PushPullWorker(run, self)
 
-    def bucket_ready(
-        self, state: PushPullState, run: ServerRun, bucket: Bucket
-    ) -> None:
-        if self.overlap:
-            self._push(state, run, bucket)
 
-    def backward_ended(self, state: PushPullState, run: ServerRun) -> None:
-        if not self.overlap:
-            for bucket in run.buckets:
-                self._push(state, run, bucket)
+class PushPullWorker:
+    """One worker of such a method."""
 
-    def _push(self, state: PushPullState, run: ServerRun, bucket: Bucket) -> None:
-        run.remote.push(bucket, state.step, report=self._report(state, bucket))
+    def __init__(self, run: ServerRun, method: PushPull) -> None:
+        """Collective."""
+        self.run, self.method = run, method
+        self.step = run.remote.join()
+        """The number of this worker's next step."""
 
-    def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
+    def bucket_ready(self, bucket: Bucket) -> None:
+        if self.method.overlap:
+            self._push(bucket)
+
+    def backward_ended(self) -> None:
+        if not self.method.overlap:
+            for bucket in self.run.buckets:
+                self._push(bucket)
+
+    def _push(self, bucket: Bucket) -> None:
+        self.run.remote.push(bucket, self.step, report=self._report(bucket))
+
+    def _report(self, bucket: Bucket) -> bytes:
         """What the method's servers are to know with the push of *bucket*: for disciplines
         that are `Informed`."""
         return b""
 
-    def after_update(self, state: PushPullState, run: ServerRun) -> None:
-        state.step = run.remote.wait()
+    def after_update(self) -> None:
+        self.step = self.run.remote.wait()
 
-    def finish(self, state: PushPullState, run: ServerRun) -> None:
-        run.remote.leave()
+    def finish(self) -> None:
+        self.run.remote.leave()
 
-    def consolidate(self, state: PushPullState, run: ServerRun) -> Callable[[], None]:
-        return run.remote.consolidate()
+    def consolidate(self) -> Callable[[], None]:
+        return self.run.remote.consolidate()
 
 
 def without_gradient(push: HeldPush) -> HeldPush:

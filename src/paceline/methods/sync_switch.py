@@ -40,15 +40,7 @@ from paceline.interfaces import (
     ServerRun,
     Shard,
 )
-from paceline.methods.push_pull import PushPull, PushPullState
-
-
-@dataclass
-class SyncSwitchState(PushPullState):
-    """*before*: steps of the training that this job's servers have not seen: they were done
-    before a checkpoint that was loaded."""
-
-    before: int = 0
+from paceline.methods.push_pull import PushPull, PushPullWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,37 +81,40 @@ class SyncSwitch(PushPull):
     def server(self, workers: int) -> Discipline:
         return BSPThenASP(self.bsp_steps)
 
-    def init(self, run: ServerRun) -> SyncSwitchState:
-        state = SyncSwitchState(step=run.remote.join())
-        self.loaded(state, run)
-        return state
+    def start(self, run: ServerRun) -> SyncSwitchWorker:
+        return SyncSwitchWorker(run, self)
 
-    def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
-        assert isinstance(state, SyncSwitchState)
-        return _written(state.before)
 
-    # ---- how many steps there were before this job ----
+class SyncSwitchWorker(PushPullWorker):
+    """One worker. *before*: steps of the training that this job's servers have not seen: they
+    were done before a checkpoint that was loaded."""
 
-    def loaded(self, state: SyncSwitchState, run: ServerRun) -> None:
+    def __init__(self, run: ServerRun, method: SyncSwitch) -> None:
+        """Collective."""
+        super().__init__(run, method)
+        self.before = 0
+        self.parameters_replaced()
+
+    def _report(self, bucket: Bucket) -> bytes:
+        return _written(self.before)
+
+    def parameters_replaced(self) -> None:
         """The servers have answered: a worker that was started again learns it from them."""
+        remote = self.run.remote
         words = [
             told.words
-            for bucket in run.buckets
-            for told in run.remote.told(bucket.index)
+            for bucket in self.run.buckets
+            for told in remote.told(bucket.index)
         ]
-        state.before = max([state.before, *map(_read, words)])
+        self.before = max([self.before, *map(_read, words)])
 
-    def save_state(self, state: SyncSwitchState, run: ServerRun) -> dict[str, Any]:
-        return {"steps": state.before + state.step}
+    def save_state(self) -> dict[str, Any]:
+        return {"steps": self.before + self.step}
 
-    def load_state(
-        self, state: SyncSwitchState, run: ServerRun, saved: dict[str, Any]
-    ) -> None:
-        state.before = max(state.before, saved["steps"] - state.step)
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.before = max(self.before, saved["steps"] - self.step)
 
-    def redistribute_state(
-        self, state: SyncSwitchState, run: ServerRun, parts: Iterable[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         return {"steps": max(part["steps"] for part in parts)}
 
 

@@ -206,7 +206,7 @@ class Inspection:
 
     Attributes:
         buckets: Its gradient buckets now, in plan order.
-        state: What the method keeps.
+        worker: The method's.
         run: What the method sees of this worker.
         comm: What this worker communicates through.
         journal: The records of its steps.
@@ -222,7 +222,7 @@ class Inspection:
     """
 
     buckets: tuple[InspectedBucket, ...]
-    state: Any
+    worker: Any
     run: Run
     comm: Comm
     journal: Journal
@@ -250,7 +250,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
             InspectedBucket(one.index, one.names, one.buffer.numel(), one.bytes)
             for one in training.buckets
         ),
-        state=training.state,
+        worker=training.worker,
         run=training.run,
         comm=training.comm,
         journal=join_runtime().journal,

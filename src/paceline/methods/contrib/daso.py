@@ -22,7 +22,7 @@ parameters. Optimizers keep their state: it is equal in a node, and each node's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -48,28 +48,15 @@ from paceline.methods.contrib.daso_nodes import (
     end,
     mean_of_nodes,
 )
-from paceline.methods.local_updates.fragments import Part, Since, make_parts
+from paceline.methods.local_updates.fragments import (
+    Part,
+    Since,
+    make_parts,
+    means,
+    put,
+)
 from paceline.methods.local_updates.groups import check_group, places_of
 from paceline.methods.local_updates.options import Options
-from paceline.methods.local_updates.saved_state import means, put
-
-
-@dataclass
-class DASOState:
-    """One worker's state; *turn*: how many exchanges there were."""
-
-    nodes: Nodes
-    part: Part
-    progress: Progress = field(default_factory=Progress)
-    turn: int = 0
-    exchange: Exchange | None = None
-    gradients: list[Pending] = field(default_factory=list)
-
-    def drop_exchange(self) -> None:
-        """What is on its way is of another model."""
-        if self.exchange is not None:
-            self.exchange.wait()
-            self.exchange = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +122,7 @@ class DASO:
             "between two means of all, or streaming-diloco, whose means are late, too"
         )
 
-    def init(self, run: Run) -> DASOState:
+    def start(self, run: Run) -> DASOWorker:
         nodes = Nodes(run, places_of(self, run))
         run.set_period(self.every)
         if nodes.count == 1 and run.comm.size > 1:
@@ -143,61 +130,77 @@ class DASO:
                 f"daso: all workers are in one {self.group}, so there is nobody to exchange "
                 "parameters with: this is bsp"
             )
-        return DASOState(nodes, whole_model(run))
+        return DASOWorker(run, self, nodes)
+
+
+class DASOWorker:
+    """One worker."""
+
+    def __init__(self, run: Run, method: DASO, nodes: Nodes) -> None:
+        self.run, self.method, self.nodes = run, method, nodes
+        self.part = whole_model(run)
+        self.progress = Progress()
+        self.turn = 0
+        """How many exchanges there were."""
+        self.exchange: Exchange | None = None
+        self._gradients: list[Pending] = []
 
     # ---- inside the node, in each step ----
 
-    def bucket_ready(self, state: DASOState, run: Run, bucket: Bucket) -> None:
-        state.gradients.append(run.mean(bucket, among=state.nodes.inside))
+    def bucket_ready(self, bucket: Bucket) -> None:
+        self._gradients.append(self.run.mean(bucket, among=self.nodes.inside))
 
-    def backward_ended(self, state: DASOState, run: Run) -> None:
-        for pending in state.gradients:
+    def backward_ended(self) -> None:
+        for pending in self._gradients:
             pending.wait()
-        state.gradients.clear()
+        self._gradients.clear()
 
     # ---- between nodes ----
 
     @torch.no_grad()
-    def after_update(self, state: DASOState, run: Run) -> None:
+    def after_update(self) -> None:
+        run = self.run
         if run.active and not run.step_is_due:
-            state.progress.count(run.weight * run.comm.size)
-        every, delay = self._pace_at(run.step)
+            self.progress.count(run.weight * run.comm.size)
+        every, delay = self._pace()
         begins = (run.step + 1) % every == 0
-        if state.exchange is not None and (begins or run.step >= state.exchange.due):
-            self._end(state)
+        if self.exchange is not None and (begins or run.step >= self.exchange.due):
+            self._end_exchange()
         if begins:
-            state.exchange = begin(
-                state.nodes, state.part, run, state.progress, state.turn, delay
+            self.exchange = begin(
+                self.nodes, self.part, run, self.progress, self.turn, delay
             )
-            state.turn += 1
+            self.turn += 1
             if not delay:
-                self._end(state)
+                self._end_exchange()
 
-    def _pace_at(self, step: int) -> tuple[int, int]:
+    def _pace(self) -> tuple[int, int]:
         """S and B in this step."""
-        return (1, 0) if step < self.warm_up else (self.every, self.delay)
+        method = self.method
+        warms_up = self.run.step < method.warm_up
+        return (1, 0) if warms_up else (method.every, method.delay)
 
-    def _end(self, state: DASOState) -> None:
-        assert state.exchange is not None
-        exchange, state.exchange = state.exchange, None
-        end(state.nodes, state.part, exchange)
+    def _end_exchange(self) -> None:
+        assert self.exchange is not None
+        exchange, self.exchange = self.exchange, None
+        end(self.nodes, self.part, exchange)
 
     # ---- the end, and what is shown in between ----
 
     @torch.no_grad()
-    def finish(self, state: DASOState, run: Run) -> None:
-        source = run.participate_until_all_finish()
-        if state.exchange is not None:
-            self._end(state)
-        self._average(state, state.part, run)
+    def finish(self) -> None:
+        source = self.run.participate_until_all_finish()
+        if self.exchange is not None:
+            self._end_exchange()
+        self._average(self.part)
         if source is not None:
-            run.broadcast_model(source)
+            self.run.broadcast_model(source)
 
     @torch.no_grad()
-    def consolidate(self, state: DASOState, run: Run) -> Callable[[], None]:
-        part = whole_model(run)  # in the other one an exchange may be on its way
+    def consolidate(self) -> Callable[[], None]:
+        part = whole_model(self.run)  # in the other one an exchange may be on its way
         kept = part.copies()
-        self._average(state, part, run)
+        self._average(part)
 
         @torch.no_grad()
         def undo() -> None:
@@ -206,23 +209,29 @@ class DASO:
 
         return undo
 
-    def _average(self, state: DASOState, part: Part, run: Run) -> None:
-        _, delay = self._pace_at(run.step)
-        mean_of_nodes(state.nodes, part, run, state.progress, were_equal=not delay)
+    def _average(self, part: Part) -> None:
+        _, delay = self._pace()
+        mean_of_nodes(self.nodes, part, self.run, self.progress, were_equal=not delay)
 
-    def loaded(self, state: DASOState, run: Run) -> None:
+    def parameters_replaced(self) -> None:
         """What is on its way is of before."""
-        state.drop_exchange()
-        state.progress.since.begin(run.step)
+        self._drop_exchange()
+        self.progress.since.begin(self.run.step)
+
+    def _drop_exchange(self) -> None:
+        """What is on its way is of another model."""
+        if self.exchange is not None:
+            self.exchange.wait()
+            self.exchange = None
 
     # ---- restarts ----
 
-    def save_state(self, state: DASOState, run: Run) -> dict[str, Any]:
-        since, exchange = state.progress.since, state.exchange
+    def save_state(self) -> dict[str, Any]:
+        since, exchange = self.progress.since, self.exchange
         saved: dict[str, Any] = {
-            "turn": state.turn,
+            "turn": self.turn,
             "since": [since.begins, since.weight],
-            "steps": state.progress.steps,
+            "steps": self.progress.steps,
             "exchange": {},
         }
         if exchange is not None:
@@ -232,29 +241,27 @@ class DASO:
                 "turn": exchange.turn,
                 "delay": exchange.delay,
                 "weights": exchange.weights,
-                "sums": means(run, state.part),
+                "sums": means(self.run, self.part),
             }
         return saved
 
     @torch.no_grad()
-    def load_state(self, state: DASOState, run: Run, saved: dict[str, Any]) -> None:
-        state.drop_exchange()
-        device = run.parameters[0].device
-        state.turn = saved["turn"]
-        state.progress = Progress(Since(*saved["since"]), saved["steps"])
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self._drop_exchange()
+        device = self.run.parameters[0].device
+        self.turn = saved["turn"]
+        self.progress = Progress(Since(*saved["since"]), saved["steps"])
         there = saved["exchange"]
         if there:
-            put(means(run, state.part), there["sums"])
-            state.exchange = Exchange(
+            put(means(self.run, self.part), there["sums"])
+            self.exchange = Exchange(
                 there["due"],
                 there["turn"],
                 there["delay"],
                 there["weights"].to(device),
             )
 
-    def redistribute_state(
-        self, state: DASOState, run: Run, parts: Iterable[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """What was on its way between other nodes is gone, and so is what each has trained
         since: all go on from one model."""
         saved = dict(next(iter(parts)))

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -46,27 +46,13 @@ from paceline.interfaces import (
     Run,
     UpdatesOn,
 )
-from paceline.methods.local_updates.fragments import LocalState, make_parts
 from paceline.methods.local_updates.options import Options
-from paceline.methods.local_updates.rounds import land, send
-from paceline.methods.local_updates.saved_state import load, redistributed, saved
-from paceline.methods.local_updates.whole_model import mean_of_all, settle
+from paceline.methods.local_updates.worker import LocalWorker
 
 PLAIN = Options(every=1)
 ANCHORED = PLAIN.with_differences()
 """What a mean is, where there is one: of the parameters, as they are, or of what they have
 moved."""
-
-
-@dataclass
-class SelSyncState(LocalState):
-    """*norms*: of this worker's last gradients; *changes*: d of the last steps; each oldest
-    first. *steps* and *means*: how many there were."""
-
-    norms: list[float] = field(default_factory=list)
-    changes: list[float] = field(default_factory=list)
-    steps: int = 0
-    means: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +86,7 @@ class SelSync:
     window: int = 25
     smoothing: float = 0.01
 
-    _means: ClassVar[Options] = PLAIN
+    averages: ClassVar[Options] = PLAIN
 
     def __post_init__(self) -> None:
         if not self.delta >= 0:
@@ -118,98 +104,94 @@ class SelSync:
     @property
     def consolidates_together(self) -> bool:
         """Without an anchor the result is the mean of all models."""
-        return not self._means.differences
+        return not self.averages.differences
 
     def compressed_by(self, compressor: Compressor) -> SelSync:
         """With differences, which alone are compressed."""
         changed = copy.copy(self)
-        object.__setattr__(changed, "_means", ANCHORED)
+        object.__setattr__(changed, "averages", ANCHORED)
         return changed
 
-    def init(self, run: Run) -> SelSyncState:
-        return SelSyncState(make_parts(self._means, run))
+    def start(self, run: Run) -> SelSyncWorker:
+        return SelSyncWorker(run, self)
+
+
+class SelSyncWorker(LocalWorker):
+    """One worker."""
+
+    def __init__(self, run: Run, method: SelSync) -> None:
+        super().__init__(run, method.averages)
+        self.method = method
+        self.norms: list[float] = []
+        """Of this worker's last gradients, oldest first."""
+        self.changes: list[float] = []
+        """The paper's d of the last steps, oldest first."""
+        self.steps = self.means = 0
+        """How many there were."""
 
     # ---- steps ----
 
     @torch.no_grad()
-    def after_update(self, state: SelSyncState, run: Run) -> None:
+    def after_update(self) -> None:
+        run = self.run
         raised = False
         if run.active and not run.step_is_due:
-            state.count(run.weight * run.comm.size)
-            raised = self._raises(state, norm_of(run.parameters))
+            self._count()
+            raised = self._raises(norm_of(run.parameters))
         flag = torch.tensor([float(raised)], device=run.parameters[0].device)
         run.comm.all_reduce(flag, "max").wait()
-        state.steps += 1
+        self.steps += 1
         if flag.item():
-            state.means += 1
-            flight = send(self._means, state, run, 0, since=state.parts[0].since)
-            land(self._means, state, run, flight)
+            self.means += 1
+            self._land(self._send(0, since=self.parts[0].since))
 
-    def _raises(self, state: SelSyncState, norm: float) -> bool:
+    def _raises(self, norm: float) -> bool:
         """Whether this worker raises its flag after a gradient of this norm."""
         if not math.isfinite(norm):
             return True
-        is_first, before = not state.norms, self._mean(state.norms)  # N(t-1)
-        state.norms = [*state.norms, norm][-self.window :]
-        now = self._mean(state.norms)
+        window = self.method.window
+        is_first, before = not self.norms, self._mean(self.norms)  # N(t-1)
+        self.norms = [*self.norms, norm][-window:]
+        now = self._mean(self.norms)
         if not is_first:
             if not before and now:
                 return True  # from nothing, whatever it is relative to that
             change = abs(now - before) / (before or 1.0)
-            state.changes = [*state.changes, change][-self.window :]
-        full = len(state.norms) == self.window
-        return not (full and self._mean(state.changes) < self.delta)
+            self.changes = [*self.changes, change][-window:]
+        full = len(self.norms) == window
+        return not (full and self._mean(self.changes) < self.method.delta)
 
     def _mean(self, values: list[float]) -> float:
         """The EWMA of *values*, oldest first; 0 of none."""
-        weights = [(1 - self.smoothing) ** age for age in range(len(values))]
+        weights = [(1 - self.method.smoothing) ** age for age in range(len(values))]
         pairs = zip(values, reversed(weights), strict=True)
         return math.fsum(v * w for v, w in pairs) / (math.fsum(weights) or 1.0)
 
-    # ---- the end, and what is shown in between ----
+    # ---- the end, and restarts ----
 
-    @torch.no_grad()
-    def finish(self, state: SelSyncState, run: Run) -> None:
-        source = run.participate_until_all_finish()
-        settle(self._means, state, run)
-        if source is not None:
-            run.broadcast_model(source)
-        if state.steps:
-            run.say(
-                f"sel-sync: parameters were averaged in {state.means} of {state.steps} steps"
+    def finish(self) -> None:
+        super().finish()
+        if self.steps:
+            self.run.say(
+                f"sel-sync: parameters were averaged in {self.means} of {self.steps} steps"
             )
 
-    @torch.no_grad()
-    def consolidate(self, state: SelSyncState, run: Run) -> Callable[[], None]:
-        if self._means.differences:
-            return state.show_anchors()
-        return mean_of_all(state, run)
-
-    @torch.no_grad()
-    def loaded(self, state: SelSyncState, run: Run) -> None:
-        state.begin_anew(run.step)
-
-    # ---- restarts ----
-
-    def save_state(self, state: SelSyncState, run: Run) -> dict[str, Any]:
-        return saved(state, run) | {
-            "norms": state.norms,
-            "changes": state.changes,
-            "counts": [state.steps, state.means],
+    def save_state(self) -> dict[str, Any]:
+        return super().save_state() | {
+            "norms": self.norms,
+            "changes": self.changes,
+            "counts": [self.steps, self.means],
         }
 
-    @torch.no_grad()
-    def load_state(self, state: SelSyncState, run: Run, saved: dict[str, Any]) -> None:
-        load(self._means, state, run, saved)
-        state.norms, state.changes = list(saved["norms"]), list(saved["changes"])
-        state.steps, state.means = saved["counts"]
+    def load_state(self, saved: dict[str, Any]) -> None:
+        super().load_state(saved)
+        self.norms, self.changes = list(saved["norms"]), list(saved["changes"])
+        self.steps, self.means = saved["counts"]
 
-    def redistribute_state(
-        self, state: SelSyncState, run: Run, parts: Iterable[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         """The norms of the first one: workers' gradients are about as large. All go on from
         one model."""
-        return redistributed(parts)
+        return super().redistribute_state(parts)
 
 
 def norm_of(parameters: Iterable[torch.nn.Parameter]) -> float:

@@ -24,9 +24,8 @@ one period goes on through epochs, and the end is a global average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.interfaces import (
@@ -41,7 +40,7 @@ from paceline.interfaces import (
     UpdatesOn,
 )
 from paceline.methods.ds_sync.options import DSSyncOptions
-from paceline.methods.ds_sync.worker import GroupWorker
+from paceline.methods.ds_sync.worker import DSSyncWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,40 +74,5 @@ class DSSync(DSSyncOptions):
             "has moved since the last mean of all"
         )
 
-    def init(self, run: Run) -> GroupWorker:
-        return GroupWorker(self, run)
-
-    def step_begins(self, state: GroupWorker, run: Run) -> None:
-        state.step_begins(run)
-
-    def before_use(self, state: GroupWorker, run: Run, bucket: Bucket) -> None:
-        state.before_use(run, bucket)
-
-    def backward_ended(self, state: GroupWorker, run: Run) -> None:
-        state.settle(run)
-
-    def after_update(self, state: GroupWorker, run: Run) -> None:
-        state.after_update(run)
-
-    def buckets_rebuilt(self, state: GroupWorker, run: Run) -> None:
-        state.buckets_rebuilt(run)
-
-    def loaded(self, state: GroupWorker, run: Run) -> None:
-        state.loaded(run)
-
-    def finish(self, state: GroupWorker, run: Run) -> None:
-        state.finish(run)
-
-    def consolidate(self, state: GroupWorker, run: Run) -> Callable[[], None]:
-        return state.consolidate(run)
-
-    def save_state(self, state: GroupWorker, run: Run) -> dict[str, Any]:
-        return state.save_state(run)
-
-    def load_state(self, state: GroupWorker, run: Run, saved: dict[str, Any]) -> None:
-        state.load_state(run, saved)
-
-    def redistribute_state(
-        self, state: GroupWorker, run: Run, parts: Iterable[Any]
-    ) -> dict[str, Any]:
-        return state.redistribute_state(run, parts)
+    def start(self, run: Run) -> DSSyncWorker:
+        return DSSyncWorker(run, self)

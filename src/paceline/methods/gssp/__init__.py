@@ -69,7 +69,7 @@ from paceline.methods.gssp.grouping import (
     Hysteresis,
     Merging,
 )
-from paceline.methods.gssp.worker import GroupState, InGroups
+from paceline.methods.gssp.worker import GroupWorker, InGroups
 
 __all__ = ["GSSP"]
 
@@ -159,16 +159,23 @@ class GSSP(InGroups):
             regroup,
         )
 
-    def init(self, run: ServerRun) -> GroupState:
+    def start(self, run: ServerRun) -> GSSPWorker:
         workers = run.comm.size
         if workers > 1 and self.groups(workers).servers == 1:
             run.say("gssp: there is one group, for which this is ssp")
-        return super().init(run)
+        return GSSPWorker(run, self)
 
-    def _has_changed(self, groups: Groups, run: ServerRun) -> None:
+
+class GSSPWorker(GroupWorker):
+    """One worker, which says so where all are in one group."""
+
+    method: GSSP
+
+    def _groups_changed(self, groups: Groups) -> None:
         if len(set(groups.of)) == 1:
             again = " again" if groups.version > 1 else ""
-            run.say(
-                f"gssp: all workers are about as fast{again} (within a factor of {self.ratio:g}, "
-                "or of what can be told): they are one group, for which this is ssp"
+            self.run.say(
+                f"gssp: all workers are about as fast{again} (within a factor of "
+                f"{self.method.ratio:g}, or of what can be told): they are one group, for "
+                "which this is ssp"
             )

@@ -14,18 +14,7 @@ from paceline.methods.gssp.group_assignment import (
     read_news,
     written,
 )
-from paceline.methods.push_pull import PushPull, PushPullState
-
-
-@dataclass
-class GroupState(PushPullState):
-    """*version* and *words* of the groups that this worker was told last: it tells them to its
-    server, which may have been away. *steps_of_all*: how many there are in this worker's model,
-    counted in gradients divided by workers."""
-
-    version: int = 0
-    words: bytes = b""
-    steps_of_all: float = 0.0
+from paceline.methods.push_pull import PushPull, PushPullWorker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,61 +27,66 @@ class InGroups(PushPull):
     def groups(self, workers: int) -> Groups:
         return read_members(self.members, workers)
 
-    def init(self, run: ServerRun) -> GroupState:
-        state = GroupState(step=run.remote.join())
-        self._hear(state, run)
-        return state
+    def start(self, run: ServerRun) -> GroupWorker:
+        return GroupWorker(run, self)
 
-    def after_update(self, state: PushPullState, run: ServerRun) -> None:
-        state.step = run.remote.wait()
-        self._hear(state, run)
 
-    def _report(self, state: PushPullState, bucket: Bucket) -> bytes:
+class GroupWorker(PushPullWorker):
+    """One worker of such a method."""
+
+    def __init__(self, run: ServerRun, method: InGroups) -> None:
+        """Collective."""
+        super().__init__(run, method)
+        self.version, self.words = 0, b""
+        """Of the groups that this worker was told last: it tells them to its server, which may
+        have been away."""
+        self.steps_of_all = 0.0
+        """How many there are in this worker's model, counted in gradients divided by workers."""
+        self._hear()
+
+    def after_update(self) -> None:
+        super().after_update()
+        self._hear()
+
+    def _report(self, bucket: Bucket) -> bytes:
         """With the first bucket."""
-        assert isinstance(state, GroupState)
         if bucket.index:
             return b""
-        return written(Report(state.words, state.steps_of_all))
+        return written(Report(self.words, self.steps_of_all))
 
-    def _hear(self, state: PushPullState, run: ServerRun) -> None:
+    def _hear(self) -> None:
         """What the server has told of groups."""
-        assert isinstance(state, GroupState)
-        for told in run.remote.told(0):
+        remote = self.run.remote
+        for told in remote.told(0):
             if not told.words:
                 continue
             news = read_news(told.words)
-            state.steps_of_all = max(state.steps_of_all, news.steps)
+            self.steps_of_all = max(self.steps_of_all, news.steps)
             groups = read_groups(news.groups) if news.groups else None
-            if groups is None or groups.version <= state.version:
+            if groups is None or groups.version <= self.version:
                 continue
-            state.version, state.words = groups.version, news.groups
-            mine = groups.of[run.comm.rank]
-            if mine != run.remote.group:
-                run.remote.move(mine, state.step)
+            self.version, self.words = groups.version, news.groups
+            mine = groups.of[self.run.comm.rank]
+            if mine != remote.group:
+                remote.move(mine, self.step)
             if groups.speeds:
-                run.remote.has_speed(groups.speeds[mine])
-            self._has_changed(groups, run)
+                remote.has_speed(groups.speeds[mine])
+            self._groups_changed(groups)
 
-    def figures(self, state: PushPullState, run: ServerRun) -> dict[str, float]:
+    def _groups_changed(self, groups: Groups) -> None:
+        """This worker was told of other groups, or of other speeds."""
+
+    def metrics(self) -> dict[str, float]:
         """*group*: this worker's."""
-        return {"group": run.remote.group}
+        return {"group": self.run.remote.group}
 
     # ---- what a checkpoint holds ----
 
-    def save_state(self, state: PushPullState, run: ServerRun) -> dict[str, Any]:
-        assert isinstance(state, GroupState)
-        return {"steps_of_all": state.steps_of_all}
+    def save_state(self) -> dict[str, Any]:
+        return {"steps_of_all": self.steps_of_all}
 
-    def load_state(
-        self, state: PushPullState, run: ServerRun, saved: dict[str, Any]
-    ) -> None:
-        assert isinstance(state, GroupState)
-        state.steps_of_all = max(state.steps_of_all, saved["steps_of_all"])
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.steps_of_all = max(self.steps_of_all, saved["steps_of_all"])
 
-    def redistribute_state(
-        self, state: PushPullState, run: ServerRun, parts: Iterable[dict[str, Any]]
-    ) -> dict[str, Any]:
+    def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
         return {"steps_of_all": max(part["steps_of_all"] for part in parts)}
-
-    def _has_changed(self, groups: Groups, run: ServerRun) -> None:
-        """This worker was told of other groups, or of other speeds."""

@@ -6,15 +6,13 @@ the defaults of its paper; all have the same options, so that any of them can be
 any other.
 
 - `method`: the program: `LocalUpdates`; start here. `options`: its hyperparameters.
+- `worker`: one worker: averages of the workers' models, and what a checkpoint keeps.
 - `local_sgd`, `post_local_sgd`, `slowmo`, `hierarchical`: presets.
 - `diloco`, `streaming_diloco`, `sparse_loco`: presets with hundreds of local steps.
-- `rounds`: one average of the workers' models.
 - `fragments`: parts of the model, each with its anchor and outer momentum.
 - `outer_optimizer`: the outer step.
 - `optimizer_state`: the inner optimizer's state, where that is averaged.
 - `groups`: who averages between two averages of all workers.
-- `whole_model`: the average of all models outside of rounds.
-- `saved_state`: what a checkpoint keeps.
 """
 
 from __future__ import annotations

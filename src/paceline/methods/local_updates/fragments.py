@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending, Run
+from paceline.interfaces import Pending, Run
 from paceline.interfaces.buckets import by_kind, wire_bytes
 from paceline.methods.flat_tensors import Flat
 from paceline.methods.local_updates.options import Options
@@ -125,61 +125,6 @@ class Flight:
         self.pending.clear()
 
 
-@dataclass
-class LocalState:
-    """The state of a program of local updates."""
-
-    parts: list[Part]
-    flights: list[Flight] = field(default_factory=list)
-    group: Comm | None = None
-    since_group: Since = field(default_factory=Since)
-    said: set[str] = field(default_factory=set)
-
-    def remember(self) -> Callable[[], None]:
-        """Returns what makes the model again what it is now."""
-        kept = [pair for part in self.parts for pair in part.copies()]
-
-        @torch.no_grad()
-        def undo() -> None:
-            for tensor, own in kept:
-                tensor.copy_(own)
-
-        return undo
-
-    def show_anchors(self) -> Callable[[], None]:
-        """They become the model; returns what makes it again what it is now."""
-        undo = self.remember()
-        for part in self.parts:
-            part.put_anchor()
-        return undo
-
-    def drop_flights(self) -> None:
-        """What is under way is of another model."""
-        for flight in self.flights:
-            flight.wait()
-        self.flights.clear()
-
-    def begin_anew(self, step: int) -> None:
-        """All parameters were replaced: a round begins with them before *step*. If they are
-        those of the anchor, as those of a checkpoint are that another number of workers goes
-        on from, all goes on."""
-        anchored = bool(self.parts[0].anchors)
-        if anchored and all(part.is_at_anchor() for part in self.parts):
-            return
-        self.drop_flights()
-        for part in self.parts:
-            if anchored:
-                part.take_anchor()
-            part.since.begin(step)
-        self.since_group.begin(step)
-
-    def count(self, weight: float) -> None:
-        """A step was done, on samples of so much weight."""
-        for part in self.parts:
-            part.since.weight += weight
-        self.since_group.weight += weight
-
-
 def pairs(
     flat: Flat, values: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -250,3 +195,34 @@ def deal_out(
         sizes[least] += wire_bytes(parameters[index])
         members[least].append(index)
     return [[parameters[i] for i in sorted(own)] for own in members]
+
+
+# ---- what a checkpoint keeps of them ----
+
+
+def by_parameter(
+    run: Run, flats: Sequence[Flat], values: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Each parameter's part of *values*, which are of the shape of the flats' buffers, or
+    none."""
+    number = {id(parameter): i for i, parameter in enumerate(run.parameters)}
+    found = [
+        (number[id(parameter)], own)
+        for flat, value in zip(flats, values, strict=bool(values))
+        for parameter, (_, own) in zip(flat.of, pairs(flat, value), strict=True)
+    ]
+    return [own for _, own in sorted(found, key=lambda entry: entry[0])]
+
+
+def means(run: Run, part: Part) -> list[torch.Tensor]:
+    """What the flat buffers of a part hold: for the parameters, in the model's order, and then
+    for all else."""
+    buffers = [flat.buffer for flat in part.parameters]
+    rest = [flat.buffer for flat in (*part.statistics, *part.counters)]
+    return by_parameter(run, part.parameters, buffers) + rest
+
+
+def put(own: Sequence[torch.Tensor], there: Sequence[torch.Tensor]) -> None:
+    """What was saved, into its place."""
+    for tensor, value in zip(own, there, strict=True):
+        tensor.copy_(value)

@@ -22,7 +22,7 @@ could not be read beyond its abstract: ``docs/osp.md`` says where a reconstructi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -100,33 +100,6 @@ class OSP(OSPOptions):
     def server(self, workers: int) -> Discipline:
         return TwoStages(self)
 
-    def init(self, run: Any) -> Any:
+    def start(self, run: Any) -> NativeWorker | RemoteWorker:
         form = RemoteWorker if self._on_servers else NativeWorker
-        return form(self, run)
-
-    def bucket_ready(self, state: Any, run: Any, bucket: Bucket) -> None:
-        state.bucket_ready(run, bucket)
-
-    def backward_ended(self, state: Any, run: Any) -> None:
-        state.backward_ended(run)
-
-    def after_update(self, state: Any, run: Any) -> None:
-        state.after_update(run)
-
-    def buckets_rebuilt(self, state: Any, run: Any) -> None:
-        state.buckets_rebuilt(run)
-
-    def finish(self, state: Any, run: Any) -> None:
-        state.finish(run)
-
-    def figures(self, state: Any, run: Any) -> dict[str, float]:
-        """*budget*: the part of the model that may be deferred; *deferred*: the part that is."""
-        found: dict[str, float] = state.figures()
-        return found
-
-    def loaded(self, state: Any, run: Any) -> None:
-        state.loaded(run)
-
-    def consolidate(self, state: Any, run: Any) -> Callable[[], None]:
-        undo: Callable[[], None] = state.consolidate(run)
-        return undo
+        return form(run, self)

@@ -54,11 +54,11 @@ class Deferral:
 class NativeWorker(Worker[UpdatingRun]):
     """*deferral*: of the last step, until the end of the next backward pass."""
 
-    def __init__(self, options: OSPOptions, run: UpdatingRun) -> None:
+    def __init__(self, run: UpdatingRun, options: OSPOptions) -> None:
         """Collective."""
         total = sum(bucket.bytes for bucket in run.buckets)
         super().__init__(
-            options, run, run.partition_optimizer(options.piece_bytes(total))
+            run, options, run.partition_optimizer(options.piece_bytes(total))
         )
         self._pending: list[Pending] = []
         self._first: dict[int, torch.Tensor] = {}  # by piece, the means of stage 1
@@ -78,63 +78,63 @@ class NativeWorker(Worker[UpdatingRun]):
         self._agreed: StepTimes | None = None
         self._updates = deque[tuple[Any, Any, int]](maxlen=options.interval)
 
-    def send(self, run: UpdatingRun, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         flat, parts = self.layout.message(bucket)
         self._first |= parts
         if bucket.last and not parts:  # what all learn in a step travels with it
             flat = bucket.buffer.new_zeros(1)
         if flat.numel():
             named = self.layout.by_name(parts)
-            self._pending.append(run.mean(flat, of=bucket, parts=named))
+            self._pending.append(self.run.mean(flat, of=bucket, parts=named))
 
-    def backward_ended(self, run: UpdatingRun) -> None:
-        super().backward_ended(run)
+    def backward_ended(self) -> None:
+        super().backward_ended()
         self._wait()
         self.watch.mark()
         # Kept, since a forward pass before step() would make it the next batch's.
-        self._weight = run.weight
+        self._weight = self.run.weight
         self._unused = self.layout.unused()
 
-    def after_update(self, run: UpdatingRun) -> None:
+    def after_update(self) -> None:
         self._settle()
-        if run.active:
+        if self.run.active:
             how = self.updater.hyperparameters()
-            self._apply_first(run, how)
-            self._defer(run, how)
-        elif run.participants:
-            self._send_second(run)
+            self._apply_first(how)
+            self._defer(how)
+        elif self.run.participants:
+            self._send_second()
         self._first.clear()
-        self.watch.step_ended(self.layout.changes, run.loss)
-        self._exchange(run)
+        self.watch.step_ended(self.layout.changes, self.run.loss)
+        self._exchange()
         self._round += 1
-        self.steps += run.active
+        self.steps += self.run.active
         self.watch.step_begins()
 
-    def loaded(self, run: UpdatingRun) -> None:
+    def parameters_replaced(self) -> None:
         """Nothing to do: parameters with a part of their update under way are refused when
         that arrives."""
 
-    def finish(self, run: UpdatingRun) -> None:
-        source = run.participate_until_all_finish()
+    def finish(self) -> None:
+        source = self.run.participate_until_all_finish()
         self._wait()
         self._settle()
-        self.explain(run)
+        self._explain()
         if source is not None:
-            run.broadcast_model(source)
+            self.run.broadcast_model(source)
 
-    def consolidate(self, run: UpdatingRun) -> Callable[[], None]:
+    def consolidate(self) -> Callable[[], None]:
         """The parameters with all gradients in them that were sent; and the optimizer's
         state that belongs to them."""
         deferral = self._deferral
         if deferral is None:
             return lambda: None
         self._wait()
-        tentative = self.kept(deferral.numbers)
+        tentative = self._kept(deferral.numbers)
         self._settle()
-        deferral.exact, deferral.applied = self.kept(deferral.numbers), True
+        deferral.exact, deferral.applied = self._kept(deferral.numbers), True
 
         def undo() -> None:
-            self.write(deferral.numbers, tentative)
+            self._write(deferral.numbers, tentative)
             deferral.stamps = self._stamps(deferral.numbers)
             self._deferral = deferral
 
@@ -142,41 +142,41 @@ class NativeWorker(Worker[UpdatingRun]):
 
     # ---- the stages ----
 
-    def _apply_first(self, run: UpdatingRun, how: Hyperparameters) -> None:
+    def _apply_first(self, how: Hyperparameters) -> None:
         numbers = [n for n in self._first if n not in self._unused]
         gradients = [self._first[n] for n in numbers]
-        run.clip(gradients)
+        self.run.clip(gradients)
         self._rate(numbers, gradients)
-        start = run.stopwatch.mark()
+        start = self.run.stopwatch.mark()
         self.updater.apply(self.layout.some(numbers), gradients, how)
         size = sum(mean.numel() * mean.element_size() for mean in gradients)
-        self._updates.append((start, run.stopwatch.mark(), size))
+        self._updates.append((start, self.run.stopwatch.mark(), size))
 
-    def _defer(self, run: UpdatingRun, how: Hyperparameters) -> None:
+    def _defer(self, how: Hyperparameters) -> None:
         """Send what is deferred on its way, and take the tentative step."""
         if not self.layout.deferred:
             return
         numbers = [n for n in self.layout.deferred if n not in self._unused]
         exact = []
-        for number, value in zip(numbers, self.values(numbers), strict=True):
+        for number, value in zip(numbers, self._values(numbers), strict=True):
             room = self.layout.room(("exact", number), value.numel(), value)
             exact.append(room.view(value.shape).copy_(value))
-        means = self._send_second(run)
+        means = self._send_second()
         # Its own gradient is the whole of this worker's share.
-        self.step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
+        self._step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
         mine = [means[number] for number in numbers]
         self._deferral = Deferral(numbers, mine, how, exact, self._stamps(numbers))
 
-    def _send_second(self, run: UpdatingRun) -> dict[int, torch.Tensor]:
+    def _send_second(self) -> dict[int, torch.Tensor]:
         """Start the mean of everything deferred; returns where each piece's will be. All
         ranks send as much, used or not."""
         means: dict[int, torch.Tensor] = {}
         for flat, parts in self.layout.late_messages():
-            if not run.active:
+            if not self.run.active:
                 flat.zero_()  # to keep the others company
             means |= parts
             named = self.layout.by_name(parts)
-            self._pending.append(run.mean(flat, channel=SECOND, parts=named))
+            self._pending.append(self.run.mean(flat, channel=SECOND, parts=named))
         return means
 
     def _settle(self) -> None:
@@ -194,7 +194,7 @@ class NativeWorker(Worker[UpdatingRun]):
                     "written would be lost. Load and change parameters before training, or "
                     "call finish(), change them, and distribute again"
                 )
-        self.write(numbers, deferral.exact)
+        self._write(numbers, deferral.exact)
         if not deferral.applied:
             pieces, means = self.layout.some(numbers), deferral.means
             self._rate(numbers, means)
@@ -217,33 +217,33 @@ class NativeWorker(Worker[UpdatingRun]):
     def _rate(self, numbers: Sequence[int], means: Sequence[torch.Tensor]) -> None:
         """These mean gradients belong to the pieces as they are."""
         if self._leads and self._ends_interval():
-            values = self.values(numbers)
+            values = self._values(numbers)
             for number, value, mean in zip(numbers, values, means, strict=True):
                 self._decision.importance.rate(number, value, mean)
 
-    def _exchange(self, run: UpdatingRun) -> None:
+    def _exchange(self) -> None:
         """Adopt what was decided a step ago; decide, if that is due."""
         if self._notes is not None:
-            self._adopt(run, self._notes.tolist())
+            self._adopt(self._notes.tolist())
             self._notes = None
         due = self._ends_interval() or self._round == self._look
-        if self._channel is None or not due or not run.participants:
+        if self._channel is None or not due or not self.run.participants:
             return
-        self._leads = run.comm.rank == run.participants[0]
+        self._leads = self.run.comm.rank == self.run.participants[0]
         times = self.watch.times()
         chosen = [0.0] * len(self.layout.pieces)
-        for number in self._decided(run, times) if self._leads else ():
+        for number in self._decided(times) if self._leads else ():
             chosen[number] = 1.0
         # As many as were delivered, on all ranks: buckets may have been made anew since.
         ready = [0.0] * (self.watch.delivered + 1)
         if times is not None:
             ready = [*times.ready, times.end]
-        device = run.buckets[0].buffer.device
+        device = self.run.buckets[0].buffer.device
         notes = [*chosen, *ready]
         self._notes = torch.tensor(notes, dtype=torch.float64, device=device)
         self._pending.append(self._channel.all_reduce(self._notes, "max"))
 
-    def _adopt(self, run: UpdatingRun, notes: Sequence[float]) -> None:
+    def _adopt(self, notes: Sequence[float]) -> None:
         """All ranks do so at the end of the same step, and with the same values."""
         count, began = len(self.layout.pieces), not self.layout.deferred
         self.layout.defer([n for n in range(count) if notes[n] > 0])
@@ -254,10 +254,10 @@ class NativeWorker(Worker[UpdatingRun]):
                 # The next step still waits for what its predecessor sent: it does not count.
                 self._look = self._round + 1 + LOOK
         *ready, end = notes[count:]
-        fits = len(ready) == len(run.buckets) and all(ready)
+        fits = len(ready) == len(self.run.buckets) and all(ready)
         self._agreed = StepTimes(ready, end) if fits else None
 
-    def _decided(self, run: UpdatingRun, times: StepTimes | None) -> list[int]:
+    def _decided(self, times: StepTimes | None) -> list[int]:
         """What is to be deferred, as the first rank that still trains sees it: after a look by
         its own *times*, else by those that all have agreed on."""
         deferred, agreed = self.layout.deferred, self._agreed
@@ -269,13 +269,13 @@ class NativeWorker(Worker[UpdatingRun]):
         fades = FADES if ends else 1.0
         parts = self.layout.parts()
         own = self.watch.measured(times, parts, deferred, fades)
-        told, update = dict.fromkeys(run.participants, own), self._update_seconds(run)
+        told, update = dict.fromkeys(self.run.participants, own), self._update_seconds()
         return self._decision.decide(parts, deferred, told, self._round, update)
 
-    def _update_seconds(self, run: UpdatingRun) -> float:
+    def _update_seconds(self) -> float:
         """Seconds per byte that a tentative step takes."""
         costs = [
-            run.stopwatch.seconds(start, [end])[0] / size
+            self.run.stopwatch.seconds(start, [end])[0] / size
             for start, end, size in self._updates
             if size
         ]

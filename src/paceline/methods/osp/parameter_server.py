@@ -30,22 +30,25 @@ Values = dict[int, torch.Tensor]
 class RemoteWorker(Worker[ServerRun]):
     """The pieces of its layout are the servers' units."""
 
-    def __init__(self, options: OSPOptions, run: ServerRun) -> None:
-        remote = run.remote
-        self.step = remote.join()
-        super().__init__(options, run, remote.own_updater())
+    def __init__(self, run: ServerRun, options: OSPOptions) -> None:
+        """Collective."""
+        self.remote = run.remote
+        self.step = self.remote.join()
+        super().__init__(run, options, self.remote.own_updater())
         self.watch.rate = Rate(0.0, 0.0, pulls=True)
         for bucket, inside in enumerate(self.layout.inside):
-            for number, size in zip(inside, remote.unit_bytes(bucket), strict=True):
+            for number, size in zip(
+                inside, self.remote.unit_bytes(bucket), strict=True
+            ):
                 self.layout.sizes[number] = size
         # P(i) of what the last step deferred, and of what the one under way defers.
         self.exact: Values = {}
         # What the last second stage has brought, once that was waited for.
         self.late: Values | None = None
         self.rates: list[float] = []  # of the last step, by group
-        self._begin_step(remote)
+        self._begin_step()
 
-    def send(self, run: ServerRun, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         layout, watch, interval = self.layout, self.watch, self.options.interval
         late, report = set(layout.deferred), b""
         ends = self.step % interval == 0
@@ -56,69 +59,68 @@ class RemoteWorker(Worker[ServerRun]):
             )
         inside = enumerate(layout.inside[bucket.index])
         units = [unit for unit, number in inside if number not in late]
-        run.remote.push(bucket, self.step, units, report=report)
+        self.remote.push(bucket, self.step, units, report=report)
 
-    def after_update(self, run: ServerRun) -> None:
-        remote, how = run.remote, self.updater.hyperparameters()
-        self._settle(remote)  # now all is P(i)
-        arrived = self._by_number(remote.arrived())  # P(i+1)
+    def after_update(self) -> None:
+        how = self.updater.hyperparameters()
+        self._settle()  # now all is P(i)
+        arrived = self._by_number(self.remote.arrived())  # P(i+1)
         self.watch.mark()
         deferring = self.layout.deferred
         late = set(deferring)
-        both = sorted(late.union(self._told(remote)))
-        earlier, self.exact = self.exact, dict(zip(both, self.kept(both), strict=True))
-        self.write(arrived, arrived.values())
-        for bucket in run.buckets:
+        both = sorted(late.union(self._told()))
+        earlier, self.exact = self.exact, dict(zip(both, self._kept(both), strict=True))
+        self._write(arrived, arrived.values())
+        for bucket in self.run.buckets:
             inside = enumerate(self.layout.inside[bucket.index])
             if units := [unit for unit, number in inside if number in late]:
-                remote.push(bucket, self.step, units, late=True)
+                self.remote.push(bucket, self.step, units, late=True)
         if self.options.correction == "local":
-            self._mirror(remote, earlier, how)
-        self.step_tentatively(deferring, how)
+            self._mirror(earlier, how)
+        self._step_tentatively(deferring, how)
         self.late = None
         self.has_deferred = self.has_deferred or bool(deferring)
         self.rates = [float(group["lr"]) for group in how]
         self.step += 1
         self.steps += 1
         changes = self.layout.changes
-        self._begin_step(remote)
-        self.watch.step_ended(changes, run.loss)
+        self._begin_step()
+        self.watch.step_ended(changes, self.run.loss)
         self.watch.step_begins()
 
-    def finish(self, run: ServerRun) -> None:
-        self._settle(run.remote)
-        run.remote.written()
-        self.explain(run)
-        run.remote.leave()
+    def finish(self) -> None:
+        self._settle()
+        self.remote.written()
+        self._explain()
+        self.remote.leave()
 
-    def consolidate(self, run: ServerRun) -> Callable[[], None]:
+    def consolidate(self) -> Callable[[], None]:
         """The parameters with all gradients in them that were sent."""
         everything = range(len(self.layout.pieces))
-        tentative = self.kept(everything)
-        self._settle(run.remote)
+        tentative = self._kept(everything)
+        self._settle()
 
         def undo() -> None:
-            self.write(everything, tentative)
-            run.remote.written()
+            self._write(everything, tentative)
+            self.remote.written()
 
         return undo
 
-    def loaded(self, run: ServerRun) -> None:
+    def parameters_replaced(self) -> None:
         """All parameters are exact, and none of what was known of them is of use."""
-        remote = run.remote
-        self._wait_late(remote)
-        remote.states()  # they were asked for before
+        self._wait_late()
+        self.remote.states()  # they were asked for before
         self.exact, self.late, self.rates = {}, None, []
         self.layout.changes += 1
-        self._begin_step(remote)
+        self._begin_step()
 
     # ---- the second stage ----
 
-    def _begin_step(self, remote: Remote) -> None:
+    def _begin_step(self) -> None:
         """The next step defers what servers have said. Pull the optimizer's state of that;
         SGD's without Nesterov's form is mirrored."""
-        remote.written()
-        self.layout.defer(self._told(remote))
+        self.remote.written()
+        self.layout.defer(self._told())
         groups = self.updater.hyperparameters()
         asked = set()
         for number in self.layout.deferred:
@@ -132,18 +134,18 @@ class RemoteWorker(Worker[ServerRun]):
                 for unit, number in enumerate(inside)
                 if number in asked
             ]
-            remote.ask_states(places, self.step)
+            self.remote.ask_states(places, self.step)
 
-    def _settle(self, remote: Remote) -> None:
+    def _settle(self) -> None:
         """Put the exact values of what the last step deferred in the place of the tentative
         ones; waits for them."""
-        late = self._wait_late(remote)
-        self.write(late, late.values())
+        late = self._wait_late()
+        self._write(late, late.values())
 
-    def _wait_late(self, remote: Remote) -> Values:
+    def _wait_late(self) -> Values:
         if self.late is None:
             # Copied: the memory in which it lands is used by the next second stage.
-            late = self._by_number(remote.arrived(late=True))
+            late = self._by_number(self.remote.arrived(late=True))
             self.late = {number: value.clone() for number, value in late.items()}
         return self.late
 
@@ -152,15 +154,17 @@ class RemoteWorker(Worker[ServerRun]):
         inside = self.layout.inside
         return {inside[bucket][unit]: found for bucket, unit, found in answers}
 
-    def _told(self, remote: Remote) -> list[int]:
+    def _told(self) -> list[int]:
         """What the next step defers."""
         inside = self.layout.inside
-        return sorted(inside[bucket][unit] for bucket, unit in next_deferred(remote))
+        return sorted(
+            inside[bucket][unit] for bucket, unit in next_deferred(self.remote)
+        )
 
-    def _mirror(self, remote: Remote, earlier: Values, how: Hyperparameters) -> None:
+    def _mirror(self, earlier: Values, how: Hyperparameters) -> None:
         """Give the own optimizer the state that the servers' has for what is deferred: what
         was pulled, or V(i-1) = (P(i-1) - P(i)) / eta, where P(i-1) is known (*earlier*)."""
-        pulled = self._by_number(remote.states())
+        pulled = self._by_number(self.remote.states())
         for number in self.layout.deferred:
             piece, exact = self.layout.pieces[number], self.exact[number]
             group, live = self.updater.group_of(piece), self.updater.state([piece])[0]

@@ -16,35 +16,35 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class Worker(Generic[AnyRun]):
-    """One worker's state. What a step defers is ``layout.deferred``."""
+    """One worker. What a step defers is ``layout.deferred``."""
 
-    def __init__(self, options: OSPOptions, run: AnyRun, updater: Updater) -> None:
-        self.options, self.updater = options, updater
+    def __init__(self, run: AnyRun, options: OSPOptions, updater: Updater) -> None:
+        self.run, self.options, self.updater = run, options, updater
         self.layout = Layout(run.buckets, updater)
         self.watch = StepWatch(options, run)
         self.correction = options.correction_class()
         self.steps = 0  # without those that only kept the others company
         self.has_deferred = False
 
-    def send(self, run: AnyRun, bucket: Bucket) -> None:
+    def _send(self, bucket: Bucket) -> None:
         """Stage 1 of a bucket: what is not deferred leaves."""
         raise NotImplementedError
 
-    def bucket_ready(self, run: AnyRun, bucket: Bucket) -> None:
+    def bucket_ready(self, bucket: Bucket) -> None:
         self.watch.bucket_ready()
         if self.options.overlap:
-            self.send(run, bucket)
+            self._send(bucket)
 
-    def backward_ended(self, run: AnyRun) -> None:
+    def backward_ended(self) -> None:
         self.watch.mark()
         if not self.options.overlap:
-            for bucket in run.buckets:
-                self.send(run, bucket)
+            for bucket in self.run.buckets:
+                self._send(bucket)
 
-    def buckets_rebuilt(self, run: AnyRun) -> None:
-        self.layout.follow(run.buckets)
+    def buckets_rebuilt(self) -> None:
+        self.layout.follow(self.run.buckets)
 
-    def step_tentatively(
+    def _step_tentatively(
         self, numbers: Sequence[int], how: Hyperparameters, scale: float = 1.0
     ) -> None:
         """Guess the next values of these pieces, which hold their exact ones. Buckets hold the
@@ -56,23 +56,23 @@ class Worker(Generic[AnyRun]):
             for gradient in own:
                 gradient.mul_(scale)
         pieces = self.layout.some(numbers)
-        self.write(numbers, self.correction.values(self.updater, pieces, own, how))
+        self._write(numbers, self.correction.values(self.updater, pieces, own, how))
 
-    def values(self, numbers: Iterable[int]) -> list[torch.Tensor]:
+    def _values(self, numbers: Iterable[int]) -> list[torch.Tensor]:
         """What the model holds of these pieces: views."""
         return self.updater.values(self.layout.some(numbers))
 
-    def kept(self, numbers: Iterable[int]) -> list[torch.Tensor]:
+    def _kept(self, numbers: Iterable[int]) -> list[torch.Tensor]:
         """A copy of that."""
-        return [value.clone() for value in self.values(numbers)]
+        return [value.clone() for value in self._values(numbers)]
 
-    def write(self, numbers: Iterable[int], values: Iterable[torch.Tensor]) -> None:
+    def _write(self, numbers: Iterable[int], values: Iterable[torch.Tensor]) -> None:
         """Put *values* of these pieces, flat or of their shapes, into the model."""
-        for into, value in zip(self.values(numbers), values, strict=True):
+        for into, value in zip(self._values(numbers), values, strict=True):
             into.copy_(value.view(into.shape))
 
-    def figures(self) -> dict[str, float]:
-        """See `OSP.figures`."""
+    def metrics(self) -> dict[str, float]:
+        """*budget*: the part of the model that may be deferred; *deferred*: the part that is."""
         parts = self.layout.parts()
         whole = max(1, sum(parts.sizes))
         return {
@@ -80,8 +80,8 @@ class Worker(Generic[AnyRun]):
             "deferred": parts.total(self.layout.deferred) / whole,
         }
 
-    def explain(self, run: AnyRun) -> None:
+    def _explain(self) -> None:
         """The training is over: say why nothing was deferred in it, if nothing was."""
         why = self.watch.why_nothing(self.steps)
         if why is not None and not self.has_deferred:
-            run.say(why)
+            self.run.say(why)
