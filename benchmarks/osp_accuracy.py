@@ -144,12 +144,19 @@ def watched(cls):
     """OSP, or what it is compared with, which notes what it defers."""
 
     class Watched(cls):
-        def after_update(self, state, run):
-            super().after_update(state, run)
-            layout = state.layout
-            if run.comm.rank == 0:
-                late = sum(layout.sizes[number] for number in layout.deferred)
-                NOTED.append(late / sum(layout.sizes))
+        def start(self, run):
+            worker = super().start(run)
+            update = worker.after_update
+
+            def after_update():
+                update()
+                layout = worker.layout
+                if run.comm.rank == 0:
+                    late = sum(layout.sizes[number] for number in layout.deferred)
+                    NOTED.append(late / sum(layout.sizes))
+
+            worker.after_update = after_update
+            return worker
 
     return Watched
 

@@ -9,7 +9,7 @@ import torch
 
 from paceline.errors import CollectiveMismatchError, WorkerFailedError
 from paceline.interfaces import EVERY_STEP, Rounds
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from paceline.methods.osp import OSP
 from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
 from paceline.testing.method_checks import checks_of
@@ -25,56 +25,81 @@ class NeverAgrees:
     visible_gradient: ClassVar[str] = "local"
     clips: ClassVar[str] = "own"
 
-    def init(self, run):
+    def start(self, run):
         return None
+
+
+class SumsInsteadOfMeanWorker(BSPWorker):
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self.run.buckets:
+            bucket.buffer.mul_(self.run.comm.size)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SumsInsteadOfMean(BSP):
     """Sums gradients; right for one worker only."""
 
-    def backward_ended(self, state, run):
-        super().backward_ended(state, run)
-        for bucket in run.buckets:
-            bucket.buffer.mul_(run.comm.size)
+    def start(self, run):
+        return SumsInsteadOfMeanWorker(run, self)
+
+
+class LeavesTheOthersAloneWorker(BSPWorker):
+    def finish(self):
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeavesTheOthersAlone(BSP):
     """A worker out of data just goes."""
 
-    def finish(self, state, run):
-        pass
+    def start(self, run):
+        return LeavesTheOthersAloneWorker(run, self)
+
+
+class LeavesWithAStepDueWorker(BSPWorker):
+    def finish(self):
+        self.run.participate_until_all_finish()
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeavesWithAStepDue(BSP):
     """Whoever has left a step short of the others keeps it to himself."""
 
-    def finish(self, state, run):
-        run.participate_until_all_finish()
+    def start(self, run):
+        return LeavesWithAStepDueWorker(run, self)
+
+
+class EvaluationLeaksWorker(BSPWorker):
+    def consolidate(self):
+        def undo():
+            with torch.no_grad():
+                self.run.buckets[0].parameters[0].add_(0.01)
+
+        return undo
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationLeaks(BSP):
     """What undoes a consolidation leaves the model changed."""
 
-    def consolidate(self, state, run):
-        def undo():
-            with torch.no_grad():
-                run.buckets[0].parameters[0].add_(0.01)
+    def start(self, run):
+        return EvaluationLeaksWorker(run, self)
 
-        return undo
+
+class AlsoScalesAloneWorker(BSPWorker):
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self.run.buckets:
+            bucket.buffer.mul_(1.0 + 1e-6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlsoScalesAlone(BSP):
     """Changes the gradient of a single worker."""
 
-    def backward_ended(self, state, run):
-        super().backward_ended(state, run)
-        for bucket in run.buckets:
-            bucket.buffer.mul_(1.0 + 1e-6)
+    def start(self, run):
+        return AlsoScalesAloneWorker(run, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,54 +109,65 @@ class ForgetsTheLimit(BSP):
     clips: ClassVar[str] = "neither"
 
 
+class LosesTheLastWorker(BSPWorker):
+    def __init__(self, run, method):
+        super().__init__(run, method)
+        self.last = {}
+
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self.run.buckets:
+            now = bucket.buffer.clone()
+            bucket.buffer.copy_(self.last.get(bucket.index, torch.zeros(())))
+            self.last[bucket.index] = now
+
+
 @dataclass(frozen=True, kw_only=True)
 class LosesTheLast(BSP):
     """Each step uses the gradients of the one before; the last ones are never used."""
 
-    def init(self, run):
-        state = super().init(run)
-        state.last = {}
-        return state
+    def start(self, run):
+        return LosesTheLastWorker(run, self)
 
-    def backward_ended(self, state, run):
-        super().backward_ended(state, run)
-        for bucket in run.buckets:
-            now = bucket.buffer.clone()
-            bucket.buffer.copy_(state.last.get(bucket.index, torch.zeros(())))
-            state.last[bucket.index] = now
+
+class LosesWhereOneLooksWorker(BSPWorker):
+    looked = False
+
+    def consolidate(self):
+        self.looked = True
+        return lambda: None
+
+    def bucket_ready(self, bucket):
+        if self.looked:
+            bucket.buffer.zero_()
+        super().bucket_ready(bucket)
+
+    def after_update(self):
+        self.looked = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class LosesWhereOneLooks(BSP):
     """After a look at its result a worker leaves out its next gradient."""
 
-    def init(self, run):
-        state = super().init(run)
-        state.looked = False
-        return state
+    def start(self, run):
+        return LosesWhereOneLooksWorker(run, self)
 
-    def consolidate(self, state, run):
-        state.looked = True
-        return lambda: None
 
-    def bucket_ready(self, state, run, bucket):
-        if state.looked:
-            bucket.buffer.zero_()
-        super().bucket_ready(state, run, bucket)
-
-    def after_update(self, state, run):
-        state.looked = False
+class ForgetsStridesWorker(BSPWorker):
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self.run.buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view.contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetsStrides(BSP):
     """Gradients are contiguous, whatever parameters are."""
 
-    def backward_ended(self, state, run):
-        super().backward_ended(state, run)
-        for bucket in run.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                parameter.grad = view.contiguous()
+    def start(self, run):
+        return ForgetsStridesWorker(run, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +176,11 @@ class KeepsTheFirstRate(OSP):
 
     collective: str = "native"
 
-    def init(self, run):
-        state = super().init(run)
-        first = state.updater.hyperparameters()
-        state.updater.hyperparameters = lambda: first
-        return state
+    def start(self, run):
+        worker = super().start(run)
+        first = worker.updater.hyperparameters()
+        worker.updater.hyperparameters = lambda: first
+        return worker
 
 
 @pytest.mark.parametrize(
@@ -217,14 +253,14 @@ class ReadsTheNetwork(BSP):
 
     wanted: int = 1
 
-    def init(self, run):
+    def start(self, run):
         counts = [run.comm.racks.count(r) for r in sorted(set(run.comm.racks))]
         assert [rack.workers for rack in run.cluster.racks] == counts
         if counts != {(1, 3): [3], (2, 3): [1, 2], (2, 4): [2, 2]}.get(
             (self.wanted, run.comm.size), [1]
         ):
             raise CheckFailedError(f"{counts} workers in racks")
-        return super().init(run)
+        return super().start(run)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.errors import GradientError, UsageError
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.core.halved import halves_train_as_the_whole
@@ -199,15 +199,19 @@ def accumulation_by_ddps_attribute():
     expected = mean_gradients(model, both)
     passes = []
 
+    class NotedWorker(BSPWorker):
+        def bucket_ready(self, bucket):
+            passes.append(last)
+            super().bucket_ready(bucket)
+
     @dataclass(frozen=True, kw_only=True)
     class Noted(BSP):
         """Notes in which pass each bucket is sent."""
 
         name: ClassVar[str] = "noted"
 
-        def bucket_ready(self, state, run, bucket):
-            passes.append(last)
-            super().bucket_ready(state, run, bucket)
+        def start(self, run):
+            return NotedWorker(run, self)
 
     last = False
     optimizer = wrap(model, method=Noted())
@@ -552,9 +556,15 @@ class WatchesReadiness(BSP):
 
     missing: list = field(default_factory=list)
 
-    def bucket_ready(self, state, run, bucket):
-        self.missing.append(sum(other.missing for other in run.buckets))
-        super().bucket_ready(state, run, bucket)
+    def start(self, run):
+        return ReadinessWorker(run, self)
+
+
+class ReadinessWorker(BSPWorker):
+    def bucket_ready(self, bucket):
+        missing = sum(other.missing for other in self.run.buckets)
+        self.method.missing.append(missing)
+        super().bucket_ready(bucket)
 
 
 def missing_when_ready(model):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -10,16 +10,8 @@ from torch import nn
 
 import paceline
 from paceline.interfaces import Pending, Scattered
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
-
-
-@dataclass
-class State:
-    """A step's means: those that were scattered, and those that are being gathered."""
-
-    scattered: list[Scattered] = field(default_factory=list)
-    gathered: list[Pending] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +24,31 @@ class Halved(BSP):
 
     at_once: bool = False
 
-    def init(self, run):
-        return State()
+    def start(self, run):
+        return HalvedWorker(run, self)
 
-    def bucket_ready(self, state, run, bucket):
-        scattered = run.scatter_mean(bucket)
-        if self.at_once:
-            state.gathered.append(scattered.gather())
+
+class HalvedWorker(BSPWorker):
+    """A step's means: those that were scattered, and those that are being gathered."""
+
+    def __init__(self, run, method):
+        super().__init__(run, method)
+        self.scattered: list[Scattered] = []
+        self.gathered: list[Pending] = []
+
+    def bucket_ready(self, bucket):
+        scattered = self.run.scatter_mean(bucket)
+        if self.method.at_once:
+            self.gathered.append(scattered.gather())
         else:
-            state.scattered.append(scattered)
+            self.scattered.append(scattered)
 
-    def backward_ended(self, state, run):
-        state.gathered += [one.gather() for one in reversed(state.scattered)]
-        for pending in state.gathered:
+    def backward_ended(self):
+        self.gathered += [one.gather() for one in reversed(self.scattered)]
+        for pending in self.gathered:
             pending.wait()
-        state.scattered.clear()
-        state.gathered.clear()
+        self.scattered.clear()
+        self.gathered.clear()
 
 
 class Branches(nn.Module):

@@ -1,6 +1,6 @@
 """Gradients that are averaged within groups while backward runs: how it ends."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -13,17 +13,9 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
 from paceline.testing.problems import Counting
-from tests.conformance.plugins.toys.every_fourth import EveryFourth
+from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.core.test_method_rounds import SUM_OF_TWO, train
 from tests.methods.osp.helpers import simulate
-
-
-@dataclass
-class State:
-    """A step's group, and its means that are under way."""
-
-    group: object = None
-    pending: list = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,32 +30,41 @@ class Groups:
 
     size: int = 2
 
-    def init(self, run):
-        return State()
+    def start(self, run):
+        return GroupsWorker(run, self.size)
 
-    def step_begins(self, state, run):
+
+class GroupsWorker:
+    """A step's group, and its means that are under way."""
+
+    def __init__(self, run, size):
+        self.run, self.size = run, size
+        self.group, self.pending = None, []
+
+    def step_begins(self):
+        run = self.run
         draw = torch.Generator().manual_seed(run.step)
         order = torch.randperm(len(run.participants), generator=draw).tolist()
         drawn = [run.participants[place] for place in order]
-        state.group = None  # of a worker that all have agreed is gone
+        self.group = None  # of a worker that all have agreed is gone
         for start in range(0, len(drawn), self.size):
             ranks = drawn[start : start + self.size]
             if run.comm.rank in ranks:
-                state.group = run.comm.group(sorted(ranks))
+                self.group = run.comm.group(sorted(ranks))
 
-    def bucket_ready(self, state, run, bucket):
-        if state.group is None:
+    def bucket_ready(self, bucket):
+        if self.group is None:
             return
-        state.pending.append(run.mean(bucket, among=state.group))
+        self.pending.append(self.run.mean(bucket, among=self.group))
 
-    def backward_ended(self, state, run):
-        for pending in state.pending:
+    def backward_ended(self):
+        for pending in self.pending:
             pending.wait()
-        state.pending.clear()
+        self.pending.clear()
 
-    def finish(self, state, run):
-        run.participate_until_all_finish()
-        for pending in [run.average(p) for p in run.parameters]:
+    def finish(self):
+        self.run.participate_until_all_finish()
+        for pending in [self.run.average(p) for p in self.run.parameters]:
             pending.wait()
 
 
@@ -93,10 +94,15 @@ class Compressed(EveryFourth):
 
     name: ClassVar[str] = "compressed"
 
-    def after_update(self, state, run):
-        if run.meets:
-            for number, parameter in enumerate(run.parameters):
-                run.average(parameter, name=f"p{number}").wait()
+    def start(self, run):
+        return CompressedWorker(run)
+
+
+class CompressedWorker(EveryFourthWorker):
+    def after_update(self):
+        if self.run.meets:
+            for number, parameter in enumerate(self.run.parameters):
+                self.run.average(parameter, name=f"p{number}").wait()
 
 
 @pytest.mark.parametrize(("code", "part"), [("none", 1), ("bf16", 2)])

@@ -15,7 +15,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
 from paceline.testing.problems import Counting
-from tests.core.halved import Halved, halves_train_as_the_whole, train
+from tests.core.halved import Halved, HalvedWorker, halves_train_as_the_whole, train
 from tests.methods.osp.helpers import simulate
 
 
@@ -92,6 +92,13 @@ def test_what_cannot_be_halved_is_refused(options, words):
         assert words in said
 
 
+class OneByOneWorker(HalvedWorker):
+    def backward_ended(self):
+        for one in self.scattered[:: -1 if self.method.reverse else 1]:
+            one.gather().wait()
+        self.scattered.clear()
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneByOne(Halved):
     """Gathers a bucket and waits for it before it gathers the next, in ready order."""
@@ -99,10 +106,8 @@ class OneByOne(Halved):
     name: ClassVar[str] = "one-by-one"
     reverse: bool = False
 
-    def backward_ended(self, state, run):
-        for one in state.scattered[:: -1 if self.reverse else 1]:
-            one.gather().wait()
-        state.scattered.clear()
+    def start(self, run):
+        return OneByOneWorker(run, self)
 
 
 def test_who_takes_part_travels_in_the_gather_of_the_last_bucket():
@@ -112,15 +117,20 @@ def test_who_takes_part_travels_in_the_gather_of_the_last_bucket():
     assert refusal(replace(OneByOne(), reverse=True)) is None
 
 
+class TwiceWorker(HalvedWorker):
+    def backward_ended(self):
+        self.scattered.append(self.scattered[0])
+        super().backward_ended()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Twice(Halved):
     """Gathers what it has gathered."""
 
     name: ClassVar[str] = "twice"
 
-    def backward_ended(self, state, run):
-        state.scattered.append(state.scattered[0])
-        super().backward_ended(state, run)
+    def start(self, run):
+        return TwiceWorker(run, self)
 
 
 def test_a_mean_is_gathered_once():

@@ -9,7 +9,7 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from tests.methods.osp.helpers import simulate
 
 
@@ -20,14 +20,19 @@ class Notes(BSP):
     name: ClassVar[str] = "notes"
     calls: list = field(default_factory=list)
 
-    def before_use(self, state, run, bucket):
-        self.calls.append(("before_use", *sorted(bucket.names)))
+    def start(self, run):
+        return NotesWorker(run, self)
 
-    def buckets_rebuilt(self, state, run):
-        self.calls.append(("buckets_rebuilt", len(run.buckets)))
 
-    def after_update(self, state, run):
-        self.calls.append(("after_update", run.active))
+class NotesWorker(BSPWorker):
+    def before_use(self, bucket):
+        self.method.calls.append(("before_use", *sorted(bucket.names)))
+
+    def buckets_rebuilt(self):
+        self.method.calls.append(("buckets_rebuilt", len(self.run.buckets)))
+
+    def after_update(self):
+        self.method.calls.append(("after_update", self.run.active))
 
 
 def alone(make, loss, steps, buckets="wfbp"):
@@ -115,21 +120,6 @@ def test_new_buckets_are_announced():
     assert first, "the plan never changed"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misspelt(BSP):
-    def bucket_redy(self, state, run, bucket):
-        """Would never be called."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HasHelpers(BSP):
-    def largest(self, buckets):
-        return max(buckets)
-
-    def _note(self, state, run):
-        """Private."""
-
-
 class Undeclared:
     name = "undeclared"
     updates_on = "worker"
@@ -144,20 +134,82 @@ def distributed(method):
     simulate(1, body)
 
 
-def test_a_hook_that_there_is_not_is_refused():
-    with pytest.raises(Exception, match="defines unknown hook 'bucket_redy'") as caught:
-        distributed(Misspelt())
+def with_worker(**members):
+    """A method whose worker is bsp's, with more *members*."""
+    worker = type("OwnWorker", (BSPWorker,), members)
+
+    @dataclass(frozen=True, kw_only=True)
+    class Own(BSP):
+        def start(self, run):
+            return worker(run, self)
+
+    return Own()
+
+
+def refused(method, words):
+    with pytest.raises(Exception, match=words) as caught:
+        distributed(method)
     assert isinstance(caught.value.__cause__, UsageError)
-    assert "bucket_ready" in str(caught.value)
+    return str(caught.value.__cause__)
 
 
-def test_what_is_no_hook_is_a_methods_own_business():
-    distributed(HasHelpers())
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("bucket_redy", "bucket_ready"),
+        ("backward_end", "backward_ended"),
+        ("after_step", "after_update"),
+        ("on_bucket_ready", "bucket_ready"),
+        ("parameters_loaded", "parameters_replaced"),
+        ("save", ""),
+    ],
+)
+def test_a_public_function_of_a_worker_that_is_no_hook_is_refused(name, meant):
+    said = refused(
+        with_worker(**{name: lambda self, *_: None}), f"unknown hook '{name}'"
+    )
+    assert f"Did you mean '{meant}'" in said if meant else "Known: " in said
+
+
+def test_what_is_private_or_no_function_is_a_workers_own_business():
+    members = {
+        "_largest": lambda self: max(self.run.buckets),
+        "share": property(lambda self: self.run.weight),
+        "made_of": classmethod(lambda cls, run: cls(run, BSP())),
+        "steps_of_all": 3.0,
+    }
+    distributed(with_worker(**members))
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("bucket_ready", lambda self, state, run, bucket: None),
+        ("bucket_ready", lambda self: None),
+        ("after_update", lambda self, state, run: None),
+        ("load_state", lambda self: None),
+    ],
+)
+def test_a_hook_with_other_arguments_is_refused_before_the_first_step(name, hook):
+    written = "self, bucket" if name == "bucket_ready" else "self"
+    said = refused(with_worker(**{name: hook}), f"hook OwnWorker.{name}")
+    assert f"def {name}({written}" in said
+
+
+def test_a_hook_may_take_more_than_it_is_given():
+    distributed(with_worker(metrics=lambda self, digits=3: {"one": 1.0}))
+
+
+def test_a_hook_of_the_method_itself_is_refused():
+    @dataclass(frozen=True, kw_only=True)
+    class OldForm(BSP):
+        def bucket_ready(self, state, run, bucket):
+            """Would never be called."""
+
+    said = refused(OldForm(), "defines the hook 'bucket_ready' itself")
+    assert "def bucket_ready(self, bucket)" in said
 
 
 def test_a_method_says_all_that_training_has_to_know():
-    with pytest.raises(
-        Exception, match="declare rounds, visible_gradient, clips"
-    ) as caught:
-        distributed(Undeclared())
-    assert isinstance(caught.value.__cause__, UsageError)
+    words = "declare rounds, visible_gradient, clips, start"
+    refused(Undeclared(), words)

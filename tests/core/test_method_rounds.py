@@ -11,12 +11,12 @@ import paceline
 from paceline.errors import UsageError
 from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rounds
 from paceline.interfaces.buckets import stand_in_for
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary
 from paceline.testing import inspect
 from paceline.testing.problems import Counting
-from tests.conformance.plugins.toys.every_fourth import EveryFourth
+from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.conformance.plugins.toys.pairs import Pairs
 from tests.methods.osp.helpers import simulate
 
@@ -116,6 +116,11 @@ def test_groups_end_with_the_mean_of_all_models(steps):
     assert min(steps) <= ends[0][0] <= max(steps)
 
 
+class WaitsTooEarlyWorker(EveryFourthWorker):
+    def bucket_ready(self, bucket):
+        self.run.mean(bucket).wait()
+
+
 @dataclass(frozen=True, kw_only=True)
 class WaitsTooEarly(EveryFourth):
     """Waits for a mean while backward runs."""
@@ -123,8 +128,8 @@ class WaitsTooEarly(EveryFourth):
     name: ClassVar[str] = "waits-too-early"
     rounds: ClassVar[Rounds] = Rounds()
 
-    def bucket_ready(self, state, run, bucket):
-        run.mean(bucket).wait()
+    def start(self, run):
+        return WaitsTooEarlyWorker(run)
 
 
 def test_a_mean_that_is_waited_for_too_early_is_refused():
@@ -158,19 +163,29 @@ class MeanOfEverySecond(EveryFourth):
     means: list = field(default_factory=list)
     meets: list = field(default_factory=list)
 
-    def bucket_ready(self, state, run, bucket):
-        self.meets.append((run.comm.rank, run.step, run.meets))
+    def start(self, run):
+        return MeanOfEverySecondWorker(run, self)
 
-    def after_update(self, state, run):
+
+class MeanOfEverySecondWorker:
+    def __init__(self, run, method):
+        self.run, self.method = run, method
+
+    def bucket_ready(self, bucket):
+        run = self.run
+        self.method.meets.append((run.comm.rank, run.step, run.meets))
+
+    def after_update(self):
+        run = self.run
         if not run.meets:
             return
         for bucket in run.buckets:
             bucket.buffer.mul_(run.weight)
             run.mean(bucket).wait()
-            self.means.append((run.step, bucket.buffer.tolist()))
+            self.method.means.append((run.step, bucket.buffer.tolist()))
 
-    def finish(self, state, run):
-        run.participate_until_all_finish()
+    def finish(self):
+        self.run.participate_until_all_finish()
 
 
 @pytest.mark.parametrize("steps", [(8, 4, 4), (8, 3, 3), (8, 0, 5)])
@@ -198,9 +213,14 @@ class MeansTooEarly(MeanOfEverySecond):
 
     name: ClassVar[str] = "means-too-early"
 
-    def backward_ended(self, state, run):
-        if run.meets:
-            run.mean(run.buckets[0])
+    def start(self, run):
+        return MeansTooEarlyWorker(run, self)
+
+
+class MeansTooEarlyWorker(MeanOfEverySecondWorker):
+    def backward_ended(self):
+        if self.run.meets:
+            self.run.mean(self.run.buckets[0])
 
 
 def test_a_mean_before_the_round_is_held_is_refused():
@@ -264,12 +284,17 @@ class MeansInGroups(BSP):
     name: ClassVar[str] = "means-in-groups"
     rounds: ClassVar[Rounds] = Rounds(groups=True)
 
-    def bucket_ready(self, state, run, bucket):
-        everybody = run.comm.group(range(run.comm.size))
-        state.pending.append(run.mean(bucket, among=everybody))
+    def start(self, run):
+        return MeansInGroupsWorker(run, self)
 
-    def finish(self, state, run):
-        run.participate_until_all_finish()
+
+class MeansInGroupsWorker(BSPWorker):
+    def bucket_ready(self, bucket):
+        everybody = self.run.comm.group(range(self.run.comm.size))
+        self.pending.append(self.run.mean(bucket, among=everybody))
+
+    def finish(self):
+        self.run.participate_until_all_finish()
 
 
 def test_who_is_out_of_data_goes_through_the_backward_passes_of_its_groups():
@@ -299,13 +324,19 @@ class AveragesItsOwn(BSP):
 
     name: ClassVar[str] = "averages-its-own"
 
-    def after_update(self, state, run):
-        layout = (torch.channels_last, torch.contiguous_format)[run.comm.rank]
-        own = torch.arange(24.0).view(3, 2, 2, 2) * (1 + run.comm.rank)
+    def start(self, run):
+        return AveragesItsOwnWorker(run, self)
+
+
+class AveragesItsOwnWorker(BSPWorker):
+    def after_update(self):
+        rank = self.run.comm.rank
+        layout = (torch.channels_last, torch.contiguous_format)[rank]
+        own = torch.arange(24.0).view(3, 2, 2, 2) * (1 + rank)
         own = own.to(memory_format=layout)
-        run.average(own).wait()
-        if run.active:
-            state.own = own
+        self.run.average(own).wait()
+        if self.run.active:
+            self.own = own
 
 
 @pytest.mark.parametrize("collective", ["native", "ring"])
@@ -319,7 +350,7 @@ def test_tensors_in_an_order_of_their_own_are_averaged(collective):
         model().backward()
         optimizer.step()
         optimizer.finish()
-        return inspect(optimizer).state.own
+        return inspect(optimizer).worker.own
 
     first, other = simulate(2, body)
     assert not first.is_contiguous()

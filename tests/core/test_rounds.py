@@ -1,6 +1,6 @@
 """When rounds are held, whether they wait, and what a method with models of its own is told."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -13,7 +13,7 @@ from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
 from paceline.testing.problems import Counting, shared_folder
-from tests.conformance.plugins.toys.every_fourth import EveryFourth
+from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.core.test_groups_of_gradients import Groups
 from tests.core.test_method_rounds import SUM_OF_TWO, train
 
@@ -42,28 +42,35 @@ class Later(EveryFourth):
     name: ClassVar[str] = "later"
     rounds: ClassVar[Rounds] = Rounds(every=2, agree_every=1)
 
-    def init(self, run):
-        return []
+    def start(self, run):
+        return LaterWorker(run)
 
-    def after_update(self, state, run):
-        for parameter, before, mean, pending in state:
-            pending.wait()
-            parameter.data.add_(mean - before)
-        state.clear()
+
+class LaterWorker:
+    def __init__(self, run):
+        self.run, self.flights = run, []
+
+    def after_update(self):
+        run = self.run
+        self._land()
         if run.meets:
             for parameter in run.parameters:
                 before = parameter.detach().clone()
                 mean = before.clone()
                 pending = run.average(mean, channel="later")
-                state.append((parameter, before, mean, pending))
+                self.flights.append((parameter, before, mean, pending))
 
-    def finish(self, state, run):
-        run.participate_until_all_finish()
-        for parameter, before, mean, pending in state:
+    def finish(self):
+        self.run.participate_until_all_finish()
+        self._land()
+        for parameter in self.run.parameters:
+            self.run.average(parameter).wait()
+
+    def _land(self):
+        for parameter, before, mean, pending in self.flights:
             pending.wait()
             parameter.data.add_(mean - before)
-        for parameter in run.parameters:
-            run.average(parameter).wait()
+        self.flights.clear()
 
 
 def test_rounds_in_each_of_the_first_steps_and_rarer_ones_from_there():
@@ -113,12 +120,6 @@ def test_a_round_with_a_lag_waits_for_nobody():
 # ---- what a method is told, and sees ----
 
 
-@dataclass
-class Seen:
-    loads: int = 0
-    anchors: list = field(default_factory=list)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Anchored(EveryFourth):
     """Keeps a copy of the parameters, as of the last round."""
@@ -126,16 +127,24 @@ class Anchored(EveryFourth):
     name: ClassVar[str] = "anchored"
     averages_buffers: ClassVar[bool] = True
 
-    def init(self, run):
-        return Seen(anchors=[p.detach().clone() for p in run.parameters])
+    def start(self, run):
+        return AnchoredWorker(run)
 
-    def loaded(self, state, run):
-        state.loads += 1
-        state.anchors = [p.detach().clone() for p in run.parameters]
 
-    def consolidate(self, state, run):
+class AnchoredWorker(EveryFourthWorker):
+    def __init__(self, run):
+        super().__init__(run)
+        self.loads = 0
+        self.anchors = [p.detach().clone() for p in run.parameters]
+
+    def parameters_replaced(self):
+        self.loads += 1
+        self.anchors = [p.detach().clone() for p in self.run.parameters]
+
+    def consolidate(self):
+        run = self.run
         before = [p.detach().clone() for p in run.parameters]
-        for p, anchor in zip(run.parameters, state.anchors, strict=True):
+        for p, anchor in zip(run.parameters, self.anchors, strict=True):
             p.data.copy_(anchor)
 
         def undo():
@@ -144,11 +153,11 @@ class Anchored(EveryFourth):
 
         return undo
 
-    def save_state(self, state, run):
-        return {"anchors": state.anchors}
+    def save_state(self):
+        return {"anchors": self.anchors}
 
-    def load_state(self, state, run, saved):
-        state.anchors = list(saved["anchors"])
+    def load_state(self, saved):
+        self.anchors = list(saved["anchors"])
 
 
 def begin(method, **options):
@@ -166,14 +175,14 @@ def one_step(model, optimizer):
 def test_what_the_script_loads_a_method_is_told_once_before_its_next_hook():
     def body(rank):
         model, optimizer = begin(Anchored())
-        state = inspect(optimizer).state
+        worker = inspect(optimizer).worker
         one_step(model, optimizer)
         values = {key: value + 5 for key, value in model.state_dict().items()}
-        assert state.loads == 0
+        assert worker.loads == 0
         model.load_state_dict(values)
         one_step(model, optimizer)
         one_step(model, optimizer)
-        loads, anchor = state.loads, state.anchors[0].view(-1)[0].item()
+        loads, anchor = worker.loads, worker.anchors[0].view(-1)[0].item()
         optimizer.finish()
         return loads, anchor
 
@@ -184,7 +193,7 @@ def test_what_the_script_loads_a_method_is_told_once_before_its_next_hook():
 def test_what_is_taken_back_after_an_evaluation_or_comes_from_a_checkpoint_is_no_load():
     def body(rank):
         model, optimizer = begin(Anchored())
-        state = inspect(optimizer).state
+        worker = inspect(optimizer).worker
         with shared_folder() as folder:
             one_step(model, optimizer)
             paceline.save(folder / "checkpoint")
@@ -194,7 +203,7 @@ def test_what_is_taken_back_after_an_evaluation_or_comes_from_a_checkpoint_is_no
             paceline.load(folder / "checkpoint")
             one_step(model, optimizer)
         optimizer.finish()
-        return state.loads, state.anchors[0].view(-1)[0].item()
+        return worker.loads, worker.anchors[0].view(-1)[0].item()
 
     assert run(body) == [(0, 0.0)] * 2
 

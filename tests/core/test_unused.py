@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline.errors import GradientError, WorkerFailedError
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from tests.support.simulations import run
 
 LAYERS = 6
@@ -54,10 +54,15 @@ class Watched(BSP):
     left: list[int] = field(default_factory=list)
     order: list[tuple[str, ...]] = field(default_factory=list)
 
-    def bucket_ready(self, state, run, bucket):
-        self.left.append(self.model.came)
-        self.order.append(bucket.names)
-        super().bucket_ready(state, run, bucket)
+    def start(self, run):
+        return WatchedWorker(run, self)
+
+
+class WatchedWorker(BSPWorker):
+    def bucket_ready(self, bucket):
+        self.method.left.append(self.method.model.came)
+        self.method.order.append(bucket.names)
+        super().bucket_ready(bucket)
 
 
 def begin(buckets="wfbp"):

@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.compression import BF16
 from paceline.interfaces import Rounds
-from paceline.methods.bsp import BSP
+from paceline.methods.bsp import BSP, BSPWorker
 from paceline.testing import Case
 from paceline.testing.__main__ import run_table
 from paceline.testing.method_checks import trials
@@ -29,43 +29,63 @@ class Forgetful(BSP):
 
     name: ClassVar[str] = "forgetful"
 
-    def init(self, run):
-        state = super().init(run)
-        state.left = {}
-        return state
+    def start(self, run):
+        return ForgetfulWorker(run, self)
 
-    def bucket_ready(self, state, run, bucket):
+
+class ForgetfulWorker(BSPWorker):
+    def __init__(self, run, method):
+        super().__init__(run, method)
+        self.left = {}
+
+    def bucket_ready(self, bucket):
         for name, view in zip(bucket.names, bucket.views, strict=True):
-            whole = view + state.left.get(name, 0.0)
+            whole = view + self.left.get(name, 0.0)
             view.copy_(torch.round(8 * whole) / 8)
-            state.left[name] = whole - view
-        super().bucket_ready(state, run, bucket)
+            self.left[name] = whole - view
+        super().bucket_ready(bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Remembers(Forgetful):
     name: ClassVar[str] = "remembers"
 
-    def save_state(self, state, run):
-        return {"left": dict(state.left)}
+    def start(self, run):
+        return RemembersWorker(run, self)
 
-    def load_state(self, state, run, saved):
-        state.left = saved["left"]
+
+class RemembersWorker(ForgetfulWorker):
+    def save_state(self):
+        return {"left": dict(self.left)}
+
+    def load_state(self, saved):
+        self.left = saved["left"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetsToLoad(Remembers):
-    def load_state(self, state, run, saved):
+    def start(self, run):
+        return ForgetsToLoadWorker(run, self)
+
+
+class ForgetsToLoadWorker(RemembersWorker):
+    def load_state(self, saved):
         pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares(Remembers):
-    def redistribute_state(self, state, run, parts):
+    def start(self, run):
+        return SharesWorker(run, self)
+
+
+class SharesWorker(RemembersWorker):
+    def redistribute_state(self, parts):
         kept = [part["left"] for part in parts]
         names = {name for left in kept for name in left}
         sums = {name: sum(left.get(name, 0.0) for left in kept) for name in names}
-        return {"left": {name: left / run.comm.size for name, left in sums.items()}}
+        size = self.run.comm.size
+        return {"left": {name: left / size for name, left in sums.items()}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +99,24 @@ class Averages:
     rounds: ClassVar[Rounds] = Rounds(every=3)
     consolidates_together: ClassVar[bool] = True
 
-    def init(self, run):
-        return None
+    def start(self, run):
+        return AveragesWorker(run)
 
-    def after_update(self, state, run):
-        if run.meets:
-            self.average(run)
 
-    def average(self, run):
-        for parameter in run.parameters:
-            run.average(parameter).wait()
+class AveragesWorker:
+    def __init__(self, run):
+        self.run = run
 
-    def consolidate(self, state, run):
+    def after_update(self):
+        if self.run.meets:
+            self._average()
+
+    def _average(self):
+        for parameter in self.run.parameters:
+            self.run.average(parameter).wait()
+
+    def consolidate(self):
+        run = self.run
         own = [parameter.data.clone() for parameter in run.parameters]
         for parameter in run.parameters:
             parameter.data.div_(run.comm.size)
@@ -102,10 +128,10 @@ class Averages:
 
         return undo
 
-    def finish(self, state, run):
-        source = run.participate_until_all_finish()
+    def finish(self):
+        source = self.run.participate_until_all_finish()
         if source is not None:
-            run.broadcast_model(source)
+            self.run.broadcast_model(source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +141,13 @@ class Pairs(Averages):
     name: ClassVar[str] = "pairs"
     rounds: ClassVar[Rounds] = Rounds(groups=True)
 
-    def average(self, run):
+    def start(self, run):
+        return PairsWorker(run)
+
+
+class PairsWorker(AveragesWorker):
+    def _average(self):
+        run = self.run
         other = run.comm.rank ^ (1 + run.step % 2)
         pair = run.comm.group(sorted([run.comm.rank, other]))
         for parameter in run.parameters:
@@ -126,14 +158,18 @@ class Pairs(Averages):
 class CountsRounds(Averages):
     """Every second average is the one that counts, and nobody saves which one is next."""
 
-    def init(self, run):
-        return {"rounds": 0}
+    def start(self, run):
+        return CountsRoundsWorker(run)
 
-    def after_update(self, state, run):
-        if run.meets:
-            state["rounds"] += 1
-            if state["rounds"] % 2:
-                self.average(run)
+
+class CountsRoundsWorker(AveragesWorker):
+    rounds = 0
+
+    def after_update(self):
+        if self.run.meets:
+            self.rounds += 1
+            if self.rounds % 2:
+                self._average()
 
 
 @dataclass(frozen=True, kw_only=True)

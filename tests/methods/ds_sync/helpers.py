@@ -79,7 +79,7 @@ def spread(places: torch.Tensor) -> torch.Tensor:
 
 def state_of(optimizer: torch.optim.Optimizer) -> Any:
     """The method's."""
-    return inspect(optimizer).state
+    return inspect(optimizer).worker
 
 
 def equal(models: Sequence[torch.nn.Module]) -> bool:

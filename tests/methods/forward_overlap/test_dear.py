@@ -8,8 +8,7 @@ import pytest
 
 from paceline.errors import WorkerFailedError
 from paceline.interfaces import Message
-from paceline.methods.forward_overlap.dear import DeAR, Halves, in_halves
-from paceline.methods.forward_overlap.worker import LateWorker
+from paceline.methods.forward_overlap import DeAR, HalvesWorker
 from tests.methods.forward_overlap.helpers import adamw, same, train
 from tests.methods.forward_overlap.test_exact import in_a_twist
 
@@ -18,8 +17,11 @@ BUCKETS = [SimpleNamespace(index=number) for number in range(3)]
 
 def sent(plan):
     """Bucket, and half, of each message."""
-    run = SimpleNamespace(sending=plan, buckets=BUCKETS)
-    return [(message.bucket, message.half[0]) for message in in_halves(run)]
+    run = SimpleNamespace(
+        sending=plan, buckets=BUCKETS, partition_optimizer=lambda most_bytes: None
+    )
+    messages = HalvesWorker(run)._messages()
+    return [(message.bucket, message.half[0]) for message in messages]
 
 
 def test_second_halves_go_in_the_opposite_order_where_the_plan_has_none():
@@ -54,8 +56,13 @@ class InPieces(DeAR):
 
     name: ClassVar[str] = "in-pieces"
 
-    def init(self, run):
-        return LateWorker(run, Halves().send, in_pieces)
+    def start(self, run):
+        return InPiecesWorker(run)
+
+
+class InPiecesWorker(HalvesWorker):
+    def _messages(self):
+        return in_pieces(self.run)
 
 
 @pytest.mark.parametrize("steps", [8, [4, 9]])

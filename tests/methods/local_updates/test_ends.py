@@ -7,7 +7,6 @@ from torch import nn
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.methods.local_updates import StreamingDiLoCo
-from paceline.methods.local_updates.whole_model import settle
 from paceline.testing import inspect
 from tests.methods.local_updates.helpers import (
     adam,
@@ -66,7 +65,7 @@ def test_to_settle_twice_is_to_settle_once():
         training = inspect(optimizer)
         with torch.no_grad():
             for number in range(2):
-                settle(method, training.state, training.run)
+                training.worker._settle()
                 seen[rank, number] = flat(model)
 
     train(method, 2, 5, watch=watch)
@@ -216,11 +215,11 @@ def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
     left = []
 
     def watch(rank, step, model, optimizer):
-        state = inspect(optimizer).state
+        worker = inspect(optimizer).worker
         if step == 0:
             paceline.save(tmp_path / "checkpoint")
         if step == 4:
-            flying = state.exchange if "daso" in method else state.flights[0]
+            flying = worker.exchange if "daso" in method else worker.flights[0]
             sent = [*flying.pending]
             paceline.load(tmp_path / "checkpoint")
             left.append((len(sent), len(flying.pending)))

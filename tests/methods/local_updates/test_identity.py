@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import torch
 
 from paceline.methods.flat_tensors import Flat
+from paceline.methods.local_updates.fragments import by_parameter
 from paceline.methods.local_updates.optimizer_state import (
     flats_of_moments,
     names_of_moments,
 )
-from paceline.methods.local_updates.rounds import rates_of
-from paceline.methods.local_updates.saved_state import _by_parameter
+from paceline.methods.local_updates.worker import rates_of
 
 
 def sharing():
@@ -49,5 +49,5 @@ def test_moments_are_each_parameter_s_own():
 def test_what_is_saved_is_in_the_order_of_parameters():
     run, flat = sharing()
     flat.take()
-    values = _by_parameter(run, [flat], [flat.buffer])
+    values = by_parameter(run, [flat], [flat.buffer])
     assert [len(value) for value in values] == [6, 2]

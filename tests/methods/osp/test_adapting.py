@@ -61,7 +61,7 @@ def train(
             optimizer.step()
             if rank == 0:
                 times.append(paceline.now())
-                layout = getattr(inspect(optimizer).state, "layout", None)
+                layout = getattr(inspect(optimizer).worker, "layout", None)
                 deferred = layout.deferred if layout else ()
                 sizes = layout.sizes if layout else (1,)
                 parts.append(sum(sizes[n] for n in deferred) / sum(sizes))

@@ -105,7 +105,7 @@ def test_masks_of_these_tests_defer_and_change():
 
         def watch(rank, step, model, optimizer):
             if rank == 0:
-                masks.append(tuple(inspect(optimizer).state.layout.deferred))
+                masks.append(tuple(inspect(optimizer).worker.layout.deferred))
 
         train(method, 2, watch=watch, steps=16)
         return masks

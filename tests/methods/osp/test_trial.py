@@ -85,7 +85,7 @@ def train(
 
 
 def mask_of(optimizer: paceline.DistributedOptimizer) -> Mask:
-    return tuple(inspect(optimizer).state.layout.deferred)
+    return tuple(inspect(optimizer).worker.layout.deferred)
 
 
 def by(factor: float) -> Callable[[int, int], float]:

@@ -144,17 +144,17 @@ def a_worker_without_data_keeps_company_through_changes():
 class FailsOnOne(BSP):
     name = "fails-on-one"
 
-    def init(self, run):
+    def start(self, run):
         if run.comm.rank == run.comm.size - 1:
             raise UsageError("not here")
-        return super().init(run)
+        return super().start(run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailsEverywhere(BSP):
     name = "fails-everywhere"
 
-    def init(self, run):
+    def start(self, run):
         raise UsageError("nor here")
 
 

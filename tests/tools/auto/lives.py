@@ -91,10 +91,10 @@ class Breaks(BSP):
 
     name = "breaks"
 
-    def init(self, run):
+    def start(self, run):
         if run.comm.rank:
             raise ArithmeticError("on purpose")
-        return super().init(run)
+        return super().start(run)
 
 
 def breaks():

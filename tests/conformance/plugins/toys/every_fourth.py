@@ -28,15 +28,23 @@ class EveryFourth:
     visible_gradient: ClassVar[GradientSeen] = "local"
     clips: ClassVar[Clips] = "own"
 
-    def init(self, run: Run) -> None:
-        """Nothing is kept: the models themselves differ."""
+    def start(self, run: Run) -> "EveryFourthWorker":
+        return EveryFourthWorker(run)
 
-    def after_update(self, state: None, run: Run) -> None:
-        if run.meets:
-            for pending in [run.average(parameter) for parameter in run.parameters]:
+
+class EveryFourthWorker:
+    """One worker. It keeps nothing: the models themselves differ."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def after_update(self) -> None:
+        if self.run.meets:
+            parameters = self.run.parameters
+            for pending in [self.run.average(parameter) for parameter in parameters]:
                 pending.wait()
 
-    def finish(self, state: None, run: Run) -> None:
-        source = run.participate_until_all_finish()
+    def finish(self) -> None:
+        source = self.run.participate_until_all_finish()
         if source is not None:
-            run.broadcast_model(source)
+            self.run.broadcast_model(source)

@@ -7,6 +7,7 @@ import torch
 
 from paceline.interfaces import (
     Clips,
+    Comm,
     GradientSeen,
     MethodSummary,
     Rounds,
@@ -32,21 +33,30 @@ class Pairs:
 
     seed: int = 0
 
-    def init(self, run: Run) -> None:
-        """Nothing is kept: the models themselves differ."""
+    def start(self, run: Run) -> "PairsWorker":
+        return PairsWorker(run, self.seed)
 
-    def after_update(self, state: None, run: Run) -> None:
+
+class PairsWorker:
+    """One worker. It keeps nothing: the models themselves differ."""
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self.run, self.seed = run, seed
+
+    def after_update(self) -> None:
+        run = self.run
         draw = torch.Generator().manual_seed(self.seed + run.step)
         order = torch.randperm(len(run.participants), generator=draw).tolist()
         drawn = [run.participants[place] for place in order]
         for pair in zip(drawn[::2], drawn[1::2], strict=False):
             if run.comm.rank in pair:
-                self._average(run, run.comm.group(sorted(pair)))
+                self._average(run.comm.group(sorted(pair)))
 
-    def finish(self, state: None, run: Run) -> None:
-        run.participate_until_all_finish()
-        self._average(run, run.comm)
+    def finish(self) -> None:
+        self.run.participate_until_all_finish()
+        self._average(self.run.comm)
 
-    def _average(self, run: Run, among) -> None:
+    def _average(self, among: Comm) -> None:
+        run = self.run
         for pending in [run.average(p, among=among) for p in run.parameters]:
             pending.wait()

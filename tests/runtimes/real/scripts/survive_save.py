@@ -16,6 +16,7 @@ import torch
 
 import paceline
 from paceline.methods.asp import ASP
+from paceline.methods.push_pull import PushPullWorker
 from paceline.testing.problems import Counting
 
 folder = Path(sys.argv[1])
@@ -49,16 +50,21 @@ class Counts(ASP):
 
     consolidates_together: ClassVar[bool] = True
 
-    def save_state(self, state: Any, run: Any) -> dict[str, Any]:
+    def start(self, run: Any) -> PushPullWorker:
+        return CountsWorker(run, self)
+
+
+class CountsWorker(PushPullWorker):
+    def save_state(self) -> dict[str, Any]:
         return {"rank": rank, "step": script.step}
 
-    def load_state(self, state: Any, run: Any, saved: dict[str, Any]) -> None:
+    def load_state(self, saved: dict[str, Any]) -> None:
         assert saved["rank"] == rank
 
-    def consolidate(self, state: Any, run: Any) -> Any:
+    def consolidate(self) -> Any:
         if script.step:
             (folder / f"{script.step}.with-{rank}").touch()
-        return super().consolidate(state, run)
+        return super().consolidate()
 
 
 script = Script()
