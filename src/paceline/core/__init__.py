@@ -1,4 +1,4 @@
-"""One worker's training: PyTorch's hooks become a method's hooks.
+"""One worker's training: PyTorch's hooks become the hooks of a method's worker.
 
 - `distribute`, `training_setup`: `paceline.distribute`, from its arguments to a training.
 - `settings`, `method_spec`: the user's choices, as arguments and as a spec.
@@ -10,7 +10,7 @@
 - `participation`: how workers learn who trains, and which tensors were used.
 - `averages`, `compressed_average`: the averages that a method asks for, and those of compressors.
 - `run`: the `Run` that a method sees, one kind for each kind of method.
-- `method_hooks`: calls a method's hooks.
+- `method_hooks`: calls the hooks of a method's worker.
 - `server_loads`: what the script loads, where servers update.
 - `sampler`: `Sampler`: each worker's share of every batch.
 - `initial_sync`, `sync`: all ranks begin with the same model and options.

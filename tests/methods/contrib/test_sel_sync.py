@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import paceline
 from paceline.core.method_spec import read_spec
 from paceline.errors import UsageError
-from paceline.methods.contrib.sel_sync import SelSync, SelSyncState, norm_of
+from paceline.methods.contrib.sel_sync import SelSync, norm_of
 from paceline.runtimes.join import join_runtime
 from tests.methods.local_updates.helpers import adam, momentum, simulate, spread, train
 from tests.methods.osp.helpers import flat, loss_of, network
@@ -78,8 +79,9 @@ def test_the_norm_is_the_sum_over_tensors() -> None:
 
 
 def flags(method: SelSync, norms: list[float]) -> list[bool]:
-    state = SelSyncState([])
-    return [method._raises(state, norm) for norm in norms]
+    run: Any = SimpleNamespace(buckets=[], own_buffers=[])
+    worker = method.start(run)
+    return [worker._raises(norm) for norm in norms]
 
 
 def by_definition(method: SelSync, norms: list[float]) -> list[float]:

@@ -77,8 +77,8 @@ def spread(places: torch.Tensor) -> torch.Tensor:
     return (places - places.mean(1, keepdim=True)).square().mean((1, 2))
 
 
-def state_of(optimizer: torch.optim.Optimizer) -> Any:
-    """The method's."""
+def worker_of(optimizer: torch.optim.Optimizer) -> Any:
+    """The method's worker."""
     return inspect(optimizer).worker
 
 

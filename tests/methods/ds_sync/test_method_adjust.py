@@ -9,7 +9,7 @@ from paceline.cluster import Cluster, Rack, Rule
 from paceline.cluster.network_rules import repair, throttle
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
-from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
+from tests.methods.ds_sync.helpers import Walk, equal, simulate, worker_of
 
 LINK = 125e6
 SLOW = 3
@@ -43,7 +43,7 @@ def steps_of(model, optimizer, steps):
         model(torch.full(model.place.shape, 1.0 + paceline.rank())).backward()
         paceline.pace(0.005)
         optimizer.step()
-        plans.append(state_of(optimizer).current.plan)
+        plans.append(worker_of(optimizer).current.plan)
     return plans
 
 

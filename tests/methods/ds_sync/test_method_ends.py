@@ -7,7 +7,7 @@ import paceline
 from paceline.interfaces import AGREE_EVERY
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
-from tests.methods.ds_sync.helpers import Walk, equal, simulate, state_of
+from tests.methods.ds_sync.helpers import Walk, equal, simulate, worker_of
 from tests.methods.ds_sync.trainings import OVERLAPS, adam, each_once, models, train
 
 PLANS = ["shuffle=digits,size=3", "shuffle=digits", "swa_from=2"]
@@ -37,7 +37,7 @@ def test_all_end_with_one_model_whoever_is_out_of_data_when(more, overlap, steps
 @pytest.mark.slow
 def test_those_who_remain_have_a_plan_of_their_own():
     def each(model, optimizer):
-        plan = state_of(optimizer).current.plan
+        plan = worker_of(optimizer).current.plan
         return plan.version, plan.members
 
     results = train("ds-sync:shuffle=digits", 5, (70, 4, 70, 70, 70), each=each)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from tests.methods.ds_sync.helpers import equal, simulate, state_of
+from tests.methods.ds_sync.helpers import equal, simulate, worker_of
 from tests.methods.ds_sync.trainings import begin, each_once, step
 
 SWA = "swa_from=1,swa_every=2"
@@ -23,9 +23,9 @@ def train(folder, method, workers, numbers, load, save):
             step(model, optimizer, number)
         if save:
             paceline.save(folder)
-        state = state_of(optimizer)
+        worker = worker_of(optimizer)
         optimizer.finish()
-        return before, state, model
+        return before, worker, model
 
     results, _ = simulate(workers, body)
     return results
@@ -52,10 +52,10 @@ def test_a_job_of_another_size_begins_with_the_mean_and_a_plan_of_its_own(tmp_pa
     begins = [before for before, *_ in loaded]
     for places in zip(*begins, strict=True):
         assert all(torch.equal(place, places[0]) for place in places)
-    for _, state, _ in loaded:
-        assert state.current.plan.members == (0, 1, 2)
+    for _, worker, _ in loaded:
+        assert worker.current.plan.members == (0, 1, 2)
     assert equal([model for *_, model in loaded])
-    averages = [state.save_state(None)["trajectory"] for _, state, _ in saved]
+    averages = [worker.save_state()["trajectory"] for _, worker, _ in saved]
     assert [one["count"] for one in averages] == [2] * 4  # of steps 1 and 3
 
 
