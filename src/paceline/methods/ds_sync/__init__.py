@@ -29,7 +29,6 @@ from typing import ClassVar
 
 from paceline.errors import UsageError
 from paceline.interfaces import (
-    Bucket,
     Clips,
     Compressor,
     Consistency,

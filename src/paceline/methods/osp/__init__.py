@@ -29,7 +29,6 @@ from typing import Any, ClassVar, Literal
 from paceline.interfaces import (
     EVERY_STEP,
     ON_SERVERS,
-    Bucket,
     Clips,
     Consistency,
     Discipline,
