@@ -5,6 +5,7 @@ something else, the test of that name fails, and not a training.
 """
 
 import ast
+import copy
 import inspect
 import subprocess
 import sys
@@ -70,6 +71,17 @@ def test_accumulator_of():
         assert torch_internals.accumulator_of(weight) is node
     assert (2 * weight).grad_fn.next_functions[0][0] is node
     assert node.variable is weight
+
+
+def test_gradient_hooks():
+    weight = nn.Parameter(torch.ones(2))
+    weight.register_post_accumulate_grad_hook(print)
+    hooks = torch_internals.gradient_hooks(weight)
+    assert len(hooks) == 1
+    handle = weight.register_post_accumulate_grad_hook(print)
+    assert len(hooks) == 2
+    handle.remove()
+    assert len(hooks) == 1
 
 
 def test_will_run():
@@ -142,6 +154,31 @@ def test_without_overrides():
         torch.add(loud, 1)
     with torch_internals.without_overrides():
         assert torch.equal(torch.add(loud, 1), torch.full((2,), 2.0))
+
+
+def test_notify_before_use():
+    weight, used = nn.Parameter(torch.ones(2)), []
+    assert torch_internals.notify_before_use(weight, used.append)
+    assert weight.shape == (2,)
+    assert weight.requires_grad
+    assert used == []  # its numbers were not read
+    torch.add(weight, 1)
+    assert [one is weight for one in used] == [True]
+    copy.deepcopy(weight)
+    assert len(used) == 2
+    assert type(weight) is nn.Parameter  # a copy ends it
+    other = torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {}))
+    assert not torch_internals.notify_before_use(other, used.append)
+
+
+def test_stop_notifying():
+    tensor, used = torch.ones(2), []
+    torch_internals.notify_before_use(tensor, used.append)
+    torch_internals.stop_notifying(tensor)
+    torch_internals.stop_notifying(tensor)
+    tensor.add_(1)
+    assert used == []
+    assert type(tensor) is torch.Tensor
 
 
 # ---- optimizers ----

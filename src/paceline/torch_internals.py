@@ -6,7 +6,7 @@ Checked against torch 2.13. When a newer torch renames one, this is the file to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -425,3 +425,131 @@ class Uncopied:
 
     def __reduce__(self) -> tuple[type[Uncopied], tuple[()]]:
         return Uncopied, ()
+
+
+_CALLBACK = "_paceline_callback"
+"""The attribute in which a tensor that notifies keeps what it calls."""
+
+_HARMLESS_PROPERTIES = (
+    *("grad", "requires_grad", "is_leaf", "grad_fn", "retains_grad", "output_nr"),
+    *("shape", "dtype", "device", "layout", "ndim", "names", "itemsize", "nbytes"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_mkldnn"),
+    *("is_nested", "is_mps", "is_xpu", "_version", "_backward_hooks"),
+    *("_post_accumulate_grad_hooks", "name", "volatile"),
+)
+_HARMLESS_SETTERS = (
+    "grad",
+    "requires_grad",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+)
+_HARMLESS_FUNCTIONS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride"),
+    *("storage_offset", "is_contiguous", "is_floating_point", "is_complex"),
+    *("is_signed", "get_device", "requires_grad_", "register_hook", "__hash__"),
+    *("register_post_accumulate_grad_hook", "retain_grad", "__len__"),
+)
+
+
+def _harmless() -> Iterator[Any]:
+    """What neither reads nor writes a tensor's numbers."""
+    for name in _HARMLESS_PROPERTIES:
+        descriptor: Any = getattr(torch.Tensor, name, None)
+        if hasattr(descriptor, "__get__"):
+            yield descriptor.__get__
+        if name in _HARMLESS_SETTERS:
+            yield from (descriptor.__set__, descriptor.__delete__)
+    for name in _HARMLESS_FUNCTIONS:
+        for place in (torch.Tensor, torch):
+            if hasattr(place, name):
+                yield getattr(place, name)
+
+
+_HARMLESS = frozenset(_harmless())
+
+
+class _Notifying:
+    """A tensor that calls its callback before torch reads or writes its numbers."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if function not in _HARMLESS:
+            for tensor in _found((args, kwargs or {})):
+                tensor.__dict__[_CALLBACK](tensor)
+        with without_overrides():
+            return function(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _notify_and_stop(self)
+        return self.__deepcopy__(memo)  # the plain class's
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _notify_and_stop(self)
+        return self.__reduce_ex__(protocol)
+
+
+class _NotifyingParameter(_Notifying, torch.nn.Parameter):
+    """A parameter that notifies."""
+
+
+class _NotifyingTensor(_Notifying, torch.Tensor):
+    """A plain tensor that notifies."""
+
+
+_KINDS: dict[type, type] = {
+    torch.nn.Parameter: _NotifyingParameter,
+    torch.Tensor: _NotifyingTensor,
+}
+_PLAIN = {notifying: plain for plain, notifying in _KINDS.items()}
+
+
+def notify_before_use(
+    tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]
+) -> bool:
+    """Call *callback* with *tensor* before anything reads or writes its numbers.
+
+    Python has many ways to use a tensor: a module's call, a function of torch, a penalty in the
+    loss, a moving average of weights, a ``state_dict``. Each of them hands the tensor to torch, and
+    torch asks its class first (``__torch_function__``). So until `stop_notifying` the tensor has another
+    class, with the same memory, the same hooks, and the same place in the model. Code in C++ that
+    is given a tensor past torch's own functions is not seen.
+
+    Returns False, and does nothing, for a tensor of a class other than torch's own, which may
+    have its own ``__torch_function__``.
+    """
+    kind = _KINDS.get(type(tensor))
+    if kind is None:
+        return type(tensor) in _PLAIN
+    tensor.__dict__[_CALLBACK] = callback
+    tensor.__class__ = kind
+    return True
+
+
+def stop_notifying(tensor: torch.Tensor) -> None:
+    """Give *tensor* its own class back; nothing happens where it has it."""
+    kind = _PLAIN.get(type(tensor))
+    if kind is not None:
+        tensor.__class__ = kind
+        del tensor.__dict__[_CALLBACK]
+
+
+def _notify_and_stop(tensor: Any) -> None:
+    tensor.__dict__[_CALLBACK](tensor)
+    stop_notifying(tensor)
+
+
+def _found(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, _Notifying):
+        yield value  # type: ignore[misc]
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _found(one)
+    elif isinstance(value, dict):
+        for one in value.values():
+            yield from _found(one)

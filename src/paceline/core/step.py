@@ -12,7 +12,7 @@ import torch
 
 from paceline.bucketing.tuner import Planner
 from paceline.core.context import TrainingContext
-from paceline.core.lazy_parameters import Uses
+from paceline.core.lazy_parameters import LazyParameters
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SentGradientCheck
 from paceline.core.participation import (
@@ -36,7 +36,7 @@ class StepDriver:
 
     hooks: MethodHooks
     loads: ServerLoads | None = None
-    lazy: Uses | None = None
+    lazy: LazyParameters | None = None
     before_place: Callable[[int], None] | None = None
     """Called with the next `place` before anything is sent that leads there."""
 
@@ -205,7 +205,7 @@ class StepDriver:
     def adds_to_what_is_under_way(self) -> bool:
         """Whether a gradient that comes now was added to one that is on its way."""
         is_late = self._waits_in_forward and self.planner.sending is not None
-        return is_late and self.lazy is not None and not self.lazy.some_since
+        return is_late and self.lazy is not None and not self.lazy.used_since_backward
 
     @property
     def waits_for_update(self) -> bool:
@@ -248,7 +248,7 @@ class StepDriver:
         if self.lazy is not None and self._workers.active:
             # Watching costs a step some microseconds a tensor.
             waited = self._waits_in_forward and self.planner.sending is None
-            self.lazy.begin_anew(not waited or self.planner.listening)
+            self.lazy.reset(not waited or self.planner.listening)
         context.step += 1
 
     def _hold_round(self) -> None:

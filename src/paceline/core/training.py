@@ -28,7 +28,7 @@ from paceline.bucketing.tuner import GoesPast, Planner
 from paceline.core.averages import Averages
 from paceline.core.compressed_average import CompressedAverage
 from paceline.core.context import TrainingContext
-from paceline.core.lazy_parameters import Uses
+from paceline.core.lazy_parameters import LazyParameters
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SameDataCheck
 from paceline.core.model_hooks import ModelHooks
@@ -159,16 +159,8 @@ class Training:
                 for module in model.modules()
             ]
         if self._hooks.has("before_use"):
-            driver.lazy = Uses(
-                model,
-                [parameter for _, parameter in context.parameters],
-                self._reducer.bucket_of,
-                lambda: context.buckets,
-                lambda bucket: self._hooks.call("before_use", bucket),
-                context.listeners,
-                gradients=context.waits_in_forward,
-            )
-            driver.lazy.begin_anew()
+            driver.lazy = LazyParameters(context, self._reducer, self._hooks)
+            driver.lazy.reset()
         return handles
 
     def _note_load(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.parameter_use import release, watch
+from paceline.torch_internals import notify_before_use, stop_notifying
 
 MOST_STEPS = 64
 """What is done in so many steps is a habit: no more are watched, and nothing is charged for it."""
@@ -64,7 +64,7 @@ class StepHabits:
         self._ended = True
         for parameter in self._parameters:
             gradient = parameter.grad
-            if gradient is not None and watch(gradient, self._is_used):
+            if gradient is not None and notify_before_use(gradient, self._is_used):
                 self._watched.append(gradient)
 
     def step_is_called(self) -> None:
@@ -90,9 +90,9 @@ class StepHabits:
 
     def _is_used(self, gradient: torch.Tensor) -> None:
         self._used = True
-        release(gradient)
+        stop_notifying(gradient)
 
     def _release(self) -> None:
         for gradient in self._watched:
-            release(gradient)
+            stop_notifying(gradient)
         self._watched.clear()
