@@ -67,7 +67,9 @@ def test_what_has_ended_well_is_let_go_of_when_another_begins(job, status):
     del model
     job.drop_unheld()
     over = status == {"finished": True}
-    assert job.trainings[0].gone == over == (there() is None) == (optimizer() is None)
+    assert (
+        job.trainings[0].released == over == (there() is None) == (optimizer() is None)
+    )
     assert [number for number, _ in job.there()] == ([1] if over else [0, 1])
     assert job.first_step == 3
     assert job.is_over(0) == bool(status)
@@ -114,7 +116,9 @@ def test_what_no_worker_uses_is_closed_and_all_else_at_the_end(job):
     for number, status in enumerate(statuses):
         begin(job, lambda number=number: done.append(number), **status)
     assert job.in_use == [True, False, False, True, True]
-    job.let_go([True, True, False, True, True])  # another worker is in the second one
+    job.close_unused(
+        [True, True, False, True, True]
+    )  # another worker is in the second one
     assert done == [2]
     assert job.in_use == [True, False, True, True]
     assert len(job.trainings) == 5

@@ -294,7 +294,7 @@ def test_a_training_applies_all_gradients_but_what_is_kept(code, workers):
             optimizer.step()
         (kept,) = [
             state.save()
-            for state in inspect(optimizer).own_states
+            for state in inspect(optimizer).worker_states
             if state.name.startswith("compression.")
         ]
         optimizer.finish()

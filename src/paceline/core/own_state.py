@@ -10,7 +10,13 @@ import torch
 
 from paceline.core.method_hooks import MethodHooks
 from paceline.errors import UsageError
-from paceline.interfaces import Compressor, Method, OwnState, State, refused
+from paceline.interfaces import (
+    Compressor,
+    Method,
+    State,
+    WorkerState,
+    redistribute_nothing,
+)
 from paceline.interfaces.buckets import match_strides
 
 
@@ -23,7 +29,7 @@ class Coding(Protocol):
     states: dict[str, State]
 
 
-def own_states(
+def worker_states(
     method: Method,
     hooks: MethodHooks,
     codes: Coding | None,
@@ -31,9 +37,9 @@ def own_states(
     rank: int,
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
     optimizer: torch.optim.Optimizer | None,
-) -> list[OwnState]:
+) -> list[WorkerState]:
     """Those of a training under *method*; *coded*: what *codes* are of, by name."""
-    states: list[OwnState] = []
+    states: list[WorkerState] = []
     if hooks.has("save_state"):
         states.append(MethodState(method.name, hooks))
     if codes is not None and codes.compressor.state != "none":
@@ -63,7 +69,7 @@ class MethodState:
     ) -> dict[str, Any]:
         """The method says it in `redistribute_state`, or it is refused."""
         if not self._hooks.has("redistribute_state"):
-            return refused(self.name, parts, workers)
+            return redistribute_nothing(self.name, parts, workers)
         saved: dict[str, Any] = self._hooks.ask("redistribute_state", parts)
         return saved
 

@@ -32,7 +32,7 @@ from paceline.core.lazy_parameters import LazyParameters
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SameDataCheck
 from paceline.core.model_hooks import ModelHooks
-from paceline.core.own_state import own_states
+from paceline.core.own_state import worker_states
 from paceline.core.participation import GroupParticipation, Participation
 from paceline.core.reducer import Reducer
 from paceline.core.run import UpdatingWorkerRun, make_run
@@ -40,7 +40,7 @@ from paceline.core.server_loads import ServerLoads
 from paceline.core.step import StepDriver
 from paceline.core.sync import SharedBuffers
 from paceline.errors import UsageError
-from paceline.interfaces import OwnState, State
+from paceline.interfaces import State, WorkerState
 from paceline.interfaces.buckets import Bucket, kind_of, wire_bytes
 from paceline.parameter_server.client.compression import Charge
 from paceline.parameter_server.client.remote_model import RemoteParameters
@@ -110,7 +110,7 @@ class Training:
             if self._loads is not None:
                 self._loads.detach()
             raise
-        self.own_states = self._own_states()
+        self.worker_states = self._worker_states()
         """What a checkpoint keeps of this worker alone."""
         self._add_listeners()
         self._model_hooks = ModelHooks(context, driver, self._remote)
@@ -119,10 +119,10 @@ class Training:
         if self.consolidates_together and self.comm.size > 1:
             driver.before_place = self._before_place
 
-    def _own_states(self) -> list[OwnState]:
+    def _worker_states(self) -> list[WorkerState]:
         context = self._context
         encoding = None if self._remote is None else self._remote.encoding
-        return own_states(
+        return worker_states(
             context.method,
             self._hooks,
             encoding or self._compression,

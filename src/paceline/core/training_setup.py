@@ -288,7 +288,7 @@ def _let_go_of_earlier(comm: TorchComm, job: Job, device: torch.device) -> None:
     if job.holding:
         in_use = torch.tensor(job.in_use, dtype=torch.uint8, device=device)
         comm.all_reduce(in_use, "max").wait()
-        job.let_go(in_use.tolist())
+        job.close_unused(in_use.tolist())
 
 
 def _servers(

@@ -1,7 +1,7 @@
 """A method: when, and with whom, workers agree; its rounds, its consistency, its own state.
 
 `paceline.methods` implements `Method`; `paceline.core` calls its worker's hooks.
-`paceline.core` has a list of `OwnState`s; `paceline.core.checkpoint` saves and restores them.
+`paceline.core` has a list of `WorkerState`s; `paceline.core.checkpoint` saves and restores them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ __all__ = [
     "GradientSeen",
     "Method",
     "MethodSummary",
-    "OwnState",
     "Rounds",
     "UpdatesOn",
     "UpdatesOnServer",
     "WorkerHooks",
-    "refused",
+    "WorkerState",
+    "redistribute_nothing",
     "weaker",
 ]
 
@@ -327,7 +327,7 @@ def weaker(first: Consistency, second: Consistency) -> Consistency:
     return max(first, second, key=CONSISTENCIES.index)
 
 
-class OwnState(Protocol):
+class WorkerState(Protocol):
     """One state that differs between workers: a method's, a compressor's residuals.
 
     What is saved is data: tensors, numpy arrays, numbers, texts, lists, tuples and dicts
@@ -363,7 +363,9 @@ class OwnState(Protocol):
         ...
 
 
-def refused(name: str, parts: Iterable[dict[str, Any]], workers: int) -> dict[str, Any]:
+def redistribute_nothing(
+    name: str, parts: Iterable[dict[str, Any]], workers: int
+) -> dict[str, Any]:
     """For states that mean nothing to another number of workers: raises `UsageError` where
     any part holds something. Returns an empty state where none does."""
     held = [bool(part) for part in parts]

@@ -1,4 +1,4 @@
-"""What one worker's script does: its options, its trainings, what is put off until its end.
+"""The trainings of one worker's script, its options, and the work put off until its end.
 
 A `Runtime` has one `Job`. It is filled by `distribute`; runtimes and checkpoints read it. What a
 training holds is closed when all workers have done with it, and at the end at the latest. A model and its
@@ -48,7 +48,7 @@ class TrainingStatus(Protocol):
 
 
 @dataclass(frozen=True)
-class Ended:
+class EndedTraining:
     """The `TrainingStatus` of a training that has ended well."""
 
     first_step: int
@@ -56,7 +56,7 @@ class Ended:
     broken_by: str = ""
 
 
-class _Kept:
+class _UncopiedOptimizer:
     """An optimizer of this model alone: its copies and pickles have None."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -66,9 +66,9 @@ class _Kept:
         return type(None), ()
 
 
-class Begun:
-    """A training: the *model* that `distribute` was given, the *optimizer* that it gave back,
-    and how far the *training* is on this worker."""
+class StartedTraining:
+    """A training that `distribute` has started: its *model*, the *optimizer* that `distribute`
+    returned, and how far the *training* is on this worker."""
 
     def __init__(
         self,
@@ -84,31 +84,31 @@ class Begun:
 
     @property
     def model(self) -> torch.nn.Module:
-        """Not to be asked for where it is `gone`."""
+        """Not to be asked for where it is `released`."""
         model = self._model()
         assert model is not None, "let go of, and dropped by the script"
         return model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Not to be asked for where it is `gone`."""
+        """Not to be asked for where it is `released`."""
         optimizer = self._optimizer()
         assert optimizer is not None, "let go of, and dropped by the script"
         return optimizer
 
     @property
-    def gone(self) -> bool:
-        """Whether it was let go of, and the script has dropped the model."""
+    def released(self) -> bool:
+        """Whether `release` was called, and the script has dropped the model."""
         return self._model() is None or self._optimizer() is None
 
-    def let_go(self) -> None:
-        """Where the training has ended well, the script alone holds the model from now on, and that its
-        optimizer: checkpoints have both or none."""
+    def release(self) -> None:
+        """Where the training has ended well, leave the model to the script alone, and the optimizer to
+        the model: checkpoints have both or none."""
         ended_well = self.training.finished and not self.training.broken_by
         if self._held is None or not ended_well:
             return
-        vars(self.model)[_OPTIMIZER] = _Kept(self.optimizer)
-        self.training, self._held = Ended(self.training.first_step), None
+        vars(self.model)[_OPTIMIZER] = _UncopiedOptimizer(self.optimizer)
+        self.training, self._held = EndedTraining(self.training.first_step), None
         self._finish = lambda: None
 
     def finish(self) -> None:
@@ -276,7 +276,7 @@ class Job:
         self.options = options
         self.keeps_ended = options.profile is not None
         """Whether trainings that have ended are looked at after the script's end."""
-        self.trainings: list[Begun] = []
+        self.trainings: list[StartedTraining] = []
         self.broke = tell
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
         self.watchers: list[Watcher] = []
@@ -294,22 +294,22 @@ class Job:
         finish: Callable[[], None] = lambda: None,
     ) -> None:
         """One more training, which *finish* ends where the script does not. Those that have ended are
-        let go of."""
+        released."""
         if not self.keeps_ended:
             for begun in self.trainings:
-                begun.let_go()
-        begun = Begun(model, optimizer, training, finish)
+                begun.release()
+        begun = StartedTraining(model, optimizer, training, finish)
         self.trainings.append(begun)
         self._put_off.append(begun.finish)
 
-    def there(self) -> Iterator[tuple[int, Begun]]:
+    def there(self) -> Iterator[tuple[int, StartedTraining]]:
         """The trainings whose model and optimizer are there, with their numbers."""
-        return (pair for pair in enumerate(self.trainings) if not pair[1].gone)
+        return (pair for pair in enumerate(self.trainings) if not pair[1].released)
 
     def drop_unheld(self) -> None:
-        """Those that the script no longer reaches are `Begun.gone` from here on, on all workers that have
+        """Those that the script no longer reaches are `StartedTraining.released` from here on, on all workers that have
         run the same: not only when their memory is next collected."""
-        if any(isinstance(begun.training, Ended) for begun in self.trainings):
+        if any(isinstance(begun.training, EndedTraining) for begun in self.trainings):
             gc.collect()
 
     def hold(self, training: TrainingStatus, close: Callable[[], None]) -> None:
@@ -331,7 +331,7 @@ class Job:
         )
 
     @property
-    def unfinished(self) -> list[Begun]:
+    def unfinished(self) -> list[StartedTraining]:
         """The trainings that have steps to do, or are broken."""
         return [begun for begun in self.trainings if not begun.training.finished]
 
@@ -362,7 +362,7 @@ class Job:
             for training, _ in self.holding
         ]
 
-    def let_go(self, in_use: Sequence[bool]) -> None:
+    def close_unused(self, in_use: Sequence[bool]) -> None:
         """Close those in `holding` that are not *in_use* on any worker."""
         held = list(zip(self.holding, in_use, strict=True))
         self.holding = [one for one, needed in held if needed]

@@ -262,14 +262,14 @@ def _begin_again(
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     before = training_of(optimizer)
     progress = before.progress
-    own = {owner.name: copy.deepcopy(owner.save()) for owner in before.own_states}
+    own = {owner.name: copy.deepcopy(owner.save()) for owner in before.worker_states}
     optimizer.finish()
     model, optimizer = begin(case, rule, make)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     training = training_of(optimizer)
     training.progress = progress
-    for owner in training.own_states:
+    for owner in training.worker_states:
         owner.load(own[owner.name])
     return model, optimizer
 

@@ -21,7 +21,7 @@ from paceline.core.distribute import distribute
 from paceline.core.optimizer import DistributedOptimizer, present_of
 from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
-from paceline.interfaces import Comm, Endpoint, OwnState, Run
+from paceline.interfaces import Comm, Endpoint, Run, WorkerState
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.records import Journal
 from paceline.runtimes.join import join_runtime
@@ -210,7 +210,7 @@ class Inspection:
         run: What the method sees of this worker.
         comm: What this worker communicates through.
         journal: The records of its steps.
-        own_states: What a checkpoint keeps of this worker alone.
+        worker_states: What a checkpoint keeps of this worker alone.
         planner: Who plans the buckets.
         remote: The parameters on their servers, where these update; else None.
         endpoints: This worker's connections to servers.
@@ -226,7 +226,7 @@ class Inspection:
     run: Run
     comm: Comm
     journal: Journal
-    own_states: list[OwnState]
+    worker_states: list[WorkerState]
     planner: Planner
     remote: RemoteParameters | None
     endpoints: tuple[Endpoint, ...]
@@ -254,7 +254,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         run=training.run,
         comm=training.comm,
         journal=join_runtime().journal,
-        own_states=training.own_states,
+        worker_states=training.worker_states,
         planner=training.planner,
         remote=training.remote if training.updates_on_server else None,
         endpoints=tuple(present.endpoints),

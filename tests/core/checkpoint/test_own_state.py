@@ -10,7 +10,7 @@ import paceline
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint import folder as folders
 from paceline.errors import UsageError
-from paceline.interfaces import refused
+from paceline.interfaces import redistribute_nothing
 from paceline.testing import inspect
 from tests.core.checkpoint.test_save_load import begin, on
 
@@ -43,13 +43,13 @@ class Only(ErrorFeedback):
     name = "method.toy"
 
     def redistribute(self, parts, workers):
-        return refused(self.name, parts, workers)
+        return redistribute_nothing(self.name, parts, workers)
 
 
 def save(workers, folder, make, steps=0, place=lambda folder, rank: folder):
     def body(rank):
         model, optimizer = begin()
-        inspect(optimizer).own_states[:] = make(rank)
+        inspect(optimizer).worker_states[:] = make(rank)
         for _ in range(steps):
             optimizer.zero_grad()
             model(torch.full((2, 3), 1.0 + rank)).sum().backward()
@@ -65,7 +65,7 @@ def load(workers, folder, make, place=lambda folder, rank: folder):
     def body(rank):
         model, optimizer = begin()
         owners = make(rank)
-        inspect(optimizer).own_states[:] = owners
+        inspect(optimizer).worker_states[:] = owners
         before = model.weight.tolist()
         try:
             paceline.load(place(folder, rank))
@@ -207,7 +207,7 @@ def test_what_nobody_takes_and_what_begins_anew_is_said_once(tmp_path, capfd):
 def test_after_finish_nothing_is_left_of_it(tmp_path):
     def body(rank):
         _, optimizer = begin()
-        inspect(optimizer).own_states[:] = [Only(1.0)]
+        inspect(optimizer).worker_states[:] = [Only(1.0)]
         optimizer.finish()
         paceline.save(tmp_path / "x")
 

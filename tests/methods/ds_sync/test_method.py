@@ -147,7 +147,7 @@ def test_restarts_in_the_middle_of_a_period_are_the_kits_for_own_states():
     def body(rank):
         model, optimizer = begin("ds-sync:shuffle=digits,overlap=step,swa_from=0")
         step(model, optimizer, 0)
-        names = {own.name: own.save() for own in inspect(optimizer).own_states}
+        names = {own.name: own.save() for own in inspect(optimizer).worker_states}
         optimizer.finish()
         return names["method.ds-sync"]
 

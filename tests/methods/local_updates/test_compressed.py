@@ -161,7 +161,7 @@ def kept_back(optimizer: Any) -> torch.Tensor:
     """A worker's residuals, in the order of parameters."""
     (states,) = (
         state.save()
-        for state in inspect(optimizer).own_states
+        for state in inspect(optimizer).worker_states
         if state.name.startswith("compression.")
     )
     rows = [states[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]

@@ -52,7 +52,7 @@ def test_what_was_applied_and_what_is_left_are_all_gradients(monkeypatch, mask):
         optimizer.finish()
         (own,) = [
             one
-            for one in inspect(optimizer).own_states
+            for one in inspect(optimizer).worker_states
             if one.name.startswith("compression.")
         ]
         kept[rank] = own.save()

@@ -77,7 +77,7 @@ def gradients_of(rank, step, dtype=torch.float64):
 
 def residuals_of(optimizer):
     """By the name of a tensor, or of a part of one."""
-    (own,) = inspect(optimizer).own_states
+    (own,) = inspect(optimizer).worker_states
     return {name: state["residual"] for name, state in own.save().items()}
 
 
@@ -464,11 +464,11 @@ def test_residuals_of_other_parts_are_refused_in_words():
     kept = {}
 
     def save(rank, step, model, optimizer):
-        (own,) = inspect(optimizer).own_states
+        (own,) = inspect(optimizer).worker_states
         kept[rank] = dict(own.save())
 
     def load(rank, step, model, optimizer):
-        (own,) = inspect(optimizer).own_states
+        (own,) = inspect(optimizer).worker_states
         with pytest.raises(UsageError, match=r"of 'p\d\[.*with as many servers"):
             own.load(kept[rank])
         with pytest.raises(UsageError, match="which is no parameter"):

@@ -307,7 +307,7 @@ def applied(specs, steps):
 def residuals(wrapped):
     """What this worker's codes have not sent."""
     found = torch.zeros(64)
-    for state in inspect(wrapped).own_states:
+    for state in inspect(wrapped).worker_states:
         if state.name.startswith("compression."):
             saved = state.save()
             found += torch.cat([saved[n]["residual"] for n in ("weight", "more")])

@@ -288,7 +288,7 @@ def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
         f"{kind}{number}"
         for number, begun in enumerate(runtime.job.trainings)
         for kind in ("model", "optimizer", "sampler")
-        if begun.gone
+        if begun.released
     }
     if set(saved.shared) - gone != wanted:
         raise UsageError(

@@ -14,7 +14,7 @@ from paceline.interfaces import Runtime
 def specs_of(runtime: Runtime) -> list[str]:
     """By which spec each training goes now, of those that change their method; nothing of others."""
     changing = (
-        None if begun.gone else present_of(begun.optimizer).changes
+        None if begun.released else present_of(begun.optimizer).changes
         for begun in runtime.job.trainings
     )
     return ["" if one is None else one.spec for one in changing]
@@ -28,7 +28,7 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
     back: list[tuple[Changes, str]] = []
     try:
         for begun, spec in zip(runtime.job.trainings, specs, strict=False):
-            if begun.gone:
+            if begun.released:
                 continue
             present = present_of(begun.optimizer)
             changes = present.changes

@@ -1,10 +1,10 @@
 """Each worker's own part of a checkpoint: its random states, buffers and metrics, and its
-`OwnState`s.
+`WorkerState`s.
 
 A part holds ``worker``, with the random states, the buffers and the last metrics, and one entry
 for each own state of a training that goes on. Who finds its own part goes on from that, bit for bit.
 Where the workers are others than those that saved, each state's owner says what comes of
-it (`OwnState.redistribute`), and random states and buffers stay as they are.
+it (`WorkerState.redistribute`), and random states and buffers stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.core.checkpoint.structure import as_data
 from paceline.core.optimizer import training_of
 from paceline.core.random_state import random_states, set_random_states
 from paceline.errors import UsageError
-from paceline.interfaces import OwnState, Runtime
+from paceline.interfaces import Runtime, WorkerState
 
 VERSION = 3
 """Of the format that `save` writes and `load` reads."""
@@ -51,7 +51,7 @@ class Saved(msgspec.Struct, frozen=True):
     def now(cls, runtime: Runtime, shared: list[str], parts: list[int]) -> Saved:
         """What is saved now."""
         progress = [
-            {} if begun.gone else training_of(begun.optimizer).progress
+            {} if begun.released else training_of(begun.optimizer).progress
             for begun in runtime.job.trainings
         ]
         states = sorted(_owners(runtime))
@@ -100,7 +100,7 @@ class OwnPart:
         """Everybody goes on from it."""
         trainings = self._runtime.job.trainings
         for begun, progress in zip(trainings, self._saved.progress, strict=True):
-            if not begun.gone:
+            if not begun.released:
                 training_of(begun.optimizer).progress = progress
         if self._worker is not None:
             give_back_worker(self._runtime, self._worker)
@@ -119,7 +119,7 @@ class OwnPart:
             return None
         return _read(place, _WORKER)
 
-    def _state(self, name: str, owner: OwnState) -> dict[str, Any]:
+    def _state(self, name: str, owner: WorkerState) -> dict[str, Any]:
         if self._saved.is_of(self._runtime.size):
             return _read(self._place(self._runtime.rank), name)
         return owner.redistribute(self._parts(name), self._runtime.size)
@@ -158,20 +158,20 @@ def give_back_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
                 buffer.copy_(buffers[name])
 
 
-def _owners(runtime: Runtime) -> dict[str, OwnState]:
+def _owners(runtime: Runtime) -> dict[str, WorkerState]:
     """Of all trainings that go on, by the name that their states have in a checkpoint."""
     return {
         f"training{number}.{owner.name}": owner
         for number, begun in enumerate(runtime.job.trainings)
         if not begun.training.finished
-        for owner in training_of(begun.optimizer).own_states
+        for owner in training_of(begun.optimizer).worker_states
     }
 
 
 def _buffers(runtime: Runtime) -> list[dict[str, torch.Tensor]]:
     """Each model's buffers here: ranks differ in them between steps."""
     return [
-        {} if begun.gone else dict(begun.model.named_buffers())
+        {} if begun.released else dict(begun.model.named_buffers())
         for begun in runtime.job.trainings
     ]
 

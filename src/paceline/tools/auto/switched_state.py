@@ -95,13 +95,13 @@ class KeptCodes:
 
     def take(self, spec: str, training: Training) -> None:
         """A training by *spec* is about to end."""
-        for state in training.own_states:
+        for state in training.worker_states:
             if state.name.startswith("compression."):
                 self._states[f"{spec} {state.name}"] = dict(state.save())
 
     def give_back(self, spec: str, training: Training) -> None:
         """One by *spec* has begun."""
-        for state in training.own_states:
+        for state in training.worker_states:
             saved = self._states.pop(f"{spec} {state.name}", None)
             if saved is not None:
                 state.load(saved)
