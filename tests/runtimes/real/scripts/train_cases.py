@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import paceline
 
@@ -76,6 +77,43 @@ class Experts(nn.Module):
         return self.head(expert(self.inputs(x).tanh()).tanh())
 
 
+class Tied(nn.Module):
+    """The same matrix at the entry and at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(12, 5, bias=False)
+        self.outputs = nn.Linear(5, 12, bias=False)
+        self.outputs.weight = nn.Parameter(self.inputs.weight.detach().t().clone())
+        self.again = nn.Linear(12, 5, bias=False)
+        self.again.weight = self.inputs.weight
+
+    def forward(self, x):
+        return self.again(self.outputs(self.inputs(x).tanh()))
+
+
+class Checkpointed(nn.Module):
+    """Its middle is computed once more in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inputs = nn.Linear(12, 32)
+        self.middle = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x):
+        inside = self.inputs(x).tanh()
+        return self.head(checkpoint(self.middle, inside, use_reentrant=False))
+
+
+def compiled_blocks():
+    """Blocks that torch.compile has traced; no code is generated."""
+    model = perceptron()
+    for block in model:
+        block.compile(backend="aot_eager")
+    return model
+
+
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
@@ -117,6 +155,9 @@ CASES = {
     "adamw-foreach-strides": (ChannelsLast, foreach_adamw, "wfbp", 3),
     "sgd-unused": (Experts, sgd, "wfbp", 1),
     "sgd-unused-accumulated": (Experts, sgd, "wfbp", 3),
+    "sgd-tied": (Tied, sgd, "wfbp", 1),
+    "sgd-checkpointed": (Checkpointed, sgd, "wfbp", 1),
+    "adamw-compiled-blocks": (compiled_blocks, adamw, "wfbp", 1),
     "everything": (Convolutional, grouped, "wfbp", 3),
 }
 
