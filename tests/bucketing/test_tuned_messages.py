@@ -347,7 +347,7 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
             model(torch.ones(4)).backward()
             optimizer.step()
             watched.groups.append(groups_of(optimizer))  # looks at no parameter
-        sending = inspect(optimizer).run.sending
+        sending = inspect(optimizer).run.messages
         return (
             ended(watched, optimizer),
             sending,

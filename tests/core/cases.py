@@ -601,7 +601,7 @@ def a_model_compiled_whole_warns():
             compiled.require_backward_grad_sync = last
             compiled(inputs(paceline.rank())).square().mean().backward()
             optimizer.zero_grad(set_to_none=not last)
-            assert inspect(optimizer).step_is_due == last
+            assert inspect(optimizer).step_pending == last
         compiled(inputs(paceline.rank())).square().mean().backward()
         assert_gradients(model, expected)
         optimizer.finish()

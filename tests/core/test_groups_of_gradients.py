@@ -100,7 +100,7 @@ class Compressed(EveryFourth):
 
 class CompressedWorker(EveryFourthWorker):
     def after_update(self):
-        if self.run.meets:
+        if self.run.is_round:
             for number, parameter in enumerate(self.run.parameters):
                 self.run.average(parameter, name=f"p{number}").wait()
 

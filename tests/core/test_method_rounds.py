@@ -173,11 +173,11 @@ class MeanOfEverySecondWorker:
 
     def bucket_ready(self, bucket):
         run = self.run
-        self.method.meets.append((run.comm.rank, run.step, run.meets))
+        self.method.meets.append((run.comm.rank, run.step, run.is_round))
 
     def after_update(self):
         run = self.run
-        if not run.meets:
+        if not run.is_round:
             return
         for bucket in run.buckets:
             bucket.buffer.mul_(run.weight)
@@ -219,7 +219,7 @@ class MeansTooEarly(MeanOfEverySecond):
 
 class MeansTooEarlyWorker(MeanOfEverySecondWorker):
     def backward_ended(self):
-        if self.run.meets:
+        if self.run.is_round:
             self.run.mean(self.run.buckets[0])
 
 

@@ -53,7 +53,7 @@ class LaterWorker:
     def after_update(self):
         run = self.run
         self._land()
-        if run.meets:
+        if run.is_round:
             for parameter in run.parameters:
                 before = parameter.detach().clone()
                 mean = before.clone()

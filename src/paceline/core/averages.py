@@ -168,7 +168,7 @@ class Averages:
             raise UsageError(
                 f"a mean among all workers before the update, with rounds of every="
                 f"{self._context.rounds.every} steps: their round is held in after_update. Ask "
-                "there, where run.meets"
+                "there, where run.is_round"
             )
 
     def _send(

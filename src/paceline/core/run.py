@@ -12,7 +12,10 @@ from paceline.core.step import StepDriver
 from paceline.errors import UsageError
 from paceline.interfaces import Bucket, Message
 from paceline.parameter_server.client.remote_model import RemoteParameters
-from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
+from paceline.parameter_server.optim.partitioned import (
+    PartitionedOptimizer,
+    split_pieces,
+)
 
 
 class WorkerRun:
@@ -31,7 +34,7 @@ class WorkerRun:
         self.own_buffers = list(context.model.buffers()) if own else []
         self.mean, self.average = averages.mean, averages.average
         self.scatter_mean = averages.scatter_mean
-        self.say, self.broadcast_model = context.report, driver.broadcast_model
+        self.report, self.broadcast_model = context.report, driver.broadcast_model
         self.set_period = context.runtime.journal.set_period
 
     @property
@@ -39,15 +42,15 @@ class WorkerRun:
         return self._context.step
 
     @property
-    def meets(self) -> bool:
-        return self._context.rounds.meets(self._context.step)
+    def is_round(self) -> bool:
+        return self._context.rounds.is_round(self._context.step)
 
     @property
     def buckets(self) -> Sequence[Bucket]:
         return self._context.buckets
 
     @property
-    def sending(self) -> Sequence[Message] | None:
+    def messages(self) -> Sequence[Message] | None:
         return self._driver.messages(whole_buckets=self._averages.compresses)
 
     @property
@@ -63,7 +66,7 @@ class WorkerRun:
         return self._context.workers.participants
 
     @property
-    def step_is_due(self) -> bool:
+    def step_pending(self) -> bool:
         return self._context.workers.step_pending
 
     @property
@@ -98,14 +101,14 @@ class UpdatingWorkerRun(WorkerRun):
             raise UsageError(
                 f"method {context.method.name!r} updates, and there is no optimizer"
             )
-        self.updater: TorchUpdater | None = None
+        self.updater: PartitionedOptimizer | None = None
 
     def clip(self, gradients: Sequence[torch.Tensor]) -> None:
         self._driver.clip_mean(gradients)
 
-    def partition_optimizer(self, most_bytes: int) -> TorchUpdater:
+    def partition_optimizer(self, most_bytes: int) -> PartitionedOptimizer:
         pieces = split_pieces(self.optimizer, most_bytes)
-        self.updater = TorchUpdater(self.optimizer, pieces)
+        self.updater = PartitionedOptimizer(self.optimizer, pieces)
         return self.updater
 
 

@@ -178,7 +178,7 @@ class StepDriver:
             clip(gradients, self._context.settings.clip_norm)
 
     def messages(self, whole_buckets: bool) -> Sequence[Message] | None:
-        """In which messages the gradients of this step travel past backward: `Run.sending`."""
+        """In which messages the gradients of this step travel past backward: `Run.messages`."""
         sending = self.planner.sending
         if sending is not None and whole_buckets:
             return [Message(n) for n in dict.fromkeys(m.bucket for m in sending)]
@@ -241,7 +241,7 @@ class StepDriver:
         context, rounds = self._context, self._rounds
         self._announce_place(in_step=False)
         self._participation.is_later = False
-        if rounds.models_may_differ and rounds.meets(context.step):
+        if rounds.models_may_differ and rounds.is_round(context.step):
             self._hold_round()
         else:
             self.hooks.call("after_update")

@@ -186,7 +186,7 @@ class Training:
         return self._context.evaluating
 
     @property
-    def step_is_due(self) -> bool:
+    def step_pending(self) -> bool:
         """Whether gradients were delivered, and ``step()`` has not followed."""
         return self._workers.step_pending
 

@@ -3,7 +3,7 @@
 Import names from here: ``from paceline.interfaces import Run``. Each module's ``__all__`` lists them.
 
 - `method`: `Method`, its `Rounds`, its `Consistency`, and the `WorkerState` that a checkpoint keeps per worker.
-- `run`: one worker's training as its method sees it: `Run`, `UpdatingRun`, `ServerRun`, `Remote`, `Updater`.
+- `run`: one worker's training as its method sees it: `Run`, `UpdatingRun`, `ServerRun`, `Remote`, `PartialOptimizer`.
 - `buckets`: `Bucket`, the piece in which a gradient travels; what tensors are on the network.
 - `communication`: `Comm`, `Collective`, `Schedule`, and an `Endpoint` of a server.
 - `compression`: `Compressor`.

@@ -157,7 +157,7 @@ class Method(Protocol):
     method needs. All that changes is there; the method itself never does.
 
     A method may declare ``waits_in_forward = True``: then its worker need not wait in
-    `backward_ended` for means that `Run.sending` plans beyond it, but in ``before_use``.
+    `backward_ended` for means that `Run.messages` plans beyond it, but in ``before_use``.
     With ``sends_halves = True`` it forms means in two halves (`Run.scatter_mean`), and what
     cannot be halved is refused beforehand. Where servers update, ``pushes_codes =
     True`` says that it pushes whole buckets and waits for them by `Remote.wait`, so that they may
@@ -278,7 +278,7 @@ class Rounds:
         if not together or self.groups or self.agree_every is not None:
             object.__setattr__(self, "after_update", True)
 
-    def meets(self, step: int) -> bool:
+    def is_round(self, step: int) -> bool:
         """Whether step number *step*, from 0, is one of a round."""
         return self.every == 0 or self.next_round(step) == step
 

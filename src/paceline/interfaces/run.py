@@ -1,7 +1,7 @@
 """What a method sees of one worker's training, and nothing else.
 
 `paceline.core` implements `Run`, `UpdatingRun` and `ServerRun`. `paceline.parameter_server`
-implements `Remote` (`client.remote_model`) and `Updater` (`optim.partitioned`, over a torch
+implements `Remote` (`client.remote_model`) and `PartialOptimizer` (`optim.partitioned`, over a torch
 optimizer). `paceline.bucketing.tuner` plans `Message`s.
 
 A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, which can be
@@ -28,13 +28,13 @@ __all__ = [
     "Arrived",
     "Half",
     "Message",
+    "PartialOptimizer",
     "Piece",
     "Remote",
     "Run",
     "ServerRun",
     "Told",
     "UnitPlace",
-    "Updater",
     "UpdatingRun",
 ]
 
@@ -95,7 +95,7 @@ class Run(Protocol):
         ...
 
     @property
-    def sending(self) -> Sequence[Message] | None:
+    def messages(self) -> Sequence[Message] | None:
         """The messages in which the gradients of this step travel, in the order of issue.
 
         None where gradients are waited for when backward ends. Equal on all ranks. Only for
@@ -119,7 +119,7 @@ class Run(Protocol):
         ...
 
     @property
-    def step_is_due(self) -> bool:
+    def step_pending(self) -> bool:
         """Whether gradients were delivered and ``step()`` has not followed.
 
         In `finish`: the script left its loop between the two.
@@ -135,7 +135,7 @@ class Run(Protocol):
         ...
 
     @property
-    def meets(self) -> bool:
+    def is_round(self) -> bool:
         """Whether workers exchange something in this step, as the method's `Rounds` say."""
         ...
 
@@ -149,7 +149,7 @@ class Run(Protocol):
         """The loss that the script last gave to `paceline.log`, if it did."""
         ...
 
-    def say(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         """Report something to the user, once for all workers.
 
         It is printed now, and stands beside the run's figures.
@@ -281,7 +281,7 @@ class Run(Protocol):
 class UpdatingRun(Run, Protocol):
     """The run of a method with ``updates_on="method"``: the method applies the optimizer."""
 
-    def partition_optimizer(self, most_bytes: int) -> Updater:
+    def partition_optimizer(self, most_bytes: int) -> PartialOptimizer:
         """Cut the optimizer into pieces; at most once in a training.
 
         Args:
@@ -343,7 +343,7 @@ class Piece:
     stop: int
 
 
-class Updater(Protocol):
+class PartialOptimizer(Protocol):
     """The optimizer, applied piece by piece: on a worker, or on a server.
 
     Law: applying a step's pieces in several calls, in any order, or later with the gradients and
@@ -569,7 +569,7 @@ class Remote(Protocol):
 
     # ---- the optimizer ----
 
-    def own_updater(self) -> Updater:
+    def own_optimizer(self) -> PartialOptimizer:
         """Return the optimizer on this worker: its pieces are the units, and its state is its own.
 
         Its updates stay on this worker.

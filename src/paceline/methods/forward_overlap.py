@@ -141,8 +141,8 @@ class OverlapWorker:
     def _messages(self) -> Iterable[Message]:
         """Those of a step, in the order in which they are sent: the plan; or else one for each
         bucket, in the order in which they become ready."""
-        if self.run.sending is not None:
-            return self.run.sending
+        if self.run.messages is not None:
+            return self.run.messages
         return [Message(bucket.index) for bucket in self.run.buckets]
 
     def _send(self, bucket: Bucket, message: Message) -> Pending | None:
@@ -152,7 +152,7 @@ class OverlapWorker:
         return self.run.mean(part(bucket, message), of=bucket)
 
     def backward_ended(self) -> None:
-        if self.run.sending is None or not self.run.active:
+        if self.run.messages is None or not self.run.active:
             self._wait_all()
 
     def after_update(self) -> None:
@@ -164,7 +164,7 @@ class OverlapWorker:
         how = self._updater.hyperparameters()
         for due in self._due.values():
             due.how = how
-        if self.run.sending is None:
+        if self.run.messages is None:
             self._clip()
             self._settle()
 
@@ -261,7 +261,7 @@ class HalvesWorker(OverlapWorker):
     def _messages(self) -> Iterable[Message]:
         """The plan; a plan of whole messages as the paper has it, the last bucket gathered first.
         Where all is waited for when backward ends, second halves follow at once."""
-        plan = self.run.sending
+        plan = self.run.messages
         if plan is None:
             for bucket in self.run.buckets:
                 yield Message(bucket.index, half="scatter")

@@ -215,7 +215,7 @@ class Inspection:
         remote: The parameters on their servers, where these update; else None.
         endpoints: This worker's connections to servers.
         changes: Who changes the method under ``"auto"``; else None.
-        step_is_due: Whether gradients were delivered, and ``step()`` has not followed.
+        step_pending: Whether gradients were delivered, and ``step()`` has not followed.
         scales: Whether a GradScaler steps the optimizer, as far as that is known.
         meet: What `paceline.save` calls, so that all workers are at one place.
         load_is_complete: What `paceline.load` calls, when all is loaded.
@@ -231,7 +231,7 @@ class Inspection:
     remote: RemoteParameters | None
     endpoints: tuple[Endpoint, ...]
     changes: Changes | None
-    step_is_due: bool
+    step_pending: bool
     scales: bool
     meet: Callable[[], bool]
     load_is_complete: Callable[[], bool]
@@ -259,7 +259,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         remote=training.remote if training.updates_on_server else None,
         endpoints=tuple(present.endpoints),
         changes=present.changes,
-        step_is_due=training.step_is_due,
+        step_pending=training.step_pending,
         scales=present.scales,
         meet=training.meet,
         load_is_complete=training.load_is_complete,

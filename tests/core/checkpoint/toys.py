@@ -108,7 +108,7 @@ class AveragesWorker:
         self.run = run
 
     def after_update(self):
-        if self.run.meets:
+        if self.run.is_round:
             self._average()
 
     def _average(self):
@@ -166,7 +166,7 @@ class CountsRoundsWorker(AveragesWorker):
     rounds = 0
 
     def after_update(self):
-        if self.run.meets:
+        if self.run.is_round:
             self.rounds += 1
             if self.rounds % 2:
                 self._average()

@@ -18,7 +18,7 @@ BUCKETS = [SimpleNamespace(index=number) for number in range(3)]
 def sent(plan):
     """Bucket, and half, of each message."""
     run = SimpleNamespace(
-        sending=plan, buckets=BUCKETS, partition_optimizer=lambda most_bytes: None
+        messages=plan, buckets=BUCKETS, partition_optimizer=lambda most_bytes: None
     )
     messages = HalvesWorker(run)._messages()
     return [(message.bucket, message.half[0]) for message in messages]

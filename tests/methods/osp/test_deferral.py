@@ -28,7 +28,10 @@ from paceline.methods.osp.deferral_policy import Decision
 from paceline.methods.osp.measurement import Growth
 from paceline.methods.osp.options import EPOCHS, Importance, OSPOptions
 from paceline.methods.osp.piece_layout import Layout
-from paceline.parameter_server.optim.partitioned import TorchUpdater, split_pieces
+from paceline.parameter_server.optim.partitioned import (
+    PartitionedOptimizer,
+    split_pieces,
+)
 
 # ---- what to defer ----
 
@@ -307,7 +310,7 @@ def layouts(draw):
     optimizer = torch.optim.SGD(known[::-1], lr=0.1)
     pieces = split_pieces(optimizer, draw(st.integers(8, 200)))
     deferred = [n for n in range(len(pieces)) if draw(st.booleans())]
-    return parameters, groups, TorchUpdater(optimizer, pieces), pieces, deferred
+    return parameters, groups, PartitionedOptimizer(optimizer, pieces), pieces, deferred
 
 
 @given(layouts())
@@ -376,7 +379,7 @@ def test_parts_are_the_bytes_of_each_bucket(case):
 def test_a_layout_follows_new_buckets():
     parameters = [(f"p{i}", torch.nn.Parameter(torch.zeros(3))) for i in range(3)]
     optimizer = torch.optim.SGD([p for _, p in parameters], lr=0.1)
-    updater = TorchUpdater(optimizer, split_pieces(optimizer, 100))
+    updater = PartitionedOptimizer(optimizer, split_pieces(optimizer, 100))
     buckets = make_buckets(parameters, [[0], [1, 2]])
     layout = Layout(buckets, updater)
     layout.defer([1])

@@ -16,7 +16,7 @@ CONSTANT = OSPOptions(budget="constant")
 
 
 def watched(options: OSPOptions) -> StepWatch:
-    run: Any = SimpleNamespace(stopwatch=None, say=print)
+    run: Any = SimpleNamespace(stopwatch=None, report=print)
     return StepWatch(options, run)
 
 

@@ -340,7 +340,7 @@ class Counting:
 
 def test_a_step_takes_as_long_as_half_of_them_do() -> None:
     clock = Counting()
-    run: Any = SimpleNamespace(stopwatch=clock, say=print)
+    run: Any = SimpleNamespace(stopwatch=clock, report=print)
     watch = StepWatch(OSP(), run)
 
     def whole() -> float:

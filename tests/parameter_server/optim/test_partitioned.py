@@ -9,8 +9,8 @@ from torch import optim
 
 from paceline.errors import UsageError
 from paceline.parameter_server.optim.partitioned import (
+    PartitionedOptimizer,
     Piece,
-    TorchUpdater,
     check_applicable,
     check_splittable,
     split_pieces,
@@ -190,7 +190,7 @@ def apply_step(updater, pieces, gradients, **options):
 def test_split_application_is_one_step(name, extra):
     plain, split = Trainee(name, extra), Trainee(name, extra)
     pieces = odd_pieces(split)
-    updater = TorchUpdater(split.optimizer, pieces)
+    updater = PartitionedOptimizer(split.optimizer, pieces)
     rng = random.Random(1)
     for step in range(STEPS):
         gradients = gradients_of(step)
@@ -207,7 +207,7 @@ def test_split_application_is_one_step(name, extra):
 def test_deferred_application_is_one_step(name, extra):
     plain, split = Trainee(name, extra), Trainee(name, extra)
     pieces = odd_pieces(split)
-    updater = TorchUpdater(split.optimizer, pieces)
+    updater = PartitionedOptimizer(split.optimizer, pieces)
     kept = []
     for step in range(STEPS):
         gradients = gradients_of(step)
@@ -225,7 +225,7 @@ def test_deferred_application_is_one_step(name, extra):
 def test_a_tentative_step_changes_nothing_and_foretells_the_real_one(name, extra):
     trainee = Trainee(name, extra)
     pieces = odd_pieces(trainee)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     for step in range(3):
         gradients = gradients_of(step)
         some = pieces[1::2]
@@ -250,7 +250,7 @@ def test_whole_tensor_optimizers_go_tensor_by_tensor(name):
     plain, whole = Trainee(name, {}, shapes), Trainee(name, {}, shapes)
     pieces = split_pieces(whole.optimizer, 16)
     assert pieces == whole_pieces(whole.optimizer)
-    updater = TorchUpdater(whole.optimizer, pieces)
+    updater = PartitionedOptimizer(whole.optimizer, pieces)
     for step in range(STEPS):
         gradients = gradients_of(step, shapes)
         plain.step(gradients)
@@ -267,7 +267,7 @@ def test_where_threads_meet_inside_a_tensor_bits_are_the_same(name, extra):
     shapes = [(100_003,), (3,), (2,), (70_001,)]
     plain, split = Trainee(name, extra, shapes), Trainee(name, extra, shapes)
     pieces = odd_pieces(split)
-    updater = TorchUpdater(split.optimizer, pieces)
+    updater = PartitionedOptimizer(split.optimizer, pieces)
     for step in range(3):
         gradients = gradients_of(step, shapes)
         plain.step(gradients)
@@ -286,7 +286,7 @@ def test_where_threads_meet_inside_a_tensor_bits_are_the_same(name, extra):
 def test_checkpoints_go_to_plain_torch_and_back(name, extra):
     plain, split, last = (Trainee(name, extra) for _ in range(3))
     pieces = odd_pieces(split)
-    updater = TorchUpdater(split.optimizer, pieces)
+    updater = PartitionedOptimizer(split.optimizer, pieces)
     apply_step(updater, pieces[:3], gradients_of(99))  # what loading must replace
 
     for step in range(3):
@@ -314,7 +314,7 @@ def test_loading_a_fresh_optimizer_forgets_the_state():
     trainee = Trainee("adam", {})
     fresh = trainee.saved()
     pieces = odd_pieces(trainee)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     apply_step(updater, pieces, gradients_of(0))
     assert trainee.optimizer.state_dict()["state"].keys() == set(range(len(SHAPES)))
     trainee.restore(fresh)
@@ -330,7 +330,7 @@ def test_an_updater_takes_the_state_over_and_gives_it_back(name):
     split.step(gradients_of(0))
     for seed in (0, 1):  # two updaters in turn, with other pieces
         pieces = odd_pieces(split, seed)
-        updater = TorchUpdater(split.optimizer, pieces)
+        updater = PartitionedOptimizer(split.optimizer, pieces)
         assert not split.optimizer.state
         for step in (1 + 2 * seed, 2 + 2 * seed):
             apply_step(updater, pieces, gradients_of(step))
@@ -343,7 +343,7 @@ def test_an_updater_takes_the_state_over_and_gives_it_back(name):
 def test_a_state_dict_in_the_middle_of_a_step_is_refused():
     trainee = Trainee("adam", {})
     pieces = odd_pieces(trainee)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     apply_step(updater, pieces[:1], gradients_of(0))
     with pytest.raises(UsageError, match=r"parameter 0 .* some had their step"):
         trainee.optimizer.state_dict()
@@ -357,7 +357,7 @@ def test_a_state_dict_in_the_middle_of_a_step_is_refused():
 def test_the_state_of_another_model_is_refused():
     trainee, other = Trainee("adam", {}), Trainee("adam", {}, [(2,)] * len(SHAPES))
     other.step(gradients_of(0, [(2,)] * len(SHAPES)))
-    TorchUpdater(trainee.optimizer, odd_pieces(trainee))
+    PartitionedOptimizer(trainee.optimizer, odd_pieces(trainee))
     with pytest.raises(UsageError, match=r"'exp_avg' to have its shape \(37, 53\)"):
         trainee.optimizer.load_state_dict(other.optimizer.state_dict())
 
@@ -365,7 +365,7 @@ def test_the_state_of_another_model_is_refused():
 def test_loading_fused_onto_pieces_that_it_cannot_have_is_refused():
     trainee, other = Trainee("adam", {}), Trainee("adam", {"fused": True})
     other.step(gradients_of(0))
-    TorchUpdater(trainee.optimizer, odd_pieces(trainee))
+    PartitionedOptimizer(trainee.optimizer, odd_pieces(trainee))
     with pytest.raises(UsageError, match=r"fused=True on a CPU .* multiples of 16"):
         trainee.optimizer.load_state_dict(other.optimizer.state_dict())
 
@@ -377,7 +377,7 @@ def test_frozen_parameters_keep_what_state_they_have():
     before = copy.deepcopy(trainee.optimizer.state_dict()["state"][0])
     pieces = split_pieces(trainee.optimizer, 400)
     assert {piece.parameter for piece in pieces} == {1, 2, 3, 4, 5}
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     apply_step(updater, pieces, gradients_of(1))
     saved = trainee.optimizer.state_dict()["state"]
     same_bits(saved[0], before)
@@ -390,7 +390,7 @@ def test_frozen_parameters_keep_what_state_they_have():
 def test_state_is_live_and_writable():
     trainee = Trainee("sgd-momentum", {})
     pieces = odd_pieces(trainee)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     apply_step(updater, pieces, gradients_of(0))
     for state in updater.state(pieces):
         state["momentum_buffer"].zero_()
@@ -405,7 +405,7 @@ def test_state_is_live_and_writable():
 def test_state_written_before_the_first_step_is_used():
     trainee = Trainee("sgd-momentum", {})
     (first, *_) = pieces = whole_pieces(trainee.optimizer)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     updater.state([first])[0]["momentum_buffer"] = torch.ones(SHAPES[0])
     (values,) = apply_step(updater, [first], gradients_of(0), commit=False)
     group = trainee.optimizer.param_groups[0]
@@ -418,7 +418,7 @@ def test_a_snapshot_is_of_its_moment():
     lr = torch.tensor(0.1)
     parameter = torch.nn.Parameter(torch.ones(5))
     optimizer = optim.AdamW([("weight", parameter)], lr=lr, weight_decay=0.5)
-    updater = TorchUpdater(optimizer, [Piece(0, 0, 2), Piece(0, 2, 5)])
+    updater = PartitionedOptimizer(optimizer, [Piece(0, 0, 2), Piece(0, 2, 5)])
     (snapshot,) = updater.hyperparameters()
     lr.fill_(0.7)
     optimizer.param_groups[0]["weight_decay"] = 0.0
@@ -430,10 +430,10 @@ def test_a_snapshot_is_of_its_moment():
 
 def test_another_workers_hyperparameters_are_what_counts():
     plain, server = Trainee("adamw", {}), Trainee("adamw", {"foreach": True})
-    worker = TorchUpdater(Trainee("adamw", {}).optimizer, odd_pieces(plain))
+    worker = PartitionedOptimizer(Trainee("adamw", {}).optimizer, odd_pieces(plain))
     for group in server.optimizer.param_groups:
         group.update(lr=9.0, betas=(0.1, 0.2), weight_decay=7.0)
-    updater = TorchUpdater(server.optimizer, odd_pieces(server))
+    updater = PartitionedOptimizer(server.optimizer, odd_pieces(server))
     gradients = gradients_of(0)
     plain.step(gradients)
     pieces = odd_pieces(server)
@@ -447,7 +447,7 @@ def test_the_users_hooks_do_not_run_for_every_call():
     calls = []
     trainee.optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
     pieces = whole_pieces(trainee.optimizer)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     apply_step(updater, pieces, gradients_of(0))
     assert calls == []
 
@@ -468,7 +468,7 @@ def test_parameters_that_are_not_contiguous_go_whole(extra):
     optimizer = optim.Adam(whole, lr=0.1, **extra)
     pieces = split_pieces(optimizer, 64)
     assert pieces == [Piece(0, 0, 561), Piece(1, 0, 300)]
-    updater = TorchUpdater(optimizer, pieces)
+    updater = PartitionedOptimizer(optimizer, pieces)
     for _ in range(3):
         flat = [torch.randn(561), torch.randn(300)]
         for parameter, gradient in zip(plain, flat, strict=True):
@@ -480,13 +480,13 @@ def test_parameters_that_are_not_contiguous_go_whole(extra):
     same_bits(optimizer.state_dict(), reference.state_dict())
     updater.close()
     with pytest.raises(UsageError, match=r"shape \(33, 17\)\) is not contiguous"):
-        TorchUpdater(optimizer, [Piece(0, 0, 9), Piece(0, 9, 561), pieces[1]])
+        PartitionedOptimizer(optimizer, [Piece(0, 0, 9), Piece(0, 9, 561), pieces[1]])
 
 
 def test_pieces_follow_a_parameter_whose_storage_was_replaced():
     trainee, plain = Trainee("adam", {}), Trainee("adam", {})
     pieces = odd_pieces(trainee)
-    updater = TorchUpdater(trainee.optimizer, pieces)
+    updater = PartitionedOptimizer(trainee.optimizer, pieces)
     for step in range(2):
         plain.step(gradients_of(step))
         apply_step(updater, pieces, gradients_of(step))
@@ -532,11 +532,11 @@ def test_what_must_not_be_cut_anywhere_is_not():
     short = optimizer_over((100,), dtype=torch.bfloat16)
     assert sizes(split_pieces(short, 1)) == [100]
     with pytest.raises(UsageError, match=r"is torch.bfloat16 on a CPU"):
-        TorchUpdater(short, [Piece(0, 0, 64), Piece(0, 64, 100)])
+        PartitionedOptimizer(short, [Piece(0, 0, 64), Piece(0, 64, 100)])
     muon = optimizer_over((10, 10), kind=optim.Muon)
     assert sizes(split_pieces(muon, 1)) == [100]
     with pytest.raises(UsageError, match="Muon"):
-        TorchUpdater(muon, [Piece(0, 0, 50), Piece(0, 50, 100)])
+        PartitionedOptimizer(muon, [Piece(0, 0, 50), Piece(0, 50, 100)])
 
 
 @pytest.mark.parametrize(
@@ -560,7 +560,7 @@ def test_what_must_not_be_cut_anywhere_is_not():
 )
 def test_pieces_that_do_not_tile_are_refused(pieces, message):
     with pytest.raises(UsageError, match=message):
-        TorchUpdater(optimizer_over((2, 5), (5,)), [Piece(*p) for p in pieces])
+        PartitionedOptimizer(optimizer_over((2, 5), (5,)), [Piece(*p) for p in pieces])
 
 
 class OwnSGD(optim.SGD):
@@ -579,7 +579,7 @@ def test_optimizers_that_only_a_worker_can_run_are_refused():
             with pytest.raises(UsageError, match=f"{reason}.*whose worker updates"):
                 check(optimizer)
         with pytest.raises(UsageError, match=reason):
-            TorchUpdater(optimizer, [Piece(0, 0, 2)])
+            PartitionedOptimizer(optimizer, [Piece(0, 0, 2)])
 
 
 def test_every_optimizer_of_torch_is_in_one_table():
@@ -596,9 +596,9 @@ def test_every_optimizer_of_torch_is_in_one_table():
 def test_an_optimizer_has_one_updater():
     trainee = Trainee("sgd", {})
     pieces = whole_pieces(trainee.optimizer)
-    TorchUpdater(trainee.optimizer, pieces)
-    with pytest.raises(UsageError, match="another TorchUpdater"):
-        TorchUpdater(trainee.optimizer, pieces)
+    PartitionedOptimizer(trainee.optimizer, pieces)
+    with pytest.raises(UsageError, match="another PartitionedOptimizer"):
+        PartitionedOptimizer(trainee.optimizer, pieces)
 
 
 # ---- what a call refuses ----
@@ -629,7 +629,7 @@ def test_an_optimizer_has_one_updater():
 def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(change, message):
     optimizer = optimizer_over((2, 5), momentum=0.9)
     pieces = [Piece(0, 0, 4), Piece(0, 4, 10)]
-    updater = TorchUpdater(optimizer, pieces)
+    updater = PartitionedOptimizer(optimizer, pieces)
     arguments = {
         "pieces": pieces,
         "gradients": [torch.ones(4), torch.ones(6)],
@@ -646,7 +646,7 @@ def test_a_call_that_does_not_fit_is_refused_and_changes_nothing(change, message
 def test_gradients_come_flat_or_shaped():
     optimizer = optimizer_over((2, 5), momentum=0.9)
     (piece,) = whole_pieces(optimizer)
-    updater = TorchUpdater(optimizer, [piece])
+    updater = PartitionedOptimizer(optimizer, [piece])
     gradient = torch.arange(1.0, 11.0)
     flat, shaped = (
         updater.apply([piece], [g], updater.hyperparameters(), commit=False)[0]

@@ -126,7 +126,7 @@ class DASO:
         nodes = Nodes(run, places_of(self, run))
         run.set_period(self.every)
         if nodes.count == 1 and run.comm.size > 1:
-            run.say(
+            run.report(
                 f"daso: all workers are in one {self.group}, so there is nobody to exchange "
                 "parameters with: this is bsp"
             )
@@ -160,7 +160,7 @@ class DASOWorker:
     @torch.no_grad()
     def after_update(self) -> None:
         run = self.run
-        if run.active and not run.step_is_due:
+        if run.active and not run.step_pending:
             self.progress.count(run.weight * run.comm.size)
         every, delay = self._pace()
         begins = (run.step + 1) % every == 0

@@ -135,7 +135,7 @@ class SelSyncWorker(LocalWorker):
     def after_update(self) -> None:
         run = self.run
         raised = False
-        if run.active and not run.step_is_due:
+        if run.active and not run.step_pending:
             self._count()
             raised = self._raises(norm_of(run.parameters))
         flag = torch.tensor([float(raised)], device=run.parameters[0].device)
@@ -172,7 +172,7 @@ class SelSyncWorker(LocalWorker):
     def finish(self) -> None:
         super().finish()
         if self.steps:
-            self.run.say(
+            self.run.report(
                 f"sel-sync: parameters were averaged in {self.means} of {self.steps} steps"
             )
 

@@ -86,7 +86,7 @@ class CurrentPlan:
         if len(self.members) > 1:
             cluster = run.cluster and self.plan.contention.on(run.cluster)
             told = _described(self.plan, cluster, self._bytes)
-            run.say(f"ds-sync: {why}{told}")
+            run.report(f"ds-sync: {why}{told}")
 
     # ---- restarts ----
 

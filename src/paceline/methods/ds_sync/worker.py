@@ -125,7 +125,7 @@ class DSSyncWorker:
         """The result is the mean of all weights that all workers have counted, if any."""
         if not total:
             if self._options.swa_from >= 0:
-                self.run.say(
+                self.run.report(
                     f"ds-sync:swa_from={self._options.swa_from}: no weights were counted "
                     "from that step on (training has ended before it, or has loaded a "
                     "model since), so the model is the mean of all workers' last ones"
@@ -148,7 +148,7 @@ class DSSyncWorker:
                 "; its buffers are of the last ones: estimate BatchNorm's statistics anew "
                 "before you evaluate, torch.optim.swa_utils.update_bn(loader, model)"
             )
-        self.run.say(text)
+        self.run.report(text)
 
     def consolidate(self) -> Callable[[], None]:
         if self._options.overlap == "step":

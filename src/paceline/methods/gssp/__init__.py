@@ -162,7 +162,7 @@ class GSSP(InGroups):
     def start(self, run: ServerRun) -> GSSPWorker:
         workers = run.comm.size
         if workers > 1 and self.groups(workers).servers == 1:
-            run.say("gssp: there is one group, for which this is ssp")
+            run.report("gssp: there is one group, for which this is ssp")
         return GSSPWorker(run, self)
 
 
@@ -174,7 +174,7 @@ class GSSPWorker(GroupWorker):
     def _groups_changed(self, groups: Groups) -> None:
         if len(set(groups.of)) == 1:
             again = " again" if groups.version > 1 else ""
-            self.run.say(
+            self.run.report(
                 f"gssp: all workers are about as fast{again} (within a factor of "
                 f"{self.method.ratio:g}, or of what can be told): they are one group, for "
                 "which this is ssp"

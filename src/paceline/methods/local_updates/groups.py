@@ -53,12 +53,12 @@ def own_group(options: Periods, run: Run) -> Comm | None:
     places = places_of(options, run)
     said = f"{options.name}:group={options.group}"
     if len(places) > 1 and len(set(places)) == len(places):
-        run.say(
+        run.report(
             f"{said}: each worker is alone in its group, so nothing is averaged between "
             "two means of all"
         )
     elif len(places) > 1 and len(set(places)) == 1:
-        run.say(
+        run.report(
             f"{said}: all workers are in one group, so all of them average after "
             f"group_every={options.group_every} steps, and every={options.every} counts "
             "for nothing"

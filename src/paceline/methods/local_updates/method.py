@@ -62,5 +62,5 @@ class LocalUpdates(Options):
         run.set_period(self.every)
         sentence = self.about_gain()
         if sentence is not None:
-            run.say(sentence)
+            run.report(sentence)
         return LocalWorker(run, self, own_group(self, run))

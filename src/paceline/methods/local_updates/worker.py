@@ -67,7 +67,7 @@ class LocalWorker:
             self._count()
         while self.flights and self.run.step >= self.flights[0].due:
             self._land(self.flights.pop(0))
-        if self.run.meets:
+        if self.run.is_round:
             self._hold_round()
 
     def _count(self) -> None:
@@ -206,7 +206,7 @@ class LocalWorker:
         rates = rates_of(self.run, flat)
         if 0 in rates and "rate 0" not in self._said:
             self._said.add("rate 0")
-            self.run.say(
+            self.run.report(
                 f"{options.name}: a learning rate is 0, in whose units the outer momentum is "
                 "kept: until it is above 0 these parameters are averaged plainly"
             )

@@ -77,7 +77,7 @@ class StepWatch:
     def __init__(self, options: OSPOptions, run: Run) -> None:
         self._options, self._stopwatch = options, run.stopwatch
         budget = "constant" if options.defer == "nothing" else options.budget
-        self.growth = Growth(budget, options.ramp, run.say)
+        self.growth = Growth(budget, options.ramp, run.report)
         self.rate = Rate(0.0, 0.0)
         """Of the network: *per_byte* is 0 while no step was seen to wait for it."""
         self.delivered = 0  # buckets, in the step under way

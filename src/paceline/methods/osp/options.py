@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Hyperparameters, Piece, Updater
+from paceline.interfaces import Hyperparameters, PartialOptimizer, Piece
 
 FINEST = 16
 SMALLEST_BYTES = 64 * 1024
@@ -41,7 +41,7 @@ class LocalStep:
 
     def values(
         self,
-        updater: Updater,
+        updater: PartialOptimizer,
         pieces: Sequence[Piece],
         own: Sequence[torch.Tensor],
         how: Hyperparameters,

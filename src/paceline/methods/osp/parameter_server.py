@@ -34,7 +34,7 @@ class RemoteWorker(Worker[ServerRun]):
         """Collective."""
         self.remote = run.remote
         self.step = self.remote.join()
-        super().__init__(run, options, self.remote.own_updater())
+        super().__init__(run, options, self.remote.own_optimizer())
         self.watch.rate = Rate(0.0, 0.0, pulls=True)
         for bucket, inside in enumerate(self.layout.inside):
             for number, size in zip(

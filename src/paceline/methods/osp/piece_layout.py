@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.interfaces import Piece, Updater
+from paceline.interfaces import PartialOptimizer, Piece
 from paceline.interfaces.buckets import (
     Bucket,
     kind_of,
@@ -34,7 +34,7 @@ class Layout:
     Parameters that the optimizer does not have are sent to nobody.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], updater: Updater) -> None:
+    def __init__(self, buckets: Sequence[Bucket], updater: PartialOptimizer) -> None:
         owners = [p for bucket in buckets for p in bucket.parameters]
         self.pieces = sorted(piece for p in owners for piece in updater.pieces_of(p))
         self._lengths = [piece.stop - piece.start for piece in self.pieces]

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from paceline.interfaces import Bucket, Hyperparameters, Run, Updater
+from paceline.interfaces import Bucket, Hyperparameters, PartialOptimizer, Run
 from paceline.methods.osp.measurement import StepWatch
 from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.piece_layout import Layout
@@ -18,7 +18,9 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 class Worker(Generic[AnyRun]):
     """One worker. What a step defers is ``layout.deferred``."""
 
-    def __init__(self, run: AnyRun, options: OSPOptions, updater: Updater) -> None:
+    def __init__(
+        self, run: AnyRun, options: OSPOptions, updater: PartialOptimizer
+    ) -> None:
         self.run, self.options, self.updater = run, options, updater
         self.layout = Layout(run.buckets, updater)
         self.watch = StepWatch(options, run)
@@ -84,4 +86,4 @@ class Worker(Generic[AnyRun]):
         """The training is over: say why nothing was deferred in it, if nothing was."""
         why = self.watch.why_nothing(self.steps)
         if why is not None and not self.has_deferred:
-            self.run.say(why)
+            self.run.report(why)

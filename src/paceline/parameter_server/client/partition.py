@@ -17,7 +17,10 @@ from paceline.interfaces.buckets import Bucket, stand_alike, wire_bytes
 from paceline.interfaces.server_messages import Hyperparameters, Parameters, Unit
 from paceline.parameter_server.client.layout import Copies, Layout, SharedOut
 from paceline.parameter_server.client.shards import Part, split
-from paceline.parameter_server.optim.partitioned import IMPLEMENTATION, TorchUpdater
+from paceline.parameter_server.optim.partitioned import (
+    IMPLEMENTATION,
+    PartitionedOptimizer,
+)
 from paceline.torch_internals import version_of
 
 _NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
@@ -232,11 +235,11 @@ class Spread:
             for group in self.optimizer.param_groups
         ]
 
-    def own_updater(self) -> TorchUpdater:
+    def own_optimizer(self) -> PartitionedOptimizer:
         twin = copy.copy(self.optimizer)
         twin.state = defaultdict(dict)
         pieces = [place.piece for places in self.units for place in places]
-        return TorchUpdater(twin, pieces)
+        return PartitionedOptimizer(twin, pieces)
 
     # ---- the model ----
 

@@ -15,12 +15,12 @@ import torch
 from paceline.interfaces import (
     Arrived,
     Endpoint,
+    PartialOptimizer,
     Reception,
     ServerJob,
     SpeedClass,
     Told,
     UnitPlace,
-    Updater,
 )
 from paceline.interfaces.buckets import Bucket, stand_alike
 from paceline.interfaces.server_messages import (
@@ -405,8 +405,8 @@ class RemoteParameters:
     def told(self, bucket: int) -> list[Told]:
         return self._spread.told(bucket)
 
-    def own_updater(self) -> Updater:
-        return self._spread.own_updater()
+    def own_optimizer(self) -> PartialOptimizer:
+        return self._spread.own_optimizer()
 
     def ask_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
         self._states.ask(units, step)

@@ -41,8 +41,8 @@ from paceline.parameter_server.optim.pieces import (
 from paceline.torch_internals import version_of
 
 __all__ = [
+    "PartitionedOptimizer",
     "Piece",
-    "TorchUpdater",
     "check_applicable",
     "check_splittable",
     "split_pieces",
@@ -56,8 +56,8 @@ that a server or another worker computes in its own way."""
 _UPDATED: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
-class TorchUpdater:
-    """The `Updater` over a torch optimizer; from now on only this applies *optimizer*.
+class PartitionedOptimizer:
+    """The `PartialOptimizer` over a torch optimizer; from now on only this applies *optimizer*.
 
     *pieces* hold every element of every parameter that is trainable now, once; the
     optimizer's present state is split onto them. ``optimizer.state_dict()`` gives a
@@ -75,7 +75,9 @@ class TorchUpdater:
         check_applicable(optimizer)
         check_pieces(optimizer, pieces)
         if optimizer in _UPDATED:
-            raise UsageError("another TorchUpdater applies this optimizer: close() it")
+            raise UsageError(
+                "another PartitionedOptimizer applies this optimizer: close() it"
+            )
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
         self._numbers = {id(p): n for n, (p, _) in enumerate(self._parameters)}
@@ -109,7 +111,7 @@ class TorchUpdater:
         hyperparameters: Hyperparameters,
         commit: bool = True,
     ) -> list[torch.Tensor]:
-        """Do one optimizer step on just these pieces: see `Updater.apply`.
+        """Do one optimizer step on just these pieces: see `PartialOptimizer.apply`.
 
         *hyperparameters* may be another worker's, of the same groups. Raises
         `UsageError`, with nothing changed, where an argument does not fit.
@@ -156,20 +158,20 @@ class TorchUpdater:
         return [] if commit else [target.detach() for target in targets]
 
     def pieces_of(self, parameter: torch.nn.Parameter) -> list[Piece]:
-        """The pieces of one parameter, in order: see `Updater.pieces_of`."""
+        """The pieces of one parameter, in order: see `PartialOptimizer.pieces_of`."""
         number = self._numbers.get(id(parameter))
         return [] if number is None else self._pieces_of[number]
 
     def group_of(self, piece: Piece) -> int:
-        """See `Updater.group_of`."""
+        """See `PartialOptimizer.group_of`."""
         return self._parameters[piece.parameter][1]
 
     def values(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Views of the pieces' elements: see `Updater.values`."""
+        """Views of the pieces' elements: see `PartialOptimizer.values`."""
         return [self._target(piece).detach() for piece in pieces]
 
     def stamps(self, pieces: Sequence[Piece]) -> list[int]:
-        """What changes with every write: see `Updater.stamps`."""
+        """What changes with every write: see `PartialOptimizer.stamps`."""
         return [version_of(self._parameters[p.parameter][0]) for p in pieces]
 
     def hyperparameters(self) -> list[dict[str, Any]]:
@@ -188,7 +190,7 @@ class TorchUpdater:
         ]
 
     def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The live state of each piece, by name: see `Updater.state`.
+        """The live state of each piece, by name: see `PartialOptimizer.state`.
 
         Tensors have the piece's shape, those of a part of a parameter are flat; what
         torch keeps once per parameter, such as ``step``, each piece has for itself.

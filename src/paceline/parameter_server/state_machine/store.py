@@ -14,7 +14,7 @@ from paceline.interfaces.buckets import wire_bytes
 from paceline.interfaces.server_messages import DTYPES, Join, Unit
 from paceline.parameter_server.optim.partitioned import (
     IMPLEMENTATION,
-    TorchUpdater,
+    PartitionedOptimizer,
     whole_pieces,
 )
 from paceline.parameter_server.optim.pieces import ELEMENTWISE, WHOLE_TENSOR
@@ -63,7 +63,9 @@ class Store:
         self._units = join.units
         self._bounds = [_bounds(units) for units in join.units]
         self._optimizer, self._pieces = self._build(join)
-        self._updater = TorchUpdater(self._optimizer, whole_pieces(self._optimizer))
+        self._updater = PartitionedOptimizer(
+            self._optimizer, whole_pieces(self._optimizer)
+        )
 
     def _build(self, join: Join) -> tuple[torch.optim.Optimizer, list[list[Piece]]]:
         groups: list[dict[str, Any]] = [

@@ -39,7 +39,7 @@ class EveryFourthWorker:
         self.run = run
 
     def after_update(self) -> None:
-        if self.run.meets:
+        if self.run.is_round:
             parameters = self.run.parameters
             for pending in [self.run.average(parameter) for parameter in parameters]:
                 pending.wait()
