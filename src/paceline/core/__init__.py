@@ -13,10 +13,10 @@
 - `method_hooks`: calls the hooks of a method's worker.
 - `server_loads`: what the script loads, where servers update.
 - `sampler`: `Sampler`: each worker's share of every batch.
-- `initial_sync`, `sync`: all ranks begin with the same model and options.
+- `initial_sync`: checks that ranks agree; `sync`: whole tensors, buffers and actions across ranks.
 - `misuse`: finds silent mistakes, such as a model inside DDP, or the same data on all workers.
 - `lazy_parameters`: tells a method that something is about to use parameters.
 - `step_listeners`, `step_loggers`: observers of steps: compute times, profilers, loggers.
 - `random_state`: random generators: seeded, saved and restored.
-- `checkpoint`: `save` and `load`; `own_state`: what a checkpoint keeps of one worker alone.
+- `checkpoint`: `save` and `load`.
 """

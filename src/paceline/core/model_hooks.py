@@ -123,7 +123,7 @@ class ModelHooks:
             self._require_to_be_alone()
         if training and self._reducer.in_backward:
             self._forget_failed_pass()
-        self._driver.put_buffers()
+        self._driver.apply_buffers()
         if training:
             self._listeners.step_begins()
             if self.weights is not None:

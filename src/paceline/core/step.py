@@ -22,7 +22,7 @@ from paceline.core.participation import (
 )
 from paceline.core.reducer import Reducer
 from paceline.core.server_loads import ServerLoads
-from paceline.core.sync import SharedBuffers, broadcast_tensors
+from paceline.core.sync import BufferSync, broadcast_tensors
 from paceline.interfaces import Bucket, Message
 from paceline.parameter_server.optim.clipping import clip
 
@@ -47,7 +47,7 @@ class StepDriver:
         planner: Planner,
         participation: Participation,
         groups: GroupParticipation,
-        buffers: SharedBuffers,
+        buffers: BufferSync,
     ) -> None:
         self._context, self._workers = context, context.workers
         self._rounds, self._listeners = context.rounds, context.listeners
@@ -199,7 +199,7 @@ class StepDriver:
             self._workers.unsent_steps += 1
         self._after_update()
         self._listeners.step_ended()
-        self.put_buffers()
+        self.apply_buffers()
 
     @property
     def adds_to_what_is_under_way(self) -> bool:
@@ -222,7 +222,7 @@ class StepDriver:
     def shadow_step(self) -> None:
         """Do one step without data, or, where rounds are rarer, that of the next round: what
         PyTorch DDP's ``Join`` calls shadowing."""
-        self.buffers.put()
+        self.buffers.apply()
         context, rounds = self._context, self._rounds
         context.step = rounds.next_round(context.step)
         if self._backward_of != context.step:  # else the script left before step()
@@ -258,10 +258,10 @@ class StepDriver:
         if self._delayed is not None:
             before = workers.participants
             if self._delayed.begin_round():
-                self.buffers.put()
+                self.buffers.apply()
                 # At the last one nobody trains any more, and all end with the same.
                 source, *_ = workers.participants or before
-                self.buffers.send(source)
+                self.buffers.start(source)
             if workers.anyone_active:
                 self.hooks.call("after_update")
         else:
@@ -278,17 +278,17 @@ class StepDriver:
         """DDP's semantics: every step starts from rank 0's buffers; where rank 0 is out of
         data, from the first rank that still has some."""
         if self.buffers.has_any and self._workers.participants:
-            self.buffers.send(source=self._workers.participants[0])
+            self.buffers.start(source=self._workers.participants[0])
 
-    def put_buffers(self) -> None:
+    def apply_buffers(self) -> None:
         """Groups do not wait for all others: what was sent at one agreement of all is put
         into the model at the next one."""
         if self._delayed is None:
-            self.buffers.put()
+            self.buffers.apply()
 
     def broadcast_model(self, source: int) -> None:
         """Give every rank the parameters and buffers of rank *source*. Collective."""
-        self.buffers.put()
+        self.buffers.apply()
         model = self._context.model
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_tensors(self._context.comm, tensors, source)

@@ -1,19 +1,23 @@
-"""Whole tensors between all ranks: one rank's values, or everybody's mean."""
+"""Whole tensors and actions across all ranks: broadcast, average, gather, and `run_on_all`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from paceline.core.settings import ModuleBuffers
-from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending
+from paceline.errors import PacelineError, UsageError
+from paceline.interfaces import Comm, Pending, Runtime
 from paceline.interfaces.buckets import by_kind, flatten, unflatten_into
 
 MOST_GATHERED = 64 * 1024 * 1024
 """Bytes that a rank tells all others in one piece."""
+
+T = TypeVar("T")
 
 PIECE_BYTES = 25 * 1024 * 1024
 """Tensors travel in pieces of about this size: bounds the copy's memory."""
@@ -30,7 +34,7 @@ def broadcast_tensors(
             unflatten_into(flat, piece)
 
 
-def mean_of_tensors(
+def average_tensors(
     comm: Comm, tensors: Sequence[torch.Tensor], counts: bool = True
 ) -> None:
     """Give every rank the mean of the values of those ranks that *count*. Collective."""
@@ -72,7 +76,54 @@ def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
     ]
 
 
-class SharedBuffers:
+class _Failure(msgspec.Struct, frozen=True, array_like=True):
+    """An error on a rank, if any; *usage*: it was a `UsageError`."""
+
+    failed: bool = False
+    usage: bool = False
+    message: str = ""
+
+
+def run_on_all(runtime: Runtime, what: str, action: Callable[[], T]) -> T:
+    """Run *action* on every worker, and return its result when all have run it. Collective.
+
+    Where it fails on one worker, all raise: no worker is left alone in the next collective.
+    Where workers meet only at their servers, each runs it by itself.
+
+    Args:
+        runtime: This worker's.
+        what: The name of the action in other workers' error messages.
+        action: Called once, with no arguments.
+
+    Raises:
+        UsageError: The action raised one, on any worker.
+        PacelineError: The action raised another error on another worker.
+    """
+    if runtime.alone:
+        return action()
+    result: list[T] = []
+    error: Exception | None = None
+    try:
+        result.append(action())
+    except Exception as raised:
+        error = raised
+    mine = _Failure()
+    if error is not None:
+        message = f"{type(error).__name__}: {error}"
+        mine = _Failure(True, isinstance(error, UsageError), message)
+    device = next(runtime.job.trainings[-1].model.parameters()).device
+    everyone = gather_bytes(msgspec.msgpack.encode(mine), device)
+    if error is not None:
+        raise error
+    for rank, encoded in enumerate(everyone):
+        theirs = msgspec.msgpack.decode(encoded, type=_Failure)
+        if theirs.failed:
+            kind = UsageError if theirs.usage else PacelineError
+            raise kind(f"{what} failed on rank {rank}: {theirs.message}")
+    return result[0]
+
+
+class BufferSync:
     """A model's buffers (BatchNorm's statistics), made common to all ranks step by step.
 
     They are sent when a backward pass ends: forward passes are over then, and whoever
@@ -94,10 +145,10 @@ class SharedBuffers:
         """Whether anything is shared."""
         return bool(self._buffers)
 
-    def send(self, source: int) -> None:
-        """Rank *source*'s values go on their way. Collective."""
+    def start(self, source: int) -> None:
+        """Send rank *source*'s buffers to all ranks. Collective."""
         for pending, _, _ in self._under_way:
-            pending.wait()  # of several passes before a step the last one's count
+            pending.wait()  # Of several passes before a step the last one counts.
         self._under_way.clear()
         for piece in _pieces(self._buffers):
             flat = flatten(piece)
@@ -105,8 +156,8 @@ class SharedBuffers:
             into = piece if self._comm.rank != source else []
             self._under_way.append((pending, flat, into))
 
-    def put(self) -> None:
-        """Wait for what was sent, and put it into the model."""
+    def apply(self) -> None:
+        """Wait for the buffers that were sent, and copy them into the model."""
         for pending, flat, into in self._under_way:
             pending.wait()
             if into:

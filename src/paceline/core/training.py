@@ -15,7 +15,7 @@ changed its mind, and buckets are made anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -32,17 +32,16 @@ from paceline.core.lazy_parameters import LazyParameters
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SameDataCheck
 from paceline.core.model_hooks import ModelHooks
-from paceline.core.own_state import worker_states
 from paceline.core.participation import GroupParticipation, Participation
 from paceline.core.reducer import Reducer
 from paceline.core.run import UpdatingWorkerRun, make_run
 from paceline.core.server_loads import ServerLoads
 from paceline.core.step import StepDriver
-from paceline.core.sync import SharedBuffers
+from paceline.core.sync import BufferSync
 from paceline.errors import UsageError
-from paceline.interfaces import State, WorkerState
+from paceline.interfaces import State
 from paceline.interfaces.buckets import Bucket, kind_of, wire_bytes
-from paceline.parameter_server.client.compression import Charge
+from paceline.parameter_server.client.compression import Charge, Encoding
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.torch_internals import Uncopied
 
@@ -62,7 +61,7 @@ class Training:
         self.finished = False
         self.leads = False
         """Whether this worker was the lowest rank of those who met last."""
-        self._context, self._workers = context, context.workers
+        self.context, self._workers = context, context.workers
         self._runtime, self._method = context.runtime, context.method
         self.comm, self.sampler = context.comm, context.sampler
         planned = {id(parameter) for _, parameter in context.parameters}
@@ -78,7 +77,7 @@ class Training:
         on_servers = make_remote is not None
         own = on_servers or getattr(context.method, "averages_buffers", False)
         buffers = () if own else tuple(context.model.buffers())
-        self._buffers = SharedBuffers(context.comm, buffers, context.settings.buffers)
+        self._buffers = BufferSync(context.comm, buffers, context.settings.buffers)
         participation = Participation(context)
         groups = GroupParticipation(context)
         self._compression: CompressedAverage | None = None
@@ -98,20 +97,18 @@ class Training:
                 context.buckets, lambda: context.workers.weight, context.listeners.coded
             )
         self.run = make_run(context, averages, driver, self._remote)
-        self._hooks = driver.hooks = MethodHooks(
+        self.hooks = driver.hooks = MethodHooks(
             context.method, self.run, context.record_failure
         )
         self._loads: ServerLoads | None = None
         if self._remote is not None:
-            self._loads = driver.loads = ServerLoads(context, self._remote, self._hooks)
+            self._loads = driver.loads = ServerLoads(context, self._remote, self.hooks)
         try:
-            self._hooks.begin()
+            self.hooks.begin()
         except BaseException:
             if self._loads is not None:
                 self._loads.detach()
             raise
-        self.worker_states = self._worker_states()
-        """What a checkpoint keeps of this worker alone."""
         self._add_listeners()
         self._model_hooks = ModelHooks(context, driver, self._remote)
         self._handles = self._watch_model()
@@ -119,21 +116,8 @@ class Training:
         if self.consolidates_together and self.comm.size > 1:
             driver.before_place = self._before_place
 
-    def _worker_states(self) -> list[WorkerState]:
-        context = self._context
-        encoding = None if self._remote is None else self._remote.encoding
-        return worker_states(
-            context.method,
-            self._hooks,
-            encoding or self._compression,
-            encoding.tensors() if encoding else context.parameters,
-            context.comm.rank,
-            context.parameters,
-            context.optimizer,
-        )
-
     def _add_listeners(self) -> None:
-        context, listeners = self._context, self._context.listeners
+        context, listeners = self.context, self.context.listeners
         samples = None if context.sampler is None else context.sampler.mean_samples
         model, parameters = context.model, context.parameters
         listeners.add(context.runtime.compute(model, parameters, samples))
@@ -142,48 +126,48 @@ class Training:
         for watcher in context.runtime.job.watchers:
             for listener in watcher(model, parameters):
                 listeners.add(listener)
-        compresses = self._compression is not None and context.comm.size > 1
-        if compresses or (self._remote is not None and self._remote.encoding):
+        averages = self._compression is not None and context.comm.size > 1
+        if averages or isinstance(self.compression, Encoding):
             listeners.codes_with(context.settings.compression)
 
     def _watch_model(self) -> list[Any]:
         """Hooks beside those of passes; returns their handles."""
-        context, driver = self._context, self._driver
+        context, driver = self.context, self._driver
         model = context.model
         handles: list[Any] = [
-            model.register_load_state_dict_pre_hook(Uncopied(self.settle_buffers))
+            model.register_load_state_dict_pre_hook(Uncopied(self.flush_buffers))
         ]
-        if self._remote is None and self._hooks.has("parameters_replaced"):
+        if self._remote is None and self.hooks.has("parameters_replaced"):
             handles += [
                 module.register_load_state_dict_post_hook(Uncopied(self._note_load))
                 for module in model.modules()
             ]
-        if self._hooks.has("before_use"):
-            driver.lazy = LazyParameters(context, self._reducer, self._hooks)
+        if self.hooks.has("before_use"):
+            driver.lazy = LazyParameters(context, self._reducer, self.hooks)
             driver.lazy.reset()
         return handles
 
     def _note_load(self, *_: object) -> None:
         """The script has loaded parameters; inside `consolidated` they are taken back."""
-        if not self._context.evaluating:
-            self._hooks.is_loaded = True
+        if not self.context.evaluating:
+            self.hooks.is_loaded = True
 
     # ---- what it is like now ----
 
     @property
     def buckets(self) -> list[Bucket]:
         """The gradient's pieces, in plan order."""
-        return self._context.buckets
+        return self.context.buckets
 
     @property
     def worker(self) -> Any:
         """The method's worker."""
-        return self._hooks.worker
+        return self.hooks.worker
 
     @property
     def looking(self) -> bool:
         """Whether the script is inside `consolidated`."""
-        return self._context.evaluating
+        return self.context.evaluating
 
     @property
     def step_pending(self) -> bool:
@@ -195,6 +179,12 @@ class Training:
         """The parameters on their servers."""
         assert self._remote is not None, "this method's worker updates"
         return self._remote
+
+    @property
+    def compression(self) -> CompressedAverage | Encoding | None:
+        """Compresses what this worker sends, and keeps the compressor's states."""
+        encoding = None if self._remote is None else self._remote.encoding
+        return encoding or self._compression
 
     @property
     def first_step(self) -> int:
@@ -215,7 +205,7 @@ class Training:
     @property
     def broken_by(self) -> str:
         """The error that has left the ranks out of step, so that it cannot go on; or nothing."""
-        return self._context.failure
+        return self.context.failure
 
     @property
     def updates_on_server(self) -> bool:
@@ -243,12 +233,12 @@ class Training:
         were clipped with it."""
         if self._method.visible_gradient == "sent":
             # Its kernel writes into gradients without a trace that `SentGradientCheck` could see.
-            raise self._context.fail(
+            raise self.context.fail(
                 f"a GradScaler under {self._method.name}: gradients are on their way to the "
                 "others, times its scale, when it unscales them. Train in bfloat16 without a "
                 "scaler; or use bsp, whose .grad holds the mean"
             )
-        if self._context.clips_own:
+        if self.context.clips_own:
             raise UsageError(
                 f"clip_norm with a GradScaler: under {self._method.name} each worker's own "
                 "gradient is clipped when backward ends, and is scaled then. Clip .grad, "
@@ -259,7 +249,7 @@ class Training:
     @property
     def consolidates_together(self) -> bool:
         """Whether `consolidated` is collective."""
-        return self._hooks.consolidates_together
+        return self.hooks.consolidates_together
 
     @property
     def progress(self) -> dict[str, int]:
@@ -292,21 +282,21 @@ class Training:
                 )
         if not self._driver.delivered:
             self._driver.end_backward()
-        self._context.listeners.step_is_called()
+        self.context.listeners.step_is_called()
         self._driver.require_unchanged()
         if self._loads is not None:
             try:
                 self._loads.before_update()
             except UsageError as error:
-                self._context.record_failure(error)  # the gradients were sent
+                self.context.record_failure(error)  # the gradients were sent
                 raise
         if self.optimizer_steps:
-            every = (parameter.grad for _, parameter in self._context.parameters)
+            every = (parameter.grad for _, parameter in self.context.parameters)
             self._driver.clip_mean(
                 [gradient for gradient in every if gradient is not None]
             )
         if self._remote is None:
-            self._context.listeners.update_begins()
+            self.context.listeners.update_begins()
 
     def evaluates_again(self) -> None:
         """The optimizer calls its closure once more within a step: what this gives is
@@ -326,7 +316,7 @@ class Training:
         if together:
             self._workers.anyone_active = False
         if self._reducer.in_backward and self._reducer.some_have_left:
-            self._context.failure = self._context.failure or (
+            self.context.failure = self.context.failure or (
                 "its last backward pass ended with an exception after a part of its "
                 "gradients had been sent"
             )
@@ -336,13 +326,13 @@ class Training:
         finally:
             self._workers.active = False
             if self.broken_by:
-                self._runtime.job.broke(self._context.number, self.broken_by)
+                self._runtime.job.broke(self.context.number, self.broken_by)
             self.detach()
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
         """Within it the method's documented result is in the model."""
-        context = self._context
+        context = self.context
         if context.evaluating:
             yield  # it is there
             return
@@ -381,22 +371,20 @@ class Training:
         - and what the method itself reports (`WorkerHooks.metrics`).
         """
         found: dict[str, float] = {}
-        remote, compression = self._remote, self._compression
-        if self._context.rounds.models_may_differ and remote is None:
+        remote, compression = self._remote, self.compression
+        if self.context.rounds.models_may_differ and remote is None:
             found["round"] = self._driver.rounds_done
-        states: Mapping[str, State] = {} if compression is None else compression.states
         if remote is not None:
             found["staleness"] = remote.staleness
-            if remote.encoding is not None:
-                states = remote.encoding.states
+        states = {} if compression is None else compression.states
         residuals = [one for state in states.values() for one in _residuals(state)]
         if residuals:
             # Of complex residuals the imaginary parts count, too.
             reals = [torch.view_as_real(r) if r.is_complex() else r for r in residuals]
             norms = [torch.linalg.vector_norm(real.float()) for real in reals]
             found["residual_norm"] = float(torch.linalg.vector_norm(torch.stack(norms)))
-        if self._hooks.has("metrics"):
-            found |= self._hooks.ask("metrics")
+        if self.hooks.has("metrics"):
+            found |= self.hooks.ask("metrics")
         return found
 
     def go_on_from(self, before: Training, step: int) -> None:
@@ -417,12 +405,12 @@ class Training:
 
     def observe(self, watcher: Any) -> None:
         """Tell *watcher* what `StepListeners` tells."""
-        self._context.listeners.add(watcher)
+        self.context.listeners.add(watcher)
 
-    def settle_buffers(self, *_: object) -> None:
-        """Those that are under way are put into the model before others are loaded, or
-        these are saved: a step that was skipped has not done it."""
-        self._buffers.put()
+    def flush_buffers(self, *_: object) -> None:
+        """Copy the buffers that are under way into the model, before others are loaded or these
+        are saved: a step that was skipped has not done it."""
+        self._buffers.apply()
 
     # ---- all workers together ----
 
@@ -458,12 +446,12 @@ class Training:
         try:
             yield
         except UsageError as error:
-            self._context.record_failure(error)
+            self.context.record_failure(error)
             raise
 
     def _consolidate(self) -> Callable[[], None]:
         """Put the result into the model; returns what undoes it."""
-        if not self._workers.active or not self._hooks.has("consolidate"):
+        if not self._workers.active or not self.hooks.has("consolidate"):
             return lambda: None  # the result is in the model
         loading = self._loads
         if loading is not None and loading.is_due:
@@ -478,7 +466,7 @@ class Training:
             )
             with self._fails_together():
                 self._runtime.journal.block("consolidated", enter)
-        undo: Callable[[], None] = self._hooks.call("consolidate")
+        undo: Callable[[], None] = self.hooks.call("consolidate")
         return undo
 
     # ---- the end ----
@@ -490,14 +478,14 @@ class Training:
             else:
                 self._take_due_step()
         self._workers.active = False
-        self._buffers.put()
+        self._buffers.apply()
         if self._loads is not None and self._loads.is_due:
             self._loads.complete()
-        self._hooks.call("finish")
-        self._buffers.put()  # a last round may have sent some
+        self.hooks.call("finish")
+        self._buffers.apply()  # a last round may have sent some
         unused = self._compression
         if unused is not None and not unused.was_used and self.comm.size > 1:
-            self._context.report(
+            self.context.report(
                 f"compression={unused.compressor.name} was never used: method "
                 f"{self._method.name!r} sends no gradients, and no averages with a name"
             )
@@ -513,12 +501,12 @@ class Training:
         the script has loaded since is the result all the same."""
         loads = self._loads is not None and self._loads.is_due
         loaded = (
-            [p.detach().clone() for _, p in self._context.parameters] if loads else []
+            [p.detach().clone() for _, p in self.context.parameters] if loads else []
         )
         self.after_update()
         with torch.no_grad():
             for (_, parameter), value in zip(
-                self._context.parameters, loaded, strict=False
+                self.context.parameters, loaded, strict=False
             ):
                 parameter.copy_(value)
 

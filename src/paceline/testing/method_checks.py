@@ -20,6 +20,7 @@ import torch.distributed as dist
 import paceline
 from paceline import bucketing
 from paceline.collectives.communicator import TorchComm
+from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.optimizer import DistributedOptimizer, training_of
 from paceline.errors import PacelineError
 from paceline.runtimes.join import join_runtime
@@ -262,14 +263,14 @@ def _begin_again(
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     before = training_of(optimizer)
     progress = before.progress
-    own = {owner.name: copy.deepcopy(owner.save()) for owner in before.worker_states}
+    own = {owner.name: copy.deepcopy(owner.save()) for owner in worker_states(before)}
     optimizer.finish()
     model, optimizer = begin(case, rule, make)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     training = training_of(optimizer)
     training.progress = progress
-    for owner in training.worker_states:
+    for owner in worker_states(training):
         owner.load(own[owner.name])
     return model, optimizer
 

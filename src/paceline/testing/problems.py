@@ -17,6 +17,7 @@ import torch.distributed as dist
 import paceline
 from paceline.bucketing.tuner import Planner
 from paceline.core.active_training import Changes
+from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.distribute import distribute
 from paceline.core.optimizer import DistributedOptimizer, present_of
 from paceline.core.sync import gather_bytes
@@ -254,7 +255,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         run=training.run,
         comm=training.comm,
         journal=join_runtime().journal,
-        worker_states=training.worker_states,
+        worker_states=worker_states(training),
         planner=training.planner,
         remote=training.remote if training.updates_on_server else None,
         endpoints=tuple(present.endpoints),

@@ -5,10 +5,7 @@ and an index. It is read as data alone: no checkpoint can run code.
 
 - `folder`: where a checkpoint lies, and how it replaces the one before.
 - `files`: writes and reads one file, whole or not at all.
-- `structure`: a nested state as plain data.
-- `worker_state`: each worker's own part.
-- `method_switch`: checkpoints of trainings that change their method.
-- `run_on_all`: steps that fail on all workers if they fail on one.
+- `worker_state`: each worker's own part: its method's state, residuals, local model, random state.
 """
 
 from __future__ import annotations
@@ -24,11 +21,16 @@ import msgspec
 
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint import folder as folders
-from paceline.core.checkpoint.method_switch import trained_by
-from paceline.core.checkpoint.run_on_all import together
-from paceline.core.checkpoint.structure import as_data
-from paceline.core.checkpoint.worker_state import VERSION, OwnPart, Saved, pack_own
+from paceline.core.checkpoint.files import as_data
+from paceline.core.checkpoint.worker_state import (
+    VERSION,
+    Index,
+    WorkerPart,
+    pack_worker_part,
+    trained_by,
+)
 from paceline.core.optimizer import DistributedOptimizer, training_of
+from paceline.core.sync import run_on_all
 from paceline.core.training import Training
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime, current_runtime
@@ -79,17 +81,22 @@ def save(path: str | Path, **others: Stateful) -> None:
         if training.updates_on_server:
             training.meet()
     writes = runtime.rank == 0
-    folder = together(runtime, "save", lambda: _prepare(path, others))
-    together(runtime, "save", lambda: folders.settle(folder) if writes else None)
+    folder = run_on_all(runtime, "save", lambda: _prepare(path, others))
+    run_on_all(runtime, "save", lambda: folders.settle(folder) if writes else None)
     try:
-        shared, own = together(
+        shared, own = run_on_all(
             runtime,
             "save",
-            lambda: (_write_shared(runtime, others, writes, folder), pack_own(runtime)),
+            lambda: (
+                _write_shared(runtime, others, writes, folder),
+                pack_worker_part(runtime),
+            ),
         )
-        together(runtime, "save", lambda: _write_own(runtime, own, folder))
-        saved = Saved.now(runtime, shared, list(range(runtime.size)))
-        together(runtime, "save", lambda: _complete(saved, folder) if writes else None)
+        run_on_all(runtime, "save", lambda: _write_own(runtime, own, folder))
+        index = Index.of(runtime, shared, list(range(runtime.size)))
+        run_on_all(
+            runtime, "save", lambda: _complete(index, folder) if writes else None
+        )
     except Exception:
         if writes:
             folders.discard(folder)
@@ -122,14 +129,14 @@ def load(path: str | Path, **others: Stateful) -> None:
     for training in _trainings(runtime):
         if training.updates_on_server and not runtime.alone:
             training.meet()
-    found = together(runtime, "load", lambda: _find(runtime, path, set(states)))
-    with trained_by(runtime, found.saved.specs):
-        checkpoint = together(
+    found = run_on_all(runtime, "load", lambda: _find(runtime, path, set(states)))
+    with trained_by(runtime, found.index.specs):
+        checkpoint = run_on_all(
             runtime, "load", lambda: _read(runtime, found, set(states))
         )
-        together(runtime, "load", lambda: _load_shared(states, checkpoint.shared))
+        run_on_all(runtime, "load", lambda: _load_shared(states, checkpoint.shared))
         used = [training.load_is_complete() for training in _trainings(runtime)]
-        together(runtime, "load", lambda: checkpoint.give_back() if all(used) else None)
+        run_on_all(runtime, "load", lambda: checkpoint.restore() if all(used) else None)
 
 
 def _runtime() -> Runtime:
@@ -177,12 +184,12 @@ def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> 
 
     def write_own() -> None:
         if (leads or met) and folders.is_begun(folder):
-            _write_own(runtime, pack_own(runtime), folder)
+            _write_own(runtime, pack_worker_part(runtime), folder)
 
     def complete() -> None:
         if leads:
             parts = folders.parts(folders.partial(folder))
-            _complete(Saved.now(runtime, shared, parts), folder)
+            _complete(Index.of(runtime, shared, parts), folder)
 
     for action in (begin, write_own, complete):
         attempt(action)
@@ -226,7 +233,7 @@ def _write_shared(
     enter `consolidated` too where the method's result takes all of them. Nothing is copied:
     what models hold within is written there."""
     for training in _trainings(runtime):
-        training.settle_buffers()
+        training.flush_buffers()
     with contextlib.ExitStack() as stack:
         for _, begun in runtime.job.there():
             # The method's result: a worker's own parameters may be tentative.
@@ -247,9 +254,9 @@ def _write_own(runtime: Runtime, own: dict[str, Any], folder: Path) -> None:
     files.write(own, folders.part(folders.partial(folder), runtime.rank))
 
 
-def _complete(saved: Saved, folder: Path) -> None:
+def _complete(index: Index, folder: Path) -> None:
     """All parts are there: with this the checkpoint is complete."""
-    about = as_data(msgspec.to_builtins(saved), _INDEX)
+    about = as_data(msgspec.to_builtins(index), _INDEX)
     files.write({_INDEX: about}, folders.index(folders.partial(folder)))
     folders.replace(folder)
 
@@ -262,15 +269,15 @@ class _Found:
     """A checkpoint *at* a folder, and what it says of itself."""
 
     at: Path
-    saved: Saved
+    index: Index
 
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What one worker has read: what is *shared*, and its own, which `give_back` restores."""
+    """What one worker has read: what is *shared*, and its own, which `restore` restores."""
 
     shared: dict[str, Any]
-    give_back: Callable[[], None]
+    restore: Callable[[], None]
 
 
 def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
@@ -283,23 +290,23 @@ def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
             f"paceline: a save into {folder} was interrupted: loading {found}",
             file=sys.stderr,
         )
-    saved = _read_index(found)
+    index = _read_index(found)
     gone = {
         f"{kind}{number}"
         for number, begun in enumerate(runtime.job.trainings)
         for kind in ("model", "optimizer", "sampler")
         if begun.released
     }
-    if set(saved.shared) - gone != wanted:
+    if set(index.shared) - gone != wanted:
         raise UsageError(
-            f"the checkpoint in {folder} holds {', '.join(saved.shared)}; this job wants "
+            f"the checkpoint in {folder} holds {', '.join(index.shared)}; this job wants "
             f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "
             "others, as when it was saved"
         )
-    return _Found(found, saved)
+    return _Found(found, index)
 
 
-def _read_index(found: Path) -> Saved:
+def _read_index(found: Path) -> Index:
     """Raises `UsageError` for a version that is not known here."""
     about = files.read(folders.index(found), [_INDEX])[_INDEX]
     version = about.get("version") if isinstance(about, dict) else None
@@ -309,7 +316,7 @@ def _read_index(found: Path) -> Saved:
             f"version {VERSION}: load it with the paceline that saved it"
         )
     try:
-        return msgspec.convert(about, Saved)
+        return msgspec.convert(about, Index)
     except msgspec.ValidationError as error:
         raise UsageError(
             f"the index of the checkpoint in {found} is wrong: {error}"
@@ -317,9 +324,9 @@ def _read_index(found: Path) -> Saved:
 
 
 def _read(runtime: Runtime, found: _Found, wanted: Collection[str]) -> _Checkpoint:
-    """Changes nothing. Raises `UsageError` where an own state's owner refuses what it is to have."""
+    """Changes nothing. Raises `UsageError` where an worker state's owner refuses what it is to have."""
     shared = files.read(folders.shared(found.at), wanted)
-    return _Checkpoint(shared, OwnPart(runtime, found.at, found.saved).give_back)
+    return _Checkpoint(shared, WorkerPart(runtime, found.at, found.index).restore)
 
 
 def _load_shared(states: dict[str, Stateful], shared: dict[str, Any]) -> None:

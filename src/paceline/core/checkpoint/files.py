@@ -1,4 +1,9 @@
-"""Data in a file: written by `torch.save`, whole or not at all, and read as data alone.
+"""Writes and reads one file of a checkpoint: whole or not at all, and as data alone.
+
+`as_data` makes plain data of a nested state, which `torch.save` writes. Tensors stay tensors,
+without what is around them: autograd, and a larger storage that they are a part of. Numbers
+and texts of other types become Python's. A numpy array becomes a dict with one key that no
+state has, since keys are plain, too.
 
 A file is written under another name and renamed when it is on disk. It is read with
 ``weights_only``: torch's reader then knows tensors, numbers, texts, lists, tuples and dicts,
@@ -14,14 +19,17 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from paceline.core.checkpoint.structure import from_data
 from paceline.errors import UsageError
+
+_ARRAY = b"ndarray"
+_SMALLEST, _LARGEST = -(2**63), 2**64 - 1  # of whole numbers that every reader has
 
 
 def write(data: dict[str, Any], file: Path) -> None:
-    """Write what `structure.as_data` has made of some states, by name."""
+    """Write what `as_data` has made of some states, by name."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.tmp")
     with unfinished.open("wb") as stream:
@@ -56,7 +64,7 @@ def read(file: Path, wanted: Collection[str] | None = None) -> dict[str, Any]:
     if missing:
         raise _refused(file, f"it holds no {missing[0]}")
     return {
-        name: from_data(data[name]) for name in (data if wanted is None else wanted)
+        name: _from_data(data[name]) for name in (data if wanted is None else wanted)
     }
 
 
@@ -65,3 +73,87 @@ def _refused(file: Path, why: str) -> UsageError:
         f"{file} is no part of a checkpoint that paceline.save has written: {why}. Nothing in "
         "it was run. Load another checkpoint"
     )
+
+
+# ---- states as plain data ----
+
+
+def as_data(value: Any, path: str) -> Any:
+    """A nested state as data; tensors share their memory with it. Raises `UsageError` that
+    names the place below *path* of what is not data."""
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: _as_tensor(value, path)}
+    if isinstance(value, dict):
+        return {
+            _plain_key(key, path): as_data(one, f"{path}/{key}")
+            for key, one in value.items()
+        }
+    if isinstance(value, tuple | list):
+        items = [as_data(one, f"{path}/{i}") for i, one in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    return _plain(value, path)
+
+
+def _from_data(data: Any) -> Any:
+    """The state that `as_data` took, with tensors of its own; a numpy number comes back as
+    Python's."""
+    if isinstance(data, torch.Tensor):
+        return data.clone()
+    if isinstance(data, dict):
+        if data.keys() == {_ARRAY} and isinstance(data[_ARRAY], torch.Tensor):
+            return data[_ARRAY].clone().numpy()
+        return {key: _from_data(one) for key, one in data.items()}
+    if isinstance(data, list):
+        return [_from_data(one) for one in data]
+    return tuple(map(_from_data, data)) if isinstance(data, tuple) else data
+
+
+def _tensor(value: torch.Tensor) -> torch.Tensor:
+    tensor = value.detach()
+    if type(tensor) is not torch.Tensor:
+        tensor = tensor.as_subclass(torch.Tensor)
+    if tensor.layout is torch.strided:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.untyped_storage().nbytes() > size:
+            # torch.save would write the whole storage.
+            return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
+    return tensor
+
+
+def _plain(value: Any, path: str) -> Any:
+    """A number, a truth value, a text or None, of Python's own type."""
+    if isinstance(value, np.generic) and not isinstance(value, float | str):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        value = int.__int__(value)
+        if not _SMALLEST <= value <= _LARGEST:
+            raise UsageError(
+                f"cannot save {path}: expected a whole number of at most 64 bits, got "
+                f"{value}; save it as a text"
+            )
+        return value
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    raise UsageError(
+        f"cannot save {path}: expected tensors, numpy arrays, numbers, texts, lists, "
+        f"tuples and dicts of them, got {type(value).__name__}"
+    )
+
+
+def _plain_key(key: Any, path: str) -> Any:
+    if isinstance(key, tuple):
+        return tuple(_plain_key(part, path) for part in key)
+    return _plain(key, f"{path}, the key {key!r}")
+
+
+def _as_tensor(array: np.ndarray[Any, Any], path: str) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array.copy())
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"cannot save {path}: {error}") from None

@@ -1,43 +1,59 @@
-"""Each worker's own part of a checkpoint: its random states, buffers and metrics, and its
-`WorkerState`s.
+"""Each worker's own part of a checkpoint.
 
 A part holds ``worker``, with the random states, the buffers and the last metrics, and one entry
-for each own state of a training that goes on. Who finds its own part goes on from that, bit for bit.
-Where the workers are others than those that saved, each state's owner says what comes of
-it (`WorkerState.redistribute`), and random states and buffers stay as they are.
+for each `WorkerState` of an unfinished training: what its method and compressor keep and, where
+models differ between steps, its model and optimizer. A worker that finds its own part goes on from
+it bit for bit. Where the number of workers has changed, the owner of each state divides or
+refuses it (`WorkerState.redistribute`), and random states and buffers stay as they are.
+
+A training that changes its method is put under the checkpoint's method while its states are
+restored (`trained_by`).
 """
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
+from paceline.core.active_training import Changes
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint import folder as folders
-from paceline.core.checkpoint.method_switch import specs_of
-from paceline.core.checkpoint.structure import as_data
-from paceline.core.optimizer import training_of
+from paceline.core.checkpoint.files import as_data
+from paceline.core.compressed_average import CompressedAverage
+from paceline.core.method_hooks import MethodHooks
+from paceline.core.optimizer import present_of, training_of
 from paceline.core.random_state import random_states, set_random_states
+from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.interfaces import Runtime, WorkerState
+from paceline.interfaces import Runtime, WorkerState, redistribute_nothing
+from paceline.interfaces.buckets import match_strides
+from paceline.parameter_server.client.compression import Encoding
 
 VERSION = 3
-"""Of the format that `save` writes and `load` reads."""
+"""The format that `save` writes and `load` reads."""
 
 _WORKER = "worker"
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """What a checkpoint's index says: its *version*; the names of what is *shared*; of how many
-    *workers* the job was that has saved, which ones' *parts* there are, the
-    names of the *states* that each of them holds, and each training's *progress*, nothing of those that
-    are gone; *specs*: by which
-    each was trained then, of those that change their method; nothing of others."""
+class Index(msgspec.Struct, frozen=True):
+    """A checkpoint's index.
+
+    Attributes:
+        version: Of the format.
+        shared: Names of the states that are equal on all workers.
+        workers: How many workers the job had.
+        parts: Ranks of the workers whose parts are in the checkpoint.
+        states: Names of the states in each part.
+        progress: Of each training; empty for one that the script no longer holds.
+        specs: Of each training that changes its method, the one of then; "" for others.
+    """
 
     version: int
     shared: list[str]
@@ -48,8 +64,8 @@ class Saved(msgspec.Struct, frozen=True):
     specs: list[str] = []
 
     @classmethod
-    def now(cls, runtime: Runtime, shared: list[str], parts: list[int]) -> Saved:
-        """What is saved now."""
+    def of(cls, runtime: Runtime, shared: list[str], parts: list[int]) -> Index:
+        """The index of a checkpoint that is saved now."""
         progress = [
             {} if begun.released else training_of(begun.optimizer).progress
             for begun in runtime.job.trainings
@@ -57,16 +73,16 @@ class Saved(msgspec.Struct, frozen=True):
         states = sorted(_owners(runtime))
         return cls(
             *(VERSION, sorted(shared), runtime.size, parts, states),
-            *(progress, specs_of(runtime)),
+            *(progress, _specs_of(runtime)),
         )
 
-    def is_of(self, workers: int) -> bool:
-        """Whether a job of so many has a part for each."""
+    def has_parts_for(self, workers: int) -> bool:
+        """Whether each worker of a job with so many finds its own part."""
         return self.workers == workers and self.parts == list(range(workers))
 
 
-def pack_own(runtime: Runtime) -> dict[str, Any]:
-    """This worker's part."""
+def pack_worker_part(runtime: Runtime) -> dict[str, Any]:
+    """This worker's own part of a checkpoint, as data."""
     own = {
         "random": random_states(),
         "buffers": _buffers(runtime),
@@ -77,33 +93,33 @@ def pack_own(runtime: Runtime) -> dict[str, Any]:
     return {name: as_data(state, name) for name, state in states.items()}
 
 
-class OwnPart:
-    """What this worker takes from the checkpoint *found*, of the workers that *saved* it.
+class WorkerPart:
+    """What this worker restores from the checkpoint in the folder *found*.
 
-    Reads all of it, and changes nothing before `give_back`. Raises `UsageError` where an
-    owner refuses, or its part is not there.
+    The constructor reads all of it, and changes nothing. It raises `UsageError` where the owner
+    of a state refuses it, or a part is missing. `restore` changes the job.
     """
 
-    def __init__(self, runtime: Runtime, found: Path, saved: Saved) -> None:
-        self._runtime, self._found, self._saved = runtime, found, saved
+    def __init__(self, runtime: Runtime, found: Path, index: Index) -> None:
+        self._runtime, self._found, self._index = runtime, found, index
         self._worker = self._read_worker()
         self._owners = _owners(runtime)
         self._states = {
             name: self._state(name, owner)
             for name, owner in self._owners.items()
-            if name in saved.states
+            if name in index.states
         }
         if runtime.rank == 0:
             self._say_what_is_left()
 
-    def give_back(self) -> None:
-        """Everybody goes on from it."""
+    def restore(self) -> None:
+        """Let all trainings go on from it."""
         trainings = self._runtime.job.trainings
-        for begun, progress in zip(trainings, self._saved.progress, strict=True):
+        for begun, progress in zip(trainings, self._index.progress, strict=True):
             if not begun.released:
                 training_of(begun.optimizer).progress = progress
         if self._worker is not None:
-            give_back_worker(self._runtime, self._worker)
+            _restore_worker(self._runtime, self._worker)
         for name, state in self._states.items():
             self._owners[name].load(state)
 
@@ -111,7 +127,7 @@ class OwnPart:
 
     def _read_worker(self) -> dict[str, Any] | None:
         rank = self._runtime.rank
-        if rank not in self._saved.parts:
+        if rank not in self._index.parts:
             return None
         place = folders.part(self._found, rank)
         if not place.exists():
@@ -120,12 +136,12 @@ class OwnPart:
         return _read(place, _WORKER)
 
     def _state(self, name: str, owner: WorkerState) -> dict[str, Any]:
-        if self._saved.is_of(self._runtime.size):
+        if self._index.has_parts_for(self._runtime.size):
             return _read(self._place(self._runtime.rank), name)
         return owner.redistribute(self._parts(name), self._runtime.size)
 
     def _parts(self, name: str) -> Iterator[dict[str, Any]]:
-        for rank in self._saved.parts:
+        for rank in self._index.parts:
             yield _read(self._place(rank), name)
 
     def _place(self, rank: int) -> Path:
@@ -140,14 +156,14 @@ class OwnPart:
         return place
 
     def _say_what_is_left(self) -> None:
-        there = set(self._saved.states)
+        there = set(self._index.states)
         for name in sorted(self._owners.keys() - there):
             _say(f"{self._found} holds no {name}: it begins anew")
         for name in sorted(there - self._owners.keys()):
             _say(f"{self._found} holds {name}, which nothing in this job takes")
 
 
-def give_back_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
+def _restore_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Random states, buffers, and what the script last reported: a method may go by its
     loss (`Run.loss`)."""
     set_random_states(saved["random"])
@@ -159,12 +175,12 @@ def give_back_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
 
 
 def _owners(runtime: Runtime) -> dict[str, WorkerState]:
-    """Of all trainings that go on, by the name that their states have in a checkpoint."""
+    """The states of all unfinished trainings, by their names in a checkpoint."""
     return {
         f"training{number}.{owner.name}": owner
         for number, begun in enumerate(runtime.job.trainings)
         if not begun.training.finished
-        for owner in training_of(begun.optimizer).worker_states
+        for owner in worker_states(training_of(begun.optimizer))
     }
 
 
@@ -183,3 +199,199 @@ def _read(place: Path, name: str) -> dict[str, Any]:
 
 def _say(sentence: str) -> None:
     print(f"paceline: {sentence}", file=sys.stderr)
+
+
+# ---- states of one training ----
+
+
+def worker_states(training: Training) -> list[WorkerState]:
+    """The states of *training* that each worker saves for itself."""
+    context, sender = training.context, training.compression
+    states: list[WorkerState] = []
+    if training.hooks.has("save_state"):
+        states.append(MethodState(context.method.name, training.hooks))
+    if sender is not None and sender.compressor.state != "none":
+        tensors: Sequence[tuple[str, torch.Tensor]] = context.parameters
+        if isinstance(sender, Encoding):
+            tensors = sender.tensors()
+        states.append(ResidualState(sender, context.comm.rank, tensors))
+    if context.rounds.models_may_differ and context.optimizer is not None:
+        states.append(LocalModelState(context.parameters, context.optimizer))
+    return states
+
+
+class MethodState:
+    """The state that a method's hook `save_state` returns."""
+
+    def __init__(self, method: str, hooks: MethodHooks) -> None:
+        self.name = f"method.{method}"
+        self._hooks = hooks
+
+    def save(self) -> dict[str, Any]:
+        saved: dict[str, Any] = self._hooks.ask("save_state")
+        return saved
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self._hooks.is_loaded = False
+        self._hooks.call("load_state", saved)
+
+    def redistribute(
+        self, parts: Iterable[dict[str, Any]], workers: int
+    ) -> dict[str, Any]:
+        """The method says it in `redistribute_state`, or it is refused."""
+        if not self._hooks.has("redistribute_state"):
+            return redistribute_nothing(self.name, parts, workers)
+        saved: dict[str, Any] = self._hooks.ask("redistribute_state", parts)
+        return saved
+
+
+class ResidualState:
+    """A compressor's states (residuals, for example), by the tensor's name.
+
+    *sender* compresses the *tensors* that this worker sends, and keeps the states.
+    """
+
+    def __init__(
+        self,
+        sender: CompressedAverage | Encoding,
+        rank: int,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+    ) -> None:
+        self.name = f"compression.{sender.compressor.name}"
+        self._sender, self._rank = sender, rank
+        self._tensors = dict(tensors)
+        self._device = tensors[0][1].device
+
+    def save(self) -> dict[str, Any]:
+        return dict(self._sender.states)
+
+    def load(self, saved: dict[str, Any]) -> None:
+        self._sender.states = _moved(saved, self._device)
+
+    def redistribute(
+        self, parts: Iterable[dict[str, Any]], workers: int
+    ) -> dict[str, Any]:
+        """The compressor says it, in `inherit`; it is given all *parts* at once."""
+        former = [_moved(part, self._device) for part in parts]
+        states: dict[str, Any] = {}
+        for name in dict.fromkeys(name for part in former for name in part):
+            compressor, like = self._sender.compressor, self._like(name)
+            states[name] = compressor.init(like, name, self._rank)
+            there = [part[name] for part in former if name in part]
+            compressor.inherit(states[name], there, workers)
+        return states
+
+    def _like(self, name: str) -> torch.Tensor:
+        """A tensor such as what is kept under *name* belongs to: see `Run.mean`, *parts*."""
+        if name in self._tensors:
+            return torch.empty_like(self._tensors[name], requires_grad=False)
+        part = _PART.fullmatch(name)
+        if part is None or part[1] not in self._tensors:
+            raise UsageError(
+                f"the checkpoint holds {self.name} of {name!r}, which is no parameter "
+                "of this model: load it with as many workers as saved it"
+            )
+        owner = self._tensors[part[1]].detach()
+        row = owner.new_empty(owner.numel())[int(part[2]) : int(part[3])]
+        return row if owner.dim() < 2 else row.view(1, -1)
+
+
+_PART = re.compile(r"(.*)\[(\d+):(\d+)\]")
+
+
+class LocalModelState:
+    """This worker's parameters and optimizer state, where models differ between steps.
+
+    A worker without an own part goes on with the shared one: the method's result.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._parameters, self._optimizer = dict(parameters), optimizer
+
+    def save(self) -> dict[str, Any]:
+        return {
+            "parameters": dict(self._parameters),
+            "optimizer": self._optimizer.state_dict(),
+        }
+
+    def load(self, saved: dict[str, Any]) -> None:
+        if not saved:
+            return
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(saved["parameters"][name])
+        self._optimizer.load_state_dict(saved["optimizer"])
+        match_strides(self._optimizer)
+
+    def redistribute(
+        self, parts: Iterable[dict[str, Any]], workers: int
+    ) -> dict[str, Any]:
+        return {}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """*value* with the tensors in it on *device*."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(one, device) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(one, device) for one in value)
+    return value
+
+
+# ---- trainings that change their method ----
+
+
+def _specs_of(runtime: Runtime) -> list[str]:
+    """The present spec of each training that changes its method; "" for others."""
+    changing = (
+        None if begun.released else present_of(begun.optimizer).changes
+        for begun in runtime.job.trainings
+    )
+    return ["" if one is None else one.spec for one in changing]
+
+
+@contextmanager
+def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
+    """Within it, the trainings that change their method train by those *specs*.
+
+    So states that belong to a method are restored, such as residuals, or a worker's own model in the
+    middle of a round. Afterwards each training goes back to its method, also when the checkpoint
+    is refused. Collective.
+    """
+    back: list[tuple[Changes, str]] = []
+    try:
+        for begun, spec in zip(runtime.job.trainings, specs, strict=False):
+            if begun.released:
+                continue
+            present = present_of(begun.optimizer)
+            changes = present.changes
+            if changes is None or present.finished or spec in ("", changes.spec):
+                continue
+            before = changes.spec
+            why = changes.change(spec, together=True)
+            if not why:
+                back.append((changes, before))
+            elif runtime.rank == 0:
+                print(
+                    f"paceline: the checkpoint was saved under {spec}, which cannot be begun "
+                    f"here ({why}): what only that method keeps is not taken",
+                    file=sys.stderr,
+                )
+        yield
+    except Exception:
+        _go_back(back)  # what fails in a load fails on all ranks
+        raise
+    _go_back(back)
+
+
+def _go_back(back: list[tuple[Changes, str]]) -> None:
+    for changes, before in back:
+        changes.change(before, together=True)

@@ -9,7 +9,8 @@ import msgspec
 import torch
 
 from paceline.bucketing.bucket_plan import Side
-from paceline.core.sync import broadcast_tensors, gather_bytes, mean_of_tensors
+from paceline.core.checkpoint.worker_state import worker_states
+from paceline.core.sync import average_tensors, broadcast_tensors, gather_bytes
 from paceline.core.training import Training
 from paceline.interfaces import Comm
 
@@ -47,7 +48,7 @@ def equalize(
     real = [tensor.is_floating_point() for tensor in tensors]
     averaged = [t for t, averages in zip(tensors, real, strict=True) if averages]
     if mean:
-        mean_of_tensors(comm, averaged, counts=comm.rank in sources)
+        average_tensors(comm, averaged, counts=comm.rank in sources)
         tensors = [t for t, averages in zip(tensors, real, strict=True) if not averages]
     broadcast_tensors(comm, tensors, sources[0])
 
@@ -95,13 +96,13 @@ class KeptCodes:
 
     def take(self, spec: str, training: Training) -> None:
         """A training by *spec* is about to end."""
-        for state in training.worker_states:
+        for state in worker_states(training):
             if state.name.startswith("compression."):
                 self._states[f"{spec} {state.name}"] = dict(state.save())
 
     def give_back(self, spec: str, training: Training) -> None:
         """One by *spec* has begun."""
-        for state in training.worker_states:
+        for state in worker_states(training):
             saved = self._states.pop(f"{spec} {state.name}", None)
             if saved is not None:
                 state.load(saved)

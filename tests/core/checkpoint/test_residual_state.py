@@ -6,7 +6,7 @@ import torch
 from paceline.compression.casts import BF16
 from paceline.compression.error_feedback import ErrorFeedback
 from paceline.compression.quantization import Int8
-from paceline.core.own_state import CompressorState
+from paceline.core.checkpoint.worker_state import ResidualState
 from paceline.errors import UsageError
 from tests.support.one_worker import OneWorker, compressed_average
 
@@ -24,7 +24,7 @@ def owner(compressor, rank=0, steps=0):
         for name, parameter in PARAMETERS:
             part = torch.randn(parameter.shape, generator=generator)
             send(codes, part.to(parameter.dtype), name)
-    return CompressorState(codes, rank, PARAMETERS), codes
+    return ResidualState(codes, rank, PARAMETERS), codes
 
 
 def send(codes, part, name):
@@ -73,7 +73,7 @@ def test_the_sum_of_residuals_is_kept(workers):
 def test_a_tensor_that_is_no_parameter_has_no_share():
     _, codes = owner(ErrorFeedback(code=BF16()))
     send(codes, torch.full((3,), 0.3), "momentum")
-    saved = CompressorState(codes, 0, PARAMETERS).save()
+    saved = ResidualState(codes, 0, PARAMETERS).save()
     loader, _ = owner(ErrorFeedback(code=BF16()))
     with pytest.raises(UsageError, match="'momentum'"):
         loader.redistribute([saved], 2)

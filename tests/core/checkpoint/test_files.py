@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.checkpoint import files
-from paceline.core.checkpoint.structure import as_data
+from paceline.core.checkpoint.files import as_data
 from paceline.errors import UsageError
 from tests.support.profiles import examples
 

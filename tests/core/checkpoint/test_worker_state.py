@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.checkpoint import files
+from paceline.core.checkpoint import files, worker_state
 from paceline.core.checkpoint import folder as folders
 from paceline.errors import UsageError
 from paceline.interfaces import redistribute_nothing
-from paceline.testing import inspect
 from tests.core.checkpoint.test_save_load import begin, on
 
 
@@ -46,10 +45,19 @@ class Only(ErrorFeedback):
         return redistribute_nothing(self.name, parts, workers)
 
 
+def on_toys(workers, body, make):
+    """Run *body* on workers whose training has the states that *make* gives for a rank."""
+    made = [make(rank) for rank in range(workers)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            worker_state, "worker_states", lambda training: made[training.comm.rank]
+        )
+        return on(workers, body)
+
+
 def save(workers, folder, make, steps=0, place=lambda folder, rank: folder):
     def body(rank):
         model, optimizer = begin()
-        inspect(optimizer).worker_states[:] = make(rank)
         for _ in range(steps):
             optimizer.zero_grad()
             model(torch.full((2, 3), 1.0 + rank)).sum().backward()
@@ -58,14 +66,14 @@ def save(workers, folder, make, steps=0, place=lambda folder, rank: folder):
         optimizer.finish()
         return model.weight.tolist()
 
-    return on(workers, body)
+    return on_toys(workers, body, make)
 
 
 def load(workers, folder, make, place=lambda folder, rank: folder):
+    made = {}
+
     def body(rank):
         model, optimizer = begin()
-        owners = make(rank)
-        inspect(optimizer).worker_states[:] = owners
         before = model.weight.tolist()
         try:
             paceline.load(place(folder, rank))
@@ -73,9 +81,9 @@ def load(workers, folder, make, place=lambda folder, rank: folder):
             return str(error), model.weight.tolist() == before
         finally:
             optimizer.finish()
-        return [owner.state for owner in owners]
+        return [owner.state for owner in made[rank]]
 
-    return on(workers, body)
+    return on_toys(workers, body, lambda rank: made.setdefault(rank, make(rank)))
 
 
 def values(states):
@@ -207,11 +215,10 @@ def test_what_nobody_takes_and_what_begins_anew_is_said_once(tmp_path, capfd):
 def test_after_finish_nothing_is_left_of_it(tmp_path):
     def body(rank):
         _, optimizer = begin()
-        inspect(optimizer).worker_states[:] = [Only(1.0)]
         optimizer.finish()
         paceline.save(tmp_path / "x")
 
-    on(2, body)
+    on_toys(2, body, lambda rank: [Only(1.0)])
     assert load(3, tmp_path / "x", lambda rank: []) == [[]] * 3
 
 
