@@ -20,13 +20,25 @@ from paceline.interfaces.buckets import (
 class StandIn(torch.nn.Module):
     """A model with a workload's tensors, which become ready in the workload's order.
 
-    Called with a batch, it returns a loss: half the squared distance of every parameter
-    from the batch's mean. In the simulated runtime a tensor has few elements and is priced at
-    the workload's bytes, and shapes; elsewhere it has them all. Either way a step is charged,
-    or takes, the workload's times.
+    Called with a batch, it returns a loss: half the squared distance of every parameter from the
+    batch's mean. In the simulated runtime a tensor has few elements and is priced at the workload's
+    bytes and shapes; elsewhere it has them all. Either way a step is charged, or takes, the
+    workload's times.
+
+    Attributes:
+        workload: The tensors and times that this model has.
     """
 
     def __init__(self, workload: Workload, runtime: Runtime) -> None:
+        """Make the tensors; scripts call `stand_in`.
+
+        Args:
+            workload: Tensors and times.
+            runtime: The caller's.
+
+        Raises:
+            UsageError: No model can have these tensors in this order.
+        """
         super().__init__()
         self.workload = workload
         made = []
@@ -63,6 +75,7 @@ class StandIn(torch.nn.Module):
         module.register_parameter(last, parameter)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """Return the loss of *batch*, a tensor of any shape."""
         target = batch.mean()
         loss = torch.zeros(())
         # Autograd goes backwards: what is added last has its gradient first.
@@ -73,10 +86,11 @@ class StandIn(torch.nn.Module):
 
 
 def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
-    """A parameter that is, or stands for, what *blank* is, as one of *shape*: where that has
-    as many bytes as one of *blank*'s type. Of others it is a matrix that is nearly square, or else,
-    as where their number is prime, one of a row: of the same shape in every runtime, as codes
-    do by it what they do."""
+    """A parameter of *shape* that is, or stands for, *blank*.
+
+    A *shape* of another number of elements is replaced by that of a nearly square matrix, or of a
+    row where their number is prime: by the same one in every runtime, since compressors go by it.
+    """
     elements = wire_bytes(blank) // blank.element_size()
     if shape is None or math.prod(shape) != elements:
         square = nearly_square(elements)
@@ -89,10 +103,26 @@ def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Para
 
 
 def stand_in(workload: Workload | str) -> StandIn:
-    """A `StandIn` for *workload*: a `Workload`, a file, or the name of a built-in one.
+    """Make a model that has the tensors and the compute times of a workload.
 
-    Call `init` first. Raises `UsageError` for a workload that cannot be read, or whose
-    tensors no model can have.
+    Call `init` first.
+
+    Args:
+        workload: A `Workload`, a file, or the name of a built-in one, such as ``"resnet50"``.
+
+    Returns:
+        The model; train it with any loader and optimizer.
+
+    Raises:
+        UsageError: The workload cannot be read, no model can have its tensors, or `init` was
+            not called.
+
+    Example:
+        ::
+
+            paceline.init()
+            model = paceline.stand_in("resnet50")
+            optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
     """
     runtime = current_runtime()
     if runtime is None:

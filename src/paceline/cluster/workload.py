@@ -1,4 +1,4 @@
-"""What one training step of a model costs to compute, tensor by tensor."""
+"""Compute cost of one training step of a model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,15 +25,24 @@ ELEMENT_BYTES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class CodingTimes:
-    """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1:
-    *encode* until the first codes are there, and for all that follows *decode*, and
-    *decode_per_worker* times the number of workers."""
+    """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1.
+
+    Attributes:
+        encode: Until the first codes are there.
+        decode: For all that follows, whatever the number of workers.
+        decode_per_worker: For all that follows, for each worker.
+    """
 
     encode: float
     decode: float
     decode_per_worker: float
 
     def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            UsageError: One is negative or not finite.
+        """
         for entry in fields(self):
             value = getattr(self, entry.name)
             if not (value >= 0 and math.isfinite(value)):
@@ -42,7 +51,7 @@ class CodingTimes:
                 )
 
     def after(self, workers: int) -> float:
-        """Seconds of all that follows the first codes, among so many *workers*."""
+        """Return the seconds of all that follows the first codes, among *workers* workers."""
         return self.decode + workers * self.decode_per_worker
 
 
@@ -50,15 +59,30 @@ class CodingTimes:
 class Workload:
     """Compute time of one training step, on one worker of speed 1.
 
-    *names* are trainable parameter tensors in registration order; *sizes* their gradients'
-    bytes; *forward* and *backward* the seconds that each adds to its pass. *order* lists
-    positions in *names* as gradients become ready (default: last registered first).
-    *update* is the seconds of the optimizer's step, *batch* the samples that a pass is
-    given for (None: not known), *source* a line for people: where the figures are from.
-    *shapes* are the tensors' (none at all: not known). *coding*: what compressors take for
-    one gradient, by their full specs; where one is missing, a guess from bytes is charged. *passes*: how
-    many accumulate into one update. *uses_gradients*: whether the script reads or changes gradients
-    between backward and the update, as one that clips does. None: not known.
+    ``paceline profile SCRIPT`` measures one.
+
+    Attributes:
+        names: Trainable parameter tensors, in registration order.
+        sizes: Bytes of their gradients.
+        forward: Seconds that each tensor adds to the forward pass.
+        backward: Seconds that each tensor adds to the backward pass.
+        order: Positions in *names* in the order in which gradients become ready. By default the
+            last registered one is first.
+        update: Seconds of the optimizer's step.
+        batch: Samples of a pass; None: not known.
+        source: Where the figures are from, for people.
+        shapes: Of the tensors; empty: not known.
+        coding: What compressors take for one gradient, by their full specs. Where one is
+            missing, an estimate from bytes is charged.
+        passes: Passes that accumulate into one update; None: not known.
+        uses_gradients: Whether the script reads or changes gradients between backward and the
+            update, as one that clips does; None: not known.
+
+    Example:
+        ::
+
+            workload = paceline.Workload.load("resnet50")
+            print(workload.compute_seconds, sum(workload.sizes))
     """
 
     names: tuple[str, ...]
@@ -75,6 +99,11 @@ class Workload:
     uses_gradients: bool | None = None
 
     def __post_init__(self) -> None:
+        """Check the values, and fill in *order*.
+
+        Raises:
+            UsageError: Lengths differ, or a value cannot be.
+        """
         if not self.names:
             raise UsageError("a workload without tensors: expected at least one")
         if len(set(self.names)) < len(self.names):
@@ -160,7 +189,16 @@ class Workload:
     def check_matches(
         self, names: Sequence[str], sizes: Sequence[int], what: str
     ) -> None:
-        """Raise `UsageError` that names the first tensor in which a model differs."""
+        """Check that a model has the tensors of this workload.
+
+        Args:
+            names: The model's trainable parameters, in registration order.
+            sizes: Bytes of their gradients.
+            what: What the workload is, for the error.
+
+        Raises:
+            UsageError: They differ; the message names the first tensor that does.
+        """
         theirs = list(zip(names, sizes, strict=True))
         mine = list(zip(self.names, self.sizes, strict=True))
         for number, (model, profiled) in enumerate(itertools.zip_longest(theirs, mine)):
@@ -181,7 +219,13 @@ class Workload:
     ) -> Workload:
         """Spread two given totals over the tensors in proportion to their bytes.
 
-        Stands in where nothing was measured: real layers cost by operations, not bytes.
+        For use where nothing was measured: real layers cost by operations, not bytes.
+
+        Args:
+            names: Trainable parameter tensors, in registration order.
+            sizes: Bytes of their gradients.
+            forward_seconds: Seconds of the whole forward pass.
+            backward_seconds: Seconds of the whole backward pass.
         """
         total = sum(sizes) or 1
         return cls(
@@ -202,9 +246,19 @@ class Workload:
         update: float = 0.0,
         source: str = "",
     ) -> Workload:
-        """Count a model's FLOPs, on the meta device, for a device of that sustained speed:
-        see `paceline.cluster.flop_counter.count_step`. *update*: seconds of the optimizer's
-        step."""
+        """Count a model's FLOPs, on the meta device, for a device of a given speed.
+
+        See `paceline.cluster.flop_counter.count_step`.
+
+        Args:
+            module: The model.
+            example: What ``forward`` takes: a tensor, a tuple of positional or a dict of
+                keyword arguments. Only shapes and dtypes count.
+            flops_per_second: Sustained speed of the device.
+            batch: Samples in *example*; None: the first dimension of its first tensor.
+            update: Seconds of the optimizer's step.
+            source: Where the figures are from, for people.
+        """
         from paceline.cluster.flop_counter import count_step  # it needs torch
 
         counted = count_step(
@@ -213,8 +267,15 @@ class Workload:
         return cls(**vars(counted), update=update)
 
     def save(self, path: str | Path, made: dict[str, Any] | None = None) -> None:
-        """Write it as JSON, and what it was *made* with, for whoever reads that with
-        `made_with`. Raises `UsageError` where that is impossible."""
+        """Write it as JSON.
+
+        Args:
+            path: A file; an existing one is replaced.
+            made: What it was made with, for `made_with`.
+
+        Raises:
+            UsageError: The file cannot be written.
+        """
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         # What is not known is left out, so that files stay as they were.
         known = {
@@ -235,10 +296,14 @@ class Workload:
 
     @classmethod
     def load(cls, path: str | Path) -> Workload:
-        """Read what `save` wrote, or a built-in one by its name (see `builtin_names`; a
-        file of that name is ``./NAME``).
+        """Read a file that `save` wrote, or a built-in workload.
 
-        Raises `UsageError` that says what is wrong with the file.
+        Args:
+            path: A file, or a name of `builtin_names`. A file of such a name is ``./NAME``.
+
+        Raises:
+            UsageError: There is no such file, or it is no workload; the message says what is
+                wrong with it.
         """
         if str(path) in builtin_names():
             folder = resources.files("paceline.cluster") / "workloads"
@@ -278,12 +343,12 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def made_with(path: str | Path) -> dict[str, Any] | None:
-    """What a workload that `Workload.load` has just read was made with, if it says."""
+    """Return what a workload that `Workload.load` has just read was made with, if it says."""
     return msgspec.json.decode(Path(path).read_bytes(), type=_File).made
 
 
 def builtin_names() -> list[str]:
-    """Workloads that come with paceline; each is made by a script in ``benchmarks/``."""
+    """Return the workloads that come with paceline; a script in ``benchmarks/`` makes each."""
     folder = resources.files("paceline.cluster") / "workloads"
     names = (entry.name for entry in folder.iterdir())
     return sorted(n.removesuffix(".json") for n in names if n.endswith(".json"))
