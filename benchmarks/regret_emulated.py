@@ -35,7 +35,7 @@ from paceline.cluster.profiling.compressors import threads_set
 from paceline.cluster.profiling.gradient_dump import KeptGradients
 from paceline.cluster.profiling.loaded_compressor_times import coding_times_of_busy
 from paceline.compression import full_spec
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.interfaces.buckets import nearly_square
 from paceline.run_options import RunOptions
 from paceline.spec import parse
@@ -179,7 +179,7 @@ def past_its_warm_up(spec):
     """*spec* and its code as they step in the long run, which is what a plan predicts: a thousand steps
     of bsp before, or of codes that send much, would be trained here for nothing. What it is to be
     trained with, and the arguments of `distribute` for its code, if it says one."""
-    method, settings = read_spec(spec)
+    method, settings = parse_method(spec)
     said = parse(spec)
     own = {k: v for k, v in said.values.items() if not k.startswith("compression")}
     settled = getattr(method, "in_the_long_run", {}) | own
@@ -194,7 +194,7 @@ def train(spec):
     """Mean seconds of a step, once it has settled."""
     torch.manual_seed(0)
     spec, coded = past_its_warm_up(spec)
-    method, _ = read_spec(spec)
+    method, _ = parse_method(spec)
     every = getattr(method, "every", 1) or 1
     model = paceline.stand_in(workload())
     # Its gradients are its parameters, less a number: equal ones are no gradient to a code that selects.

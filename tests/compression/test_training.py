@@ -9,8 +9,7 @@ import paceline
 from paceline.cluster.workload import Workload
 from paceline.collectives.schedules import Ring
 from paceline.compression import BF16, ErrorFeedback, Identity, Int4, Int8, make
-from paceline.core.method_spec import read_spec
-from paceline.core.settings import Settings
+from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
@@ -268,7 +267,7 @@ def test_new_buckets_keep_each_tensors_state():
 
 def test_keys_of_a_spec():
     text = "bsp:buckets=ddp,compression=int8,compression.rounding=stochastic"
-    _, settings = read_spec(text)
+    _, settings = parse_method(text)
     assert settings.compression == Int8(rounding="stochastic")
     assert settings.buckets == "ddp"
     keys = settings.as_keys()
@@ -277,8 +276,8 @@ def test_keys_of_a_spec():
     assert Settings().compression == Identity()
     assert "compression" not in Settings().as_keys()
     given = Settings(compression=BF16())
-    assert read_spec("bsp", given)[1].compression == BF16()
-    assert read_spec("bsp:compression=none", given)[1].compression == Identity()
+    assert parse_method("bsp", given)[1].compression == BF16()
+    assert parse_method("bsp:compression=none", given)[1].compression == Identity()
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ def test_keys_of_a_spec():
 )
 def test_what_is_unknown_is_refused(text, said):
     with pytest.raises(UsageError) as caught:
-        read_spec(text)
+        parse_method(text)
     assert said in str(caught.value)
 
 

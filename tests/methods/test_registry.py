@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.core.distribute import distribute
-from paceline.core.method_spec import brief_spec, read_spec
+from paceline.core.settings import parse_method, short_spec
 from paceline.errors import UsageError
 from paceline.methods import METHODS, check_survives, make
 from paceline.runtimes.join import join_runtime
@@ -44,11 +44,11 @@ def test_a_key_that_means_nothing_to_a_method_is_refused_by_name(name):
         if key in field_types(METHODS[name]):  # osp's own
             continue
         if means:
-            method, settings = read_spec(text)
-            assert f"{key}={value}" in brief_spec(method, settings)
+            method, settings = parse_method(text)
+            assert f"{key}={value}" in short_spec(method, settings)
         else:
             with pytest.raises(UsageError) as error:
-                read_spec(text)
+                parse_method(text)
             assert f"{key}={value}" in str(error.value)
             assert repr(name) in str(error.value)
 
@@ -56,14 +56,14 @@ def test_a_key_that_means_nothing_to_a_method_is_refused_by_name(name):
 def test_a_collective_with_servers_takes_its_servers():
     key = "servers"
     spec = f"bsp:collective=parameter-server,{key}={OF_SERVERS[key]}"
-    assert getattr(read_spec(spec)[1], key) == OF_SERVERS[key]
+    assert getattr(parse_method(spec)[1], key) == OF_SERVERS[key]
     with pytest.raises(UsageError, match=f"{key}={OF_SERVERS[key]} means nothing"):
-        read_spec(spec.replace("parameter-server", "ring"))
+        parse_method(spec.replace("parameter-server", "ring"))
 
 
 def test_what_stands_as_by_default_may_be_said():
-    assert read_spec("asp:collective=native") == read_spec("asp")
-    assert read_spec("bsp:servers=auto,replies=full") == read_spec("bsp")
+    assert parse_method("asp:collective=native") == parse_method("asp")
+    assert parse_method("bsp:servers=auto,replies=full") == parse_method("bsp")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_what_stands_as_by_default_may_be_said():
 )
 def test_who_names_a_keys_value_is_told_the_key(name, spec):
     with pytest.raises(UsageError, match=f"{name} is .*{spec}"):
-        read_spec(name)
-    read_spec(spec)
+        parse_method(name)
+    parse_method(spec)
 
 
 TYPED = [
@@ -105,5 +105,5 @@ def test_what_tables_call_a_run_is_enough_to_repeat_it(case):
         found.append(join_runtime().journal.brief)
 
     Simulation(cluster_of(1)).run(begin)
-    assert read_spec(found[0]) == read_spec(case.method)
+    assert parse_method(found[0]) == parse_method(case.method)
     assert found[0].count("=") <= case.name.count("=")

@@ -15,7 +15,7 @@ import torch
 
 import paceline
 from paceline.cluster import uniform_cluster
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
@@ -184,7 +184,7 @@ def test_a_job_that_has_switched_never_goes_back(tmp_path: Path) -> None:
 
 def test_fewer_steps_than_none_are_refused() -> None:
     with pytest.raises(UsageError, match="0 or more steps"):
-        read_spec("sync-switch:bsp_steps=-1")
+        parse_method("sync-switch:bsp_steps=-1")
 
 
 @pytest.mark.parametrize("words", [b"x", b"-1", b"1" * 19])

@@ -192,13 +192,13 @@ def check_job(script: Path, *specs: str | None) -> None:
         raise UsageError(f"there is no script {script}")
     if not any(specs):
         return
-    from paceline.core.method_spec import read_spec
+    from paceline.core.settings import parse_method
     from paceline.tools.auto.config import wish_of
 
     for spec in specs:
         if spec is not None and wish_of(spec) is None:
             try:
-                read_spec(spec)
+                parse_method(spec)
             except UnknownNameError:
                 if not may_register(script):
                     raise
@@ -210,7 +210,7 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
     if spec is None:
         return
     from paceline import methods
-    from paceline.core.method_spec import read_spec
+    from paceline.core.settings import parse_method
     from paceline.interfaces import UpdatesOnServer
     from paceline.tools.auto.config import wish_of
 
@@ -219,7 +219,7 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
         wish.load_cluster(workers)  # which says it, if it is of others
         return
     try:
-        method = methods.grouped(read_spec(spec)[0], groups)
+        method = methods.grouped(parse_method(spec)[0], groups)
     except UnknownNameError:
         return  # the script may register it: `check_job`
     if method.updates_on == "server":

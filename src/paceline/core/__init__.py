@@ -1,7 +1,7 @@
 """One worker's training: PyTorch's hooks become the hooks of a method's worker.
 
 - `distribute`, `training_setup`: `paceline.distribute`, from its arguments to a training.
-- `settings`, `method_spec`: the user's choices, as arguments and as a spec.
+- `settings`: the settings beside a method, and the spec that chooses both.
 - `optimizer`: the wrapped optimizer; `active_training`: its training, where methods change.
 - `training`: `Training`, which the wrapped optimizer calls; start here. `context`: what its parts share.
 - `model_hooks`: hooks into the user's model: which passes are a step's, and what each weighs.

@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.compression import Exactly, as_by_default, make
-from paceline.core.method_spec import fitted, read_spec
 from paceline.core.misuse import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
-from paceline.core.settings import UNSAID, ModuleBuffers, Settings
+from paceline.core.settings import (
+    UNSET,
+    ModuleBuffers,
+    Settings,
+    parse_method,
+    reconcile,
+)
 from paceline.core.step_loggers import report_as_asked
 from paceline.core.training_setup import Subject, train
 from paceline.errors import UsageError
@@ -128,7 +133,7 @@ def _train_by(
     if runtime.size == 1:
         say_alone(runtime)
     if runtime.size == 1 or runtime.job.options.profile is not None:
-        return train(subject, *read_spec(FIRST, settings))
+        return train(subject, *parse_method(FIRST, settings))
     return changing(wish, settings).train(subject, settings)
 
 
@@ -179,7 +184,7 @@ def _resolve(
     override = runtime.job.options.method
     if override is None and method is not None and not isinstance(method, str):
         assert not _changes(method)
-        return fitted(method, settings)
+        return reconcile(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)
     if override is not None and method is not None and runtime.rank == 0:
@@ -187,12 +192,12 @@ def _resolve(
             f"paceline: --method {override} overrides the script's {method!r}",
             file=sys.stderr,
         )
-    return read_spec(text, settings)
+    return parse_method(text, settings)
 
 
 def _made(compression: str | Compressor | Exactly | None) -> Compressor:
     if compression is None:
-        return UNSAID
+        return UNSET
     if isinstance(compression, str):
         return make(compression)
     return as_by_default(compression)

@@ -1,47 +1,68 @@
-"""What a user chooses beside the method: the arguments of `distribute` that specs share."""
+"""The settings beside a method, and how a spec chooses both: `Settings`, `parse_method`."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from paceline import compression, spec
-from paceline.bucketing import check_rule
-from paceline.compression import Identity
+from paceline import compression, methods, spec
+from paceline.bucketing import RULES, check_rule
+from paceline.collectives import registry as collectives
+from paceline.compression import COMPRESSORS, Identity
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import Compressor
+from paceline.interfaces import Compressor, Method
 from paceline.interfaces.server_messages import Replies
 from paceline.parameter_server.optim.clipping import check_clip_norm
 
 ModuleBuffers = Literal["rank0", "local"]
+"""Whose values the model's buffers (BatchNorm's statistics) take once a step."""
 
-
-UNSAID = Identity()
-"""The compression of who names none: this one alone gives way to that which a method has by
-itself."""
+UNSET = Identity()
+"""The compression that a user gets who names none. Only this object gives way to the default
+compression of a method."""
 
 PLACES = ("auto", "embedded", "per-node", "dedicated")
+"""Where servers can be, beside addresses."""
+
 _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
+
+KEY_VALUES: Sequence[tuple[str, str, Collection[str]]] = (
+    ("compression", "compression", COMPRESSORS),
+    ("collective", "collective", collectives.COLLECTIVES),
+    ("buckets", "bucket rule", RULES),
+)
+"""Keys of all methods, the nouns for their values, and the known values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """*buckets*: the rule that groups gradients into buckets. *buffers*: what becomes of the
-    model's buffers (BatchNorm's statistics) once a step: every rank takes rank 0's, or
-    keeps its own. *check_finite*: raise an error that names the parameter
-    when a gradient is not finite (not together with a GradScaler, which expects such
-    gradients and skips the step). *collective*: how averages are formed: a
-    row of `paceline.collectives`, which checks the name. *compression*: what is sent of them; its own
-    keys are ``compression.KEY``; `UNSAID` is what the method has by itself, mostly none. *servers*: where servers are: beside rank 0
-    ("embedded"), one on each host ("per-node"), on hosts of their own ("dedicated"; "auto":
-    where there are any, else embedded), or addresses HOST:PORT joined by "+".
-    *clip_norm*: the largest norm that a gradient may have; of which one, the method says
-    (`Method.clips`). *replies*: where servers update and gradients are compressed, whether a push is
-    answered with the parameters as they are ("full"), or with a code of their difference from what the
-    worker holds ("deltas"): then servers keep a copy of that for each worker."""
+    """The arguments of `distribute` that all methods share, and that specs can name.
+
+    Attributes:
+        buckets: The rule that groups gradients into buckets: a name in `paceline.bucketing`, or
+            bucket lengths in tensors, such as ``"3+5+2"``.
+        buffers: ``"rank0"``: once a step every rank takes rank 0's buffers, as under DDP.
+            ``"local"``: each rank keeps its own.
+        check_finite: Raise `GradientError`, which names the parameter, when a mean gradient is not
+            finite. Not together with a GradScaler, which expects such gradients.
+        collective: How averages are formed: a name in `paceline.collectives`.
+        servers: Where servers run: ``"embedded"`` (beside rank 0), ``"per-node"``, ``"dedicated"``
+            (on hosts of their own), ``"auto"`` (dedicated where there are any, else embedded),
+            or addresses ``HOST:PORT`` joined by ``+``.
+        clip_norm: The largest norm that a gradient may have. `Method.clips` says which gradient:
+            the mean, or each worker's own.
+        replies: What servers that update answer to a compressed push: the parameters (``"full"``),
+            or a compressed difference from what the worker holds (``"deltas"``), for which they
+            keep a copy of that for each worker.
+        compression: What compresses gradients, or what is sent in their place. Its own keys in a spec
+            are ``compression.KEY``. `UNSET` gives way to the method's default.
+
+    Raises:
+        UsageError: A value is unknown or out of range.
+    """
 
     buckets: str = "optimal"
     buffers: ModuleBuffers = "rank0"
@@ -50,7 +71,7 @@ class Settings:
     servers: str = "auto"
     clip_norm: float = math.inf
     replies: Replies = "full"
-    compression: Compressor = UNSAID
+    compression: Compressor = UNSET
 
     def __post_init__(self) -> None:
         check_rule(self.buckets)
@@ -72,12 +93,12 @@ class Settings:
 
     @property
     def use_gradients(self) -> bool:
-        """Whether all means are waited for where backward ends, as they are looked at there."""
+        """Whether training itself reads all means at the end of backward."""
         return self.check_finite or self.clip_norm < math.inf
 
     def changed_by(self, keys: Mapping[str, str]) -> Settings:
-        """These settings, but those that a spec's *keys* name. Raises `UsageError` that says
-        what is unknown and what there is."""
+        """A copy with the values that a spec's *keys* name. Raises `UsageError`, with the known
+        keys, for an unknown one."""
         chosen, rest = spec.nested("compression", keys)
         known = set(spec.field_types(Settings))
         for key in rest:
@@ -88,16 +109,111 @@ class Settings:
             return settings
         return replace(settings, compression=compression.make(chosen))
 
-    def as_keys(self, own: Compressor = UNSAID) -> dict[str, str]:
-        """The keys of a full spec: the bucket rule, the compression, and what differs from
-        the default. *own*: the compression that the method has by itself."""
-        coded = compression.keys_of(self.compression)
-        return {"buckets": self.buckets} | self.changed_keys(own) | coded
+    def as_keys(self, default: Compressor = UNSET) -> dict[str, str]:
+        """The keys of a full spec: buckets, compression, and what differs from its default.
+        *default* is the method's default compression."""
+        keys = {"buckets": self.buckets} | self.changed_keys(default)
+        return keys | compression.keys_of(self.compression)
 
-    def changed_keys(self, own: Compressor = UNSAID) -> dict[str, str]:
-        """Those that differ from the default."""
+    def changed_keys(self, default: Compressor = UNSET) -> dict[str, str]:
+        """The keys whose values differ from their defaults."""
         keys = spec.changed(self)
         keys.pop("compression", None)  # which has keys of its own
-        if self.compression == own:
+        if self.compression == default:
             return keys
         return keys | (compression.keys_of(self.compression) or {"compression": "none"})
+
+
+def parse_method(
+    text: str, settings: Settings | None = None
+) -> tuple[Method, Settings]:
+    """The method and the settings of a spec, such as ``"bsp:buckets=wfbp"``.
+
+    Args:
+        text: The spec.
+        settings: Values of the keys that the spec does not name.
+
+    Raises:
+        UsageError: A name, key or value is unknown (the message lists the known ones), or a key
+            means nothing to the method.
+    """
+    read = spec.parse(text)
+    if read.name not in methods.METHODS:
+        for key, kind, known in KEY_VALUES:
+            if read.name in known:
+                raise UsageError(
+                    f"{read.name} is a {kind} and no method: bsp:{key}={read.name}"
+                )
+    method, rest = methods.make(read, set(spec.field_types(Settings)))
+    settings = (settings or Settings()).changed_by(rest)
+    method, settings = reconcile(method, settings)
+    collectives.make(settings.collective)
+    _check_keys_apply(method, settings, rest)
+    return method, settings
+
+
+def _check_keys_apply(
+    method: Method, settings: Settings, keys: Collection[str]
+) -> None:
+    """Raise `UsageError` for one of a spec's *keys* that does not apply to the method, unless its
+    value is the default."""
+    serves = method.updates_on == "server"
+    has_servers = serves or collectives.make(settings.collective).needs_servers
+    usual = Settings()
+    for key, means, why in (
+        (
+            "collective",
+            not serves,
+            "its servers take gradients, and no average is formed",
+        ),
+        ("servers", has_servers, "it has no servers"),
+        ("replies", serves, "no server answers with parameters"),
+    ):
+        value = getattr(settings, key)
+        if key in keys and not means and value != getattr(usual, key):
+            raise UsageError(
+                f"{key}={value} means nothing to method {method.name!r}: {why}. Leave {key} out"
+            )
+
+
+def default_compression(method: Method) -> Compressor:
+    """The compression of a method whose user names none."""
+    own: str | None = getattr(method, "default_compression", None)
+    return UNSET if own is None else compression.make(own)
+
+
+def short_spec(method: Method, settings: Settings) -> str:
+    """The spec of the two, without values that are the default."""
+    keys = settings.changed_keys(default_compression(method))
+    return str(spec.Spec(method.name, spec.changed(method) | keys))
+
+
+def reconcile(method: Method, settings: Settings) -> tuple[Method, Settings]:
+    """Settle what the two decide together. Raises `UsageError` where they contradict each other."""
+    settings = _with_collective_of(method, settings)
+    if settings.compression is UNSET:
+        settings = replace(settings, compression=default_compression(method))
+    with_compression(method, settings)
+    return method, settings
+
+
+def with_compression(method: Method, settings: Settings) -> Method:
+    """The variant of the method that sends what the settings' compression can compress.
+
+    Raises `UsageError` where there is none.
+    """
+    compressor = settings.compression
+    if compressor == Identity() or not hasattr(method, "compressed_by"):
+        return method
+    compressor.suits_differences()
+    result: Method = method.compressed_by(compressor)
+    return result
+
+
+def _with_collective_of(method: Method, settings: Settings) -> Settings:
+    """OSP has a key ``collective`` of its own: of those forms in which workers meet, all but
+    "native" also say how averages are formed."""
+    own: str = getattr(method, "collective", "native")
+    if own == "native" or method.updates_on == "server":
+        return settings
+    return replace(settings, collective=own)

@@ -26,10 +26,14 @@ from paceline.core.active_training import Present
 from paceline.core.context import TrainingContext
 from paceline.core.initial_sync import check_same_everywhere, describe
 from paceline.core.method_hooks import check_declared
-from paceline.core.method_spec import brief_spec, compressed, own_compression
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
-from paceline.core.settings import Settings
+from paceline.core.settings import (
+    Settings,
+    default_compression,
+    short_spec,
+    with_compression,
+)
 from paceline.core.sync import broadcast_tensors
 from paceline.core.training import MakeRemote, Training
 from paceline.errors import UsageError
@@ -134,7 +138,7 @@ def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
         settings = replace(settings, compression=asked.in_epochs(len(subject.sampler)))
     if runtime.cluster is not None:
         named = methods.grouped(named, runtime.cluster.groups)
-    chosen = compressed(named, settings)
+    chosen = with_compression(named, settings)
     check_declared(chosen)
     settings = _without_averages(runtime, chosen, settings)
     forming = collectives.make(settings.collective)
@@ -146,9 +150,9 @@ def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
         raise UsageError("the model has no parameter that requires a gradient")
     if chosen.updates_on == "server":
         _check_servers_update_all(chosen, optimizer, parameters)
-    own = own_compression(named)
+    own = default_compression(named)
     full = spec.spec_of(named.name, named, **settings.as_keys(own))
-    brief = brief_spec(named, replace(settings, compression=asked))
+    brief = short_spec(named, replace(settings, compression=asked))
     return Prepared(chosen, settings, forming, str(full), brief)
 
 

@@ -24,9 +24,9 @@ from torch.utils.data import (
 
 from paceline import spec
 from paceline.core.distribute import distribute
-from paceline.core.method_spec import read_spec
 from paceline.core.misuse import check_trained_by_nobody_else
 from paceline.core.optimizer import DistributedOptimizer
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import Method, current_runtime
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
@@ -88,7 +88,7 @@ def shows_mean(method: str | Method | None) -> bool:
     if isinstance(chosen, str):
         if spec.parse(chosen).name == "auto":
             return False
-        chosen, _ = read_spec(chosen)
+        chosen, _ = parse_method(chosen)
     return chosen.visible_gradient == "mean"
 
 

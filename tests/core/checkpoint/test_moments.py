@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.spec import parse
 from paceline.testing import CASES
 from paceline.testing.problems import Counting
@@ -90,7 +90,7 @@ def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
     )  # each gradient is an update
     together, has_switched = 0 if apart else STEPS, False
     if method.startswith("sync-switch"):
-        switches, _ = read_spec(method)
+        switches, _ = parse_method(method)
         together = min(STEPS, switches.bsp_steps)
         has_switched = together == switches.bsp_steps
     if method.startswith(GROUPS):

@@ -12,7 +12,7 @@ from torch import nn
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from tests.methods.local_updates.helpers import (
     Trained,
@@ -307,4 +307,4 @@ def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
 )
 def test_what_makes_no_sense_is_refused(keys: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        read_spec(f"daso:{keys}")
+        parse_method(f"daso:{keys}")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from paceline.methods.contrib.sel_sync import SelSync, norm_of
 from paceline.runtimes.join import join_runtime
@@ -185,4 +185,4 @@ def test_it_says_how_often_there_was_a_mean() -> None:
 )
 def test_what_makes_no_sense_is_refused(key: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        read_spec(f"sel-sync:{key}")
+        parse_method(f"sel-sync:{key}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 
 
@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 )
 def test_what_would_count_for_nothing_is_refused(keys, words):
     with pytest.raises(UsageError, match=words):
-        read_spec(f"ds-sync:{keys}")
+        parse_method(f"ds-sync:{keys}")
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_what_would_count_for_nothing_is_refused(keys, words):
     ],
 )
 def test_what_counts_is_not(keys):
-    read_spec(f"ds-sync:{keys}")
+    parse_method(f"ds-sync:{keys}")

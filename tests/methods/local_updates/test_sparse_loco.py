@@ -9,8 +9,7 @@ import torch
 
 import paceline
 from paceline.compression import make, pure
-from paceline.core.method_spec import read_spec
-from paceline.core.settings import Settings
+from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.docs_table import methods_page
@@ -92,9 +91,9 @@ def test_a_round_is_the_papers_equation() -> None:
 def test_the_code_is_the_methods_unless_the_user_names_one(
     spec: str, code: str
 ) -> None:
-    settings = read_spec(spec)[1]
+    settings = parse_method(spec)[1]
     assert settings.compression == make(code)
-    given = read_spec(spec, Settings(compression=make("bf16")))[1].compression
+    given = parse_method(spec, Settings(compression=make("bf16")))[1].compression
     assert given == make(code if "compression" in spec else "bf16")
 
 
@@ -124,7 +123,7 @@ def test_what_is_saved_says_it(spec: Any, options: dict[str, Any], said: str) ->
 
     full, brief = simulate(1, body)[0]
     assert brief == said
-    assert read_spec(full) == read_spec(brief)
+    assert parse_method(full) == parse_method(brief)
     if said == "sparse-loco":
         assert "compression=top-k" in full
         assert "compression.decay=0.95" in full
@@ -143,5 +142,5 @@ def test_every_default_is_a_compression() -> None:
 
 def test_a_code_of_gradients_alone_is_refused() -> None:
     with pytest.raises(UsageError, match=r"momentum .* of gradients"):
-        read_spec("diloco:compression=dgc")
-    read_spec("bsp:compression=dgc")
+        parse_method("diloco:compression=dgc")
+    parse_method("bsp:compression=dgc")

@@ -10,7 +10,7 @@ from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from paceline.interfaces.buckets import make_buckets
 from paceline.methods.osp.deferral import (
@@ -420,9 +420,9 @@ def test_a_layout_follows_new_buckets():
 )
 def test_bad_options_are_refused(spec, words):
     with pytest.raises(UsageError, match=words):
-        read_spec(spec)
+        parse_method(spec)
     with pytest.raises(UsageError, match=words):
-        read_spec(spec.replace("osp:", "osp:collective=native,"))
+        parse_method(spec.replace("osp:", "osp:collective=native,"))
 
 
 @pytest.mark.parametrize("loss", [0.0, -3.0])

@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost, uniform_cluster
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.runtimes.simulated import ComputeModel, Simulation
@@ -248,9 +248,9 @@ def test_the_servers_processor_is_first_come_first_served():
 
 def test_hyperparameters_of_methods_are_checked_when_they_are_made():
     with pytest.raises(UsageError, match="0 or more"):
-        read_spec("ssp:staleness=-1")
+        parse_method("ssp:staleness=-1")
     with pytest.raises(UsageError, match="0 for"):
-        read_spec("backup:wait_for=-1")
+        parse_method("backup:wait_for=-1")
     with pytest.raises(WorkerFailedError, match="only 2 workers"):
         end_of("backup:wait_for=3", 2)
 
@@ -262,7 +262,7 @@ SERVERS_UPDATE = [
 
 
 def test_these_are_the_methods_whose_servers_update():
-    made = {name: read_spec(name)[0] for name in METHODS}
+    made = {name: parse_method(name)[0] for name in METHODS}
     on_server = [name for name, method in made.items() if method.updates_on == "server"]
     assert sorted(on_server) == SERVERS_UPDATE
 

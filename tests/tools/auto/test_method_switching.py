@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES as TABLE
 from paceline.tools.auto.method_switching import Auto
@@ -42,7 +42,7 @@ def there_and_back(case, workers, meets):
 
 
 def consistency(case):
-    return consistency_of(*read_spec(case.method))
+    return consistency_of(*parse_method(case.method))
 
 
 WAYS = [

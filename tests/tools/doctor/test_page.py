@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from paceline.cli import app
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.tools.doctor.diagnosis import FAULTS, LATER
 from paceline.tools.doctor.text import faults_table
 
@@ -49,4 +49,4 @@ def test_commands_exist(command):
         if word.startswith("--"):
             assert word in known or word in LAUNCHERS, word
         if words[number - 1] in ("--method", "--method"):
-            read_spec(word)
+            parse_method(word)

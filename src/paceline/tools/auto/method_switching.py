@@ -25,9 +25,8 @@ import msgspec
 
 from paceline.collectives.communicator import TorchComm
 from paceline.core.active_training import Present
-from paceline.core.method_spec import read_spec
 from paceline.core.optimizer import DistributedOptimizer, present_of
-from paceline.core.settings import Settings
+from paceline.core.settings import Settings, parse_method
 from paceline.core.sync import gather_bytes
 from paceline.core.training import Training
 from paceline.core.training_setup import Made, Prepared, Subject, begin, prepare, train
@@ -81,7 +80,7 @@ class Auto:
 
     def train(self, subject: Subject, settings: Settings) -> DistributedOptimizer:
         """See `beginning.train`."""
-        chosen = read_spec(self.begins, settings)
+        chosen = parse_method(self.begins, settings)
         wrapped = train(subject, *chosen)
         present = present_of(wrapped)
         now, course = prepare(subject, *chosen), self.course(subject)
@@ -196,7 +195,7 @@ class MethodChanges:
 
     def _prepared(self, spec: str) -> Prepared:
         """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
-        prepared = prepare(self._subject, *read_spec(spec, self._settings))
+        prepared = prepare(self._subject, *parse_method(spec, self._settings))
         method = prepared.method
         from paceline.tools.plan.candidates import (
             consistency_of,  # it needs the simulated runtime

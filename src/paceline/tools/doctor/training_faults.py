@@ -13,7 +13,7 @@ from dataclasses import replace
 from paceline.bucketing import FIXED
 from paceline.cluster import Processor
 from paceline.collectives.registry import COLLECTIVES
-from paceline.core.method_spec import brief_spec, read_spec
+from paceline.core.settings import parse_method, short_spec
 from paceline.interfaces import CONSISTENCIES, Consistency, weaker
 from paceline.spec import Spec, parse
 from paceline.tools.doctor.fault_kinds import Found, command_of
@@ -92,8 +92,8 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
     now = patient.step_seconds()
     if now is None:  # such as a script's own method, which is registered there alone
         return None
-    method, settings = read_spec(patient.spec)
-    name, own = brief_spec(method, settings), consistency_of(method, settings)
+    method, settings = parse_method(patient.spec)
+    name, own = short_spec(method, settings), consistency_of(method, settings)
     bound = patient.limit_seconds if own == "exact" else patient.least_seconds
     if now <= SLOW_METHOD * bound:
         return None
@@ -140,7 +140,7 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
 
 
 def _on_one_server(patient: Patient) -> bool:
-    method, settings = read_spec(patient.spec)
+    method, settings = parse_method(patient.spec)
     served = COLLECTIVES[settings.collective].needs_servers
     return (
         (method.updates_on == "server" or served)
@@ -156,7 +156,7 @@ def too_slow(picture: Picture, patient: Patient) -> Found | None:
     if not picture.trains or now is None:
         return None
     if (
-        consistency_of(*read_spec(patient.spec)) != "exact"
+        consistency_of(*parse_method(patient.spec)) != "exact"
         or limit <= TOO_SLOW * compute
     ):
         return None

@@ -25,8 +25,7 @@ from paceline.bucketing import FIXED, RULES
 from paceline.cluster import Cluster
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS, CONTRIB, Identity, make
-from paceline.core.method_spec import read_spec
-from paceline.core.settings import Settings
+from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.interfaces import Consistency, Method, weaker
 from paceline.methods import METHODS
@@ -47,7 +46,7 @@ class Candidate(msgspec.Struct, frozen=True):
 def candidate(spec: str | Spec) -> Candidate:
     """Raises `UsageError` for a spec that nobody can train with."""
     text = str(spec)
-    method, settings = read_spec(text)
+    method, settings = parse_method(text)
     return Candidate(text, consistency_of(method, settings))
 
 
@@ -90,7 +89,7 @@ def crossed(
     specs = []
     for text in best.values():
         spec = parse(text)
-        method, settings = read_spec(text)
+        method, settings = parse_method(text)
         if method.updates_on != "server" and settings.collective == "native":
             others = (name for name in COLLECTIVES if name != "native")
             specs += [_with(spec, collective=name) for name in others]
@@ -141,7 +140,7 @@ def _candidates(
 
 def _placed(spec: Spec, cluster: Cluster) -> Spec:
     """With a server on each host, where there are servers and no hosts for them."""
-    method, settings = read_spec(str(spec))
+    method, settings = parse_method(str(spec))
     served = (
         method.updates_on == "server" or COLLECTIVES[settings.collective].needs_servers
     )

@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.cluster.workload import CodingTimes
 from paceline.compression import full_spec
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.tools.plan.estimate_rows import Scale
 from paceline.tools.plan.estimates import Plan, Row
 from paceline.tools.plan.merged_tensors import coarse
@@ -25,7 +25,7 @@ MOST = 4
 
 def code_of(spec: str) -> str:
     """What a candidate's gradients are coded with, as workloads call it."""
-    _, settings = read_spec(spec)
+    _, settings = parse_method(spec)
     return full_spec(settings.compression.settled())
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from paceline.bucketing import MEASURED
 from paceline.cluster import Workload
-from paceline.core.method_spec import read_spec
+from paceline.core.settings import parse_method
 from paceline.spec import Spec, parse
 
 FEW = 16
@@ -44,7 +44,7 @@ def unplanned(spec: str) -> tuple[str, ...]:
     """What stands in short runs for *spec*: itself, as DDP's rule stands for buckets that are planned, and
     then also with a bucket per tensor. Planned ones are as fast as the faster of these, or a little faster."""
     read = parse(spec)
-    method, settings = read_spec(spec)
+    method, settings = parse_method(spec)
     if method.updates_on == "server" or settings.buckets not in MEASURED:
         return (spec,)
     return spec, str(Spec(read.name, read.values | {"buckets": "wfbp"}))

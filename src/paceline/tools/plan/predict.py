@@ -33,8 +33,7 @@ from paceline.bucketing import MEASURED
 from paceline.cluster import Cluster, Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.compression import warm_up_of
-from paceline.core.method_spec import read_spec
-from paceline.core.settings import Settings
+from paceline.core.settings import Settings, parse_method
 from paceline.core.training_setup import Subject, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, Runtime
@@ -155,7 +154,7 @@ def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
 
 def _warm_up(job: Job, spec: str) -> str:
     """What first steps send that the figures leave out."""
-    compressor = _of_epochs(read_spec(spec)[1].compression, job)
+    compressor = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
     said = warm_up_of(compressor, shapes, torch.float32, job.cluster.workers)
@@ -184,7 +183,7 @@ def in_the_long_run(method: Method) -> Method:
 
 
 def _as_run(spec: str, short: bool, brief: bool) -> _Run:
-    read, settings = read_spec(spec)
+    read, settings = parse_method(spec)
     method = in_the_long_run(read)
     longer = max(0, _learns_for(read) - _learns_for(method))
     if short and settings.buckets in MEASURED:

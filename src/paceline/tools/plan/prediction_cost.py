@@ -19,8 +19,7 @@ from paceline.cluster import Cluster
 from paceline.collectives.placement import Places, aggregating_racks
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import Identity
-from paceline.core.method_spec import read_spec
-from paceline.core.settings import Settings
+from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.interfaces import Comm, Schedule
 from paceline.tools.plan.predict import (
@@ -75,7 +74,7 @@ def cost(job: Job, spec: str, *, short: bool) -> float:
 
 
 def _cost(job: Job, spec: str, short: bool) -> float:
-    read, settings = read_spec(spec)
+    read, settings = parse_method(spec)
     method: Any = in_the_long_run(read)
     cluster, workload = job.cluster, job.workload
     workers, tensors = cluster.workers, len(workload.names)
