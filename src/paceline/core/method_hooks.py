@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paceline.core.context import TrainingContext
 from paceline.errors import UsageError, unknown
 from paceline.interfaces import HOOKS, Method, Run, WorkerHooks
 
@@ -67,15 +68,13 @@ def _how_to_write(hook: str) -> str:
 
 
 class MethodHooks:
-    """The hooks of *method*'s worker in one training; *failed* is told of an error in one."""
+    """The hooks of a method's worker in one training, which *run* is its view of."""
 
-    def __init__(
-        self, method: Method, run: Run, failed: Callable[[BaseException], None]
-    ) -> None:
-        self._method, self._run, self._failed = method, run, failed
+    def __init__(self, context: TrainingContext, run: Run) -> None:
+        self._context, self._method, self._run = context, context.method, run
         self._hooks: dict[str, Callable[..., Any]] = {}
         self.consolidates_together: bool = getattr(
-            method, "consolidates_together", False
+            context.method, "consolidates_together", False
         )
         self.worker: Any = None
         """The method's, from `begin` on."""
@@ -109,7 +108,7 @@ class MethodHooks:
         try:
             return hook(*arguments)
         except BaseException as error:
-            self._failed(error)
+            self._context.record_failure(error)
             raise
 
     def _tell_of_load(self) -> None:

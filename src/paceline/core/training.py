@@ -97,9 +97,7 @@ class Training:
                 context.buckets, lambda: context.workers.weight, context.listeners.coded
             )
         self.run = make_run(context, averages, driver, self._remote)
-        self.hooks = driver.hooks = MethodHooks(
-            context.method, self.run, context.record_failure
-        )
+        self.hooks = driver.hooks = MethodHooks(context, self.run)
         self._loads: ServerLoads | None = None
         if self._remote is not None:
             self._loads = driver.loads = ServerLoads(context, self._remote, self.hooks)
