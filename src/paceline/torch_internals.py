@@ -480,8 +480,9 @@ class _Notifying:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function not in _HARMLESS:
-            for tensor in _found((args, kwargs or {})):
-                tensor.__dict__[_CALLBACK](tensor)
+            _notify(args)
+            if kwargs:
+                _notify(kwargs.values())
         with without_overrides():
             return function(*args, **(kwargs or {}))
 
@@ -544,12 +545,12 @@ def _notify_and_stop(tensor: Any) -> None:
     stop_notifying(tensor)
 
 
-def _found(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, _Notifying):
-        yield value  # type: ignore[misc]
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _found(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _found(one)
+def _notify(values: Iterable[Any]) -> None:
+    """Call the callback of each tensor among *values*, or in a collection among them."""
+    for value in values:
+        if type(value) in _PLAIN:
+            value.__dict__[_CALLBACK](value)
+        elif isinstance(value, list | tuple):
+            _notify(value)
+        elif isinstance(value, dict):
+            _notify(value.values())

@@ -38,7 +38,7 @@ from paceline.parameter_server.optim.pieces import (
     split_pieces,
     whole_pieces,
 )
-from paceline.torch_internals import version_of
+from paceline.torch_internals import version_of, without_overrides
 
 __all__ = [
     "PartitionedOptimizer",
@@ -265,7 +265,11 @@ class PartitionedOptimizer:
                 "are fixed when it is made"
             )
         now, group = self._parameters[piece.parameter]
-        if now.data_ptr() + piece.start * now.element_size() != target.data_ptr():
+        with (
+            without_overrides()
+        ):  # it may notify a method before its use, which this is not
+            address = now.data_ptr() + piece.start * now.element_size()
+        if address != target.data_ptr():
             if (now.dtype, now.device) != (target.dtype, target.device):
                 raise UsageError(
                     f"parameter {piece.parameter} was {target.dtype} on {target.device} "
