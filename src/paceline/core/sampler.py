@@ -13,30 +13,26 @@ from paceline.interfaces import current_runtime
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
-    """A batch sampler: ``DataLoader(dataset, batch_sampler=paceline.Sampler(...))``.
+    """A batch sampler that gives each worker its share of every batch, in proportion to its speed.
 
-    *batch_size* counts samples over all workers. Each batch is cut by *shares*: one
-    positive number per worker (any scale), ``"speed"`` for the speeds that the runtime
-    knows, or None for equal shares. Where shares are no whole numbers of samples, the
-    odd ones go in turn to whoever is furthest behind its share. All workers take the same
-    number of steps in an epoch; a last batch with fewer samples than workers is left out.
-
-    Give it to `distribute(..., sampler=sampler)`: gradients are then weighted by samples,
-    and a step equals that of one process on the union of the workers' batches (for a
-    loss that is a mean over samples).
-
-    *rotate*: for methods under which each worker goes at its own pace. In its pass p worker i
-    takes the part (i + k p) mod n of each of the same batches (k has no divisor in common with
-    n), and after n passes they are cut anew. So in n passes each worker sees all the data once,
-    however many passes others have made meanwhile, and no sample is seen less because it is a
-    slow worker's. Parts are equal then: there are no *shares*.
+    Give it to `distribute(..., sampler=sampler)`: gradients are then weighted by samples, and a
+    step equals that of one process on the union of the workers' batches (for a loss that is a
+    mean over samples). All workers take the same number of steps in an epoch. Where shares are no
+    whole numbers of samples, the odd ones go in turn to whoever is furthest behind its share.
 
     `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* the
-    pass; without it each pass over the sampler is an epoch of its own, and `state_dict` says
-    which one it was: `paceline.save` and `load` keep it for the sampler given to `distribute`. A
-    pass under way is over after a load: the next one is the next epoch, from its first batch,
-    for all workers after that of the one that saved. Raises `UsageError` for shares that do not
-    fit the job, or a batch with fewer samples than workers.
+    pass. Without it each pass over the sampler is an epoch of its own. `paceline.save` and `load`
+    keep the epoch for the sampler given to `distribute`. A pass under way is over after a load:
+    the next one is the next epoch, from its first batch, for all workers after that of the one
+    that saved.
+
+    Example:
+        ::
+
+            paceline.init()
+            sampler = paceline.Sampler(dataset, batch_size=256, shares="speed")
+            loader = DataLoader(dataset, batch_sampler=sampler)
+            optimizer = paceline.distribute(model, optimizer, sampler=sampler)
     """
 
     def __init__(
@@ -50,6 +46,28 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         drop_last: bool = False,
         rotate: bool = False,
     ) -> None:
+        """Cut the data set into batches, and each batch into parts.
+
+        Args:
+            dataset: Only its length counts.
+            batch_size: Samples of a batch, over all workers.
+            shares: One positive number per worker, of any scale; ``"speed"``: the speeds that the
+                runtime knows; None: equal shares.
+            shuffle: Whether samples are shuffled, anew in each epoch.
+            seed: Of the shuffle; the same on all workers.
+            drop_last: Whether to leave out a last batch of fewer samples. One with fewer samples
+                than workers is left out in any case.
+            rotate: For methods under which each worker goes at its own pace. In its pass p worker
+                i takes the part (i + k p) mod n of each of the same batches (k has no divisor in
+                common with n), and after n passes they are cut anew. So in n passes each worker
+                sees all the data once, however many passes others have made meanwhile, and no
+                sample is seen less because it is a slow worker's. Parts are equal then: there are
+                no *shares*.
+
+        Raises:
+            UsageError: `init` was not called, *shares* do not fit the job, or a batch has fewer
+                samples than there are workers.
+        """
         runtime = current_runtime()
         if runtime is None:
             raise UsageError("call paceline.init() before making a Sampler")
@@ -92,7 +110,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self._counts = _cut(sizes, self._shares)
 
     def __len__(self) -> int:
-        """Batches in an epoch: the same on every worker."""
+        """Return the number of batches in an epoch: the same on every worker."""
         return len(self._sizes)
 
     @property
@@ -101,24 +119,33 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         return self.batch_size / len(self._shares)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the shuffle of the following passes."""
+        """Choose the shuffle of the following passes.
+
+        Args:
+            epoch: The same on all workers.
+        """
         self._epoch = epoch
         self._epoch_is_chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch of the last pass, and whether `set_epoch` chose it."""
+        """Return the epoch of the last pass, and whether `set_epoch` chose it."""
         return {"epoch": self._epoch, "chosen": self._epoch_is_chosen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the pass that `state_dict` told of: on any number of workers."""
+        """Go on after the pass that `state_dict` told of: on any number of workers.
+
+        Args:
+            state_dict: What `state_dict` returned.
+        """
         self._epoch = state_dict["epoch"]
         self._epoch_is_chosen = state_dict["chosen"]
 
     def weight(self, batch: int) -> float:
-        """This worker's part of the samples of batch number *batch* of the present pass."""
+        """Return this worker's part of the samples of batch number *batch* of the present pass."""
         return self._counts[batch][self._part] / self._sizes[batch]
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of this worker's samples, batch by batch."""
         if not self._epoch_is_chosen:
             self._epoch += 1
         self.passes += 1
@@ -154,16 +181,21 @@ def _normalized(shares: Sequence[float] | None, workers: int) -> list[float]:
 
 
 def _stride(workers: int) -> int:
-    """From a worker's part to that of its next pass. It comes to all parts; and near the golden
-    section a few passes of a few neighbours are already spread over all of them."""
+    """Return the step from a worker's part to that of its next pass.
+
+    It comes to all parts. Near the golden section a few passes of a few neighbours are already
+    spread over all of them.
+    """
     golden = (math.sqrt(5) - 1) / 2 * workers
     coprime = (k for k in range(1, workers + 1) if math.gcd(k, workers) == 1)
     return min(coprime, key=lambda k: abs(k - golden))
 
 
 def _cut(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """How many samples of each batch each worker takes: at least one, and in the long run
-    its share."""
+    """Return how many samples of each batch each worker takes.
+
+    That is at least one, and over many batches its share.
+    """
     given = [0] * len(shares)
     total = 0
     result = []

@@ -1,4 +1,4 @@
-"""A method: when, and with whom, workers agree; its rounds, its consistency, its own state.
+"""A method: when, and with whom, workers agree; its rounds, its consistency, its workers' state.
 
 `paceline.methods` implements `Method`; `paceline.core` calls its worker's hooks.
 `paceline.core` has a list of `WorkerState`s; `paceline.core.checkpoint` saves and restores them.
@@ -67,82 +67,115 @@ class MethodSummary(NamedTuple):
 class WorkerHooks(Protocol):
     """The hooks that a method's worker may define, in the order in which they come.
 
-    A method's worker is what `Method.start` returns: the method's own object for one worker of one
-    training, which has all that it keeps from step to step. It
-    defines those hooks that it needs; nobody derives from this class, whose methods are their
-    signatures. A worker's public functions are its hooks: `distribute` refuses
-    one with another name, or with other arguments, since it would never be called. Helpers begin
-    with an underscore.
+    A method's worker is what `Method.start` returns: the method's own object for one worker of
+    one training, which has all that it keeps from step to step. It defines those hooks that it
+    needs; nobody derives from this class, whose methods are their signatures. A worker's public
+    functions are its hooks: `distribute` refuses one with another name, or with other arguments,
+    since it would never be called. Helpers begin with an underscore.
 
-    Where a submodule is called, or a method of the model other than ``forward``,
-    `step_begins` comes with the first gradient.
+    Where a submodule is called, or a method of the model other than ``forward``, `step_begins`
+    comes with the first gradient.
 
-    An exception from a hook reaches the user's script out of ``forward``,
-    ``backward()`` or ``step()``; the training cannot go on after it.
+    An exception from a hook reaches the user's script out of ``forward``, ``backward()`` or
+    ``step()``; the training cannot go on after it.
     """
 
     def step_begins(self) -> None:
-        """The first forward with gradients after a backward that ended."""
+        """Called at the first forward with gradients after a backward that ended."""
 
     def before_use(self, bucket: Bucket) -> None:
-        """Something is about to use parameters of *bucket* for the first time since the last
-        update: a module that is called, or anything in Python that hands them to torch. At the
-        latest when the next backward pass begins.
+        """Called before parameters of *bucket* are used for the first time since the update.
 
-        With ``waits_in_forward`` also before something looks at gradients that are under way,
-        between ``backward()`` and ``step()``.
+        The use is a call of a module, or anything in Python that hands the parameters to torch;
+        at the latest it is the beginning of the next backward pass. With ``waits_in_forward`` also
+        before something looks at gradients that are under way, between ``backward()`` and
+        ``step()``.
+
+        Args:
+            bucket: The bucket of these parameters.
         """
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        """The gradients of *bucket* are in its buffer (times `Run.weight` where workers form the
-        mean, so that their sum is the mean); backward still runs. Always in plan order, on
-        every rank."""
+        """Called when the gradients of *bucket* are in its buffer; backward still runs.
+
+        Buckets come in plan order, on every rank.
+
+        Args:
+            bucket: Its buffer holds gradients; times `Run.weight` where workers form the mean, so
+                that the sum over workers is the mean.
+        """
 
     def backward_ended(self) -> None:
-        """All buckets were delivered. A tensor that took no part on this rank is zero in its
-        buffer and False in ``bucket.used``."""
+        """Called when all buckets were delivered.
+
+        A tensor that took no part on this rank is zero in its buffer and False in
+        ``bucket.used``.
+        """
 
     def after_update(self) -> None:
-        """The user's optimizer has stepped, or would have, on a worker that only keeps company
-        or has left its loop before ``step()``."""
+        """Called when the user's optimizer has stepped.
+
+        Also where it would have, on a worker that is out of data, or has left its loop before
+        ``step()``.
+        """
 
     def buckets_rebuilt(self) -> None:
-        """The planner has made the buckets anew; between two steps."""
+        """Called between two steps when the tuner has made the buckets anew."""
 
     def finish(self) -> None:
-        """This worker is out of data. Returns when the documented result is in the model."""
+        """Called when this worker is out of data.
+
+        Return when the documented result is in the model.
+        """
 
     def consolidate(self) -> Callable[[], None]:
-        """Put the documented result into the model, for an evaluation, and return what undoes
-        it.
+        """Put the documented result into the model, for an evaluation.
 
         Collective only in a method that declares ``consolidates_together = True``: then
-        `paceline.save` and whoever evaluates enters it on all workers. Law: training with
-        and without consolidations in between is bit-equal.
+        `paceline.save` and whoever evaluates enters it on all workers. Law: training with and
+        without consolidations in between is bit-equal.
+
+        Returns:
+            A function that undoes it.
         """
 
     def parameters_replaced(self) -> None:
-        """All parameters were replaced between two steps, by what the script has loaded into the
-        model, or by what the servers have. The number of the next step stays.
+        """Called when all parameters were replaced between two steps.
 
-        What is under way is of before: wait for it, and drop it. Comes before the next hook, and
-        not where `load_state` gives back what belongs to them.
+        The script has loaded others into the model, or the servers have others. The number of the
+        next step stays. What is under way belongs to the parameters before: wait for it, and drop
+        it. Comes before the next hook, and not where `load_state` gives back what belongs to the
+        new ones.
         """
 
     def save_state(self) -> dict[str, Any]:
-        """What a restart of this worker needs, between two steps: a dict of tensors, numbers,
-        strings, lists and dicts. Not collective."""
+        """Return what a restart of this worker needs, between two steps. Not collective.
+
+        Returns:
+            A dict of tensors, numbers, strings, lists and dicts.
+        """
 
     def load_state(self, saved: dict[str, Any]) -> None:
-        """Take back what the worker of the same rank saved, bit for bit. Not collective."""
+        """Take back what the worker of the same rank saved, bit for bit. Not collective.
+
+        Args:
+            saved: What `save_state` or `redistribute_state` returned.
+        """
 
     def redistribute_state(self, parts: Iterable[Any]) -> dict[str, Any]:
-        """What this worker loads where a job of another size goes on: *parts* gives what each
-        worker saved, in order of ranks. Without it such a load is refused. Not collective."""
+        """Return what this worker loads where a job of another size goes on. Not collective.
+
+        Without this hook such a load is refused.
+
+        Args:
+            parts: What each worker saved, in order of ranks.
+        """
 
     def metrics(self) -> dict[str, float]:
-        """Numbers by name that people may want to see of the step that has just ended, such as
-        what it has deferred: asked where somebody looks. Not collective."""
+        """Return numbers by name about the step that has just ended, such as what it has deferred.
+
+        Asked where somebody looks. Not collective.
+        """
 
 
 HOOKS = tuple(name for name in vars(WorkerHooks) if not name.startswith("_"))
@@ -156,27 +189,62 @@ class Method(Protocol):
     ``start`` makes the worker, on each rank: an object with those of `WorkerHooks` that the
     method needs. All that changes is there; the method itself never does.
 
-    A method may declare ``waits_in_forward = True``: then its worker need not wait in
-    `backward_ended` for means that `Run.messages` plans beyond it, but in ``before_use``.
-    With ``sends_halves = True`` it forms means in two halves (`Run.scatter_mean`), and what
-    cannot be halved is refused beforehand. Where servers update, ``pushes_codes =
-    True`` says that it pushes whole buckets and waits for them by `Remote.wait`, so that they may
-    travel as codes. It may declare ``averages_buffers = True``: then it averages
-    BatchNorm's statistics itself (`Run.own_buffers`), and training sends none.
+    A method may declare, as class attributes:
+
+    - ``waits_in_forward = True``: its worker need not wait in `backward_ended` for means that
+      `Run.messages` plans beyond it, but in ``before_use``.
+    - ``sends_halves = True``: it forms means in two halves (`Run.scatter_mean`); what cannot be
+      halved is refused beforehand.
+    - ``pushes_codes = True``, where servers update: it pushes whole buckets and waits for them by
+      `Remote.wait`, so that they may travel compressed.
+    - ``averages_buffers = True``: it averages BatchNorm's statistics itself (`Run.own_buffers`),
+      and training sends none.
+    - ``default_compression = "SPEC"``: its compression where the user says nothing.
+    - ``summary``, a `MethodSummary`: its row in the table of methods; a method that is no row
+      needs none.
+    - ``consistency``: its `Consistency` with uncompressed gradients. A method that says nothing is
+      taken for asynchronous.
+    - ``in_the_long_run``: keys with which a short run shows what a long one comes to: without a
+      warm-up, say. For `paceline plan`.
+    - ``learns_for``: how many steps it takes, beyond the tuning of buckets, to its steady state.
 
     A method that sends no gradients may define ``compressed_by(self, compressor)``: itself as it is
-    where what it sends is compressed, so that its means with a name are of differences, or an
-    `UsageError` that says why they cannot be, and what to use instead. With
-    ``default_compression = "SPEC"`` it says what that is where the user says nothing.
-
-    ``summary``, a `MethodSummary`, is its row in the table of methods; a method that is no row
-    needs none. What `paceline plan` needs: ``consistency`` is its `Consistency` with uncompressed gradients (a method
-    that says nothing is taken for asynchronous), ``in_the_long_run`` are keys with which a
-    short run shows what a long one comes to: without a warm-up, say; and ``learns_for`` is how many
-    steps it takes beyond the planning of buckets until its steps are as they will be.
+    where what it sends is compressed, so that its means with a name are of differences, or a
+    `UsageError` that says why they cannot be, and what to use instead.
 
     Where workers do different numbers of steps, its worker may have a number `steps_of_all`: what
     `DistributedOptimizer.steps_of_all` is.
+
+    Example:
+        What DDP does; docs/methods-howto.md says more::
+
+            @dataclass(frozen=True, kw_only=True)
+            class Averaging:
+                name: ClassVar = "averaging"
+                rounds: ClassVar = EVERY_STEP
+                updates_on: ClassVar = "worker"
+                visible_gradient: ClassVar = "mean"
+                clips: ClassVar = "mean"
+
+                def start(self, run):
+                    return AveragingWorker(run)
+
+
+            class AveragingWorker:
+                def __init__(self, run):
+                    self._run, self._pending = run, []
+
+                def bucket_ready(self, bucket):
+                    self._pending.append(self._run.mean(bucket))
+
+                def backward_ended(self):
+                    while self._pending:
+                        self._pending.pop(0).wait()
+
+                def finish(self):
+                    source = self._run.participate_until_all_finish()
+                    if source is not None:
+                        self._run.broadcast_model(source)
     """
 
     name: ClassVar[str]
@@ -184,23 +252,33 @@ class Method(Protocol):
 
     @property
     def rounds(self) -> Rounds:
-        """When it communicates."""
+        """In which steps it communicates."""
         ...
 
     @property
-    def updates_on(self) -> UpdatesOn: ...
+    def updates_on(self) -> UpdatesOn:
+        """Who applies the optimizer."""
+        ...
 
     @property
-    def visible_gradient(self) -> GradientSeen: ...
+    def visible_gradient(self) -> GradientSeen:
+        """What ``.grad`` holds between ``backward()`` and ``step()``."""
+        ...
 
     @property
-    def clips(self) -> Clips: ...
+    def clips(self) -> Clips:
+        """What ``distribute(clip_norm=)`` limits."""
+        ...
 
     def start(self, run: Any) -> object:
-        """Make the method's worker for this run, with those of `WorkerHooks` that it needs.
+        """Make the method's worker, with those of `WorkerHooks` that it needs. Collective.
 
-        *run* is the `Run` of the method's kind: an `UpdatingRun` where it updates, a
-        `ServerRun` where servers do. Collective.
+        Args:
+            run: The `Run` of the method's kind: an `UpdatingRun` where it updates, a `ServerRun`
+                where servers do.
+
+        Returns:
+            The worker.
         """
         ...
 
@@ -210,49 +288,75 @@ class UpdatesOnServer(Method, Protocol):
 
     @property
     def coordinates(self) -> bool:
-        """Whether server 0 decides for all, and workers tell the others: see
-        `Coordinated`."""
+        """Whether server 0 decides for all, and workers tell the others: see `Coordinated`."""
         ...
 
     def piece_bytes(self, total: int) -> int | None:
-        """The most that a unit has, of a model of *total* bytes; None: units are as large as
-        the parts of parameters that a server holds. For methods that push parts of
-        buckets."""
+        """Return the most bytes that a unit has. For methods that push parts of buckets.
+
+        Args:
+            total: Bytes of the model.
+
+        Returns:
+            None: units are as large as the parts of parameters that a server holds.
+        """
         ...
 
     def groups(self, workers: int) -> Groups | None:
-        """The first groups, where each group of workers has a server that holds the whole
-        model; None where servers share it out among themselves, each for all workers.
-        Raises `UsageError` as `server` does."""
+        """Return the first groups, where each group of workers has a server with the whole model.
+
+        Args:
+            workers: Number of workers.
+
+        Returns:
+            None where servers share out the model among themselves, each for all workers.
+
+        Raises:
+            UsageError: As `server` does.
+        """
         ...
 
     def server(self, workers: int) -> Discipline:
-        """What one server does, for a job of so many workers: a `Meshed` discipline where there
-        are `groups`. Raises `UsageError` where the hyperparameters do not fit that number."""
+        """Make what one server does: a `Meshed` discipline where there are `groups`.
+
+        Args:
+            workers: Number of workers.
+
+        Returns:
+            A fresh discipline, for one server.
+
+        Raises:
+            UsageError: The hyperparameters do not fit that number of workers.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """A round is a step in which workers communicate; there is one every so many steps.
-    What training itself sends (buffers, the planner's trials, who still trains) goes with
-    rounds: steps between two rounds send nothing.
+    """In which steps workers communicate: a round is such a step.
 
-    *every*: steps from one round to the next; 0 means that workers never meet by
-    themselves, but at servers. *each_until*: before that step there is a round in each,
-    and *every* counts from there. *groups*: a round is of groups of workers.
-    *after_update*: rounds are held once the optimizer has stepped, also where they are in
-    each step: workers' optimizers differ, and so may models between two rounds. It follows
-    from each of the others.
+    What training itself sends (buffers, the tuner's trials, who still trains) goes with rounds:
+    steps between two rounds send nothing.
 
-    *agree_every*: all workers say who still trains every so many rounds, and use what was
-    said at the next such round, so that nobody waits. By default groups do so every
-    `AGREE_EVERY` rounds, and all others ask in each round, which waits for all.
+    Attributes:
+        every: Steps from one round to the next; 0: workers never meet by themselves, but at
+            servers.
+        groups: Whether a round is of groups of workers.
+        each_until: Before that step each step is a round, and *every* counts from there.
+        after_update: Whether rounds are held once the optimizer has stepped. Workers' optimizers
+            differ then, and so may models between two rounds. It follows from each of the others,
+            and may be set where each step is a round.
+        agree_every: After how many rounds all workers say who still trains. They use what was
+            said at the next such round, so that nobody waits. By default groups do so every
+            `AGREE_EVERY` rounds; all others ask in each round, which waits for all.
 
-    Examples: ``Rounds()`` is bsp's; ``Rounds(every=8)`` averages parameters after every
-    eighth step; ``Rounds(groups=True)`` averages within other groups in each step;
-    ``Rounds(every=8, agree_every=1)`` begins something after every eighth step whose result
-    is waited for later.
+    Example:
+        ::
+
+            Rounds()  # bsp's
+            Rounds(every=8)  # averages parameters after every eighth step
+            Rounds(groups=True)  # averages within other groups in each step
+            Rounds(every=8, agree_every=1)  # as the second, and waits for the result later
     """
 
     every: int = 1
@@ -262,6 +366,11 @@ class Rounds:
     agree_every: int | None = None
 
     def __post_init__(self) -> None:
+        """Check the values, and fill in those that follow from others.
+
+        Raises:
+            UsageError: A value cannot be.
+        """
         if self.every < 0:
             raise UsageError(
                 f"rounds of every={self.every} steps: expected 1 or more, or 0 for "
@@ -279,11 +388,11 @@ class Rounds:
             object.__setattr__(self, "after_update", True)
 
     def is_round(self, step: int) -> bool:
-        """Whether step number *step*, from 0, is one of a round."""
+        """Return whether step number *step*, from 0, is a round."""
         return self.every == 0 or self.next_round(step) == step
 
     def next_round(self, step: int) -> int:
-        """The first step of a round, at or after *step*."""
+        """Return the first round at or after *step*."""
         if step < self.each_until or not self.every:
             return step
         return step + self.every - 1 - (step - self.each_until) % self.every
@@ -314,8 +423,8 @@ ON_SERVERS = Rounds(every=0)
 
 Consistency = Literal["exact", "delayed", "lossy", "local", "asynchronous"]
 """What becomes of a gradient, from the strongest promise to the weakest. *exact*: DDP's result,
-to rounding. *delayed*: every gradient is applied once, at most a step late. *lossy*: what codes leave
-out is sent later, or is small. *local*: workers' parameters differ between rounds.
+to rounding. *delayed*: every gradient is applied once, at most a step late. *lossy*: what codes
+leave out is sent later, or is small. *local*: workers' parameters differ between rounds.
 *asynchronous*: nobody bounds what is late, or what is left out, for all."""
 
 CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
@@ -323,42 +432,54 @@ CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
 
 
 def weaker(first: Consistency, second: Consistency) -> Consistency:
-    """What is promised where two things are done to a gradient: the weaker of both."""
+    """Return the consistency where two things are done to a gradient: the weaker of both."""
     return max(first, second, key=CONSISTENCIES.index)
 
 
 class WorkerState(Protocol):
-    """One state that differs between workers: a method's, a compressor's residuals.
+    """One state that differs between workers: a method's, a compressor's error feedback.
 
-    What is saved is data: tensors, numpy arrays, numbers, texts, lists, tuples and dicts
-    of them.
+    What is saved is data: tensors, numpy arrays, numbers, texts, lists, tuples and dicts of them.
     """
 
     @property
     def name(self) -> str:
-        """Whose state it is, for example ``"method.bsp"``. Equal on all workers, without a
-        slash, and once in a training. A state is loaded by who has the same name."""
+        """Name of the state, for example ``"method.bsp"``; loads go by it.
+
+        Equal on all workers, without a slash, and once in a training.
+        """
         ...
 
     def save(self) -> dict[str, Any]:
-        """This worker's state, between two steps. Not collective. The tensors may be the
-        live ones: they are written before training goes on."""
+        """Return this worker's state, between two steps. Not collective.
+
+        Returns:
+            Data. The tensors may be the live ones: they are written before training goes on.
+        """
         ...
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` or `redistribute` gave, bit for bit. Tensors are on the
-        processor, and nobody else holds them. Not collective."""
+        """Go on from what `save` or `redistribute` gave, bit for bit. Not collective.
+
+        Args:
+            saved: Its tensors are on the processor, and nobody else holds them.
+        """
         ...
 
     def redistribute(
         self, parts: Iterable[dict[str, Any]], workers: int
     ) -> dict[str, Any]:
-        """What this worker loads where it cannot have its own: the job that saved had
-        another number of workers than this one's *workers*, or lost some of them.
+        """Return what this worker loads where it cannot have its own. Changes nothing.
 
-        *parts* gives what `save` gave, in order of ranks, on every worker alike; each is
-        read when it is asked for. Changes nothing. Raises `UsageError` where no answer
-        would be right.
+        The job that saved had another number of workers than this one, or lost some of them.
+
+        Args:
+            parts: What `save` gave, in order of ranks, on every worker alike; each is read when it
+                is asked for.
+            workers: Number of workers of this job.
+
+        Raises:
+            UsageError: No answer would be right.
         """
         ...
 
@@ -366,8 +487,16 @@ class WorkerState(Protocol):
 def redistribute_nothing(
     name: str, parts: Iterable[dict[str, Any]], workers: int
 ) -> dict[str, Any]:
-    """For states that mean nothing to another number of workers: raises `UsageError` where
-    any part holds something. Returns an empty state where none does."""
+    """Return an empty state, for states that mean nothing to another number of workers.
+
+    Args:
+        name: Of the state.
+        parts: What each worker saved.
+        workers: Number of workers of this job.
+
+    Raises:
+        UsageError: A part holds something.
+    """
     held = [bool(part) for part in parts]
     if not any(held):
         return {}

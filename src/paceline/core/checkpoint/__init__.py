@@ -42,32 +42,44 @@ _INDEX = "index"
 class Stateful(Protocol):
     """What `save` and `load` take beside the training: a scheduler, a scaler, ..."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as data."""
+        ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over a state that `state_dict` has returned."""
+        ...
 
 
 def save(path: str | Path, **others: Stateful) -> None:
-    """Write models, optimizers, samplers, random states and *others* into the folder *path*.
+    """Write models, optimizers, samplers, random states and *others* into a folder. Collective.
 
-    Collective; call it between steps. What is equal on all workers is written once, by
-    rank 0. Each worker writes a part of its own: its random states, the model's buffers, and
-    what its method and compressor keep; where models differ between steps, its model and
-    optimizer too. It is all of one moment, at which every worker has called this: what their
-    steps have sent is in it, and nothing that any of them does later.
+    Call it between steps. Rank 0 writes once what is equal on all workers. Each worker writes a
+    part of its own: its random states, the model's buffers, and what its method and compressor
+    keep; where models differ between steps, its model and optimizer too. It is all of one moment,
+    at which every worker has called this. Trainings that have ended are in it, too, while the
+    script holds their models, or no other has begun.
 
-    Under ``paceline run --survive`` the workers that train then wait for each other, and the
-    lowest rank of them writes what is equal on all. Nobody waits for a worker that has died,
-    or has come back at a later step than this: the checkpoint has no part of it.
+    An older checkpoint there is replaced when the new one is complete. Whenever a process is killed
+    meanwhile, `load` finds one of the two.
 
-    Trainings that have ended are in it, too, while the script holds their models, or no other has begun.
+    Under ``paceline run --survive`` the workers that train wait for each other, and the lowest
+    rank of them writes what is equal on all. Nobody waits for a worker that has died, or has come
+    back at a later step than this: the checkpoint has no part of it.
 
-    An older checkpoint there is replaced when the new one is complete; whenever a process is
-    killed meanwhile, `load` finds one of the two. Raises `UsageError` on every worker, with
-    nothing written, for states that are not data, or if *path* is there and is no checkpoint.
+    Args:
+        path: One folder for all workers. Where machines have disks of their own, the parts of those
+            on other machines than rank 0's stay on theirs, in ``PATH.partial``.
+        **others: Objects with a ``state_dict``, by name.
 
-    *path* is one folder for all workers. Where machines have disks of their own, the parts of
-    those on other machines than rank 0's stay on theirs, in ``PATH.partial``.
+    Raises:
+        UsageError: A state is not data, or *path* is there and is no checkpoint. Raised on every
+            worker, with nothing written.
+
+    Example:
+        ::
+
+            paceline.save("checkpoint", scheduler=scheduler)
     """
     runtime = _runtime()
     runtime.job.drop_unheld()
@@ -104,23 +116,35 @@ def save(path: str | Path, **others: Stateful) -> None:
 
 
 def load(path: str | Path, **others: Stateful) -> None:
-    """Restore what `save` wrote, into the models, optimizers and samplers of this job and
-    *others*.
+    """Restore a checkpoint into models, optimizers, samplers and *others*. Collective.
 
-    Collective; call it after `distribute`, and after the same step on every worker. When it
-    returns, all go on from what was loaded, and as many workers as saved it go on bit for
-    bit. Where there are more or fewer, or some had died, a sampler goes on with its epoch, a
-    worker without a part of its own keeps its random state and has rank 0's buffers, all
-    have the one model that `save` was given as the method's result, and what methods and
-    compressors had is divided or refused, as each of them says.
+    Call it after `distribute`, and after the same step on every worker. As many workers as saved it
+    go on bit for bit. Where there are more or fewer, or some had died:
 
-    Raises `UsageError`, on every worker and with nothing changed, if there is no checkpoint,
-    if it holds other states than this job, or if a method refuses what it holds. What a
-    method or compressor keeps is taken by that of the same name; what nobody takes, and what
-    begins anew, is said on standard error.
+    - A sampler goes on with its epoch.
+    - A worker without a part of its own keeps its random state, and has rank 0's buffers.
+    - All have the one model that `save` was given as the method's result.
+    - The states of methods and compressors are divided or refused, as each of them says.
 
-    Under ``paceline run --survive`` a worker that was started again calls this too, alone:
-    then models and optimizers stay as the servers hold them, since the job goes on.
+    A state of a method or compressor is taken by that of the same name. States that nobody takes,
+    and those that begin anew, are reported on standard error.
+
+    Under ``paceline run --survive`` a worker that was started again calls this too, alone: then
+    models and optimizers stay as the servers hold them, since the job goes on.
+
+    Args:
+        path: The folder that `save` was given.
+        **others: Objects with ``load_state_dict``, by the names that `save` was given.
+
+    Raises:
+        UsageError: There is no checkpoint, it holds other states than this job, or a method refuses
+            what it holds. Raised on every worker, with nothing changed.
+
+    Example:
+        ::
+
+            optimizer = paceline.distribute(model, optimizer)
+            paceline.load("checkpoint", scheduler=scheduler)
     """
     runtime = _runtime()
     runtime.job.drop_unheld()
@@ -155,11 +179,13 @@ def _trainings(runtime: Runtime) -> list[Training]:
 
 
 def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> None:
-    """`save` there; after the training workers no longer meet, and all hold the same.
+    """`save` where workers meet only at their servers.
 
-    Between two meetings each does its part. Whoever dies is not waited for: without its
-    part the checkpoint is whole, and without the leader it is not replaced. An error is raised
-    when all have met: nobody is left waiting."""
+    After the training they no longer meet, and all hold the same. Between two meetings each does
+    its part. Whoever dies is not waited for: without its part the checkpoint is whole, and
+    without the leader it is not replaced. An error is raised when all have met: nobody is left
+    waiting.
+    """
     trainings = _trainings(runtime)
     met = [training for training in trainings if training.meet()]
     here = len(met) == len(trainings)
@@ -229,9 +255,11 @@ def _shared_states(
 def _write_shared(
     runtime: Runtime, others: dict[str, Stateful], writes: bool, folder: Path
 ) -> list[str]:
-    """Write what is equal on all, for the one that *writes* it; returns the names. The others
-    enter `consolidated` too where the method's result takes all of them. Nothing is copied:
-    what models hold within is written there."""
+    """Write what is equal on all, for the one that *writes* it; returns the names.
+
+    The others enter `consolidated` too where the method's result takes all of them. Nothing is
+    copied: what models hold within is written there.
+    """
     for training in _trainings(runtime):
         training.flush_buffers()
     with contextlib.ExitStack() as stack:
@@ -281,8 +309,11 @@ class _Checkpoint:
 
 
 def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
-    """Changes nothing. Raises `UsageError` where the checkpoint holds other states than are
-    *wanted*."""
+    """Find the checkpoint; changes nothing.
+
+    Raises:
+        UsageError: It holds other states than are *wanted*.
+    """
     folder = folders.as_folder(path)
     found = folders.find(folder)
     if found != folder and runtime.rank == 0:
