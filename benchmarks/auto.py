@@ -49,7 +49,7 @@ WIDTH, DEPTH, BATCH = 512, 8, 256
 
 def course_of(optimizer):
     """What decides: only it knows whether it has."""
-    return optimizer._present.changes.course
+    return optimizer._active.switcher.course
 
 
 def auto(consistency, file):

@@ -360,7 +360,7 @@ def test_who_looks_at_all_attributes_changes_nothing(method):
         model = small_model()
         optimizer = paceline.distribute(model, sgd(model), method=method, clip_norm=1.0)
         found = dict(getmembers(optimizer))
-        assert not inspect(optimizer).scales
+        assert not inspect(optimizer).uses_grad_scaler
         loss_of(model, rank, 0).backward()
         optimizer.step()
         optimizer.finish()
@@ -385,7 +385,7 @@ def test_a_scaler_is_seen_where_it_steps_the_optimizer(steps_alone):
             else:
                 scaler.step(optimizer)
                 scaler.update()
-        seen = inspect(optimizer).scales
+        seen = inspect(optimizer).uses_grad_scaler
         optimizer.finish()
         return seen
 

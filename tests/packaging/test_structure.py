@@ -217,7 +217,7 @@ def test_nothing_mocks_but_tests():
 @pytest.mark.slow
 def test_tests_look_at_an_optimizer_by_inspect_alone():
     """`paceline.testing.inspect` gives what they need: what is private may move."""
-    private = ("_training", "_runtime", "_present")
+    private = ("_training", "_runtime", "_active")
     for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
         for node in nodes_of(path):
             where = f"{path}:{getattr(node, 'lineno', 0)}: use inspect(optimizer)"
@@ -230,7 +230,7 @@ def test_tests_look_at_an_optimizer_by_inspect_alone():
                 and node.module == "paceline.core.optimizer"
             ):
                 names = {alias.name for alias in node.names}
-                assert names.isdisjoint({"training_of", "present_of"}), where
+                assert names.isdisjoint({"training_of", "active_training"}), where
 
 
 def test_what_stands_for_more_bytes_is_known_to_one_file():

@@ -2,7 +2,7 @@
 
 - `distribute`, `training_setup`: `paceline.distribute`, from its arguments to a training.
 - `settings`: the settings beside a method, and the spec that chooses both.
-- `optimizer`: the wrapped optimizer; `active_training`: its training, where methods change.
+- `optimizer`: the wrapped optimizer, and its active training.
 - `training`: `Training`, which the wrapped optimizer calls; start here. `context`: what its parts share.
 - `model_hooks`: hooks into the user's model: which passes are a step's, and what each weighs.
 - `step`: the order of events in a step: what the method is told, and what training itself sends.

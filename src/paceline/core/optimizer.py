@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from paceline.core.active_training import Present
 from paceline.core.training import Training
 from paceline.errors import UsageError
-from paceline.interfaces import Runtime
+from paceline.interfaces import Endpoint, Runtime
 from paceline.interfaces.buckets import match_strides
 from paceline.torch_internals import inside_scaler, note_step
 
@@ -25,6 +24,81 @@ class TrainingEnded(SystemExit):
     """Ends the script after ``--steps N``: exit status 0, wherever the script loops.
     ``finally`` blocks and exit handlers run, what follows the loop does not, unless it is one over
     `paceline.steps`, which ends by itself."""
+
+
+class MethodSwitcher(Protocol):
+    """Switches a training to another method between two steps."""
+
+    @property
+    def spec(self) -> str:
+        """The full spec of the present training."""
+        ...
+
+    def change(self, spec: str, *, together: bool = False) -> str:
+        """Train by *spec* from the next step on. Returns "", or why that is impossible here.
+
+        Collective, between two steps. With *together* all workers take part, and know it; else
+        some may be out of data.
+        """
+        ...
+
+    def after_step(self) -> None:
+        """A step has ended. Collective where the method switches now."""
+        ...
+
+    def finish(self) -> None:
+        """This worker is out of data: take part in whatever the others switch to, to the end."""
+        ...
+
+
+class ActiveTraining:
+    """The training that goes on under one `DistributedOptimizer`: a `TrainingStatus`.
+
+    A model may be trained by several, one after the other. All copies that trainers make of an
+    optimizer share this object.
+    """
+
+    def __init__(self, training: Training, endpoints: Sequence[Endpoint]) -> None:
+        self.training, self.endpoints = training, endpoints
+        self.switcher: MethodSwitcher | None = None
+        """Under ``method="auto"``, what switches the method."""
+        self.finished = False
+        """Whether this worker has no more steps to do."""
+        self.uses_grad_scaler = False
+        """Whether a GradScaler was seen to step the optimizer."""
+        self._failure = ""
+
+    @property
+    def first_step(self) -> int:
+        """How many steps the job had done when this worker joined it."""
+        return self.training.first_step
+
+    @property
+    def broken_by(self) -> str:
+        """The error after which the training cannot go on, or nothing."""
+        return self.training.broken_by or self._failure
+
+    def record_failure(self, error: BaseException) -> None:
+        """One training has ended, and the next one could not start: there is none to go on."""
+        self.finished = True
+        self._failure = self.broken_by or f"{type(error).__name__}: {error}"
+
+    def finish(self) -> None:
+        """This worker is out of data. Collective over the ranks, each in its own time."""
+        if self.finished:
+            return
+        self.finished = True
+        if self.switcher is None:
+            self.end()
+        else:
+            self.switcher.finish()
+
+    def end(self, *, together: bool = False) -> None:
+        """End the present training; the model may be trained by another one. *together*: see
+        `Training.finish`."""
+        self.training.finish(together=together)
+        for endpoint in self.endpoints:
+            endpoint.close()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -36,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _inner: torch.optim.Optimizer
-    _present: Present
+    _active: ActiveTraining
     _runtime: Runtime
     # Whatever changes is kept behind these: trainers wrap optimizers by copying what
     # is in `__dict__`, and each face must know what another one was told.
@@ -45,11 +119,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _wrap(
         cls,
         inner: torch.optim.Optimizer,
-        present: Present,
+        active: ActiveTraining,
         runtime: Runtime,
     ) -> DistributedOptimizer:
         self = cls.__new__(cls)
-        self._inner, self._present, self._runtime = inner, present, runtime
+        self._inner, self._active, self._runtime = inner, active, runtime
         # Not __init__: it would copy the groups. What unpickling does sets up the rest.
         self.__setstate__({})
         return self
@@ -57,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _training(self) -> Training:
         """The present one."""
-        return self._present.training
+        return self._active.training
 
     # ---- the wrapped optimizer's own ----
 
@@ -144,13 +218,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is logged as ``loss``. Raises `UsageError` after `finish`, `TrainingEnded` with the last step that
         ``--steps`` asks for, or after it in a loop over `paceline.steps`.
         """
-        job = self._runtime.job
-        if self._present.finished and job.ended:
+        job, active = self._runtime.job, self._active
+        if active.finished and job.ended:
             if job.options.steps:
                 raise self._ended()
             # Another life has done the step: the script goes on to what follows its loop.
             return None if closure is None else closure()
-        if self._present.finished:
+        if active.finished:
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
             )
@@ -159,9 +233,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "step() inside consolidated(): what it changed would be taken back; train "
                 "outside, evaluate and save inside"
             )
-        present = self._present
-        if present.changes is not None and not present.scales:
-            present.scales = inside_scaler()
+        if active.switcher is not None and not active.uses_grad_scaler:
+            active.uses_grad_scaler = inside_scaler()
         if loss is not None:
             self._runtime.journal.log({"loss": loss})
         result = self._update(closure)
@@ -170,8 +243,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._count_step()
             if job.options.steps and self._done >= job.options.steps:
                 self._end_script()
-        if not self._present.finished:
-            self._present.step_ended()
+        if not active.finished and active.switcher is not None:
+            active.switcher.after_step()
         return result
 
     @property
@@ -268,7 +341,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scale."""
         told = vars(self)
         if "found_inf" in told:
-            self._present.scales = True
+            self._active.uses_grad_scaler = True
             self._training.check_scaler()
         if float(told.get("found_inf", 0.0)):
             return True
@@ -300,7 +373,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Of several optimizers the first one's steps are counted and measured: the others
         step within them."""
         others = self._runtime.job.unfinished
-        return not others or others[0].training is self._present
+        return not others or others[0].training is self._active
 
     def no_sync(self) -> Any:
         """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
@@ -315,12 +388,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Afterwards all models are equal; the optimizer's state is that of this worker's own
         last step, or, where servers update, theirs. Called at exit if the script does not; again is harmless.
         """
-        self._present.finish()
+        self._active.finish()
 
     @property
     def broken_by(self) -> str:
         """The error after which this training cannot go on, if any; `finish` only ends it then."""
-        return self._present.broken_by
+        return self._active.broken_by
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -349,12 +422,12 @@ def _where_in_script() -> str:
     return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def training_of(optimizer: torch.optim.Optimizer) -> Training:
-    """What an optimizer that `distribute` has given back belongs to."""
-    return present_of(optimizer).training
-
-
-def present_of(optimizer: torch.optim.Optimizer) -> Present:
-    """Which training that is at present."""
+def active_training(optimizer: torch.optim.Optimizer) -> ActiveTraining:
+    """The active training of an optimizer that `distribute` has returned."""
     assert isinstance(optimizer, DistributedOptimizer)
-    return optimizer._present
+    return optimizer._active
+
+
+def training_of(optimizer: torch.optim.Optimizer) -> Training:
+    """The present training of an optimizer that `distribute` has returned."""
+    return active_training(optimizer).training

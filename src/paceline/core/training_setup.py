@@ -22,11 +22,10 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
 from paceline.collectives.reduce_scatter import check_halves
 from paceline.compression import Identity, warm_up_of
-from paceline.core.active_training import Present
 from paceline.core.context import TrainingContext
 from paceline.core.initial_sync import check_same_everywhere, describe
 from paceline.core.method_hooks import check_declared
-from paceline.core.optimizer import DistributedOptimizer
+from paceline.core.optimizer import ActiveTraining, DistributedOptimizer
 from paceline.core.sampler import Sampler
 from paceline.core.settings import (
     Settings,
@@ -122,9 +121,9 @@ def train(subject: Subject, method: Method, settings: Settings) -> DistributedOp
         )
     made = begin(subject, prepared)
     runtime.journal.begin(prepared.spec, prepared.brief)
-    present = Present(made.training, made.endpoints)
-    wrapped = DistributedOptimizer._wrap(subject.optimizer, present, runtime)
-    runtime.job.begin(subject.model, wrapped, present, wrapped.finish)
+    active = ActiveTraining(made.training, made.endpoints)
+    wrapped = DistributedOptimizer._wrap(subject.optimizer, active, runtime)
+    runtime.job.begin(subject.model, wrapped, active, wrapped.finish)
     runtime.job.hold(made.training, made.close)
     wrapped._end_if_complete()
     return wrapped

@@ -16,10 +16,13 @@ import torch.distributed as dist
 
 import paceline
 from paceline.bucketing.tuner import Planner
-from paceline.core.active_training import Changes
 from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.distribute import distribute
-from paceline.core.optimizer import DistributedOptimizer, present_of
+from paceline.core.optimizer import (
+    DistributedOptimizer,
+    MethodSwitcher,
+    active_training,
+)
 from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
 from paceline.interfaces import Comm, Endpoint, Run, WorkerState
@@ -215,9 +218,9 @@ class Inspection:
         planner: Who plans the buckets.
         remote: The parameters on their servers, where these update; else None.
         endpoints: This worker's connections to servers.
-        changes: Who changes the method under ``"auto"``; else None.
+        switcher: What switches the method under ``"auto"``; else None.
         step_pending: Whether gradients were delivered, and ``step()`` has not followed.
-        scales: Whether a GradScaler steps the optimizer, as far as that is known.
+        uses_grad_scaler: Whether a GradScaler steps the optimizer, as far as that is known.
         meet: What `paceline.save` calls, so that all workers are at one place.
         load_is_complete: What `paceline.load` calls, when all is loaded.
     """
@@ -231,9 +234,9 @@ class Inspection:
     planner: Planner
     remote: RemoteParameters | None
     endpoints: tuple[Endpoint, ...]
-    changes: Changes | None
+    switcher: MethodSwitcher | None
     step_pending: bool
-    scales: bool
+    uses_grad_scaler: bool
     meet: Callable[[], bool]
     load_is_complete: Callable[[], bool]
 
@@ -244,8 +247,8 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
     It changes nothing, and sends nothing. Call it in a worker of the job: it returns what
     that worker has.
     """
-    present = present_of(optimizer)
-    training = present.training
+    active = active_training(optimizer)
+    training = active.training
     return Inspection(
         buckets=tuple(
             InspectedBucket(one.index, one.names, one.buffer.numel(), one.bytes)
@@ -258,10 +261,10 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         worker_states=worker_states(training),
         planner=training.planner,
         remote=training.remote if training.updates_on_server else None,
-        endpoints=tuple(present.endpoints),
-        changes=present.changes,
+        endpoints=tuple(active.endpoints),
+        switcher=active.switcher,
         step_pending=training.step_pending,
-        scales=present.scales,
+        uses_grad_scaler=active.uses_grad_scaler,
         meet=training.meet,
         load_is_complete=training.load_is_complete,
     )

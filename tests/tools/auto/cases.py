@@ -217,7 +217,7 @@ def a_checkpoint_says_which_method_it_had():
             if method != spec:
                 one_step(net, wrapped, 50)
             paceline.load(folder)
-            changes = inspect(wrapped).changes
+            changes = inspect(wrapped).switcher
             if changes is not None:
                 assert changes.spec.startswith("dear" if method.course.specs else "bsp")
                 assert not changes.change(spec)
@@ -241,7 +241,7 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
     paceline.save(folder)
     for step in range(3, 6):
         one_step(net, wrapped, step)
-    changes = inspect(wrapped).changes
+    changes = inspect(wrapped).switcher
     before, values = changes.spec, flat(net)
     dist.barrier()
     if runtime.rank == 0:
@@ -259,7 +259,7 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
 
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
     net, wrapped = begun(changing({60: "dear", 62: "bsp:buckets=optimal", 66: "bsp"}))
-    changes, journal = inspect(wrapped).changes, join_runtime().journal
+    changes, journal = inspect(wrapped).switcher, join_runtime().journal
     assert not changes.change("bsp:buckets=optimal", together=True)
     for step in range(60):
         one_step(net, wrapped, step)

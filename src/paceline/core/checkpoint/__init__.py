@@ -355,7 +355,7 @@ def _read_index(found: Path) -> Index:
 
 
 def _read(runtime: Runtime, found: _Found, wanted: Collection[str]) -> _Checkpoint:
-    """Changes nothing. Raises `UsageError` where an worker state's owner refuses what it is to have."""
+    """Changes nothing. Raises `UsageError` where a worker state's owner refuses what it is to have."""
     shared = files.read(folders.shared(found.at), wanted)
     return _Checkpoint(shared, WorkerPart(runtime, found.at, found.index).restore)
 

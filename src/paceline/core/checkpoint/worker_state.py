@@ -22,13 +22,12 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.core.active_training import Changes
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint import folder as folders
 from paceline.core.checkpoint.files import as_data
 from paceline.core.compressed_average import CompressedAverage
 from paceline.core.method_hooks import MethodHooks
-from paceline.core.optimizer import present_of, training_of
+from paceline.core.optimizer import MethodSwitcher, active_training, training_of
 from paceline.core.random_state import random_states, set_random_states
 from paceline.core.training import Training
 from paceline.errors import UsageError
@@ -352,7 +351,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 def _specs_of(runtime: Runtime) -> list[str]:
     """The present spec of each training that changes its method; "" for others."""
     changing = (
-        None if begun.released else present_of(begun.optimizer).changes
+        None if begun.released else active_training(begun.optimizer).switcher
         for begun in runtime.job.trainings
     )
     return ["" if one is None else one.spec for one in changing]
@@ -366,19 +365,19 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
     middle of a round. Afterwards each training goes back to its method, also when the checkpoint
     is refused. Collective.
     """
-    back: list[tuple[Changes, str]] = []
+    back: list[tuple[MethodSwitcher, str]] = []
     try:
         for begun, spec in zip(runtime.job.trainings, specs, strict=False):
             if begun.released:
                 continue
-            present = present_of(begun.optimizer)
-            changes = present.changes
-            if changes is None or present.finished or spec in ("", changes.spec):
+            active = active_training(begun.optimizer)
+            switcher = active.switcher
+            if switcher is None or active.finished or spec in ("", switcher.spec):
                 continue
-            before = changes.spec
-            why = changes.change(spec, together=True)
+            before = switcher.spec
+            why = switcher.change(spec, together=True)
             if not why:
-                back.append((changes, before))
+                back.append((switcher, before))
             elif runtime.rank == 0:
                 print(
                     f"paceline: the checkpoint was saved under {spec}, which cannot be begun "
@@ -392,6 +391,6 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
     _go_back(back)
 
 
-def _go_back(back: list[tuple[Changes, str]]) -> None:
-    for changes, before in back:
-        changes.change(before, together=True)
+def _go_back(back: list[tuple[MethodSwitcher, str]]) -> None:
+    for switcher, before in back:
+        switcher.change(before, together=True)

@@ -24,8 +24,11 @@ from typing import Protocol
 import msgspec
 
 from paceline.collectives.communicator import TorchComm
-from paceline.core.active_training import Present
-from paceline.core.optimizer import DistributedOptimizer, present_of
+from paceline.core.optimizer import (
+    ActiveTraining,
+    DistributedOptimizer,
+    active_training,
+)
 from paceline.core.settings import Settings, parse_method
 from paceline.core.sync import gather_bytes
 from paceline.core.training import Training
@@ -82,10 +85,10 @@ class Auto:
         """See `beginning.train`."""
         chosen = parse_method(self.begins, settings)
         wrapped = train(subject, *chosen)
-        present = present_of(wrapped)
+        active = active_training(wrapped)
         now, course = prepare(subject, *chosen), self.course(subject)
-        present.changes = MethodChanges(
-            subject, present, settings, now, course, self.consistency
+        active.switcher = MethodChanges(
+            subject, active, settings, now, course, self.consistency
         )
         journal = subject.runtime.journal
         journal.methods.append((journal.step_count, journal.brief))
@@ -102,13 +105,13 @@ class _Wish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MethodChanges:
-    """The `Changes` of one training. *settings* are those that specs do not name; *now*: how it is
+    """The `MethodSwitcher` of one training. *settings* are those that specs do not name; *now*: how it is
     trained at present; ``steps``: how many it has done."""
 
     def __init__(
         self,
         subject: Subject,
-        present: Present,
+        active: ActiveTraining,
         settings: Settings,
         now: Prepared,
         course: Course,
@@ -116,13 +119,13 @@ class MethodChanges:
     ) -> None:
         self.now, self.course, self.steps = now, course, 0
         self._allowed = CONSISTENCIES[: CONSISTENCIES.index(consistency) + 1]
-        self._subject, self._present, self._settings = subject, present, settings
+        self._subject, self._active, self._settings = subject, active, settings
         self._runtime = subject.runtime
         self._device = subject.parameters[0][1].device
         self._habits = Habits()
         self._codes, self._plans = KeptCodes(), KeptPlans()
-        self._habits.watch(present.training, now.method)
-        course.begin(present.training, self._forbid)
+        self._habits.watch(active.training, now.method)
+        course.begin(active.training, self._forbid)
 
     # ---- what training calls ----
 
@@ -148,14 +151,14 @@ class MethodChanges:
         try:
             self.course.leave()
             self._keep_company()
-            well = not self._present.broken_by
+            well = not self._active.broken_by
         finally:
             self.course.close(well=well)
 
     def _keep_company(self) -> None:
         while True:
             steps = self._end(together=False)
-            if self._present.broken_by:
+            if self._active.broken_by:
                 return
             wishes = self._meet(_Wish(steps=steps))
             if not any(wish.spec for wish in wishes):
@@ -191,7 +194,9 @@ class MethodChanges:
         return why
 
     def _forbid(self, method: Method, settings: Settings) -> str:
-        return self._habits.forbid(method, settings, scales=self._present.scales)
+        return self._habits.forbid(
+            method, settings, scales=self._active.uses_grad_scaler
+        )
 
     def _prepared(self, spec: str) -> Prepared:
         """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
@@ -211,10 +216,10 @@ class MethodChanges:
 
     def _end(self, together: bool) -> int:
         """End the present training; returns how many steps it has done. Collective."""
-        steps = self._present.training.progress["step"]
-        self._codes.take(self.now.spec, self._present.training)
-        self._plans.take(self.now.spec, self._present.training)
-        self._present.end(together=together)
+        steps = self._active.training.progress["step"]
+        self._codes.take(self.now.spec, self._active.training)
+        self._plans.take(self.now.spec, self._active.training)
+        self._active.end(together=together)
         return steps
 
     def _go_on(self, wishes: Sequence[_Wish]) -> str:
@@ -270,17 +275,17 @@ class MethodChanges:
 
     def _use(self, made: Made, steps: int) -> None:
         training = made.training
-        training.go_on_from(self._present.training, steps)
+        training.go_on_from(self._active.training, steps)
         self._codes.give_back(self.now.spec, training)
         self._plans.give_back(self.now.spec, training)
         self._habits.watch(training, self.now.method)
         self._runtime.job.hold(training, made.close)
-        self._present.training, self._present.endpoints = training, made.endpoints
+        self._active.training, self._active.endpoints = training, made.endpoints
 
     def _broke(self, error: BaseException) -> None:
         """No training goes on here: the others are told, as when one breaks."""
-        self._present.broke(error)
-        self._runtime.job.broke(self._subject.number, self._present.broken_by)
+        self._active.record_failure(error)
+        self._runtime.job.broke(self._subject.number, self._active.broken_by)
 
     def _meet(self, mine: _Wish) -> list[_Wish]:
         """What each worker says, by rank. Collective."""
