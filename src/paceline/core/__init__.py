@@ -1,6 +1,7 @@
 """One worker's training: PyTorch's hooks become the hooks of a method's worker.
 
-- `distribute`, `training_setup`: `paceline.distribute`, from its arguments to a training.
+- `distribute`: `paceline.distribute`: its arguments are checked, and read.
+- `training_setup`: from a method and its settings to a training that has started on all ranks.
 - `settings`: the settings beside a method, and the spec that chooses both.
 - `optimizer`: the wrapped optimizer, and its active training.
 - `training`: `Training`, which the wrapped optimizer calls; start here. `context`: what its parts share.
@@ -13,7 +14,7 @@
 - `method_hooks`: calls the hooks of a method's worker.
 - `server_loads`: what the script loads, where servers update.
 - `sampler`: `Sampler`: each worker's share of every batch.
-- `initial_sync`: checks that ranks agree; `sync`: whole tensors, buffers and actions across ranks.
+- `sync`: whole tensors, buffers and actions across ranks.
 - `misuse`: finds silent mistakes, such as a model inside DDP, or the same data on all workers.
 - `lazy_parameters`: tells a method that something is about to use parameters.
 - `step_listeners`, `step_loggers`: observers of steps: compute times, profilers, loggers.

@@ -21,7 +21,7 @@ from paceline.core.settings import (
     reconcile,
 )
 from paceline.core.step_loggers import report_as_asked
-from paceline.core.training_setup import Subject, train
+from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import UsageError
 from paceline.interfaces import Compressor, Method, Runtime
 from paceline.interfaces.server_messages import Replies
@@ -103,25 +103,27 @@ def distribute(
         replies=replies,
     )
     report_as_asked(runtime)
-    subject = Subject(runtime, model, optimizer, sampler, len(runtime.job.trainings))
+    inputs = TrainingInputs(
+        runtime, model, optimizer, sampler, len(runtime.job.trainings)
+    )
     override = runtime.job.options.method
     if override is None and _changes(method):
-        return method.train(subject, settings)
+        return method.train(inputs, settings)
     wish = wish_of(override or (method if isinstance(method, str) else None))
     if wish is not None:
-        return _train_by(wish, subject, settings, overrides=override is not None)
-    return train(subject, *_resolve(runtime, method, settings))
+        return _train_by(wish, inputs, settings, overrides=override is not None)
+    return train(inputs, *_read_method(runtime, method, settings))
 
 
 def _train_by(
-    wish: Wish, subject: Subject, settings: Settings, *, overrides: bool
+    wish: Wish, inputs: TrainingInputs, settings: Settings, *, overrides: bool
 ) -> DistributedOptimizer:
     """What the user leaves to paceline; *overrides*: by the command line, which wins over the script."""
     from paceline.tools.auto.controlled_training import (
         changing,  # it needs much that others do not
     )
 
-    runtime = subject.runtime
+    runtime = inputs.runtime
     if overrides:
         usual = Settings()
         own = {key: getattr(usual, key) for key in CHOSEN_BY_AUTO}
@@ -133,8 +135,8 @@ def _train_by(
     if runtime.size == 1:
         say_alone(runtime)
     if runtime.size == 1 or runtime.job.options.profile is not None:
-        return train(subject, *parse_method(FIRST, settings))
-    return changing(wish, settings).train(subject, settings)
+        return train(inputs, *parse_method(FIRST, settings))
+    return changing(wish, settings).train(inputs, settings)
 
 
 def _changes(method: object) -> TypeIs[Auto]:
@@ -177,7 +179,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
                 )
 
 
-def _resolve(
+def _read_method(
     runtime: Runtime, method: str | Method | Auto | None, settings: Settings
 ) -> tuple[Method, Settings]:
     """The method object and the settings, the command line's before the script's."""

@@ -1,11 +1,16 @@
-"""A training begins: what a method and its settings need here is checked, and then made.
+"""From a method, its settings and a model to a training that has started.
 
-`prepare` refuses what cannot work, and sends nothing; `begin` makes the training, and is collective.
-A model may be given to both again, when the training before has ended.
+- `resolve` checks all that is known before anything is sent, and makes a `TrainingPlan`.
+- `start` checks that all ranks agree, connects to servers, and makes the training. Collective.
+- `train` does both for the first training of a model, and wraps the user's optimizer.
+
+A model may be given to `resolve` and `start` again when the training before has ended: that is how
+a method changes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import sys
 import warnings
@@ -14,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
+import msgspec
 import torch
 
 from paceline import methods, spec
@@ -23,7 +29,6 @@ from paceline.collectives.no_collectives import AloneComm
 from paceline.collectives.reduce_scatter import check_halves
 from paceline.compression import Identity, warm_up_of
 from paceline.core.context import TrainingContext
-from paceline.core.initial_sync import check_same_everywhere, describe
 from paceline.core.method_hooks import check_declared
 from paceline.core.optimizer import ActiveTraining, DistributedOptimizer
 from paceline.core.sampler import Sampler
@@ -35,9 +40,10 @@ from paceline.core.settings import (
 )
 from paceline.core.sync import broadcast_tensors
 from paceline.core.training import MakeRemote, Training
-from paceline.errors import UsageError
+from paceline.errors import ModelMismatchError, UsageError
 from paceline.interfaces import (
     Collective,
+    Comm,
     Compressor,
     Endpoint,
     Method,
@@ -45,7 +51,7 @@ from paceline.interfaces import (
     ServerJob,
     UpdatesOnServer,
 )
-from paceline.interfaces.buckets import wire_bytes, wire_shape
+from paceline.interfaces.buckets import strides_in_bucket, wire_bytes, wire_shape
 from paceline.interfaces.server_messages import Join
 from paceline.interfaces.trainings import Job
 from paceline.parameter_server.client.remote_model import RemoteParameters
@@ -59,8 +65,9 @@ from paceline.torch_internals import is_compiled_whole
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What is trained on one worker. *number*: of this training among the script's."""
+class TrainingInputs:
+    """What `distribute` was given to train on one worker; *number*: of this training in the
+    script, from 0."""
 
     runtime: Runtime
     model: torch.nn.Module
@@ -70,7 +77,7 @@ class Subject:
 
     @property
     def parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Those that are trained, in registration order."""
+        """The trainable parameters with their names, in registration order."""
         return [
             (name, parameter)
             for name, parameter in self.model.named_parameters()
@@ -79,98 +86,119 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """How it is to be trained: nothing that is known before anything is sent forbids it.
-    *spec* is the full one, *brief* what of it is not as by default."""
+class TrainingPlan:
+    """How a model is to be trained, checked as far as one rank alone can.
+
+    *spec* is the full one; *short_spec* leaves out values that are the default.
+    """
 
     method: Method
     settings: Settings
-    forming: Collective
+    collective: Collective
     spec: str
-    brief: str
+    short_spec: str
 
 
 @dataclass(frozen=True)
-class Made:
-    """A training; *close* lets go of what it holds once all workers have done with it."""
+class ConnectedTraining:
+    """A training that has started, with its connections to servers.
+
+    *close* releases the rest of what it holds, once all workers have ended it.
+    """
 
     training: Training
     endpoints: Sequence[Endpoint]
     close: Callable[[], None]
 
-    def give_up(self) -> None:
-        """It is not to be used, after all: others could not make theirs."""
+    def discard(self) -> None:
+        """Close it before its first step: other ranks could not start theirs."""
         self.training.abandon()
         for endpoint in self.endpoints:
             endpoint.close()
         self.close()
 
 
-def train(subject: Subject, method: Method, settings: Settings) -> DistributedOptimizer:
-    """Begin the first training of a model; returns the optimizer to use from now on. Collective."""
-    runtime = subject.runtime
+def train(
+    inputs: TrainingInputs, method: Method, settings: Settings
+) -> DistributedOptimizer:
+    """Start the first training of a model, and wrap its optimizer. Collective."""
+    runtime = inputs.runtime
     runtime.connect()
-    prepared = prepare(subject, method, settings)
-    _check_not_yet_trained(subject.model, runtime)
-    if is_compiled_whole(subject.model):
+    plan = resolve(inputs, method, settings)
+    _check_not_yet_trained(inputs.model, runtime)
+    if is_compiled_whole(inputs.model):
         warnings.warn(
             "the whole model is compiled, so all gradients become ready at once when "
             "backward ends, and communication overlaps with nothing; compile its blocks "
             "instead: for block in model.blocks: block.compile()",
             stacklevel=3,
         )
-    made = begin(subject, prepared)
-    runtime.journal.begin(prepared.spec, prepared.brief)
-    active = ActiveTraining(made.training, made.endpoints)
-    wrapped = DistributedOptimizer._wrap(subject.optimizer, active, runtime)
-    runtime.job.begin(subject.model, wrapped, active, wrapped.finish)
-    runtime.job.hold(made.training, made.close)
+    started = start(inputs, plan)
+    runtime.journal.begin(plan.spec, plan.short_spec)
+    active = ActiveTraining(started.training, started.endpoints)
+    wrapped = DistributedOptimizer._wrap(inputs.optimizer, active, runtime)
+    runtime.job.begin(inputs.model, wrapped, active, wrapped.finish)
+    runtime.job.hold(started.training, started.close)
     wrapped._end_if_complete()
     return wrapped
 
 
-def prepare(subject: Subject, method: Method, settings: Settings) -> Prepared:
-    """Check what is known before anything is sent. Raises `UsageError`."""
-    runtime, optimizer = subject.runtime, subject.optimizer
+def resolve(inputs: TrainingInputs, method: Method, settings: Settings) -> TrainingPlan:
+    """Check all that is known before anything is sent. Not collective.
+
+    Raises:
+        UsageError: The method, the settings, the model and the optimizer do not go together.
+    """
+    runtime, optimizer = inputs.runtime, inputs.optimizer
     named, asked = method, settings.compression
-    if subject.sampler is not None:
-        settings = replace(settings, compression=asked.in_epochs(len(subject.sampler)))
+    if inputs.sampler is not None:
+        settings = replace(settings, compression=asked.in_epochs(len(inputs.sampler)))
     if runtime.cluster is not None:
         named = methods.grouped(named, runtime.cluster.groups)
     chosen = with_compression(named, settings)
     check_declared(chosen)
     settings = _without_averages(runtime, chosen, settings)
-    forming = collectives.make(settings.collective)
-    _check_compression(chosen, settings, forming, optimizer)
+    collective = collectives.make(settings.collective)
+    _check_compression(chosen, settings, collective, optimizer)
     if getattr(chosen, "sends_halves", False):
-        check_halves(forming)
-    parameters = subject.parameters
+        check_halves(collective)
+    parameters = inputs.parameters
     if not parameters:
         raise UsageError("the model has no parameter that requires a gradient")
     if chosen.updates_on == "server":
         _check_servers_update_all(chosen, optimizer, parameters)
     own = default_compression(named)
     full = spec.spec_of(named.name, named, **settings.as_keys(own))
-    brief = short_spec(named, replace(settings, compression=asked))
-    return Prepared(chosen, settings, forming, str(full), brief)
+    short = short_spec(named, replace(settings, compression=asked))
+    return TrainingPlan(chosen, settings, collective, str(full), short)
 
 
-def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
-    """Make the training. *anew*: all workers begin with rank 0's model; else with what they have,
-    which is the same. Collective. Raises `ModelMismatchError` on every rank where ranks differ."""
-    runtime, model, optimizer = subject.runtime, subject.model, subject.optimizer
-    method, settings, forming = prepared.method, prepared.settings, prepared.forming
-    parameters = subject.parameters
+def start(
+    inputs: TrainingInputs, plan: TrainingPlan, *, anew: bool = True
+) -> ConnectedTraining:
+    """Start the training of a plan. Collective.
+
+    Args:
+        inputs: What is trained.
+        plan: From `resolve`, equal on all ranks.
+        anew: Broadcast rank 0's parameters and buffers first; without it ranks hold the same.
+
+    Raises:
+        ModelMismatchError: On every rank, where models or options differ between ranks.
+    """
+    runtime, model, optimizer = inputs.runtime, inputs.model, inputs.optimizer
+    method, settings, collective = plan.method, plan.settings, plan.collective
+    parameters = inputs.parameters
     device = parameters[0][1].device
-    comm = _comm(runtime, method, subject.number)
-    options = f"{prepared.spec} with {type(optimizer).__name__}"
+    comm = _comm(runtime, method, inputs.number)
+    options = f"{plan.spec} with {type(optimizer).__name__}"
     description = describe(model, options)
     if isinstance(comm, TorchComm):
-        check_same_everywhere(comm, description, device)
+        check_ranks_agree(comm, description, device)
         _let_go_of_earlier(comm, runtime.job, device)
     if anew and isinstance(comm, TorchComm) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
-    endpoints, job = _servers(runtime, method, settings, forming)
+    endpoints, job = _servers(runtime, method, settings, collective)
     remote: MakeRemote | None = None
     if method.updates_on == "server":
         kept = settings.buffers == "local"
@@ -189,7 +217,7 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
             most_bytes=cast(UpdatesOnServer, method).piece_bytes(total),
         )
     elif isinstance(comm, TorchComm):
-        comm = collectives.over(forming, runtime, comm, endpoints, device)
+        comm = collectives.over(collective, runtime, comm, endpoints, device)
         join = Join(options=options)
         for reception in [endpoint.request(join) for endpoint in endpoints]:
             reception.wait()
@@ -200,21 +228,21 @@ def begin(subject: Subject, prepared: Prepared, *, anew: bool = True) -> Made:
         method,
         settings,
         comm,
-        subject.sampler,
+        inputs.sampler,
         optimizer,
-        subject.number,
+        inputs.number,
     )
     training = Training(context, remote)
-    _say_warm_up(subject, settings.compression)
-    return Made(training, endpoints, comm.close)
+    _say_warm_up(inputs, settings.compression)
+    return ConnectedTraining(training, endpoints, comm.close)
 
 
-def _say_warm_up(subject: Subject, compressor: Compressor) -> None:
+def _say_warm_up(inputs: TrainingInputs, compressor: Compressor) -> None:
     """Tell people of first steps in which more is sent."""
-    runtime = subject.runtime
+    runtime = inputs.runtime
     if runtime.size == 1:
         return
-    shapes = [wire_shape(parameter) for _, parameter in subject.parameters]
+    shapes = [wire_shape(parameter) for _, parameter in inputs.parameters]
     sentence = warm_up_of(compressor, shapes, torch.float32, runtime.size)
     if not sentence:
         return
@@ -349,3 +377,103 @@ def _check_not_yet_trained(model: torch.nn.Module, runtime: Runtime) -> None:
                 "their gradients would be averaged twice. Use one optimizer for all of "
                 "them, or call finish() on the first"
             )
+
+
+# ---- all ranks hold the same model and options ----
+
+
+class ModelDescription(msgspec.Struct, array_like=True):
+    """What must be equal on all ranks.
+
+    *tensors* are lines such as ``fc.weight float32[10x64]``. They include strides where these decide
+    the order in which a gradient's elements are sent.
+    """
+
+    options: str
+    tensors: list[str]
+
+
+def describe(model: torch.nn.Module, options: str) -> ModelDescription:
+    """Describe the model's tensors, in registration order, and the *options* of training."""
+    lines = []
+    for name, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else " frozen"
+        lines.append(f"{name} {_shape(parameter)}{_strides(parameter)}{frozen}")
+    for name, buffer in model.named_buffers():
+        lines.append(f"buffer {name} {_shape(buffer)}")
+    return ModelDescription(options, lines)
+
+
+def check_ranks_agree(comm: Comm, mine: ModelDescription, device: torch.device) -> None:
+    """Raise `ModelMismatchError` on every rank if any rank's description differs.
+
+    Names the first difference and a rank that has it. Costs one small all-gather where
+    all are equal. Collective.
+    """
+    encoded = msgspec.json.encode(mine)
+    digest = hashlib.sha256(encoded).digest()
+    # Four numbers: a size, so that the texts can be gathered if need be, and a digest.
+    words = [len(encoded)] + [
+        int.from_bytes(digest[i : i + 7], "big") for i in range(0, 21, 7)
+    ]
+    own = torch.tensor(words, dtype=torch.int64, device=device)
+    everyone = torch.empty(4 * comm.size, dtype=torch.int64, device=device)
+    comm.all_gather(everyone, own).wait()
+    if bool((everyone.view(comm.size, 4) == everyone[:4]).all()):
+        return
+
+    longest = int(everyone[::4].max())
+    text = torch.zeros(longest, dtype=torch.uint8, device=device)
+    text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    texts = torch.empty(longest * comm.size, dtype=torch.uint8, device=device)
+    comm.all_gather(texts, text).wait()
+    descriptions = [
+        msgspec.json.decode(bytes(part[: int(length)].tolist()), type=ModelDescription)
+        for part, length in zip(
+            texts.view(comm.size, longest), everyone[::4], strict=True
+        )
+    ]
+    raise ModelMismatchError(_first_difference(descriptions))
+
+
+def _first_difference(descriptions: Sequence[ModelDescription]) -> str:
+    reference = descriptions[0]
+    for rank, other in enumerate(descriptions):
+        if other.options != reference.options:
+            return (
+                f"ranks train with different options: rank 0 has {reference.options!r}, "
+                f"rank {rank} has {other.options!r}; call distribute with the same "
+                "arguments on every rank"
+            )
+        for ours, theirs in zip(reference.tensors, other.tensors, strict=False):
+            if ours != theirs:
+                return (
+                    f"ranks hold different models: rank 0 has {ours!r} where rank {rank} "
+                    f"has {theirs!r}; build the same model, in the same memory format, on "
+                    "every rank"
+                )
+        if len(other.tensors) != len(reference.tensors):
+            longer = max(reference.tensors, other.tensors, key=len)
+            extra = longer[min(len(reference.tensors), len(other.tensors))]
+            return (
+                f"ranks hold different models: rank 0 has {len(reference.tensors)} "
+                f"tensors and rank {rank} has {len(other.tensors)}; the first that only "
+                f"one of them has is {extra!r}"
+            )
+    raise AssertionError("digests differ but descriptions do not")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    sizes = "x".join(str(size) for size in tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def _strides(parameter: torch.Tensor) -> str:
+    """Its strides, where they are not a contiguous tensor's. Dimensions of size 1 do not count."""
+    strides = strides_in_bucket(parameter)
+    contiguous = torch.empty(parameter.shape, device="meta").stride()
+    rows = zip(strides, contiguous, parameter.shape, strict=True)
+    if all(own == other or size == 1 for own, other, size in rows):
+        return ""
+    sizes = zip(strides, parameter.shape, strict=True)
+    return " strides " + "x".join(str(s) if size > 1 else "1" for s, size in sizes)

@@ -14,7 +14,7 @@ import torch
 from paceline.collectives.communicator import TorchComm
 from paceline.core.settings import Settings
 from paceline.core.training import Training
-from paceline.core.training_setup import Subject
+from paceline.core.training_setup import TrainingInputs
 from paceline.tools.auto.agreement import Exchange
 from paceline.tools.auto.config import FIRST, Auto
 from paceline.tools.auto.controller import Program
@@ -29,7 +29,7 @@ def changing(wish: Auto, settings: Settings) -> Changing:
     """What `distribute` begins: a training that goes on as *wish* says. *settings* are those that
     the user gave."""
     return Changing(
-        lambda subject: Course(subject, wish, settings),
+        lambda inputs: Course(inputs, wish, settings),
         begins=FIRST,
         consistency=wish.consistency,
     )
@@ -40,17 +40,17 @@ class Course:
 
     meets: ClassVar[bool] = True
 
-    def __init__(self, subject: Subject, wish: Auto, settings: Settings) -> None:
-        self._runtime, self._wish = subject.runtime, wish
-        whole = TorchComm(subject.runtime, f"auto {subject.number}")
+    def __init__(self, inputs: TrainingInputs, wish: Auto, settings: Settings) -> None:
+        self._runtime, self._wish = inputs.runtime, wish
+        whole = TorchComm(inputs.runtime, f"auto {inputs.number}")
         self._comm = whole.channel("course")
         device = torch.device("cpu")
         if not moves_host_tensors(self._comm.process_group):
-            device = subject.parameters[0][1].device
+            device = inputs.parameters[0][1].device
         self._exchange = Exchange(self._comm, device)
         self._whole = whole
         self.senses = TrainingSenses(
-            subject, wish, settings, self._comm, device, self._say
+            inputs, wish, settings, self._comm, device, self._say
         )
         self.program = Program(
             self.senses, self._exchange, FIRST, self._decided, self._say

@@ -17,7 +17,7 @@ import torch
 from paceline.cluster import Cluster, cluster_toml, parse_cluster
 from paceline.core.settings import Settings
 from paceline.core.training import Training
-from paceline.core.training_setup import Subject
+from paceline.core.training_setup import TrainingInputs
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Comm, Method
 from paceline.interfaces.buckets import wire_bytes
@@ -66,28 +66,28 @@ class TrainingSenses:
 
     def __init__(
         self,
-        subject: Subject,
+        inputs: TrainingInputs,
         wish: Auto,
         settings: Settings,
         comm: Comm,
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        self._subject, self._wish, self._settings = subject, wish, settings
-        self._runtime, self._journal = subject.runtime, subject.runtime.journal
+        self._inputs, self._wish, self._settings = inputs, wish, settings
+        self._runtime, self._journal = inputs.runtime, inputs.runtime.journal
         self._comm, self._device, self._say = comm, device, say
-        parameters = subject.parameters
+        parameters = inputs.parameters
         self._on_host = parameters[0][1].device.type == "cpu"
         self._stopwatch = self._runtime.stopwatch(parameters[0][1].device)
         self._marks: deque[Any] = deque([self._stopwatch.mark()], STEPS_KEPT + 1)
-        self._watch = Watch(subject.model, parameters, self._stopwatch)
+        self._watch = Watch(inputs.model, parameters, self._stopwatch)
         self._steps = 0
         self._named = wish.load_cluster(self._runtime.size)
         names = [name for name, _ in parameters]
         sizes = [wire_bytes(parameter) for _, parameter in parameters]
         self._about = About(
             model=digest(names, sizes),
-            optimizer=type(subject.optimizer).__name__,
+            optimizer=type(inputs.optimizer).__name__,
             workers=self._runtime.size,
             consistency=wish.consistency,
             runtime=self._runtime.name,
@@ -215,14 +215,14 @@ class TrainingSenses:
         workload = with_all(workload, compute if self._on_host else 0.0, speed)
         if self._settings.use_gradients:
             workload = replace(workload, uses_gradients=True)
-        optimizer = self._subject.optimizer
+        optimizer = self._inputs.optimizer
         cls: Any = type(optimizer)
         known = inspect.signature(cls).parameters
         values = {
             key: value for key, value in optimizer.defaults.items() if key in known
         }
         own = getattr(torch.optim, cls.__name__, None) is cls
-        sampler = self._subject.sampler
+        sampler = self._inputs.sampler
         # The planner's: a worker that asks nothing does not import it.
         from paceline.tools.plan.prediction_cost import usual_seconds
 

@@ -32,7 +32,14 @@ from paceline.core.optimizer import (
 from paceline.core.settings import Settings, parse_method
 from paceline.core.sync import gather_bytes
 from paceline.core.training import Training
-from paceline.core.training_setup import Made, Prepared, Subject, begin, prepare, train
+from paceline.core.training_setup import (
+    ConnectedTraining,
+    TrainingInputs,
+    TrainingPlan,
+    resolve,
+    start,
+    train,
+)
 from paceline.errors import UsageError
 from paceline.interfaces import CONSISTENCIES, Consistency, Method
 from paceline.records import Span
@@ -77,20 +84,20 @@ class Auto:
     """What ``method=`` may be, beside a method: one that changes. *course* makes who decides;
     training *begins* by that spec; *consistency* is the weakest class that it may change to."""
 
-    course: Callable[[Subject], Course]
+    course: Callable[[TrainingInputs], Course]
     begins: str = "bsp"
     consistency: Consistency = "local"
 
-    def train(self, subject: Subject, settings: Settings) -> DistributedOptimizer:
-        """See `beginning.train`."""
+    def train(self, inputs: TrainingInputs, settings: Settings) -> DistributedOptimizer:
+        """See `paceline.core.training_setup.train`."""
         chosen = parse_method(self.begins, settings)
-        wrapped = train(subject, *chosen)
+        wrapped = train(inputs, *chosen)
         active = active_training(wrapped)
-        now, course = prepare(subject, *chosen), self.course(subject)
+        now, course = resolve(inputs, *chosen), self.course(inputs)
         active.switcher = MethodChanges(
-            subject, active, settings, now, course, self.consistency
+            inputs, active, settings, now, course, self.consistency
         )
-        journal = subject.runtime.journal
+        journal = inputs.runtime.journal
         journal.methods.append((journal.step_count, journal.brief))
         return wrapped
 
@@ -110,18 +117,18 @@ class MethodChanges:
 
     def __init__(
         self,
-        subject: Subject,
+        inputs: TrainingInputs,
         active: ActiveTraining,
         settings: Settings,
-        now: Prepared,
+        now: TrainingPlan,
         course: Course,
         consistency: Consistency,
     ) -> None:
         self.now, self.course, self.steps = now, course, 0
         self._allowed = CONSISTENCIES[: CONSISTENCIES.index(consistency) + 1]
-        self._subject, self._active, self._settings = subject, active, settings
-        self._runtime = subject.runtime
-        self._device = subject.parameters[0][1].device
+        self._inputs, self._active, self._settings = inputs, active, settings
+        self._runtime = inputs.runtime
+        self._device = inputs.parameters[0][1].device
         self._habits = Habits()
         self._codes, self._plans = KeptCodes(), KeptPlans()
         self._habits.watch(active.training, now.method)
@@ -176,12 +183,12 @@ class MethodChanges:
         two steps, on all workers that train, after the same step; *together*: they know that
         these are all."""
         try:
-            prepared = self._prepared(spec)
+            plan = self._plan(spec)
         except UsageError as error:
             return str(error)
         began = self._runtime.now()
         # Workers' scripts may differ in it: so it is said where all meet.
-        fault = self._forbid(prepared.method, prepared.settings)
+        fault = self._forbid(plan.method, plan.settings)
         try:
             steps = self._end(together)
             why = self._go_on(self._meet(_Wish(spec, steps, fault)))
@@ -198,21 +205,21 @@ class MethodChanges:
             method, settings, scales=self._active.uses_grad_scaler
         )
 
-    def _prepared(self, spec: str) -> Prepared:
+    def _plan(self, spec: str) -> TrainingPlan:
         """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
-        prepared = prepare(self._subject, *parse_method(spec, self._settings))
-        method = prepared.method
+        plan = resolve(self._inputs, *parse_method(spec, self._settings))
+        method = plan.method
         from paceline.tools.plan.candidates import (
             consistency_of,  # it needs the simulated runtime
         )
 
-        consistency = consistency_of(method, prepared.settings)
+        consistency = consistency_of(method, plan.settings)
         if consistency not in self._allowed:
             raise UsageError(
                 f"{spec} is {consistency}, and this training may change to what is "
                 f"{', '.join(self._allowed)}"
             )
-        return prepared
+        return plan
 
     def _end(self, together: bool) -> int:
         """End the present training; returns how many steps it has done. Collective."""
@@ -251,29 +258,29 @@ class MethodChanges:
         if (not differ and len(going) == workers) or workers == 1:
             return
         comm = TorchComm(self._runtime, self._runtime.job.next_name())
-        optimizer = self._subject.optimizer
+        optimizer = self._inputs.optimizer
         equalize(comm, optimizer, going, self._device, mean=differ)
         comm.close()
 
-    def _try(self, spec: str) -> tuple[Made | None, list[str]]:
+    def _try(self, spec: str) -> tuple[ConnectedTraining | None, list[str]]:
         """The training by *spec*, or why it cannot be made on some worker."""
         made, fault = None, ""
         try:
-            made = self._make(self._prepared(spec))
+            made = self._make(self._plan(spec))
         except UsageError as error:
             fault = str(error)
         faults = [wish.fault for wish in self._meet(_Wish(fault=fault)) if wish.fault]
         if faults and made is not None:
-            made.give_up()
+            made.discard()
             made = None
         return made, faults
 
-    def _make(self, prepared: Prepared) -> Made:
-        self._runtime.journal.change(prepared.spec, prepared.brief)
-        self.now = prepared
-        return begin(self._subject, prepared, anew=False)
+    def _make(self, plan: TrainingPlan) -> ConnectedTraining:
+        self._runtime.journal.change(plan.spec, plan.short_spec)
+        self.now = plan
+        return start(self._inputs, plan, anew=False)
 
-    def _use(self, made: Made, steps: int) -> None:
+    def _use(self, made: ConnectedTraining, steps: int) -> None:
         training = made.training
         training.go_on_from(self._active.training, steps)
         self._codes.give_back(self.now.spec, training)
@@ -285,7 +292,7 @@ class MethodChanges:
     def _broke(self, error: BaseException) -> None:
         """No training goes on here: the others are told, as when one breaks."""
         self._active.record_failure(error)
-        self._runtime.job.broke(self._subject.number, self._active.broken_by)
+        self._runtime.job.broke(self._inputs.number, self._active.broken_by)
 
     def _meet(self, mine: _Wish) -> list[_Wish]:
         """What each worker says, by rank. Collective."""

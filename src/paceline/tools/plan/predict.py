@@ -34,7 +34,7 @@ from paceline.cluster import Cluster, Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.compression import warm_up_of
 from paceline.core.settings import Settings, parse_method
-from paceline.core.training_setup import Subject, train
+from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, Runtime
 from paceline.interfaces.buckets import nearly_square
@@ -242,7 +242,7 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
             clip_norm=math.inf,
             compression=_of_epochs(run.settings.compression, job),
         )
-        optimizer = train(Subject(runtime, model, plain), run.method, settings)
+        optimizer = train(TrainingInputs(runtime, model, plain), run.method, settings)
         if run.short:
             runtime.journal.learning = 0
         # No two workers' gradients are alike, and none is zero.
