@@ -56,39 +56,66 @@ def distribute(
     clip_norm: float | None = None,
     replies: Replies = "full",
 ) -> DistributedOptimizer:
-    """Train *model* data-parallel; returns the optimizer to use from now on.
+    """Train *model* data-parallel, and return the optimizer to use from now on.
 
-    *method* is a name (``"bsp"``, the default), a spec (``"bsp:buckets=wfbp"``), a method object, or
-    ``"auto"``: the best is found out while it trains (docs/auto.md);
-    *buckets* the rule that groups gradients into buckets (see `paceline.bucketing`):
-    ``"optimal"``, planned from measured times in the first steps and kept if it is faster
-    than DDP's in a trial; ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, or bucket
-    lengths such as ``"3+5+2"``. Measured plans, and so the order of sums on three workers
-    or more, differ from run to run: take a fixed rule for bit-equal runs. *buffers*: once a step the model's buffers (BatchNorm's statistics) become
-    rank 0's (``"rank0"``, as under DDP) or stay each rank's own (``"local"``). *check_finite*: raise
-    `GradientError` naming the parameter when a mean gradient is not finite; leave it off
-    with a GradScaler. *sampler*: weight gradients by the samples that it deals out, one
-    backward pass a batch. *collective*: how averages are formed, ``"native"``,
-    ``"parameter-server"``, ``"hierarchical"`` ... (see docs/collectives.md). *compression*: what is sent of gradients where workers form means
-    of them, or of what parameters have moved where workers average these, or of what is
-    pushed to servers that update: a name (``"bf16"``), a spec
-    (``"int8:error_feedback=true"``, see docs/compressors.md) or a compressor object, which has the
-    error feedback that its name has by default: ``Exactly(TopK())`` has none, and
-    ``ErrorFeedback(Int8())`` has it. Unsaid, it is
-    ``"none"``, but for a method with a code of its own. A worker alone sends nothing, and loses
-    nothing. *servers*: where servers are, ``"embedded"`` (one beside rank 0),
-    ``"per-node"``, ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where
-    there are any, else embedded) or ``"HOST:PORT+HOST:PORT"``.
-    *clip_norm*: scale gradients down to this norm before they are
-    applied, as ``torch.nn.utils.clip_grad_norm_`` does: the mean gradient, or
-    (``paceline list methods`` says where) each worker's own before it is sent, and then all of it leaves
-    after backward. *replies*: where servers update and gradients are compressed, they answer
-    with parameters (``"full"``), or with compressed ``"deltas"`` from what each worker holds, of
-    which they keep a copy. A spec given on the command line wins over all of these.
+    Every rank calls this with the same model, options and kind of optimizer. All ranks start
+    from rank 0's parameters and buffers. A spec on the command line (``--method``) wins over these
+    arguments.
 
-    Every rank calls this with the same model, options and kind of optimizer, and all
-    start from rank 0's parameters and buffers. Raises `UsageError` for what cannot work,
-    `ModelMismatchError` on every rank where ranks differ.
+    Args:
+        model: The plain model, on its device, without DistributedDataParallel. Its trainable
+            parameters are fixed from here on.
+        optimizer: The optimizer of the model's parameters. Use the returned one in its place.
+        method: When and how workers synchronize: a name (``"bsp"``, the default), a spec
+            (``"bsp:buckets=wfbp"``), or a method object. ``"auto"`` tries methods while it trains,
+            and keeps the fastest (docs/auto.md).
+        buckets: How gradients are grouped into buckets (`paceline.bucketing`). ``"optimal"`` plans
+            them from times measured in the first steps, and keeps the plan if a trial is faster
+            than DDP's buckets. Others are ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, and
+            bucket lengths in tensors, such as ``"3+5+2"``. Measured plans differ from run to run,
+            and so does the order of sums on three workers or more: take a fixed rule for
+            bit-equal runs.
+        buffers: Once a step, the model's buffers (BatchNorm's statistics) become rank 0's
+            (``"rank0"``, as under DDP), or stay each rank's own (``"local"``).
+        check_finite: Raise `GradientError`, which names the parameter, when a mean gradient is not
+            finite. Leave it off with a GradScaler.
+        collective: How averages are formed: ``"native"``, ``"parameter-server"``,
+            ``"hierarchical"``, ... (docs/collectives.md).
+        compression: How gradients are compressed where workers average them or push them to servers,
+            and parameter changes where workers average models (docs/compressors.md). A name
+            (``"bf16"``), a spec (``"int8:error_feedback=true"``), or a compressor object. An object
+            has the error feedback that its name has by default: ``Exactly(TopK())`` has none, and
+            ``ErrorFeedback(Int8())`` has it. The default is ``"none"``, except for methods with a
+            compression of their own. A worker alone sends nothing, and compresses nothing.
+        servers: Where servers run: ``"embedded"`` (one beside rank 0), ``"per-node"``,
+            ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where there are any, else
+            embedded), or ``"HOST:PORT+HOST:PORT"``.
+        sampler: Weight each worker's gradient by the samples in its batch. The script runs one
+            backward pass per batch of the sampler.
+        clip_norm: The largest gradient norm; larger gradients are scaled down to it, as
+            ``torch.nn.utils.clip_grad_norm_`` does. ``paceline list methods`` says which gradient is
+            clipped: the mean, or each worker's own before it is sent. In the second case nothing
+            is sent before backward has ended.
+        replies: What servers that update answer to compressed pushes: the parameters (``"full"``), or
+            compressed ``"deltas"`` from what each worker holds, of which they keep a copy.
+
+    Returns:
+        The optimizer, wrapped: `DistributedOptimizer`.
+
+    Raises:
+        UsageError: The arguments do not go together, or cannot work here.
+        ModelMismatchError: On every rank, where models or options differ between ranks.
+
+    Example:
+        ::
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            optimizer = paceline.distribute(model, optimizer)
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                loss_of(model(inputs), labels).backward()
+                optimizer.step()
+            optimizer.finish()
     """
     _check_arguments(model, optimizer)
     runtime = join_runtime()
@@ -118,7 +145,7 @@ def distribute(
 def _train_by(
     wish: Wish, inputs: TrainingInputs, settings: Settings, *, overrides: bool
 ) -> DistributedOptimizer:
-    """What the user leaves to paceline; *overrides*: by the command line, which wins over the script."""
+    """Train under ``method="auto"``; *overrides*: the command line asks for it, not the script."""
     from paceline.tools.auto.controlled_training import (
         changing,  # it needs much that others do not
     )
@@ -140,7 +167,7 @@ def _train_by(
 
 
 def _changes(method: object) -> TypeIs[Auto]:
-    """Whether it is no method, but goes from one to another."""
+    """Whether *method* switches between methods."""
     if method is None or isinstance(method, str):
         return False
     from paceline.tools.auto.method_switching import (
@@ -182,7 +209,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
 def _read_method(
     runtime: Runtime, method: str | Method | Auto | None, settings: Settings
 ) -> tuple[Method, Settings]:
-    """The method object and the settings, the command line's before the script's."""
+    """The method and the settings; the command line's spec wins over the script's."""
     override = runtime.job.options.method
     if override is None and method is not None and not isinstance(method, str):
         assert not _changes(method)

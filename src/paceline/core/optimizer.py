@@ -1,4 +1,4 @@
-"""What `distribute` gives back: the user's optimizer, in step with all other workers."""
+"""The optimizer that `distribute` returns, and the training that it drives."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from paceline.torch_internals import inside_scaler, note_step
 
 
 class TrainingEnded(SystemExit):
-    """Ends the script after ``--steps N``: exit status 0, wherever the script loops.
-    ``finally`` blocks and exit handlers run, what follows the loop does not, unless it is one over
-    `paceline.steps`, which ends by itself."""
+    """Ends the script after ``--steps N``, with exit status 0, wherever the script loops.
+
+    ``finally`` blocks and exit handlers run. What follows the loop does not, unless the loop is one
+    over `paceline.steps`, which ends by itself.
+    """
 
 
 class MethodSwitcher(Protocol):
@@ -59,6 +61,7 @@ class ActiveTraining:
     """
 
     def __init__(self, training: Training, endpoints: Sequence[Endpoint]) -> None:
+        """Drive *training*, which uses the connections *endpoints* to servers."""
         self.training, self.endpoints = training, endpoints
         self.switcher: MethodSwitcher | None = None
         """Under ``method="auto"``, what switches the method."""
@@ -94,19 +97,30 @@ class ActiveTraining:
             self.switcher.finish()
 
     def end(self, *, together: bool = False) -> None:
-        """End the present training; the model may be trained by another one. *together*: see
-        `Training.finish`."""
+        """End the present training; another one may train the model after it.
+
+        *together*: see `Training.finish`.
+        """
         self.training.finish(together=together)
         for endpoint in self.endpoints:
             endpoint.close()
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """The user's optimizer, in step with all other workers.
+    """Steps the user's optimizer in time with all other workers; made by `distribute`.
 
-    It is a `torch.optim.Optimizer` whose groups, state and defaults are those of the one
-    that was wrapped, so schedulers, scalers and checkpoints work as they did. Made by
-    `distribute`, not by hand.
+    It is a `torch.optim.Optimizer` with the groups, state and defaults of the wrapped one, so
+    schedulers, scalers and checkpoints work as they did.
+
+    Example:
+        ::
+
+            optimizer = paceline.distribute(model, optimizer)
+            with optimizer.join():
+                for inputs, labels in loader:
+                    optimizer.zero_grad()
+                    loss_of(model(inputs), labels).backward()
+                    optimizer.step()
     """
 
     _inner: torch.optim.Optimizer
@@ -137,12 +151,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def unwrapped(self) -> torch.optim.Optimizer:
-        """The optimizer that was given to `distribute`. Its state is in its `state_dict`
-        and, after `finish`, in itself; its ``step()`` is not to be called before."""
+        """The optimizer that was given to `distribute`.
+
+        Do not call its ``step()`` before `finish`. Its state is complete after `finish`; before,
+        take `state_dict` of this object.
+        """
         return self._inner
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -151,6 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """The wrapped optimizer's state, by parameter."""
         return self._inner.state
 
     @state.setter
@@ -159,15 +178,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's default options."""
         return self._inner.defaults
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, as torch's optimizers do."""
+        """Clear all gradients, as torch's optimizers do.
+
+        Args:
+            set_to_none: Set ``.grad`` to None; otherwise, fill it with zeros.
+        """
         self._inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, in torch's own form; asked of the servers, where these
-        update."""
+        """Return the optimizer's state in torch's form; servers that update are asked for it."""
         if not self._training.updates_on_server or self._training.finished:
             with self._settled():
                 return self._inner.state_dict()
@@ -179,10 +202,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict`, or the unwrapped optimizer's, gave. Where servers update,
-        they take that of the lowest rank that trains, before the next step; every rank calls
-        this, after the same step. What a worker that was started again loads before its first step
-        is not used: the job goes on with what the servers have."""
+        """Load a state that `state_dict`, or the unwrapped optimizer's, returned.
+
+        Where servers update, every rank calls this after the same step. Before the next step the
+        servers take the state of the lowest rank that trains. They ignore what a worker that was
+        started again loads before its first step: the job goes on with what the servers have.
+
+        Args:
+            state_dict: The state, of an optimizer with the same parameter groups.
+        """
         with self._settled():
             self._inner.load_state_dict(state_dict)
             match_strides(self._inner)
@@ -197,13 +225,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return nullcontext() if elsewhere else self.consolidated()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the parameters' buckets are made when training begins."""
+        """Raise an error: buckets are made when training begins.
+
+        Raises:
+            UsageError: Always. Add the group before `distribute`.
+        """
         raise UsageError(
             "add_param_group after distribute: gradients of new parameters would not be "
             "averaged. Add the group first, then call distribute"
         )
 
     def __repr__(self) -> str:
+        """Name the method and the wrapped optimizer."""
         return f"Distributed[{self._runtime.journal.method}]({self._inner!r})"
 
     # ---- training ----
@@ -213,10 +246,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> float | None:
         """Update the parameters.
 
-        *closure* computes the loss and its gradients, as torch's optimizers have it; its
-        loss is returned. *loss* is this worker's loss, where a method wants to see it; it
-        is logged as ``loss``. Raises `UsageError` after `finish`, `TrainingEnded` with the last step that
-        ``--steps`` asks for, or after it in a loop over `paceline.steps`.
+        Args:
+            closure: Computes the loss and its gradients, as for torch's optimizers.
+            loss: This worker's loss. Some methods use it, and it is logged as ``loss``.
+
+        Returns:
+            The closure's loss; None without a closure.
+
+        Raises:
+            UsageError: It was called after `finish`, or inside `consolidated`.
+            TrainingEnded: The job has done the steps that ``--steps`` asks for. Loops over
+                `paceline.steps` end by themselves, without this error.
         """
         job, active = self._runtime.job, self._active
         if active.finished and job.ended:
@@ -258,8 +298,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         journal.step(self.first_step, figures)
 
     def _end_if_complete(self) -> None:
-        """Of a worker that was started again: the job's steps may be done by now. It has the finished
-        model then, and its script's steps change nothing."""
+        """End the training of a worker that was started again after the job's last step.
+
+        It has the finished model then, and its script's steps change nothing.
+        """
         job, rank = self._runtime.job, self._runtime.rank
         steps = job.options.steps or math.inf
         if not self._training.was_left and self.first_step < steps:
@@ -282,8 +324,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._say("; the script goes on after its loop over paceline.steps()")
 
     def _ended(self) -> TrainingEnded:
-        """Other loops can be left by an exception only, so what follows them does not run: nobody
-        is to find that out by a file that is missing."""
+        """The exception that leaves the script's loop.
+
+        What follows the loop does not run. The printed line says so, before a user misses a file.
+        """
         self._say(
             f", in optimizer.step(){_where_in_script()}; what stands after the training "
             "loop was not run (for batch in paceline.steps(loader): that loop ends by itself)"
@@ -336,9 +380,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._training.takes_scaled_gradients
 
     def _is_left_out(self) -> bool:
-        """Whether a GradScaler has told, by the attributes that torch gives optimizers then,
-        that a gradient is not finite; else gradients become what they are without its
-        scale."""
+        """Whether a GradScaler has found a gradient that is not finite; else unscale gradients.
+
+        It says so in attributes that torch gives the optimizer then.
+        """
         told = vars(self)
         if "found_inf" in told:
             self._active.uses_grad_scaler = True
@@ -355,65 +400,92 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def first_step(self) -> int:
-        """How many steps the job had done when this worker joined it: 0, but for a worker
-        that was started again (``paceline run --survive``)."""
+        """Steps that the job had done when this worker joined it.
+
+        It is 0, except for a worker that was started again (``paceline run --survive``).
+        """
         return self._training.first_step
 
     @property
     def steps_of_all(self) -> float:
-        """How many steps of all workers are in the model, as this worker knows it: gradients,
-        divided by workers. Where groups of workers do not wait for each other that is neither
-        one's own steps nor another's, and what a schedule by samples follows. Elsewhere it is
-        this worker's own steps."""
+        """Steps of all workers that this worker's model contains, as far as it knows.
+
+        In units of global steps: gradients divided by workers. A schedule by samples follows
+        it. It differs from this worker's own steps where groups of workers do not wait for each
+        other.
+        """
         known: float | None = getattr(self._training.worker, "steps_of_all", None)
         own = self.first_step + self._runtime.journal.step_count
         return float(own) if known is None else known
 
     def _sets_the_pace(self) -> bool:
-        """Of several optimizers the first one's steps are counted and measured: the others
-        step within them."""
+        """Whether this optimizer's steps are counted and measured: the first of several."""
         others = self._runtime.job.unfinished
         return not others or others[0].training is self._active
 
-    def no_sync(self) -> Any:
-        """``with optimizer.no_sync():`` backward passes only accumulate, nothing is sent.
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes only accumulate, and send nothing.
 
         The first backward pass outside it averages what was accumulated.
+
+        Example:
+            ::
+
+                with optimizer.no_sync():
+                    loss_of(model(first)).backward()
+                loss_of(model(second)).backward()
+                optimizer.step()
         """
         return self._training.no_sync()
 
     def finish(self) -> None:
-        """This worker is out of data: keep the others company until all are.
+        """End this worker's training: it is out of data. Collective, each rank in its own time.
 
-        Afterwards all models are equal; the optimizer's state is that of this worker's own
-        last step, or, where servers update, theirs. Called at exit if the script does not; again is harmless.
+        It takes part in the others' collectives until all workers have called it, as under DDP's
+        Join. Afterwards all models are equal. The optimizer's state is that of this worker's own
+        last step or, where servers update, the servers'. It is called at exit if the script
+        does not; calling it again does nothing.
         """
         self._active.finish()
 
     @property
     def broken_by(self) -> str:
-        """The error after which this training cannot go on, if any; `finish` only ends it then."""
+        """The error after which this training cannot go on, or "". `finish` only ends it then."""
         return self._active.broken_by
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """``with optimizer.join():`` around a loop that is shorter on some workers."""
+        """Call `finish` at the end of a ``with`` block, around a loop that is shorter on some workers.
+
+        Example:
+            ::
+
+                with optimizer.join():
+                    for batch in loader:
+                        train_on(batch)
+        """
         yield
         self.finish()
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
-        """Within it the model holds the method's documented result, to evaluate or save.
+        """Put the method's documented result into the model within a ``with`` block.
 
-        For bsp that is what it holds anyway, buffers included.
+        Evaluate and save inside, train outside. Under bsp the model holds the result anyway,
+        buffers included. Where workers form the result together, all enter after the same step.
+
+        Example:
+            ::
+
+                with optimizer.consolidated():
+                    accuracy = evaluate(model)
         """
         with self._training.consolidated():
             yield
 
 
 def _where_in_script() -> str:
-    """ " at FILE:LINE" of the innermost caller that is neither ours nor torch's: schedulers
-    and scalers wrap ``step``."""
+    """Format `` at FILE:LINE`` of the script's call: schedulers and scalers wrap ``step``."""
     packages = (Path(__file__).parent.parent, Path(torch.__file__).parent)
     ours = tuple(f"{package}{os.sep}" for package in packages)
     frame: FrameType | None = sys._getframe()

@@ -74,6 +74,7 @@ class Settings:
     compression: Compressor = UNSET
 
     def __post_init__(self) -> None:
+        """Check the values."""
         check_rule(self.buckets)
         check_clip_norm(self.clip_norm)
         for key, choices in (
@@ -97,8 +98,11 @@ class Settings:
         return self.check_finite or self.clip_norm < math.inf
 
     def changed_by(self, keys: Mapping[str, str]) -> Settings:
-        """A copy with the values that a spec's *keys* name. Raises `UsageError`, with the known
-        keys, for an unknown one."""
+        """Return a copy with the values that a spec's *keys* name.
+
+        Raises:
+            UsageError: A key is unknown; the message lists the known ones.
+        """
         chosen, rest = spec.nested("compression", keys)
         known = set(spec.field_types(Settings))
         for key in rest:
@@ -110,13 +114,15 @@ class Settings:
         return replace(settings, compression=compression.make(chosen))
 
     def as_keys(self, default: Compressor = UNSET) -> dict[str, str]:
-        """The keys of a full spec: buckets, compression, and what differs from its default.
-        *default* is the method's default compression."""
+        """Return the keys of a full spec: buckets, compression, and what differs from its default.
+
+        *default* is the method's default compression.
+        """
         keys = {"buckets": self.buckets} | self.changed_keys(default)
         return keys | compression.keys_of(self.compression)
 
     def changed_keys(self, default: Compressor = UNSET) -> dict[str, str]:
-        """The keys whose values differ from their defaults."""
+        """Return the keys whose values differ from their defaults."""
         keys = spec.changed(self)
         keys.pop("compression", None)  # which has keys of its own
         if self.compression == default:
@@ -155,8 +161,7 @@ def parse_method(
 def _check_keys_apply(
     method: Method, settings: Settings, keys: Collection[str]
 ) -> None:
-    """Raise `UsageError` for one of a spec's *keys* that does not apply to the method, unless its
-    value is the default."""
+    """Raise `UsageError` for a key that does not apply to the method, unless it has its default."""
     serves = method.updates_on == "server"
     has_servers = serves or collectives.make(settings.collective).needs_servers
     usual = Settings()
@@ -211,8 +216,7 @@ def with_compression(method: Method, settings: Settings) -> Method:
 
 
 def _with_collective_of(method: Method, settings: Settings) -> Settings:
-    """OSP has a key ``collective`` of its own: of those forms in which workers meet, all but
-    "native" also say how averages are formed."""
+    """Apply OSP's own key ``collective``: all values but "native" also say how averages are formed."""
     own: str = getattr(method, "collective", "native")
     if own == "native" or method.updates_on == "server":
         return settings

@@ -40,7 +40,7 @@ _INDEX = "index"
 
 
 class Stateful(Protocol):
-    """What `save` and `load` take beside the training: a scheduler, a scaler, ..."""
+    """An object that `save` and `load` take beside the training: a scheduler, a scaler, ..."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as data."""
@@ -355,7 +355,7 @@ def _read_index(found: Path) -> Index:
 
 
 def _read(runtime: Runtime, found: _Found, wanted: Collection[str]) -> _Checkpoint:
-    """Changes nothing. Raises `UsageError` where a worker state's owner refuses what it is to have."""
+    """Read a checkpoint, and change nothing. Raises `UsageError` where a state is refused."""
     shared = files.read(folders.shared(found.at), wanted)
     return _Checkpoint(shared, WorkerPart(runtime, found.at, found.index).restore)
 
