@@ -1,4 +1,4 @@
-"""Flat gradient buckets: the pieces in which a gradient travels.
+"""Flat gradient buckets, in which a gradient travels, and the bytes of tensors on the network.
 
 Only gradients are flat, and without padding; parameters stay the user's tensors.
 """
@@ -20,11 +20,18 @@ Kind = tuple[torch.dtype, torch.device]
 
 @dataclass(eq=False)
 class Bucket:
-    """Some parameters' gradients in one flat *buffer*.
+    """The gradients of some parameters in one flat *buffer*.
 
-    *parameters* are in gradient-ready order, and ``views[i]`` is the part of *buffer*
-    with the shape and strides of ``parameters[i]``; ``used[i]`` says whether that parameter
-    took part in this rank's backward pass.
+    Attributes:
+        index: Its number, in the order in which buckets are delivered.
+        names: Of the parameters.
+        parameters: In gradient-ready order.
+        buffer: All gradients, flat.
+        views: ``views[i]`` is the part of *buffer* with the shape and strides of
+            ``parameters[i]``.
+        used: ``used[i]`` says whether ``parameters[i]`` took part in this rank's backward pass.
+        last: Whether it is the step's last bucket.
+        missing: How many of its gradients are not there yet.
     """
 
     index: int
@@ -38,22 +45,24 @@ class Bucket:
 
     @property
     def bytes(self) -> int:
-        """What the buffer is on the network."""
+        """Bytes of the buffer on the network."""
         return wire_bytes(self.buffer)
 
     def by_index(self) -> torch.Tensor:
-        """All gradients in one flat tensor, the elements of each in the order of their
-        indices: *buffer* itself, or a copy where a parameter's strides have another order."""
+        """Return all gradients in one flat tensor, the elements of each in index order.
+
+        That is *buffer* itself, or a copy where a parameter's strides have another order.
+        """
         if all(view.is_contiguous() for view in self.views):
             return self.buffer
         return stand_alike(flatten(self.views), self.buffer)
 
 
 def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a parameter's gradient in its bucket: the parameter's own, where its
-    elements fill their memory without gaps; else those of a contiguous tensor.
+    """Return the strides of a parameter's gradient in its bucket.
 
-    Fused optimizers step through a parameter and its gradient as flat memory.
+    They are the parameter's own, where its elements fill their memory without gaps; else those of a
+    contiguous tensor. Fused optimizers step through a parameter and its gradient as flat memory.
     """
     if parameter.is_contiguous():
         return parameter.stride()
@@ -67,8 +76,10 @@ def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def match_strides(optimizer: torch.optim.Optimizer) -> None:
-    """Give each state tensor that has the shape of its parameter the parameter's strides,
-    which a checkpoint does not keep."""
+    """Give each state tensor that has the shape of its parameter the parameter's strides.
+
+    A checkpoint does not keep them.
+    """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
@@ -76,7 +87,7 @@ def match_strides(optimizer: torch.optim.Optimizer) -> None:
 
 
 def in_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """*value*, or a copy with the parameter's strides where it has its shape and others."""
+    """Return *value*, or a copy with the parameter's strides where it has its shape and others."""
     if value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
@@ -84,12 +95,12 @@ def in_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def kind_of(parameter: torch.Tensor) -> Kind:
-    """What decides which tensors can share a bucket."""
+    """Return what decides which tensors can share a bucket."""
     return parameter.dtype, parameter.device
 
 
 def wire_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that *tensor* is on the network: its own, or those it stands for."""
+    """Return the bytes of *tensor* on the network: its own, or those it stands for."""
     stands_for: int | None = getattr(tensor, "stands_for_bytes", None)
     return tensor.numel() * tensor.element_size() if stands_for is None else stands_for
 
@@ -97,8 +108,13 @@ def wire_bytes(tensor: torch.Tensor) -> int:
 def stand_in_for(
     size: int, tensor: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Make *tensor* count as *size* bytes on the simulated network, however few it has, and to
-    compressors as one of this *shape*, if that is known."""
+    """Make *tensor* count as *size* bytes on the simulated network, however few it has.
+
+    Args:
+        size: Bytes.
+        tensor: What is returned.
+        shape: The shape that it has to compressors, if that is known.
+    """
     tensor.stands_for_bytes = size  # type: ignore[attr-defined]
     if shape is not None:
         tensor.stands_for_shape = tuple(shape)  # type: ignore[attr-defined]
@@ -106,13 +122,15 @@ def stand_in_for(
 
 
 def stands_in(tensor: torch.Tensor) -> bool:
-    """Whether *tensor* counts as other bytes than it has."""
+    """Return whether *tensor* counts as other bytes than it has."""
     return hasattr(tensor, "stands_for_bytes")
 
 
 def wire_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of *tensor*, or of what it stands for: where only the bytes of that are known,
-    of a matrix that is as square as they allow."""
+    """Return the shape of *tensor*, or of what it stands for.
+
+    Where only the bytes of that are known it is a matrix that is as square as they allow.
+    """
     if not stands_in(tensor):
         return tuple(tensor.shape)
     known: tuple[int, ...] | None = getattr(tensor, "stands_for_shape", None)
@@ -123,7 +141,7 @@ def wire_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @cache
 def nearly_square(elements: int) -> tuple[int, ...]:
-    """Of a matrix with so many elements, or of a row, where that is a narrow one."""
+    """Return the shape of a matrix of so many elements, or of a row where that is narrow."""
     root = math.isqrt(elements)
     for side in range(root, root // 4, -1):
         if elements % side == 0:
@@ -132,16 +150,17 @@ def nearly_square(elements: int) -> tuple[int, ...]:
 
 
 def stand_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Make each element of *tensor* count as many bytes as one of *like*, where that stands
-    in: a part of a buffer stands for its share."""
+    """Make each element of *tensor* count as many bytes as one of *like*, where that stands in.
+
+    A part of a buffer stands for its share.
+    """
     if stands_in(like):
         stand_in_for(wire_bytes(like) * tensor.numel() // max(1, like.numel()), tensor)
     return tensor
 
 
 def stand_for_the_same(tensor: torch.Tensor, as_this: torch.Tensor) -> None:
-    """Make *tensor* count as what *as_this* counts as, where that stands in; in its own
-    type."""
+    """Make *tensor* count as what *as_this* counts as, where that stands in; in its own type."""
     if stands_in(as_this):
         size = wire_bytes(as_this) * tensor.element_size() // as_this.element_size()
         stand_in_for(size, tensor, getattr(as_this, "stands_for_shape", None))
@@ -151,7 +170,12 @@ def make_buckets(
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
     groups: Sequence[Sequence[int]],
 ) -> list[Bucket]:
-    """Buckets over *parameters*; each group lists positions in it, all of one kind."""
+    """Make buckets over *parameters*.
+
+    Args:
+        parameters: Names and parameters, in the model's order.
+        groups: For each bucket the positions in *parameters*, all of one kind.
+    """
     buckets = []
     for number, group in enumerate(groups):
         members = [parameters[i] for i in group]
@@ -181,14 +205,13 @@ def make_buckets(
 
 
 def view_in_bucket(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """*flat*, a part of a bucket's buffer, as the gradient of *parameter*."""
+    """Return *flat*, a part of a bucket's buffer, as the gradient of *parameter*."""
     strides = strides_in_bucket(parameter)
     return flat.as_strided(parameter.shape, strides, flat.storage_offset())
 
 
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat copy of tensors of one kind, the elements of each in the order of their
-    indices."""
+    """Return one flat copy of tensors of one kind, the elements of each in index order."""
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -201,13 +224,16 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """What changes with every write in place: who has something under way for *tensors* can
-    tell whether anybody else has written to them since."""
+    """Return what changes with every write in place.
+
+    Who has something under way for *tensors* can tell whether anybody else has written to them
+    since.
+    """
     return [version_of(tensor) for tensor in tensors]
 
 
 def by_kind(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors grouped by kind, in order of first appearance."""
+    """Group tensors by kind, in order of first appearance."""
     groups: dict[Kind, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(kind_of(tensor), []).append(tensor)

@@ -47,60 +47,85 @@ class Compute(Protocol):
     """Charges a model's compute time where no real time passes for it, or measures it."""
 
     def forward(self, samples: int | None, training: bool) -> None:
-        """A forward pass begins, over *samples* samples (None: not known)."""
+        """Called when a forward pass begins.
+
+        Args:
+            samples: Samples of its batch; None: not known.
+            training: Whether gradients are wanted.
+        """
         ...
 
     def used(self, index: int) -> None:
-        """The forward pass is about to use one tensor, and may have to wait for it."""
+        """Called when the forward pass is about to use a tensor, and may have to wait for it.
+
+        Args:
+            index: The tensor's number, in the model's order.
+        """
         ...
 
     def usable(self) -> None:
-        """It may go on."""
+        """Called when the forward pass may go on after `used`."""
         ...
 
     def gradient(self, index: int) -> None:
-        """The gradient of one tensor was computed; paceline's own work begins."""
+        """Called when the gradient of a tensor was computed; paceline's own work begins.
+
+        Args:
+            index: The tensor's number, in the model's order.
+        """
         ...
 
     def gradient_taken(self) -> None:
-        """paceline's own work is done; backward goes on."""
+        """Called when paceline's own work is done; backward goes on."""
         ...
 
     def codes_with(self, compressor: Compressor) -> None:
-        """From now on this compressor may code what has the model's tensors."""
+        """Called when a compressor may compress the model's tensors from now on.
+
+        Args:
+            compressor: The compressor.
+        """
         ...
 
     def coded(
         self, compressor: Compressor, workers: int, size: float, stage: CodingStage
     ) -> None:
-        """A compressor has coded, or decoded, so many bytes of the model's tensors, among so
-        many workers."""
+        """Called when a compressor has compressed or decompressed some of the model's tensors.
+
+        Args:
+            compressor: The compressor.
+            workers: Number of workers that average.
+            size: Bytes of the tensors.
+            stage: ``"encode"`` or ``"decode"``.
+        """
         ...
 
     def update_begins(self) -> None:
-        """The optimizer is about to step."""
+        """Called when the optimizer is about to step."""
         ...
 
     def step_ended(self) -> None:
-        """The optimizer stepped: the next step draws its own jitter."""
+        """Called when the optimizer has stepped: the next step draws its own jitter."""
         ...
 
 
 class Stopwatch(Protocol):
-    """Marks moments without waiting for them, and says later how far apart they were.
-
-    *repeats*: equal work takes equal time, to the bit, and whoever measures may do so once.
-    """
+    """Marks moments without waiting for them, and says later how far apart they were."""
 
     @property
-    def repeats(self) -> bool: ...
+    def repeats(self) -> bool:
+        """Whether equal work takes equal time, to the bit: then one measurement is enough."""
+        ...
 
     def mark(self) -> Any:
-        """This moment: on the host's clock, or in the device's stream of work."""
+        """Return this moment: on the host's clock, or in the device's stream of work."""
         ...
 
     def seconds(self, start: Any, marks: Sequence[Any]) -> list[float]:
-        """Seconds from *start* to each of *marks*. Waits until the device is past them."""
+        """Return the seconds from *start* to each of *marks*.
+
+        Waits until the device is past them.
+        """
         ...
 
 
@@ -108,9 +133,13 @@ class Stopwatch(Protocol):
 class Start:
     """What a service is told when it starts.
 
-    *workers*: how many there are. *services*: the names of all of its job's, in order; number
-    *i* of them asks as sender *workers* + *i*. *peers*: those of them that this one may ask.
-    *method*: as in `ServiceJob`.
+    Attributes:
+        name: The service's name.
+        workers: Number of workers.
+        services: Names of all services of its job, in order; number i of them asks as sender
+            *workers* + i.
+        peers: Names of those that this one may ask.
+        method: As in `ServiceJob`.
     """
 
     name: str
@@ -120,7 +149,7 @@ class Start:
     method: UpdatesOnServer | None = None
 
     def name_of(self, sender: int) -> str:
-        """What people call a sender: ``"worker 3"``, or a service by its name."""
+        """Return a sender's name for people: ``"worker 3"``, or a service's name."""
         if sender < self.workers:
             return f"worker {sender}"
         return self.services[sender - self.workers]
@@ -130,15 +159,18 @@ class Start:
 class Service:
     """One thing to start beside the workers, for all of them.
 
-    *kind* is a row of `paceline.parameter_server.process.service_registry`. *peers* are names of services of
-    the same job that this one asks. There is one service on each host of a *place*, of which the
-    *i*-th is called ``"NAME i"``: ``"embedded"`` (beside rank 0 alone), ``"per-node"`` (on each
-    host), ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where there are any, else
-    embedded), or addresses ``"HOST:PORT"`` joined by "+", where servers run already.
-
-    *beside*: as many services, called ``"NAME i"``, which have all others of them as peers. They
-    stand on the first hosts of the place; with ``"auto"``, where there are fewer of these,
-    the *i*-th stands beside that worker. On workers' hosts they go round.
+    Attributes:
+        name: Its name, or the beginning of the names of several: ``"NAME i"``.
+        kind: A row of `paceline.parameter_server.process.service_registry`.
+        place: Where services stand, one on each host of the place: ``"embedded"`` (beside rank 0
+            alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
+            ``"auto"`` (dedicated where there are any, else embedded), or addresses
+            ``"HOST:PORT"`` joined by "+", where servers run already.
+        peers: Names of services of the same job that this one asks.
+        beside: Workers, for as many services, called ``"NAME i"``, which have all others of them
+            as peers. They stand on the first hosts of the place; with ``"auto"``, where there are
+            fewer of these, the i-th stands beside the i-th of these workers. On workers' hosts
+            they go round.
     """
 
     name: str
@@ -150,8 +182,13 @@ class Service:
 
 @dataclass(frozen=True)
 class ServiceJob:
-    """What is to run for one purpose. *method*: whose updates servers apply, where it is at
-    hand; elsewhere they learn its spec from who joins."""
+    """What is to run for one purpose.
+
+    Attributes:
+        services: What to start.
+        method: Whose updates servers apply, where it is at hand; elsewhere they learn its spec
+            from the workers that join.
+    """
 
     services: tuple[Service, ...]
     method: UpdatesOnServer | None = None
@@ -159,12 +196,17 @@ class ServiceJob:
 
 @dataclass(frozen=True)
 class ServerJob:
-    """What a training's servers are started for: a *method* with its full *spec*; None for
-    servers that only reduce. *place*: as `Service`
-    has it. *clip_norm*: the largest norm of a step's mean gradient,
-    where servers form it. *compression*: the spec of the code that gradients are pushed as, if
-    any, and *answers*: what servers answer with; see `Join`. *groups*: whose
-    servers hold the whole model each, if they do."""
+    """What a training's servers are started for.
+
+    Attributes:
+        method: The method whose updates servers apply; None for servers that only reduce.
+        spec: The method's full spec.
+        place: As in `Service`.
+        clip_norm: The largest norm of a step's mean gradient, where servers form it.
+        compression: Spec of the compressor of pushed gradients; empty: uncompressed.
+        replies: What servers answer with; see `Join`.
+        groups: Whose servers hold the whole model each, if they do.
+    """
 
     method: UpdatesOnServer | None
     spec: str
@@ -176,9 +218,11 @@ class ServerJob:
 
     @property
     def services(self) -> ServiceJob:
-        """These servers as services: for `Runtime.services`. A group's stands beside its first
-        worker, unless *place* says otherwise; those of groups that are empty as yet beside
-        workers all over."""
+        """These servers as services, for `Runtime.services`.
+
+        A group's server stands beside the group's first worker, unless *place* says otherwise;
+        those of groups that are empty as yet beside workers all over.
+        """
         service = Service("server", place=self.place)
         if self.groups is not None:
             count, workers = self.groups.servers, len(self.groups.of)
@@ -197,36 +241,44 @@ class Runtime(Protocol):
     """``"real"``, ``"emulated"`` or ``"simulated"``."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This worker's number, 0 to `size` - 1."""
+        ...
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """Number of workers."""
+        ...
 
     @property
     def speeds(self) -> Sequence[float] | None:
-        """Relative compute speed of each worker, where the runtime knows it."""
+        """Relative compute speed of each worker; None where it is not known."""
         ...
 
     @property
     def cluster(self) -> Cluster | None:
-        """The network that the workers are on, where the runtime knows it: the same on all
-        ranks, from `connect` on, and with as many workers."""
+        """The network that the workers are on; None where it is not known.
+
+        The same on all ranks, from `connect` on, and with as many workers as the job.
+        """
         ...
 
     @property
     def racks(self) -> Sequence[int] | None:
-        """In which rack each worker is, where the runtime knows it: the same on all ranks."""
+        """The rack of each worker, the same on all ranks; None where it is not known."""
         ...
 
     @property
     def aggregators(self) -> Mapping[int, tuple[str, int]] | None:
-        """Host and port of what adds up at racks' switches, by rack; None where it is as the
-        cluster says, and nothing has to be found."""
+        """Host and port of the aggregator of each rack.
+
+        None where aggregators are as the cluster says, and nothing has to be found.
+        """
         ...
 
     @property
     def journal(self) -> Journal:
-        """Where this worker's steps, bytes, waits and metrics are counted."""
+        """Counts this worker's steps, bytes, waits and metrics."""
         ...
 
     alone: bool
@@ -234,7 +286,7 @@ class Runtime(Protocol):
 
     @property
     def job(self) -> Job:
-        """What this worker's script does."""
+        """The trainings and the options of this worker's script."""
         ...
 
     def compute(
@@ -243,28 +295,36 @@ class Runtime(Protocol):
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         samples: float | None,
     ) -> Compute | None:
-        """Where one model's compute time is charged, or measured; None where it passes by
-        itself, unobserved.
+        """Return what charges, or measures, one model's compute time.
 
-        *parameters* are the model's trainable tensors, in registration order; *samples* is
-        the batch that a forward and a backward pass are given for (None: the workload's
-        own, or the first training batch).
+        Args:
+            model: The model.
+            parameters: Its trainable tensors, in registration order.
+            samples: The batch that a forward and a backward pass are given for; None: the
+                workload's own, or the first training batch.
+
+        Returns:
+            None where time passes by itself, unobserved.
         """
         ...
 
     @property
     def workload(self) -> Workload | None:
-        """The times that the first model's passes are given here; None where they take what they
-        take, or what the script says."""
+        """The times that the first model's passes are given here.
+
+        None where they take what they take, or what the script says.
+        """
         ...
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        """What times work on tensors of *device*."""
+        """Return what times work on tensors of *device*."""
         ...
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
-        """A flat float32 tensor of zeros that is *size* bytes on this runtime's network (in
-        the simulated runtime it may have fewer elements)."""
+        """Return a flat float32 tensor of zeros that is *size* bytes on this runtime's network.
+
+        In the simulated runtime it may have fewer elements.
+        """
         ...
 
     def connect(self) -> None:
@@ -272,32 +332,53 @@ class Runtime(Protocol):
         ...
 
     def services(self, job: ServiceJob) -> Sequence[Endpoint]:
-        """Start services, or find them; returns this worker's ends of all of them, in the
-        job's order. Collective. Raises `UsageError`, on every worker, where one cannot run in
-        its place, or does not start."""
+        """Start services, or find them. Collective.
+
+        Args:
+            job: What to start.
+
+        Returns:
+            This worker's ends of all of them, in the job's order.
+
+        Raises:
+            UsageError: One cannot run in its place, or does not start; on every worker.
+        """
         ...
 
     def runner(self, name: str, *, thread: bool) -> Runner:
-        """What runs a chain of works (`Pending.then`). *thread*: whether what they follow
-        may be waited for in another thread than the one that has issued it."""
+        """Return what runs a chain of works (`Pending.then`).
+
+        Args:
+            name: For errors.
+            thread: Whether what works follow may be waited for in another thread than the one
+                that has issued it.
+        """
         ...
 
     def now(self) -> float:
-        """Seconds on this runtime's clock, from an arbitrary origin."""
+        """Return the seconds on this runtime's clock, from an arbitrary origin."""
         ...
 
     def pace(self, seconds: float) -> None:
-        """Spend *seconds* of compute time (at a speed of 1)."""
+        """Spend *seconds* of compute time, at a speed of 1."""
         ...
 
     def spend(self, seconds: float, what: str) -> None:
-        """Paceline itself computes *seconds* (at a speed of 1): charged where time is
-        virtual, to the work that runs now (`Pending.then`) or else to the script."""
+        """Charge compute time of paceline itself, where time is virtual.
+
+        It is charged to the work that runs now (`Pending.then`) or else to the script.
+
+        Args:
+            seconds: At a speed of 1.
+            what: What was computed, for traces.
+        """
         ...
 
     def outside(self, wait: Callable[[], None]) -> None:
-        """Wait for something that is outside of this runtime, such as another process: where time is virtual,
-        it takes none."""
+        """Wait for something outside of this runtime, such as another process.
+
+        Where time is virtual it takes none.
+        """
         ...
 
 
@@ -306,7 +387,7 @@ _of_process: Runtime | None = None
 
 
 def current_runtime() -> Runtime | None:
-    """The caller's runtime, or None before `paceline.init`."""
+    """Return the caller's runtime, or None before `paceline.init`."""
     runtime: Runtime | None = getattr(_of_thread, "runtime", None)
     return runtime if runtime is not None else _of_process
 
