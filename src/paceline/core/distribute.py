@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.compression import Exactly, as_by_default, make
-from paceline.core.misuse import check_trained_by_nobody_else
+from paceline.core.misuse import check_not_parallel
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
 from paceline.core.settings import (
@@ -124,7 +124,7 @@ def distribute(
         buffers=buffers,
         check_finite=check_finite,
         collective=collective,
-        compression=_made(compression),
+        compression=_as_compressor(compression),
         servers=servers,
         clip_norm=math.inf if clip_norm is None else clip_norm,
         replies=replies,
@@ -187,7 +187,7 @@ def _check_arguments(model: object, optimizer: object) -> None:
         raise UsageError(
             f"distribute(model, ...): expected a torch.nn.Module, got {type(model).__name__}"
         )
-    check_trained_by_nobody_else(model)
+    check_not_parallel(model)
     if isinstance(optimizer, DistributedOptimizer):
         raise UsageError("the optimizer was given to distribute before: wrap it once")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -224,7 +224,7 @@ def _read_method(
     return parse_method(text, settings)
 
 
-def _made(compression: str | Compressor | Exactly | None) -> Compressor:
+def _as_compressor(compression: str | Compressor | Exactly | None) -> Compressor:
     if compression is None:
         return UNSET
     if isinstance(compression, str):

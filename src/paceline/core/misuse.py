@@ -1,7 +1,7 @@
 """Finds silent mistakes: a script that trains wrongly, and would get no error.
 
 - Two tools that average gradients make 1/n of the mean, and parameters that are spread over
-  ranks have no mean: `check_trained_by_nobody_else`, `check_not_inside_ddp`.
+  ranks have no mean: `check_not_parallel`, `check_not_inside_ddp`.
 - Workers that all train on the same data do the work of one: `SameDataCheck`.
 - A gradient that the script changes after it was sent reaches nobody: `SentGradientCheck`.
 """
@@ -43,7 +43,7 @@ SUMMED_STEPS = 8
 it takes every write for a change."""
 
 
-def check_trained_by_nobody_else(model: torch.nn.Module) -> None:
+def check_not_parallel(model: torch.nn.Module) -> None:
     """Raise `UsageError` if another tool makes *model*, or a part of it, parallel."""
     for name, module in model.named_modules():
         tool = parallel_by_others(module)

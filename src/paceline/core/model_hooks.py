@@ -11,7 +11,7 @@ import torch
 from paceline.core.context import TrainingContext
 from paceline.core.misuse import (
     check_not_inside_ddp,
-    check_trained_by_nobody_else,
+    check_not_parallel,
 )
 from paceline.core.reducer import Slot
 from paceline.core.sampler import Sampler
@@ -139,7 +139,7 @@ class ModelHooks:
         only after `distribute`, so this is asked when training begins."""
         check_not_inside_ddp(self._model)
         if not self._guarded:
-            check_trained_by_nobody_else(self._model)
+            check_not_parallel(self._model)
             self._guarded = True
 
     def _forget_failed_pass(self) -> None:

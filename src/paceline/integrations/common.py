@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from paceline import spec
 from paceline.core.distribute import distribute
-from paceline.core.misuse import check_trained_by_nobody_else
+from paceline.core.misuse import check_not_parallel
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.settings import parse_method
 from paceline.errors import UsageError, unknown
@@ -97,7 +97,7 @@ def check_plain(
 ) -> None:
     """Raise `UsageError` if *model* or *optimizer*, given to *call*, was wrapped or sharded before."""
     try:
-        check_trained_by_nobody_else(model)
+        check_not_parallel(model)
     except UsageError as error:
         raise UsageError(
             f"{call}: {error}. Take out the line before it that wraps or shards the model "
