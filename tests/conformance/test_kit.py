@@ -11,7 +11,9 @@ from paceline.errors import CollectiveMismatchError, WorkerFailedError
 from paceline.interfaces import EVERY_STEP, Rounds
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.methods.osp import OSP
+from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES, CHECKS, Case, CheckFailedError, check_method
+from paceline.testing.cases import mean_of_gradients
 from paceline.testing.method_checks import checks_of
 
 
@@ -221,6 +223,119 @@ def test_a_gradient_that_is_lost_is_missed_where_no_bit_can_be_promised(method, 
         check_method(case, workers=(3,))
     assert isinstance(caught.value.__cause__, CheckFailedError)
     assert re.search(law, str(caught.value.__cause__))
+
+
+# ---- laws of references, scripts, options and memory ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddsAThousandth(BSP):
+    """A mean of several gradients is a thousandth too large."""
+
+    def backward_ended(self, state, run):
+        super().backward_ended(state, run)
+        for bucket in run.buckets:
+            bucket.buffer.mul_(1.001 if run.comm.size > 1 else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendsOnceAStep(BSP):
+    """What a second backward pass adds before a step stays with its worker."""
+
+    def init(self, run):
+        state = super().init(run)
+        state.sent = set()
+        return state
+
+    def bucket_ready(self, state, run, bucket):
+        if bucket.index not in state.sent:
+            state.sent.add(bucket.index)
+            super().bucket_ready(state, run, bucket)
+
+    def after_update(self, state, run):
+        state.sent.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForgetsItsBuffers(BSP):
+    """Says that it averages buffers, and does not."""
+
+    averages_buffers: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsAMasterCopy(BSP):
+    """Adds each step's change to a copy of its own, from which the model is written: what is loaded
+    into the model is lost."""
+
+    def init(self, run):
+        state = super().init(run)
+        state.copies = [p.detach().clone() for p in run.parameters]
+        return state
+
+    def backward_ended(self, state, run):
+        super().backward_ended(state, run)
+        state.before = [p.detach().clone() for p in run.parameters]
+
+    def after_update(self, state, run):
+        with torch.no_grad():
+            for parameter, copy, before in zip(
+                run.parameters, state.copies, state.before, strict=True
+            ):
+                parameter.copy_(copy.add_(parameter - before))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesAnyPeriod(BSP):
+    """Has an option without a range."""
+
+    period: int = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepsEachGradient(BSP):
+    """Notes what it has sent, for ever."""
+
+    def init(self, run):
+        state = super().init(run)
+        state.noted = []
+        return state
+
+    def bucket_ready(self, state, run, bucket):
+        state.noted.append(bucket.buffer.clone())
+        super().bucket_ready(state, run, bucket)
+
+
+@pytest.mark.parametrize(
+    ("method", "law", "words"),
+    [
+        (
+            AddsAThousandth(),
+            "equals_its_reference",
+            "after step 1 parameters differ from the reference: by",
+        ),
+        (
+            SendsOnceAStep(),
+            "script_idioms",
+            "two_backward_passes: gradients that add up to 4.5 were applied as",
+        ),
+        (
+            ForgetsItsBuffers(),
+            "buffers_follow_the_policy",
+            "buffers differ between workers",
+        ),
+        (KeepsAMasterCopy(), "loads_take_effect", "two steps after a load"),
+        (TakesAnyPeriod(), "options_are_validated", "period=-999"),
+        (KeepsEachGradient(), "memory_does_not_grow", "torch.Tensor"),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
+)
+def test_a_broken_law_of_scripts_is_caught(method, law, words):
+    case = Case(method=method, equals=mean_of_gradients)
+    with pytest.raises(WorkerFailedError) as caught:
+        Simulation(case.cluster(2)).run(lambda rank: CHECKS[law](case, "ddp"))
+    assert isinstance(caught.value.__cause__, CheckFailedError)
+    assert words in str(caught.value.__cause__)
 
 
 def test_a_check_is_run_only_where_its_law_says_something():

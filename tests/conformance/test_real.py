@@ -22,7 +22,7 @@ from tests.conformance import job
 from tests.conformance.table import SLOW_EMULATED, SLOW_REAL
 from tests.support import forked
 
-ALONE = {"one_worker_is_the_reference"}
+ALONE = {"one_worker_is_the_reference", "options_are_validated"}
 """What says nothing about several workers."""
 
 

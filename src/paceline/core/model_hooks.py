@@ -199,6 +199,12 @@ class ModelHooks:
         if self.weights is not None and self.weights.pass_runs():
             self._weigh_unannounced()
         if not (self._synchronize and self._attributes.get(DDP_SYNCHRONIZES, True)):
+            if driver.delivered and self._context.method.visible_gradient == "sent":
+                raise self._context.fail(
+                    f"a backward pass under no_sync() after one that was not: under "
+                    f"{self._method} the gradients of the first are on their way to the "
+                    "others. Run all passes but the last under optimizer.no_sync()"
+                )
             self._require_nothing_under_way()
             driver.delivered, driver.accumulated = False, True
             return False

@@ -11,6 +11,7 @@ whose server updates: ``check_server(lambda: MyMethod().server(3), workers=(3,))
 
 - `cases`: the table of methods, one row each; start here.
 - `method_checks`: the laws of methods, and which apply to a row; `__main__`: all of them in real processes.
+- `script_checks`: those of what training scripts do: accumulation, clipping, loads, buffers.
 - `compressor_checks`: the laws of compressors, on workers in lockstep.
 - `server_checks`: the laws of methods whose server updates.
 - `problems`: the small models that the checks train, and `inspect`, which shows what an optimizer trains with.

@@ -12,6 +12,41 @@ import torch
 from paceline.cluster import Cluster, Rack
 from paceline.interfaces import Method
 
+InPlainTorch = Callable[[list[torch.nn.Module], list[torch.optim.Optimizer], int], None]
+
+
+def mean_of_gradients(
+    models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], number: int
+) -> None:
+    """What exact methods compute: each step is done with the mean of all gradients."""
+    for tensors in zip(*(model.parameters() for model in models), strict=True):
+        mean = torch.stack([tensor.grad for tensor in tensors]).mean(0)
+        for tensor in tensors:
+            tensor.grad = mean.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def mean_of_models(every: int) -> InPlainTorch:
+    """What local SGD computes: own steps, and a mean of all models after so many of them."""
+
+    def step(
+        models: list[torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        number: int,
+    ) -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        if number % every:
+            return
+        with torch.no_grad():
+            for tensors in zip(*(model.parameters() for model in models), strict=True):
+                mean = torch.stack(tensors).mean(0)
+                for tensor in tensors:
+                    tensor.copy_(mean)
+
+    return step
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -29,6 +64,9 @@ class Case:
     a part of it waits for a later step, or under an outer optimizer, which steps once more
     with what they have moved: laws that read from parameters how many gradients are in them
     say nothing there.
+    *constant*: so it is only where a worker's gradient is the same in each step.
+    *equals*: another method, whose parameters it has after each step, to the bit; or what plain torch
+    does with all workers' models, which have their gradients, in step 1, 2, and so on.
     *state*: the optimizer needs one, so SGD gets a momentum too small to change anything.
     *together*: workers begin every so many steps together where ends are looked at (0: they do not):
     who waits for nobody's gradients may be done before others have begun, and then ends anywhere.
@@ -44,6 +82,8 @@ class Case:
     rounding: float = 0.0
     lossy: float = 0.0
     counts: bool = True
+    constant: bool = False
+    equals: str | InPlainTorch | None = None
     state: bool = False
     together: int = 0
     racks: bool = False
@@ -120,9 +160,11 @@ _SWITCHED = replace(
 )
 
 
-def _local(method: str) -> Case:
-    """Workers step by themselves and average now and then."""
-    return Case(method=method, learning_rate=0.3, steps=100)
+def _local(method: str, every: int = 0) -> Case:
+    """Workers step by themselves and average now and then; all of them *every* so many steps, if
+    that is all they do."""
+    equals = mean_of_models(every) if every else None
+    return Case(method=method, learning_rate=0.3, steps=100, equals=equals)
 
 
 def _outer(method: str, steps: int = 240) -> Case:
@@ -170,37 +212,37 @@ _LOW_RANK = (
 )
 
 CASES: tuple[Case, ...] = (
-    Case(method="bsp"),
-    Case(method="bsp:overlap=false"),
-    Case(method="bsp:collective=parameter-server"),
-    Case(method="bsp:collective=ring"),
-    Case(method="bsp:collective=tree"),
-    Case(method="bsp:collective=halving-doubling"),
-    Case(method="bsp:collective=hierarchical", racks=True),
-    Case(method="bsp:collective=auto", racks=True),
-    Case(method="bsp:collective=rina", aggregates=True),
+    Case(method="bsp", equals=mean_of_gradients),
+    Case(method="bsp:overlap=false", equals="bsp"),
+    Case(method="bsp:collective=parameter-server", equals=mean_of_gradients),
+    Case(method="bsp:collective=ring", equals=mean_of_gradients),
+    Case(method="bsp:collective=tree", equals=mean_of_gradients),
+    Case(method="bsp:collective=halving-doubling", equals=mean_of_gradients),
+    Case(method="bsp:collective=hierarchical", racks=True, equals=mean_of_gradients),
+    Case(method="bsp:collective=auto", racks=True, equals=mean_of_gradients),
+    Case(method="bsp:collective=rina", aggregates=True, equals=mean_of_gradients),
     Case(method="bsp:compression=bf16", lossy=2**-8),
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method="bsp:compression=int4,compression.error_feedback=true", lossy=1 / 7),
     Case(method="bsp:compression=qsgd", lossy=1 / 30),
     Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=200, lossy=0.5),
     Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
-    Case(method=_EF21, learning_rate=0.3, steps=120),
+    Case(method=_EF21, learning_rate=0.3, steps=120, constant=True),
     _late("dgc,compression.density=0.5,compression.momentum=0"),
     _late("gd-top-k,compression.epoch_steps=3"),
     _late("top-k,compression.density=0.5"),
-    Case(method="priority"),
-    Case(method="dear"),
-    Case(method="dear:collective=auto", racks=True),
-    Case(method="dear:collective=hierarchical", racks=True),
+    Case(method="priority", equals="bsp"),
+    Case(method="dear", equals="bsp:collective=ring"),
+    Case(method="dear:collective=auto", racks=True, equals=mean_of_gradients),
+    Case(method="dear:collective=hierarchical", racks=True, equals=mean_of_gradients),
     Case(method="osp:collective=native"),
-    Case(method="osp:collective=native,overlap=false,defer=nothing"),
+    Case(method="osp:collective=native,overlap=false,defer=nothing", equals="bsp"),
     Case(method="osp:collective=hierarchical", racks=True),
     _deferring("osp:collective=auto,defer=most,budget=constant,most=0.5,chunk=16"),
     _deferring("osp:collective=native,defer=most,budget=constant,most=0.5,chunk=16"),
     _deferring("osp:collective=native,defer=most,budget=constant,most=1,chunk=16"),
     Case(method="osp"),
-    Case(method="osp:overlap=false,defer=nothing"),
+    Case(method="osp:overlap=false,defer=nothing", equals=mean_of_gradients),
     _deferring("osp:defer=most,budget=constant,most=0.5,chunk=16", _ROUNDED),
     _deferring("osp:defer=most,budget=constant,most=1,chunk=16", _ROUNDED),
     _asynchronous("asp"),
@@ -215,11 +257,11 @@ CASES: tuple[Case, ...] = (
     _asynchronous("r2sp"),
     _asynchronous("r2sp:warm_up=2,overlap=false"),
     Case(method="ssp:staleness=0"),
-    _local("local-sgd:every=2"),
+    _local("local-sgd:every=2", 2),
     _local("post-local-sgd:every=4,each_until=2"),
     _local("hierarchical-local-sgd:every=4,group=2,group_every=2"),
-    replace(_local("hierarchical-local-sgd:every=2"), racks=True),
-    replace(_local("local-sgd:every=2,collective=hierarchical"), racks=True),
+    replace(_local("hierarchical-local-sgd:every=2", 0), racks=True),
+    replace(_local("local-sgd:every=2,collective=hierarchical", 2), racks=True),
     replace(_local("hierarchical-local-sgd:every=2,collective=auto"), racks=True),
     _outer("slowmo:every=2"),
     _outer("diloco:every=2"),
@@ -231,15 +273,15 @@ CASES: tuple[Case, ...] = (
     replace(_local("daso:every=3,delay=2,group=rack"), counts=False, racks=True),
     _local("daso:every=1,delay=0,group=2"),
     _local("daso:every=4,delay=0,group=2,warm_up=3"),
-    _local("sel-sync:delta=0"),
+    _local("sel-sync:delta=0", 1),
     _local("sel-sync:delta=0.01,window=3"),
-    Case(method="backup"),
-    Case(method="backup:overlap=false"),
+    Case(method="backup", equals=mean_of_gradients),
+    Case(method="backup:overlap=false", equals="backup"),
     Case(method="ds-sync"),
     Case(method="ds-sync:overlap=forward", state=True),
     Case(method="ds-sync:shuffle=topology", racks=True),
     Case(method="ds-sync:overlap=step"),
-    Case(method="sync-switch:bsp_steps=1000"),
+    Case(method="sync-switch:bsp_steps=1000", equals=mean_of_gradients),
     _SWITCHED,
 )
 """Every registered method has at least one row."""

@@ -8,11 +8,14 @@ row, a rule or a number of workers its check does not apply, and is not run.
 from __future__ import annotations
 
 import copy
+import gc
+import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_origin
 
 import torch
 import torch.distributed as dist
@@ -21,30 +24,50 @@ import paceline
 from paceline import bucketing
 from paceline.collectives.communicator import TorchComm
 from paceline.core.checkpoint.worker_state import worker_states
+from paceline.core.method_spec import read_spec
 from paceline.core.optimizer import DistributedOptimizer, training_of
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
+from paceline.interfaces import Method
+from paceline.methods import METHODS
+from paceline.records import Journal
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
+from paceline.spec import convert_fields, field_types
 from paceline.testing.cases import CASES, Case
 from paceline.testing.problems import (
     OPTIMIZERS,
+    PAUSE,
     Counting,
     MakeOptimizer,
     Quadratic,
     adamw,
     begin,
+    begin_counting,
     centers_of,
+    counted,
     distribute_as,
+    everyone,
     flat_parameters,
     momentum,
     only_these_trainings,
     require,
     require_equal,
-    sgd,
     shared_folder,
     step,
 )
-from paceline.torch_internals import step_was_noted
+from paceline.testing.script_checks import (
+    buffers_follow_the_policy,
+    gradients_are_clipped_once,
+    loads_take_effect,
+    schedules_are_followed,
+    script_idioms,
+)
+
+CLOSE = 1e-5
+"""How far apart two orders to add the same gradients may end."""
+
+SPAN = 24
+"""Steps after which what is held is counted: a multiple of the rounds of all rows."""
 
 
 def converges(case: Case, rule: str) -> None:
@@ -89,6 +112,126 @@ def one_worker_is_the_reference(case: Case, rule: str) -> None:
             "one worker differs from the reference",
             case.rounding,
         )
+
+
+def equals_its_reference(case: Case, rule: str) -> None:
+    """After each step parameters are those of the case's reference: another method's, to the bit;
+    or those that plain torch computes with all workers' batches."""
+    rank, workers = paceline.rank(), paceline.world_size()
+    assert case.equals is not None
+    for make in (momentum, adamw):
+        model, optimizer = begin(case, rule, make)
+        models: list[torch.nn.Module]
+        if isinstance(case.equals, str):
+            reference, other = begin(replace(case, method=case.equals), rule, make)
+            models = [reference]
+        else:
+            models = [Quadratic() for _ in range(workers)]
+            optimizers = [make(one, case.learning_rate) for one in models]
+        for number in range(1, 9):
+            step(model, optimizer, centers_of(rank, number))
+            if isinstance(case.equals, str):
+                step(reference, other, centers_of(rank, number))
+            else:
+                for one, worker in zip(models, range(workers), strict=True):
+                    one.zero_grad()
+                    one(centers_of(worker, number)).backward()
+                case.equals(models, optimizers, number)
+            require_equal(
+                model,
+                models[rank % len(models)],
+                f"after step {number} parameters differ from the reference",
+                0.0 if isinstance(case.equals, str) else CLOSE,
+            )
+        optimizer.finish()
+        if isinstance(case.equals, str):
+            other.finish()
+
+
+def memory_does_not_grow(case: Case, rule: str) -> None:
+    """Between steps a worker holds as many tensors and containers after twice as many steps; what
+    a decision now and then leaves is fewer than one a step."""
+    model, optimizer = begin(case, rule, momentum)
+    held = []
+    for number in range(1, 2 * SPAN + 1):
+        step(model, optimizer, centers_of(paceline.rank(), number))
+        if number % SPAN == 0:
+            dist.barrier()
+            held.append(_held_by(optimizer))
+    optimizer.finish()
+    more = held[1] - held[0]
+    require(
+        more.total() < SPAN // 2,
+        f"after {2 * SPAN} steps {more.total()} more objects are held than after {SPAN}: "
+        f"{dict(more.most_common(3))}",
+    )
+
+
+_NOT_HELD = (types.ModuleType, types.CodeType, type, Journal)
+"""What belongs to the process; and the records of all steps, which a report reads."""
+
+
+def _held_by(root: object) -> Counter[str]:
+    """How many tensors and containers are reachable from an object, by kind."""
+    kinds: Counter[str] = Counter()
+    seen: dict[int, object] = {}
+    left = [root]
+    while left:
+        one = left.pop()
+        kind = type(one)
+        other = kind.__module__.startswith(("paceline.runtimes", "threading"))
+        if id(one) in seen or other or isinstance(one, _NOT_HELD):
+            continue
+        seen[id(one)] = one
+        if not isinstance(one, (int, float, str, bytes, type(None))):
+            kinds[f"{kind.__module__}.{kind.__name__}"] += 1
+        if isinstance(one, types.FunctionType):  # not its globals
+            left += [*(one.__closure__ or ()), one.__defaults__, one.__dict__]
+        elif isinstance(one, torch.Tensor):
+            left += [one.__dict__, one.grad]
+        else:
+            left += gc.get_referents(one)
+    return kinds
+
+
+def options_are_validated(case: Case, rule: str) -> None:
+    """An option that the method does not have, of another type or out of range raises `UsageError`
+    that names key and value. Every number has a range that ends above -999, but for a seed's."""
+    cls = type(_method_of(case))
+    registered = METHODS.get(cls.name) is cls
+    if registered:
+        _require_refusal(cls, "no_such_option", "1", registered=True)
+    for key, kind in field_types(cls).items():
+        words = {bool: ["perhaps"], int: ["many"], float: ["much"]}.get(kind, [])
+        if get_origin(kind) is Literal:
+            words = ["no-such-choice"]
+        if kind in (int, float) and key != "seed":
+            words.append("-999")
+        for value in words:
+            _require_refusal(cls, key, value, registered=registered)
+
+
+def _method_of(case: Case) -> Method:
+    return read_spec(case.method)[0] if isinstance(case.method, str) else case.method
+
+
+def _require_refusal(
+    cls: type[Method], key: str, value: str, *, registered: bool
+) -> None:
+    option = f"{key}={value}"
+    told = "nothing is raised"
+    try:
+        if registered:
+            read_spec(f"{cls.name}:{option}")
+        else:
+            cls(**convert_fields(cls, {key: value}, cls.name))
+    except UsageError as error:
+        told = str(error)
+    number = value.removesuffix(".0")
+    named = key in told and (number in told or key == "no_such_option")
+    require(
+        named, f"{option}: expected UsageError that names key and value, but {told}"
+    )
 
 
 def types_and_shapes_are_kept(case: Case, rule: str) -> None:
@@ -143,50 +286,6 @@ def strides_change_nothing(case: Case, rule: str) -> None:
     require_equal(ends[0], ends[1], "strides change the result", 1e-5)
 
 
-def schedules_are_followed(case: Case, rule: str) -> None:
-    """A step is done with the learning rate that a scheduler of torch's has set for it; and
-    the scheduler sees that steps are done, or it would warn. It is made before `distribute`."""
-    model, steps, whole = Counting(), 6, 3
-    inner = sgd(model, case.learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        inner, lambda done: 1.0 if done < whole else 0.5
-    )
-    optimizer = distribute_as(case, rule, model, inner)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
-        require(step_was_noted(inner), "torch's schedulers were not told of a step")
-        schedule.step()
-    optimizer.finish()
-    moved = -flat_parameters(model) / case.learning_rate
-    expected = whole + (steps - whole) / 2
-    off = (moved - expected).abs().max().item()
-    require(
-        off <= 1e-3 + case.lossy * steps,
-        f"the learning rates of {steps} steps add up to {expected} of the first one's, and "
-        f"parameters have moved {off:.3g} more or less",
-    )
-
-
-def gradients_are_clipped_once(case: Case, rule: str) -> None:
-    """With equal gradients on all workers the norm of the mean is that of each one's own:
-    either way as many clipped gradients are applied as steps were done."""
-    model, limit, steps = Counting(), 0.5, 5
-    inner = sgd(model, case.learning_rate)
-    optimizer = distribute_as(case, rule, model, inner, clip_norm=limit)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
-    optimizer.finish()
-    moved = flat_parameters(model).norm().item() / case.learning_rate
-    require(
-        abs(moved - steps * limit) <= 1e-4 + case.lossy * steps,
-        f"{steps} gradients of norm {limit} have moved parameters by {moved:.6g}",
-    )
-
-
 def uneven_data_ends(case: Case, rule: str) -> None:
     """Workers with different numbers of batches all end, with one model."""
     model, optimizer = begin(case, rule)
@@ -213,10 +312,8 @@ def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
 def _require_one_model(model: torch.nn.Module, optimizer: DistributedOptimizer) -> None:
     with optimizer.consolidated():
         mine = flat_parameters(model)
-    everyone = torch.empty(paceline.world_size() * mine.numel(), dtype=mine.dtype)
-    dist.all_gather_single(everyone, mine)
     require(
-        bool((everyone.view(-1, mine.numel()) == mine).all()),
+        bool((everyone(mine) == mine).all()),
         "workers hold different models after finish()",
     )
 
@@ -226,10 +323,6 @@ def _require_one_model(model: torch.nn.Module, optimizer: DistributedOptimizer) 
 # Where a result repeats, its bits are compared with those of straight training. Everywhere, steps
 # are counted: a model whose gradients are all one, trained with plain SGD, tells from its
 # parameters how many steps' gradients are in it. Workers are of different speeds meanwhile.
-
-PAUSE = 0.001
-"""Seconds by which one worker's step is longer than the next one's."""
-
 
 SEGMENTS = (range(1, 3), range(3, 6), range(6, 8))
 """Steps from one restart to the next: of two lengths, so that who forgets what it does every
@@ -327,7 +420,7 @@ def _steps(
 def a_restart_loses_nothing(case: Case, rule: str) -> None:
     """After `finish` every worker's gradients are in every worker's model, each once; and
     so are those of another training of that model."""
-    model, optimizer = _begin_counting(case, rule)
+    model, optimizer = begin_counting(case, rule)
     _train_counting(model, optimizer, 3, first_is_fast=True)
     optimizer.finish()
     _require_steps(case, model, 3, "after finish()")
@@ -342,7 +435,7 @@ def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
     and none of a later one. `load` gives it to every worker, and nothing that any of them
     does then is lost."""
     with only_these_trainings():
-        model, optimizer = _begin_counting(case, rule)
+        model, optimizer = begin_counting(case, rule)
         with shared_folder() as folder:
             _train_counting(model, optimizer, 3, first_is_fast=True)
             paceline.save(folder / "checkpoint")
@@ -350,7 +443,7 @@ def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
             optimizer.finish()
             _require_steps(case, model, 5, "where it was saved in between")
             with only_these_trainings():
-                model, optimizer = _begin_counting(case, rule)
+                model, optimizer = begin_counting(case, rule)
                 paceline.load(folder / "checkpoint")
                 _require_steps(case, model, 3, "after load()")
                 _train_counting(model, optimizer, 2, first_is_fast=False)
@@ -361,7 +454,7 @@ def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
 def evaluations_lose_nothing(case: Case, rule: str) -> None:
     """`consolidated` takes nothing away, and adds nothing, whoever looks in whenever; all
     together where the method says so."""
-    model, optimizer = _begin_counting(case, rule)
+    model, optimizer = begin_counting(case, rule)
     for number in range(6):
         _train_counting(model, optimizer, 1, first_is_fast=bool(number % 2))
         together = training_of(optimizer).consolidates_together
@@ -370,11 +463,6 @@ def evaluations_lose_nothing(case: Case, rule: str) -> None:
                 model()
     optimizer.finish()
     _require_steps(case, model, 6, "with evaluations in between")
-
-
-def _begin_counting(case: Case, rule: str) -> tuple[Counting, DistributedOptimizer]:
-    model = Counting()
-    return model, distribute_as(case, rule, model, sgd(model, case.learning_rate))
 
 
 def _train_counting(
@@ -392,7 +480,7 @@ def _train_counting(
 
 
 def _require_steps(case: Case, model: Counting, steps: int, when: str) -> None:
-    found = -flat_parameters(model) / case.learning_rate
+    found = counted(model, case)
     least, most = found.min().item(), found.max().item()
     off = 1e-3 + case.lossy * steps
     require(
@@ -440,6 +528,22 @@ def _counts(case: Case, rule: str, workers: int) -> bool:
     return case.counts
 
 
+def _under_first_rule(case: Case, rule: str, workers: int) -> bool:
+    return rule == RULES[0]
+
+
+def _once(case: Case, rule: str, workers: int) -> bool:
+    return workers == 1 and rule == RULES[0]
+
+
+def _has_several_references(case: Case, rule: str, workers: int) -> bool:
+    return workers > 1 and case.equals is not None and repeats(case, rule, workers)
+
+
+def _counts_changes(case: Case, rule: str, workers: int) -> bool:
+    return case.counts and not case.constant
+
+
 def _has_reference(case: Case, rule: str, workers: int) -> bool:
     return workers == 1 and (case.counts or case.reference is not None)
 
@@ -474,6 +578,8 @@ CHECKS: dict[str, Check] = {
     for check in (
         Check(converges),
         Check(one_worker_is_the_reference, _has_reference),
+        Check(equals_its_reference, _has_several_references),
+        Check(options_are_validated, _once),
         Check(types_and_shapes_are_kept),
         Check(strides_change_nothing, repeats),
         Check(uneven_data_ends),
@@ -486,6 +592,10 @@ CHECKS: dict[str, Check] = {
         Check(a_checkpoint_loses_nothing, _counts),
         Check(gradients_are_clipped_once, _counts),
         Check(schedules_are_followed, _counts),
+        Check(script_idioms, _counts_changes),
+        Check(buffers_follow_the_policy),
+        Check(loads_take_effect, _counts_changes),
+        Check(memory_does_not_grow, _under_first_rule),
     )
 }
 

@@ -59,8 +59,8 @@ class Quadratic(torch.nn.Module):
 
 
 class Counting(torch.nn.Module):
-    """Every element's gradient is one, always: under plain SGD the parameters say how many
-    steps' gradients were applied to them."""
+    """Every element's gradient is one, or *times* that: under plain SGD the parameters say how
+    many steps' gradients were applied to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Counting(torch.nn.Module):
         self.vector = torch.nn.Parameter(torch.zeros(5))
         self.scalar = torch.nn.Parameter(torch.zeros(()))
 
-    def forward(self) -> torch.Tensor:
-        return self.matrix.sum() + self.vector.sum() + self.scalar
+    def forward(self, times: float = 1.0) -> torch.Tensor:
+        return times * (self.matrix.sum() + self.vector.sum() + self.scalar)
 
 
 SIZE = 18
@@ -114,6 +114,9 @@ def adamw(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer
 HARDLY_ANY = 2.0**-60
 """Momentum that vanishes beside any gradient."""
 
+PAUSE = 0.001
+"""Seconds by which one worker's step is longer than the next one's."""
+
 OPTIMIZERS: tuple[MakeOptimizer, ...] = (sgd, momentum, adamw)
 
 
@@ -125,20 +128,28 @@ def begin(
     return model, distribute_as(case, rule, model, make(model, case.learning_rate))
 
 
+def begin_counting(
+    case: Case, rule: str, model: Counting | None = None, **settings: Any
+) -> tuple[Counting, DistributedOptimizer]:
+    """A model that counts, and plain SGD."""
+    model = model or Counting()
+    inner = sgd(model, case.learning_rate)
+    return model, distribute_as(case, rule, model, inner, **settings)
+
+
 def distribute_as(
     case: Case,
     rule: str,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    clip_norm: float | None = None,
+    **settings: Any,
 ) -> DistributedOptimizer:
+    """`distribute` under a case and a bucket rule, and others of its *settings*."""
     if case.state:
         for group in optimizer.param_groups:
             if group.get("momentum") == 0:
                 group["momentum"] = HARDLY_ANY
-    return distribute(
-        model, optimizer, method=case.method, buckets=rule, clip_norm=clip_norm
-    )
+    return distribute(model, optimizer, method=case.method, buckets=rule, **settings)
 
 
 def step(
@@ -179,6 +190,18 @@ def _removed(folder: str) -> Iterator[None]:
     finally:
         if folder:
             shutil.rmtree(folder)
+
+
+def everyone(mine: torch.Tensor) -> torch.Tensor:
+    """This tensor of all workers, a row each. Collective."""
+    found = torch.empty(paceline.world_size() * mine.numel(), dtype=mine.dtype)
+    dist.all_gather_single(found, mine.reshape(-1))
+    return found.view(-1, mine.numel())
+
+
+def counted(model: torch.nn.Module, case: Case) -> torch.Tensor:
+    """How many gradients of one are in each parameter, of a model that counts."""
+    return -flat_parameters(model) / case.learning_rate
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -1,0 +1,394 @@
+"""The laws of scripts: a method takes a training loop as it is written, or refuses it by name.
+
+`IDIOMS` are ways to write one step. Each trains a model whose parameters say how many gradients
+were applied to them, so one that is lost, doubled or not averaged shows under every method. Workers
+have gradients of different size; the sum of their means is what must arrive.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+import paceline
+from paceline.core.model_hooks import DDP_SYNCHRONIZES
+from paceline.core.optimizer import DistributedOptimizer
+from paceline.errors import GradientError, UsageError
+from paceline.testing.cases import Case
+from paceline.testing.problems import (
+    PAUSE,
+    Counting,
+    begin_counting,
+    counted,
+    distribute_as,
+    everyone,
+    flat_parameters,
+    momentum,
+    require,
+    sgd,
+)
+from paceline.torch_internals import step_was_noted
+
+LIMIT = 0.5
+"""To which norms are clipped."""
+
+Script = Callable[[Counting, DistributedOptimizer, float], None]
+"""One step, whose gradients add up to the last argument."""
+
+
+def _plain(model: Counting, optimizer: torch.optim.Optimizer, times: float) -> None:
+    optimizer.zero_grad()
+    model(times).backward()
+    optimizer.step()
+
+
+def a_closure(model: Counting, optimizer: DistributedOptimizer, times: float) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(times)
+        loss.backward()
+        return float(loss)
+
+    optimizer.step(closure)
+
+
+def zeros_in_place(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad(set_to_none=False)
+    model(times).backward()
+    optimizer.step()
+
+
+def zeros_by_the_model(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    model(times).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def accumulation(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        model(times / 4).backward()
+    model(times * 3 / 4).backward()
+    optimizer.step()
+
+
+def accumulation_by_ddps_attribute(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    for last in (False, True):
+        setattr(model, DDP_SYNCHRONIZES, last)
+        model(times / 2).backward()
+    optimizer.step()
+
+
+def accumulation_alone(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        model(times).backward()
+    optimizer.step()
+
+
+def two_backward_passes(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    model(times / 4).backward()
+    model(times * 3 / 4).backward()
+    optimizer.step()
+
+
+def accumulation_comes_last(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    model(times / 4).backward()
+    with optimizer.no_sync():
+        model(times * 3 / 4).backward()
+    optimizer.step()
+
+
+def two_forward_passes(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    (model(times / 4) + model(times * 3 / 4)).backward()
+    optimizer.step()
+
+
+def evaluations_in_between(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    loss = model(times)
+    with torch.no_grad():
+        model(5.0)
+    loss.backward()
+    with torch.no_grad():
+        model(5.0)
+    optimizer.step()
+    with torch.no_grad():
+        model.eval()(5.0)
+    model.train()
+    flat_parameters(model)
+    model.state_dict()
+    optimizer.state_dict()
+
+
+def a_copy_is_trained_beside(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    _plain(model, optimizer, times)
+    twin = copy.deepcopy(model)
+    twin(5.0).backward()
+    with torch.no_grad():
+        twin.vector.sub_(1.0)
+
+
+def a_grad_scaler(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer.zero_grad()
+    scaler.scale(model(times)).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def gradients_are_halved_by_hand(
+    model: Counting, optimizer: DistributedOptimizer, times: float
+) -> None:
+    optimizer.zero_grad()
+    model(2 * times).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+    optimizer.step()
+
+
+IDIOMS: tuple[Script, ...] = (
+    a_closure,
+    zeros_in_place,
+    zeros_by_the_model,
+    accumulation,
+    accumulation_by_ddps_attribute,
+    accumulation_alone,
+    two_forward_passes,
+    evaluations_in_between,
+    a_copy_is_trained_beside,
+)
+"""Every method takes them."""
+
+MAY_BE_REFUSED: tuple[Script, ...] = (
+    two_backward_passes,
+    accumulation_comes_last,
+    a_grad_scaler,
+    gradients_are_halved_by_hand,
+)
+"""A method may refuse them with a `GradientError`, on all workers: where gradients are on their
+way when ``backward()`` ends."""
+
+
+def script_idioms(case: Case, rule: str) -> None:
+    """Accumulation, closures, ``zero_grad`` of all kinds, evaluations, copies, several passes,
+    a GradScaler and changes by hand do what they do in plain torch, or raise `GradientError`."""
+    for script in IDIOMS:
+        _require_all_gradients(case, rule, script)
+    for script in MAY_BE_REFUSED:
+        with suppress(GradientError):
+            _require_all_gradients(case, rule, script)
+
+
+def _require_all_gradients(case: Case, rule: str, script: Script) -> None:
+    model, optimizer = begin_counting(case, rule)
+    steps, workers = 3, paceline.world_size()
+    try:
+        for _ in range(steps):
+            script(model, optimizer, 1.0 + paceline.rank())
+    except GradientError:
+        optimizer.finish()
+        raise
+    optimizer.finish()
+    expected = steps * (1.0 + workers) / 2
+    off = (counted(model, case) - expected).abs().max().item()
+    require(
+        off <= 1e-3 + case.lossy * steps * workers,
+        f"{script.__name__}: gradients that add up to {expected:g} were applied as "
+        f"{off:.3g} more or less",
+    )
+
+
+def schedules_are_followed(case: Case, rule: str) -> None:
+    """A step is done with the learning rate that a scheduler of torch's has set for it; and
+    the scheduler sees that steps are done, or it would warn. It is made before `distribute`, or
+    after; with a closure too."""
+    for before, script in ((True, _plain), (False, a_closure)):
+        model, steps, whole = Counting(), 6, 3
+        inner = sgd(model, case.learning_rate)
+        schedule = _half_after(whole, inner) if before else None
+        optimizer = distribute_as(case, rule, model, inner)
+        schedule = schedule or _half_after(whole, optimizer)
+        for _ in range(steps):
+            script(model, optimizer, 1.0)
+            noted = step_was_noted(schedule.optimizer)
+            require(noted, "torch's schedulers were not told of a step")
+            schedule.step()
+        optimizer.finish()
+        expected = whole + (steps - whole) / 2
+        off = (counted(model, case) - expected).abs().max().item()
+        require(
+            off <= 1e-3 + case.lossy * steps,
+            f"the learning rates of {steps} steps add up to {expected} of the first one's, "
+            f"and parameters have moved {off:.3g} more or less",
+        )
+
+
+def _half_after(
+    whole: int, optimizer: torch.optim.Optimizer
+) -> torch.optim.lr_scheduler.LambdaLR:
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda done: 1.0 if done < whole else 0.5
+    )
+
+
+def gradients_are_clipped_once(case: Case, rule: str) -> None:
+    """With equal gradients on all workers the norm of the mean is that of each one's own:
+    either way as many clipped gradients are applied as steps were done. So it is where the script
+    clips, or the method refuses that."""
+    _require_clipped(case, rule, by_hand=False)
+    with suppress(GradientError):
+        _require_clipped(case, rule, by_hand=True)
+
+
+def _require_clipped(case: Case, rule: str, *, by_hand: bool) -> None:
+    limit = None if by_hand else LIMIT
+    model, optimizer = begin_counting(case, rule, clip_norm=limit)
+    steps = 5
+    try:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model().backward()
+            if by_hand:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            optimizer.step()
+    except GradientError:
+        optimizer.finish()
+        raise
+    optimizer.finish()
+    moved = counted(model, case).norm().item()
+    require(
+        abs(moved - steps * LIMIT) <= 1e-4 + case.lossy * steps,
+        f"{steps} gradients of norm {LIMIT} have moved parameters by {moved:.6g}",
+    )
+
+
+class _Noting(Counting):
+    """Its buffer holds the number that forward was given last, as running statistics do."""
+
+    noted: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("noted", torch.zeros(2))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, times: float = 1.0) -> torch.Tensor:
+        with torch.no_grad():
+            self.noted.fill_(times)
+            self.calls += 1
+        return super().forward()
+
+
+def buffers_follow_the_policy(case: Case, rule: str) -> None:
+    """With ``buffers="local"`` each worker keeps its own buffers (BatchNorm's statistics). Else
+    all workers end with the same ones: those of a worker, or a mean of theirs."""
+    steps, rank, workers = 4, paceline.rank(), paceline.world_size()
+    for policy in ("local", "rank0"):
+        model, optimizer = begin_counting(case, rule, _Noting(), buffers=policy)
+        assert isinstance(model, _Noting)
+        for number in range(1, steps + 1):
+            given = 10.0 * number + rank
+            _plain(model, optimizer, given)
+            own = bool((model.noted == given).all())
+            require(
+                own or policy == "rank0",
+                f"with buffers=local a worker's buffer of {given} is {model.noted[0]}",
+            )
+        optimizer.finish()
+        require(
+            int(model.calls) == steps,
+            f"a buffer that counts {steps} forward passes is {int(model.calls)}",
+        )
+        ends = [float(values[0]) for values in everyone(model.noted.double())]
+        if policy == "local":
+            require(ends[rank] == given, f"a worker's own buffer ends as {ends[rank]}")
+            continue
+        require(len(set(ends)) == 1, f"buffers differ between workers: {ends}")
+        require(
+            10.0 <= ends[0] <= 10.0 * steps + workers - 1,
+            f"a buffer ends as {ends[0]}, which is no worker's and no mean of theirs",
+        )
+
+
+def loads_take_effect(case: Case, rule: str) -> None:
+    """Training goes on from parameters and momentum that were loaded under way, on all workers:
+    no gradient from before reaches them. The workers come there at different times. A method may
+    refuse it with a `UsageError` where a part of an update is under way between steps."""
+    # Where a server steps with each worker's gradient, momentum is another one than plain torch's.
+    make = sgd if case.equals is None else momentum
+    model = Counting()
+    optimizer = distribute_as(case, rule, model, make(model, case.learning_rate))
+    for done in (0, 3):  # before the first step, and in mid-training
+        for _ in range(done):
+            paceline.pace(PAUSE * paceline.rank())
+            _plain(model, optimizer, 1.0)
+        expected = Counting()
+        torch.nn.init.constant_(expected.matrix, 3.0 + done)
+        plain = make(expected, case.learning_rate)
+        _plain(expected, plain, 2.0)
+        try:
+            _load(model, optimizer, expected, plain)
+        except UsageError:
+            if not case.under_way:
+                raise
+            return
+        for _ in range(2):
+            _plain(model, optimizer, 1.0)
+            _plain(expected, plain, 1.0)
+    optimizer.finish()
+    off = (flat_parameters(model) - flat_parameters(expected)).abs().max().item()
+    off /= case.learning_rate
+    require(
+        off <= 1e-3 + 2 * case.lossy,
+        f"two steps after a load parameters are {off:.3g} gradients away from plain torch's",
+    )
+
+
+def _load(
+    model: Counting,
+    optimizer: DistributedOptimizer,
+    other: Counting,
+    plain: torch.optim.Optimizer,
+) -> None:
+    """Load what another model and its optimizer have; forward computes with it at once."""
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    seen, expected = model().item(), other().item()
+    require(
+        abs(seen - expected) <= 1e-4,
+        f"forward computes {seen:.6g} right after a load, and {expected:.6g} with what was "
+        "loaded",
+    )
