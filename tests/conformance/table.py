@@ -10,10 +10,10 @@ from typing import NamedTuple
 from paceline.testing import CASES
 from paceline.testing.method_checks import Trial, trials
 
-SLOW_REAL = {1: 22, 2: 22, 3: 29}
+SLOW_REAL = {1: 22, 2: 22, 3: 27}
 """One in so many trials of each row on so many workers, in the slow tests; the fast ones have
 `job`."""
-SLOW_EMULATED = 33
+SLOW_EMULATED = 28
 SLOW_VIRTUAL = 8
 """One in so many of all trials of a row, whatever the number of workers."""
 

@@ -17,6 +17,15 @@ from paceline.testing.cases import mean_of_gradients
 from paceline.testing.method_checks import checks_of
 
 
+def bsp_with(worker):
+    """Bsp, with another worker, which breaks a law."""
+
+    def start(self, run):
+        return worker(run, self)
+
+    return type(worker.__name__, (BSP,), {"start": start})()
+
+
 @dataclass(frozen=True, kw_only=True)
 class NeverAgrees:
     """Sends nothing: every worker trains alone."""
@@ -31,48 +40,32 @@ class NeverAgrees:
         return None
 
 
-class SumsInsteadOfMeanWorker(BSPWorker):
+class SumsInsteadOfMean(BSPWorker):
+    """Sums gradients; right for one worker only."""
+
     def backward_ended(self):
         super().backward_ended()
         for bucket in self.run.buckets:
             bucket.buffer.mul_(self.run.comm.size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SumsInsteadOfMean(BSP):
-    """Sums gradients; right for one worker only."""
+class LeavesTheOthersAlone(BSPWorker):
+    """A worker out of data just goes."""
 
-    def start(self, run):
-        return SumsInsteadOfMeanWorker(run, self)
-
-
-class LeavesTheOthersAloneWorker(BSPWorker):
     def finish(self):
         pass
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeavesTheOthersAlone(BSP):
-    """A worker out of data just goes."""
+class LeavesWithAStepDue(BSPWorker):
+    """Whoever has left a step short of the others keeps it to himself."""
 
-    def start(self, run):
-        return LeavesTheOthersAloneWorker(run, self)
-
-
-class LeavesWithAStepDueWorker(BSPWorker):
     def finish(self):
         self.run.participate_until_all_finish()
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeavesWithAStepDue(BSP):
-    """Whoever has left a step short of the others keeps it to himself."""
+class EvaluationLeaks(BSPWorker):
+    """What undoes a consolidation leaves the model changed."""
 
-    def start(self, run):
-        return LeavesWithAStepDueWorker(run, self)
-
-
-class EvaluationLeaksWorker(BSPWorker):
     def consolidate(self):
         def undo():
             with torch.no_grad():
@@ -81,27 +74,13 @@ class EvaluationLeaksWorker(BSPWorker):
         return undo
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationLeaks(BSP):
-    """What undoes a consolidation leaves the model changed."""
+class AlsoScalesAlone(BSPWorker):
+    """Changes the gradient of a single worker."""
 
-    def start(self, run):
-        return EvaluationLeaksWorker(run, self)
-
-
-class AlsoScalesAloneWorker(BSPWorker):
     def backward_ended(self):
         super().backward_ended()
         for bucket in self.run.buckets:
             bucket.buffer.mul_(1.0 + 1e-6)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlsoScalesAlone(BSP):
-    """Changes the gradient of a single worker."""
-
-    def start(self, run):
-        return AlsoScalesAloneWorker(run, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +90,9 @@ class ForgetsTheLimit(BSP):
     clips: ClassVar[str] = "neither"
 
 
-class LosesTheLastWorker(BSPWorker):
+class LosesTheLast(BSPWorker):
+    """Each step uses the gradients of the one before; the last ones are never used."""
+
     def __init__(self, run, method):
         super().__init__(run, method)
         self.last = {}
@@ -124,15 +105,9 @@ class LosesTheLastWorker(BSPWorker):
             self.last[bucket.index] = now
 
 
-@dataclass(frozen=True, kw_only=True)
-class LosesTheLast(BSP):
-    """Each step uses the gradients of the one before; the last ones are never used."""
+class LosesWhereOneLooks(BSPWorker):
+    """After a look at its result a worker leaves out its next gradient."""
 
-    def start(self, run):
-        return LosesTheLastWorker(run, self)
-
-
-class LosesWhereOneLooksWorker(BSPWorker):
     looked = False
 
     def consolidate(self):
@@ -148,28 +123,14 @@ class LosesWhereOneLooksWorker(BSPWorker):
         self.looked = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class LosesWhereOneLooks(BSP):
-    """After a look at its result a worker leaves out its next gradient."""
+class ForgetsStrides(BSPWorker):
+    """Gradients are contiguous, whatever parameters are."""
 
-    def start(self, run):
-        return LosesWhereOneLooksWorker(run, self)
-
-
-class ForgetsStridesWorker(BSPWorker):
     def backward_ended(self):
         super().backward_ended()
         for bucket in self.run.buckets:
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 parameter.grad = view.contiguous()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForgetsStrides(BSP):
-    """Gradients are contiguous, whatever parameters are."""
-
-    def start(self, run):
-        return ForgetsStridesWorker(run, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +150,12 @@ class KeepsTheFirstRate(OSP):
     ("method", "law"),
     [
         (KeepsTheFirstRate(), "the learning rates of 6 steps add up to 4.5"),
-        (ForgetsStrides(), "strides change the result"),
+        (bsp_with(ForgetsStrides), "strides change the result"),
         (NeverAgrees(), "from the optimum"),
-        (SumsInsteadOfMean(), "from the optimum"),
-        (LeavesWithAStepDue(), "workers hold different models after finish()"),
-        (EvaluationLeaks(), "evaluations in between change the result"),
-        (AlsoScalesAlone(), "one worker differs from the reference"),
+        (bsp_with(SumsInsteadOfMean), "from the optimum"),
+        (bsp_with(LeavesWithAStepDue), "workers hold different models after finish()"),
+        (bsp_with(EvaluationLeaks), "evaluations in between change the result"),
+        (bsp_with(AlsoScalesAlone), "one worker differs from the reference"),
         (ForgetsTheLimit(), "5 gradients of norm 0.5 have moved parameters by 21.2"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
@@ -209,9 +170,12 @@ def test_a_broken_law_is_caught(method, law):
 @pytest.mark.parametrize(
     ("method", "law"),
     [
-        (LosesTheLast(), "after finish.. the gradients of 2.000 to 2.000 steps are in"),
         (
-            LosesWhereOneLooks(),
+            bsp_with(LosesTheLast),
+            "after finish.. the gradients of 2.000 to 2.000 steps are in",
+        ),
+        (
+            bsp_with(LosesWhereOneLooks),
             "with evaluations in between the gradients of 3.667 to",
         ),
     ],
@@ -228,32 +192,61 @@ def test_a_gradient_that_is_lost_is_missed_where_no_bit_can_be_promised(method, 
 # ---- laws of references, scripts, options and memory ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class AddsAThousandth(BSP):
+class AddsAThousandth(BSPWorker):
     """A mean of several gradients is a thousandth too large."""
 
-    def backward_ended(self, state, run):
-        super().backward_ended(state, run)
-        for bucket in run.buckets:
-            bucket.buffer.mul_(1.001 if run.comm.size > 1 else 1.0)
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self.run.buckets:
+            bucket.buffer.mul_(1.001 if self.run.comm.size > 1 else 1.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SendsOnceAStep(BSP):
+class SendsOnceAStep(BSPWorker):
     """What a second backward pass adds before a step stays with its worker."""
 
-    def init(self, run):
-        state = super().init(run)
-        state.sent = set()
-        return state
+    def __init__(self, run, method):
+        super().__init__(run, method)
+        self.sent = set()
 
-    def bucket_ready(self, state, run, bucket):
-        if bucket.index not in state.sent:
-            state.sent.add(bucket.index)
-            super().bucket_ready(state, run, bucket)
+    def bucket_ready(self, bucket):
+        if bucket.index not in self.sent:
+            self.sent.add(bucket.index)
+            super().bucket_ready(bucket)
 
-    def after_update(self, state, run):
-        state.sent.clear()
+    def after_update(self):
+        self.sent.clear()
+
+
+class KeepsAMasterCopy(BSPWorker):
+    """Adds each step's change to a copy of its own, from which the model is written: what is loaded
+    into the model is lost."""
+
+    def __init__(self, run, method):
+        super().__init__(run, method)
+        self.copies = [p.detach().clone() for p in run.parameters]
+
+    def backward_ended(self):
+        super().backward_ended()
+        self.before = [p.detach().clone() for p in self.run.parameters]
+
+    def after_update(self):
+        with torch.no_grad():
+            for parameter, copy, before in zip(
+                self.run.parameters, self.copies, self.before, strict=True
+            ):
+                parameter.copy_(copy.add_(parameter - before))
+
+
+class KeepsEachGradient(BSPWorker):
+    """Notes what it has sent, for ever."""
+
+    def __init__(self, run, method):
+        super().__init__(run, method)
+        self.noted = []
+
+    def bucket_ready(self, bucket):
+        self.noted.append(bucket.buffer.clone())
+        super().bucket_ready(bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,58 +257,22 @@ class ForgetsItsBuffers(BSP):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepsAMasterCopy(BSP):
-    """Adds each step's change to a copy of its own, from which the model is written: what is loaded
-    into the model is lost."""
-
-    def init(self, run):
-        state = super().init(run)
-        state.copies = [p.detach().clone() for p in run.parameters]
-        return state
-
-    def backward_ended(self, state, run):
-        super().backward_ended(state, run)
-        state.before = [p.detach().clone() for p in run.parameters]
-
-    def after_update(self, state, run):
-        with torch.no_grad():
-            for parameter, copy, before in zip(
-                run.parameters, state.copies, state.before, strict=True
-            ):
-                parameter.copy_(copy.add_(parameter - before))
-
-
-@dataclass(frozen=True, kw_only=True)
 class TakesAnyPeriod(BSP):
     """Has an option without a range."""
 
     period: int = 4
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeepsEachGradient(BSP):
-    """Notes what it has sent, for ever."""
-
-    def init(self, run):
-        state = super().init(run)
-        state.noted = []
-        return state
-
-    def bucket_ready(self, state, run, bucket):
-        state.noted.append(bucket.buffer.clone())
-        super().bucket_ready(state, run, bucket)
-
-
 @pytest.mark.parametrize(
     ("method", "law", "words"),
     [
         (
-            AddsAThousandth(),
+            bsp_with(AddsAThousandth),
             "equals_its_reference",
             "after step 1 parameters differ from the reference: by",
         ),
         (
-            SendsOnceAStep(),
+            bsp_with(SendsOnceAStep),
             "script_idioms",
             "two_backward_passes: gradients that add up to 4.5 were applied as",
         ),
@@ -324,9 +281,9 @@ class KeepsEachGradient(BSP):
             "buffers_follow_the_policy",
             "buffers differ between workers",
         ),
-        (KeepsAMasterCopy(), "loads_take_effect", "two steps after a load"),
+        (bsp_with(KeepsAMasterCopy), "loads_take_effect", "two steps after a load"),
         (TakesAnyPeriod(), "options_are_validated", "period=-999"),
-        (KeepsEachGradient(), "memory_does_not_grow", "torch.Tensor"),
+        (bsp_with(KeepsEachGradient), "memory_does_not_grow", "torch.Tensor"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
@@ -359,7 +316,7 @@ def test_a_check_is_run_only_where_its_law_says_something():
 
 def test_a_worker_that_leaves_is_an_error_and_not_a_hang():
     with pytest.raises(CollectiveMismatchError, match="worker 0 called all_gather"):
-        check_method(Case(method=LeavesTheOthersAlone()), workers=(2,))
+        check_method(Case(method=bsp_with(LeavesTheOthersAlone)), workers=(2,))
 
 
 @dataclass(frozen=True, kw_only=True)
