@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from paceline.errors import CollectiveMismatchError, WorkerFailedError
+from paceline.errors import CollectiveMismatchError, UsageError, WorkerFailedError
 from paceline.interfaces import EVERY_STEP, Rounds
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.methods.osp import OSP
@@ -324,6 +324,10 @@ class ReadsTheNetwork(BSP):
     """Wants two racks, or one."""
 
     wanted: int = 1
+
+    def __post_init__(self):
+        if self.wanted < 1:
+            raise UsageError(f"wanted={self.wanted}: expected 1 or 2")
 
     def start(self, run):
         counts = [run.comm.racks.count(r) for r in sorted(set(run.comm.racks))]

@@ -24,8 +24,8 @@ import paceline
 from paceline import bucketing
 from paceline.collectives.communicator import TorchComm
 from paceline.core.checkpoint.worker_state import worker_states
-from paceline.core.method_spec import read_spec
 from paceline.core.optimizer import DistributedOptimizer, training_of
+from paceline.core.settings import parse_method
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Method
 from paceline.methods import METHODS
@@ -212,7 +212,7 @@ def options_are_validated(case: Case, rule: str) -> None:
 
 
 def _method_of(case: Case) -> Method:
-    return read_spec(case.method)[0] if isinstance(case.method, str) else case.method
+    return parse_method(case.method)[0] if isinstance(case.method, str) else case.method
 
 
 def _require_refusal(
@@ -222,7 +222,7 @@ def _require_refusal(
     told = "nothing is raised"
     try:
         if registered:
-            read_spec(f"{cls.name}:{option}")
+            parse_method(f"{cls.name}:{option}")
         else:
             cls(**convert_fields(cls, {key: value}, cls.name))
     except UsageError as error:

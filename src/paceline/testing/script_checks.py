@@ -50,7 +50,7 @@ def a_closure(model: Counting, optimizer: DistributedOptimizer, times: float) ->
         optimizer.zero_grad()
         loss = model(times)
         loss.backward()
-        return loss.item()
+        return float(loss.detach())
 
     optimizer.step(closure)
 
