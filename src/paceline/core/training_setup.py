@@ -44,7 +44,6 @@ from paceline.errors import ModelMismatchError, UsageError
 from paceline.interfaces import (
     Collective,
     Comm,
-    Compressor,
     Endpoint,
     Method,
     Runtime,
@@ -233,17 +232,17 @@ def start(
         inputs.number,
     )
     training = Training(context, remote)
-    _say_warm_up(inputs, settings.compression)
+    _report_warm_up(context)
     return ConnectedTraining(training, endpoints, comm.close)
 
 
-def _say_warm_up(inputs: TrainingInputs, compressor: Compressor) -> None:
-    """Tell people of first steps in which more is sent."""
-    runtime = inputs.runtime
-    if runtime.size == 1:
+def _report_warm_up(context: TrainingContext) -> None:
+    """Report the first steps, in which compressors send more than later."""
+    size, compressor = context.runtime.size, context.settings.compression
+    if size == 1:
         return
-    shapes = [wire_shape(parameter) for _, parameter in inputs.parameters]
-    sentence = warm_up_of(compressor, shapes, torch.float32, runtime.size)
+    shapes = [wire_shape(parameter) for _, parameter in context.parameters]
+    sentence = warm_up_of(compressor, shapes, torch.float32, size)
     if not sentence:
         return
     if compressor != compressor.in_epochs(1):
@@ -251,10 +250,7 @@ def _say_warm_up(inputs: TrainingInputs, compressor: Compressor) -> None:
             "; distribute was given no sampler, so how many steps an epoch has is a guess: "
             "say it as compression.epoch_steps"
         )
-    known = sentence in runtime.journal.notes
-    runtime.journal.note(sentence)
-    if runtime.rank == 0 and not known:
-        print(f"paceline: {sentence}", file=sys.stderr)
+    context.report(sentence)
 
 
 def _without_averages(runtime: Runtime, method: Method, settings: Settings) -> Settings:
