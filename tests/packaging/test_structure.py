@@ -1,7 +1,11 @@
 """The house rules that a machine can check: who may import whom, and what."""
 
 import ast
+import json
 import re
+import subprocess
+import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -208,6 +212,54 @@ def test_nothing_is_unpickled_from_a_network():
         and node.attr.endswith(("_object", "_object_list"))
     ]
     assert not found
+
+
+def expanded(pattern):
+    """A pattern's alternatives: ``{a,b}.py`` is ``a.py`` and ``b.py``."""
+    begin, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    choices, _, end = rest.partition("}")
+    return [
+        one for choice in choices.split(",") for one in expanded(begin + choice + end)
+    ]
+
+
+def test_the_list_of_files_without_docstrings_only_shrinks():
+    """Each of its patterns matches a file that has something to mend."""
+    root = SOURCE.parents[1]
+    options = tomllib.loads((root / "pyproject.toml").read_text())
+    listed = options["tool"]["ruff"]["lint"]["per-file-ignores"]
+    google = 'lint.pydocstyle.convention="google"'
+    checked = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--isolated",
+            "--select=D",
+            "--exit-zero",
+        ]
+        + [f"--config={google}", "--output-format=json", "src"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    )
+    faulty = {
+        Path(one["filename"]).relative_to(root).as_posix()
+        for one in json.loads(checked.stdout)
+    }
+    patterns = [
+        pattern
+        for key, rules in listed.items()
+        if rules == ["D"] and key.startswith("src/")
+        for pattern in expanded(key)
+    ]
+    folders = {path.as_posix() for one in faulty for path in Path(one).parents}
+    assert [
+        one for one in patterns if one.removesuffix("/**") not in faulty | folders
+    ] == []
 
 
 def test_nothing_mocks_but_tests():

@@ -98,8 +98,12 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
 
 
 def grouped(method: Method, of: Sequence[int]) -> Method:
-    """The method with groups by hand, where it has a key ``members`` that nobody has set: *of* has
-    each worker's, as the cluster file names them; empty where it names none."""
+    """Set the groups of a method, where it has a key ``members`` that the user has not set.
+
+    Args:
+        method: The method.
+        of: The group of each worker, as the cluster file names them; empty where it names none.
+    """
     if not of or getattr(method, "members", None) != "":
         return method
     shape: Any = method

@@ -29,7 +29,18 @@ from paceline.interfaces import (
 
 @dataclass(frozen=True, kw_only=True)
 class BSP:
-    """Average every gradient over all workers in every step."""
+    """Average every gradient over all workers in every step.
+
+    Attributes:
+        overlap: Send while backward still runs; without, after it: the textbook form that papers
+            compare with.
+
+    Example:
+        ::
+
+            optimizer = paceline.distribute(model, optimizer)  # bsp is the default
+            optimizer = paceline.distribute(model, optimizer, method="bsp:overlap=false")
+    """
 
     name: ClassVar[str] = "bsp"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -44,10 +55,9 @@ class BSP:
     clips: ClassVar[Clips] = "mean"
 
     overlap: bool = True
-    """Send while backward still runs; without, after it: the textbook form that papers
-    compare with."""
 
     def start(self, run: Run) -> BSPWorker:
+        """Make a worker that averages."""
         return BSPWorker(run, self)
 
 
@@ -55,15 +65,18 @@ class BSPWorker:
     """One worker: sends each bucket once it is ready, and waits for all means when backward ends."""
 
     def __init__(self, run: Run, method: BSP) -> None:
+        """Begin with nothing under way."""
         self.run, self.method = run, method
         self.pending: list[Pending] = []
         """Means under way, in bucket order; none between steps."""
 
     def bucket_ready(self, bucket: Bucket) -> None:
+        """Send the bucket, with *overlap*."""
         if self.method.overlap:
             self.pending.append(self.run.mean(bucket))
 
     def backward_ended(self) -> None:
+        """Wait for all means; without *overlap* after sending all buckets."""
         if not self.method.overlap:
             self.pending += [self.run.mean(bucket) for bucket in self.run.buckets]
         for pending in self.pending:
@@ -71,6 +84,7 @@ class BSPWorker:
         self.pending.clear()
 
     def finish(self) -> None:
+        """Take part until all are out of data, and take the model of the worker that trained longest."""
         source = self.run.participate_until_all_finish()
         if source is not None:
             self.run.broadcast_model(source)
