@@ -191,11 +191,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state in torch's form; servers that update are asked for it."""
-        if not self._training.updates_on_server or self._training.finished:
+        training = self._training
+        if training.remote is None or training.loads is None or training.finished:
             with self._settled():
                 return self._inner.state_dict()
-        loaded = self._training.loading.state
-        state_now = self._training.remote.state() if loaded is None else loaded
+        loaded = training.loads.state
+        state_now = training.remote.state() if loaded is None else loaded
         self._inner.state.update(state_now)
         state: dict[str, Any] = self._inner.state_dict()
         self._inner.state.clear()
@@ -214,14 +215,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._settled():
             self._inner.load_state_dict(state_dict)
             match_strides(self._inner)
-        if self._training.updates_on_server and not self._training.finished:
-            self._training.loading.take_state(dict(self._inner.state))
+        loads = self._training.loads
+        if loads is not None and not self._training.finished:
+            loads.take_state(dict(self._inner.state))
             self._inner.state.clear()
 
     def _settled(self) -> AbstractContextManager[None]:
         """Within it the state here is that of all steps until now."""
         training = self._training
-        elsewhere = training.optimizer_steps or training.updates_on_server
+        elsewhere = training.optimizer_steps or training.remote is not None
         return nullcontext() if elsewhere else self.consolidated()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -268,7 +270,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError(
                 "step() after finish(): the other workers no longer wait for this one"
             )
-        if self._training.looking and not self._training.optimizer_steps:
+        if self._training.context.evaluating and not self._training.optimizer_steps:
             raise UsageError(
                 "step() inside consolidated(): what it changed would be taken back; train "
                 "outside, evaluate and save inside"
@@ -304,7 +306,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         job, rank = self._runtime.job, self._runtime.rank
         steps = job.options.steps or math.inf
-        if not self._training.was_left and self.first_step < steps:
+        remote = self._training.remote
+        was_left = remote is not None and remote.is_over
+        if not was_left and self.first_step < steps:
             return
         self.finish()
         job.ended = True
@@ -414,7 +418,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         it. It differs from this worker's own steps where groups of workers do not wait for each
         other.
         """
-        known: float | None = getattr(self._training.worker, "steps_of_all", None)
+        known: float | None = getattr(self._training.hooks.worker, "steps_of_all", None)
         own = self.first_step + self._runtime.journal.step_count
         return float(own) if known is None else known
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from paceline.bucketing import MEASURED
-from paceline.bucketing.bucket_plan import Side
 from paceline.bucketing.tuner import GoesPast, Planner
 from paceline.core.averages import Averages
 from paceline.core.compressed_average import CompressedAverage
@@ -63,7 +62,7 @@ class Training:
         """Whether this worker was the lowest rank of those who met last."""
         self.context, self._workers = context, context.workers
         self._runtime, self._method = context.runtime, context.method
-        self.comm, self.sampler = context.comm, context.sampler
+        self.comm = context.comm
         planned = {id(parameter) for _, parameter in context.parameters}
         self._outside = [
             (name, parameter)
@@ -91,24 +90,26 @@ class Training:
             context, self._reducer, self.planner, participation, groups, self._buffers
         )
         self._reducer.make_buckets(self.planner.groups)
-        self._remote: RemoteParameters | None = None
+        self.remote: RemoteParameters | None = None
+        """The parameters on their servers, where servers update..."""
         if make_remote is not None:
-            self._remote = make_remote(
+            self.remote = make_remote(
                 context.buckets, lambda: context.workers.weight, context.listeners.coded
             )
-        self.run = make_run(context, averages, driver, self._remote)
+        self.run = make_run(context, averages, driver, self.remote)
         self.hooks = driver.hooks = MethodHooks(context, self.run)
-        self._loads: ServerLoads | None = None
-        if self._remote is not None:
-            self._loads = driver.loads = ServerLoads(context, self._remote, self.hooks)
+        self.loads: ServerLoads | None = None
+        """...and what the script loads then."""
+        if self.remote is not None:
+            self.loads = driver.loads = ServerLoads(context, self.remote, self.hooks)
         try:
             self.hooks.begin()
         except BaseException:
-            if self._loads is not None:
-                self._loads.detach()
+            if self.loads is not None:
+                self.loads.detach()
             raise
         self._add_listeners()
-        self._model_hooks = ModelHooks(context, driver, self._remote)
+        self._model_hooks = ModelHooks(context, driver, self.remote)
         self._handles = self._watch_model()
         self._place_number = context.runtime.job.places.add()
         if self.consolidates_together and self.comm.size > 1:
@@ -135,7 +136,7 @@ class Training:
         handles: list[Any] = [
             model.register_load_state_dict_pre_hook(Uncopied(self.flush_buffers))
         ]
-        if self._remote is None and self.hooks.has("parameters_replaced"):
+        if self.remote is None and self.hooks.has("parameters_replaced"):
             handles += [
                 module.register_load_state_dict_post_hook(Uncopied(self._note_load))
                 for module in model.modules()
@@ -153,62 +154,25 @@ class Training:
     # ---- what it is like now ----
 
     @property
-    def buckets(self) -> list[Bucket]:
-        """The gradient's pieces, in plan order."""
-        return self.context.buckets
-
-    @property
-    def worker(self) -> Any:
-        """The method's worker."""
-        return self.hooks.worker
-
-    @property
-    def looking(self) -> bool:
-        """Whether the script is inside `consolidated`."""
-        return self.context.evaluating
-
-    @property
     def step_pending(self) -> bool:
         """Whether gradients were delivered, and ``step()`` has not followed."""
         return self._workers.step_pending
 
     @property
-    def remote(self) -> RemoteParameters:
-        """The parameters on their servers."""
-        assert self._remote is not None, "this method's worker updates"
-        return self._remote
-
-    @property
     def compression(self) -> CompressedAverage | Encoding | None:
         """Compresses what this worker sends, and keeps the compressor's states."""
-        encoding = None if self._remote is None else self._remote.encoding
+        encoding = None if self.remote is None else self.remote.encoding
         return encoding or self._compression
 
     @property
     def first_step(self) -> int:
         """How many steps the job had done when this worker joined it."""
-        return 0 if self._remote is None else self._remote.first_step
-
-    @property
-    def was_left(self) -> bool:
-        """Whether this worker was started again after it had done all of its steps."""
-        return self._remote is not None and self._remote.is_over
-
-    @property
-    def loading(self) -> ServerLoads:
-        """What the script loads, where servers update."""
-        assert self._loads is not None, "this method's worker updates"
-        return self._loads
+        return 0 if self.remote is None else self.remote.first_step
 
     @property
     def broken_by(self) -> str:
         """The error that has left the ranks out of step, so that it cannot go on; or nothing."""
         return self.context.failure
-
-    @property
-    def updates_on_server(self) -> bool:
-        """Whether the optimizer's state is on servers."""
-        return self._remote is not None
 
     @property
     def optimizer_steps(self) -> bool:
@@ -282,9 +246,9 @@ class Training:
             self._driver.end_backward()
         self.context.listeners.step_is_called()
         self._driver.require_unchanged()
-        if self._loads is not None:
+        if self.loads is not None:
             try:
-                self._loads.before_update()
+                self.loads.before_update()
             except UsageError as error:
                 self.context.record_failure(error)  # the gradients were sent
                 raise
@@ -293,7 +257,7 @@ class Training:
             self._driver.clip_mean(
                 [gradient for gradient in every if gradient is not None]
             )
-        if self._remote is None:
+        if self.remote is None:
             self.context.listeners.update_begins()
 
     def evaluates_again(self) -> None:
@@ -349,8 +313,8 @@ class Training:
             handle.remove()
         if self._driver.lazy is not None:
             self._driver.lazy.detach()
-        if self._loads is not None:
-            self._loads.detach()
+        if self.loads is not None:
+            self.loads.detach()
 
     def abandon(self) -> None:
         """It is not to be trained by this, after all: nobody has done a step."""
@@ -369,7 +333,7 @@ class Training:
         - and what the method itself reports (`WorkerHooks.metrics`).
         """
         found: dict[str, float] = {}
-        remote, compression = self._remote, self.compression
+        remote, compression = self.remote, self.compression
         if self.context.rounds.models_may_differ and remote is None:
             found["round"] = self._driver.rounds_done
         if remote is not None:
@@ -391,20 +355,6 @@ class Training:
         self._model_hooks.weights = before._model_hooks.weights
         self.progress = {"step": step, "unsent": 0, "rounds": 0}
 
-    @property
-    def plan(self) -> Side | None:
-        """The buckets that were measured and settled on, if any: for `reuse`."""
-        return self.planner.kept
-
-    def reuse(self, plan: Side | None) -> None:
-        """Begin with the buckets of another training of the same model, by the same spec. Before
-        the first step, on all workers."""
-        self.planner.reuse(plan)
-
-    def observe(self, watcher: Any) -> None:
-        """Tell *watcher* what `StepListeners` tells."""
-        self.context.listeners.add(watcher)
-
     def flush_buffers(self, *_: object) -> None:
         """Copy the buffers that are under way into the model, before others are loaded or these
         are saved: a step that was skipped has not done it."""
@@ -418,18 +368,18 @@ class Training:
         False where nothing of it was used, since this worker was started again and the job
         goes on: then the model holds what the servers have. Where workers update, each
         goes on with what it loaded. Collective over the workers that train."""
-        return self._loads is None or self._loads.complete(whole=True)
+        return self.loads is None or self.loads.complete(whole=True)
 
     def meet(self) -> bool:
         """Wait for all workers that train; then each has the answers to what it sent, and
         sends nothing until this has returned. Returns False, at once, where there is nobody
         to be met: this worker is out of data, or was started again and has not trained since.
         Collective."""
-        if self._loads is None:
+        if self.loads is None or self.remote is None:
             self.comm.all_reduce(torch.zeros(1), "sum").wait()
             self.leads = self.comm.rank == 0
             return True
-        if not self._workers.active or self._loads.is_late_joiner:
+        if not self._workers.active or self.loads.is_late_joiner:
             return False
         self.leads = self.remote.meet()
         return True
@@ -451,7 +401,7 @@ class Training:
         """Put the result into the model; returns what undoes it."""
         if not self._workers.active or not self.hooks.has("consolidate"):
             return lambda: None  # the result is in the model
-        loading = self._loads
+        loading = self.loads
         if loading is not None and loading.is_due:
             if not loading.is_late_joiner:
                 return lambda: None  # what is in the model was just loaded
@@ -477,8 +427,8 @@ class Training:
                 self._take_due_step()
         self._workers.active = False
         self._buffers.apply()
-        if self._loads is not None and self._loads.is_due:
-            self._loads.complete()
+        if self.loads is not None and self.loads.is_due:
+            self.loads.complete()
         self.hooks.call("finish")
         self._buffers.apply()  # a last round may have sent some
         unused = self._compression
@@ -487,8 +437,8 @@ class Training:
                 f"compression={unused.compressor.name} was never used: method "
                 f"{self._method.name!r} sends no gradients, and no averages with a name"
             )
-        if self._remote is not None:
-            self._remote.keep_state()
+        if self.remote is not None:
+            self.remote.keep_state()
         if isinstance(self.run, UpdatingWorkerRun) and self.run.updater is not None:
             self.run.updater.close()
         self.comm.leave()
@@ -497,7 +447,7 @@ class Training:
         """The script left its loop between ``backward()`` and ``step()``. The gradients have
         left, too, and count, and the others wait for what this step sends after them. What
         the script has loaded since is the result all the same."""
-        loads = self._loads is not None and self._loads.is_due
+        loads = self.loads is not None and self.loads.is_due
         loaded = (
             [p.detach().clone() for _, p in self.context.parameters] if loads else []
         )

@@ -275,15 +275,15 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
     return Inspection(
         buckets=tuple(
             InspectedBucket(one.index, one.names, one.buffer.numel(), one.bytes)
-            for one in training.buckets
+            for one in training.context.buckets
         ),
-        worker=training.worker,
+        worker=training.hooks.worker,
         run=training.run,
-        comm=training.comm,
+        comm=training.context.comm,
         journal=join_runtime().journal,
         worker_states=worker_states(training),
         planner=training.planner,
-        remote=training.remote if training.updates_on_server else None,
+        remote=training.remote,
         endpoints=tuple(active.endpoints),
         switcher=active.switcher,
         step_pending=training.step_pending,

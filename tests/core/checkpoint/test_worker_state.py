@@ -50,7 +50,9 @@ def on_toys(workers, body, make):
     made = [make(rank) for rank in range(workers)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            worker_state, "worker_states", lambda training: made[training.comm.rank]
+            worker_state,
+            "worker_states",
+            lambda training: made[training.context.comm.rank],
         )
         return on(workers, body)
 

@@ -90,7 +90,7 @@ def save(path: str | Path, **others: Stateful) -> None:
     # have met again, when rank 0 has the state. Servers are told first: under some methods
     # who is not here yet would wait for those who are.
     for training in _trainings(runtime):
-        if training.updates_on_server:
+        if training.remote is not None:
             training.meet()
     writes = runtime.rank == 0
     folder = run_on_all(runtime, "save", lambda: _prepare(path, others))
@@ -151,7 +151,7 @@ def load(path: str | Path, **others: Stateful) -> None:
     states = dict(_shared_states(runtime, others))
     # Servers are told first: some wait for the fastest only, who are here.
     for training in _trainings(runtime):
-        if training.updates_on_server and not runtime.alone:
+        if training.remote is not None and not runtime.alone:
             training.meet()
     found = run_on_all(runtime, "load", lambda: _find(runtime, path, set(states)))
     with trained_by(runtime, found.index.specs):
@@ -245,7 +245,7 @@ def _shared_states(
     for number, begun in runtime.job.there():
         yield f"model{number}", begun.model
         yield f"optimizer{number}", begun.optimizer
-        sampler = training_of(begun.optimizer).sampler
+        sampler = training_of(begun.optimizer).context.sampler
         if sampler is not None:
             yield f"sampler{number}", sampler
     for name, state in others.items():

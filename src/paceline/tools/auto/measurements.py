@@ -104,7 +104,7 @@ class TrainingSenses:
     def begin(self, training: Training, forbid: Forbid) -> None:
         """Its first training has begun."""
         self._forbid = forbid
-        training.observe(self._watch)
+        training.context.listeners.add(self._watch)
 
     def step_ended(self) -> None:
         self._steps += 1

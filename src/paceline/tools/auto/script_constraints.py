@@ -34,7 +34,7 @@ class Habits:
         self._training = None
         if method.visible_gradient == "mean" and not waits_in_forward:
             self._training = training
-            training.observe(self)
+            training.context.listeners.add(self)
 
     def forbid(self, method: Method, settings: Settings, *, scales: bool) -> str:
         """Why *method* cannot be begun, given what this worker's script has done; or nothing. *scales*:
@@ -80,7 +80,7 @@ class Habits:
             self._delivered and not self._forward_since
         )
         self._delivered, self._forward_since = True, False
-        self._buckets = self._training.buckets
+        self._buckets = self._training.context.buckets
         self._stamps = stamps([bucket.buffer for bucket in self._buckets])
 
     def step_is_called(self) -> None:
@@ -88,7 +88,7 @@ class Habits:
         if self._training is None or not self._delivered or self.writes:
             return
         buckets = self._buckets
-        if buckets is not self._training.buckets:
+        if buckets is not self._training.context.buckets:
             return  # they were made anew, and gradients have moved
         replaced = any(
             parameter.grad is not None and parameter.grad is not view

@@ -116,9 +116,9 @@ class KeptPlans:
 
     def take(self, spec: str, training: Training) -> None:
         """A training by *spec* is about to end."""
-        if training.plan is not None:
-            self._plans[spec] = training.plan
+        if training.planner.kept is not None:
+            self._plans[spec] = training.planner.kept
 
     def give_back(self, spec: str, training: Training) -> None:
         """One by *spec* has begun."""
-        training.reuse(self._plans.get(spec))
+        training.planner.reuse(self._plans.get(spec))

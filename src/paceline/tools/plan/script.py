@@ -84,7 +84,7 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
             f"{script} ended without calling paceline.distribute: nothing was trained"
         )
     optimizer = optimizer_like(trainings[0].optimizer)
-    sampler = training_of(trainings[0].optimizer).sampler
+    sampler = training_of(trainings[0].optimizer).context.sampler
     own = getattr(trainings[0].model, "workload", None)
     workload = own if isinstance(own, Workload) else None
     refused: dict[str, str] = {}
