@@ -297,16 +297,33 @@ def uneven_data_ends(case: Case, rule: str) -> None:
 
 def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
     """Some workers leave their loop between ``backward()`` and ``step()``, in a step that the
-    others take; as after a time limit of their own."""
-    model, optimizer = begin(case, rule)
-    for number in range(1, 5):
-        step(model, optimizer, centers_of(paceline.rank(), number))
-    optimizer.zero_grad()
-    model(centers_of(paceline.rank(), 5)).backward()
-    if paceline.rank() % 2:
-        optimizer.step()
-    optimizer.finish()
-    _require_one_model(model, optimizer)
+    others take, as after a time limit of their own. That step counts where its gradients were sent;
+    and where a worker takes it, unless the update is that worker's own."""
+    rank, workers, steps = paceline.rank(), paceline.world_size(), 3
+    for leavers in (range(1, workers, 2), range(1), range(workers)):
+        model, optimizer = begin_counting(case, rule)
+        for _ in range(steps - 1):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        model().backward()
+        if rank not in leavers:
+            optimizer.step()
+        optimizer.finish()
+        _require_one_model(model, optimizer)
+        if not case.counts:
+            continue
+        seen = _method_of(case).visible_gradient
+        kept = seen != "local" and len(leavers) < workers
+        least = steps if seen == "sent" or kept else steps - 1
+        found, off = counted(model, case), 1e-3 + case.lossy * steps
+        require(
+            least - off <= found.min().item() <= found.max().item() <= steps + off,
+            f"workers {[*leavers]} left after backward, and the gradients of "
+            f"{found.min():.3f} to {found.max():.3f} steps are in the model, not of {least} "
+            f"to {steps}",
+        )
 
 
 def _require_one_model(model: torch.nn.Module, optimizer: DistributedOptimizer) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
+import torch.distributed as dist
 
 import paceline
 from paceline.core.model_hooks import DDP_SYNCHRONIZES
@@ -218,7 +219,7 @@ def _require_all_gradients(case: Case, rule: str, script: Script) -> None:
         for _ in range(steps):
             script(model, optimizer, 1.0 + paceline.rank())
     except GradientError:
-        optimizer.finish()
+        _end_refused(optimizer)
         raise
     optimizer.finish()
     expected = steps * (1.0 + workers) / 2
@@ -228,6 +229,13 @@ def _require_all_gradients(case: Case, rule: str, script: Script) -> None:
         f"{script.__name__}: gradients that add up to {expected:g} were applied as "
         f"{off:.3g} more or less",
     )
+
+
+def _end_refused(optimizer: DistributedOptimizer) -> None:
+    """End a training that every worker was refused: none is told of it before it knows."""
+    dist.barrier()
+    optimizer.finish()
+    dist.barrier()
 
 
 def schedules_are_followed(case: Case, rule: str) -> None:
@@ -284,7 +292,7 @@ def _require_clipped(case: Case, rule: str, *, by_hand: bool) -> None:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
             optimizer.step()
     except GradientError:
-        optimizer.finish()
+        _end_refused(optimizer)
         raise
     optimizer.finish()
     moved = counted(model, case).norm().item()
@@ -366,6 +374,7 @@ def loads_take_effect(case: Case, rule: str) -> None:
                 raise
             return
         for _ in range(2):
+            paceline.pace(PAUSE * paceline.rank())
             _plain(model, optimizer, 1.0)
             _plain(expected, plain, 1.0)
     optimizer.finish()
