@@ -172,7 +172,7 @@ def test_a_broken_law_is_caught(method, law):
     [
         (
             bsp_with(LosesTheLast),
-            "after finish.. the gradients of 2.000 to 2.000 steps are in",
+            "the gradients of 2.000 to 2.000 steps are in",
         ),
         (
             bsp_with(LosesWhereOneLooks),

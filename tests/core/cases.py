@@ -165,19 +165,6 @@ def gradient_twice_in_one_pass_is_refused():
     optimizer.finish()
 
 
-def two_backwards_are_both_averaged():
-    model = small_model()
-    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
-    expected = mean_gradients(model, both)
-    optimizer = wrap(model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(inputs(paceline.rank(), 1)).square().mean().backward()
-        model(inputs(paceline.rank(), 2)).mean().backward()
-        assert_gradients(model, expected)
-    optimizer.finish()
-
-
 def accumulation_under_no_sync():
     model = small_model()
     both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
@@ -224,17 +211,6 @@ def accumulation_by_ddps_attribute():
         assert_gradients(model, expected)
     assert passes
     assert all(passes)
-    optimizer.finish()
-
-
-def accumulation_that_ends_under_no_sync_is_sent_by_step():
-    model = small_model()
-    expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
-    optimizer = wrap(model)
-    with optimizer.no_sync():
-        model(inputs(paceline.rank())).square().mean().backward()
-    optimizer.step()
-    assert_gradients(model, expected)
     optimizer.finish()
 
 
@@ -832,19 +808,6 @@ def a_parameter_unfrozen_later_is_refused():
     optimizer.finish()
 
 
-def no_sync_after_a_synchronized_pass():
-    model = small_model()
-    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
-    expected = mean_gradients(model, both)
-    optimizer = wrap(model)
-    model(inputs(paceline.rank(), 1)).square().mean().backward()
-    with optimizer.no_sync():
-        model(inputs(paceline.rank(), 2)).mean().backward()
-    optimizer.step()
-    assert_gradients(model, expected)
-    optimizer.finish()
-
-
 class Breaks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -970,10 +933,8 @@ CASES = {
         reentrant_checkpoint_inside,
         reentrant_checkpoint_first_is_refused,
         gradient_twice_in_one_pass_is_refused,
-        two_backwards_are_both_averaged,
         accumulation_under_no_sync,
         accumulation_by_ddps_attribute,
-        accumulation_that_ends_under_no_sync_is_sent_by_step,
         mixed_types,
         complex_parameters,
         sparse_gradients_are_refused,
@@ -1008,7 +969,6 @@ CASES = {
         two_models_side_by_side,
         buffers_and_two_backwards,
         a_parameter_unfrozen_later_is_refused,
-        no_sync_after_a_synchronized_pass,
         a_backward_that_raised_can_be_done_again,
         a_checkpoint_keeps_each_ranks_buffers,
     )

@@ -1,8 +1,6 @@
 """A loop that is left between ``backward()`` and ``step()``, on some workers, or in the
 middle of ``backward()``, on one."""
 
-import functools
-
 import pytest
 import torch
 
@@ -42,31 +40,8 @@ def train(method, leavers=(), more=0):
     return simulate(WORKERS, body)
 
 
-@functools.cache
-def whole(method):
-    """What everybody ends with where nobody leaves."""
-    return train(method)[0]
-
-
 def assert_all_equal(models):
     assert all(torch.equal(model, models[0]) for model in models)
-
-
-LEAVERS = [(0,), (2,), (0, 1), (0, 1, 2)]
-
-
-@pytest.mark.parametrize(("method", "leavers"), crossed(2, WORKER_UPDATES, LEAVERS))
-def test_all_take_the_model_of_one_who_stepped(method, leavers):
-    models = train(method, leavers)
-    assert_all_equal(models)
-    assert torch.equal(models[0], whole(method)) == (len(leavers) < WORKERS)
-
-
-@pytest.mark.parametrize(("method", "leavers"), crossed(4, OTHERS_UPDATE, LEAVERS))
-def test_a_gradient_that_has_left_counts(method, leavers):
-    models = train(method, leavers)
-    assert_all_equal(models)
-    assert torch.equal(models[0], whole(method))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from tests.support.tables import crossed
 
 METHODS = [
     *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),
@@ -64,61 +63,6 @@ def optimum() -> dict[str, torch.Tensor]:
 
 
 # ---- loads ----
-
-
-@pytest.mark.parametrize(("method", "late"), crossed(3, METHODS, range(WORKERS)))
-def test_no_gradient_of_what_was_there_before_reaches_what_is_loaded(
-    method: str, late: int
-) -> None:
-    """At the top, and in mid-training; one worker comes a third of a second later."""
-    models: dict[int, Pulled] = {}
-
-    def script(rank: int) -> None:
-        model, optimizer = begin(method)
-        models[rank] = model
-        for steps in (0, 4):
-            for _ in range(steps):
-                step(model, optimizer)
-            if steps:
-                loaded = {**optimum(), "weight": torch.zeros(8)}
-                model.load_state_dict(loaded)
-                step(model, optimizer)
-                assert model.seen[-1] == 0.0
-            model.load_state_dict(optimum())
-            fresh = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-            optimizer.load_state_dict(fresh.state_dict())
-            if rank == late:
-                paceline.pace(0.3)
-            model.seen.clear()
-            for _ in range(3):
-                step(model, optimizer)
-            assert model.seen == [OPTIMUM] * 3
-        optimizer.finish()
-
-    simulate(script)
-    for model in models.values():
-        assert model.weight.tolist() == [OPTIMUM] * 8
-
-
-def test_the_optimizers_state_is_loaded_with_the_parameters() -> None:
-    def script(rank: int) -> None:
-        model, optimizer = begin("backup")
-        for _ in range(3):
-            step(model, optimizer)
-        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        for _ in range(3):
-            step(model, optimizer)
-        after = model.weight.clone()
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-        loaded = optimizer.state_dict()["state"][0]["momentum_buffer"]
-        assert torch.equal(loaded, saved[1]["state"][0]["momentum_buffer"])
-        for _ in range(3):
-            step(model, optimizer)
-        assert torch.equal(model.weight, after)
-        optimizer.finish()
-
-    simulate(script)
 
 
 @pytest.mark.parametrize("servers", [0, 2])

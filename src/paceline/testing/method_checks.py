@@ -314,8 +314,10 @@ def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
         _require_one_model(model, optimizer)
         if not case.counts:
             continue
-        seen = _method_of(case).visible_gradient
-        kept = seen != "local" and len(leavers) < workers
+        method = _method_of(case)
+        seen = method.visible_gradient
+        alike = seen == "mean" and not method.rounds.groups
+        kept = alike and len(leavers) < workers
         least = steps if seen == "sent" or kept else steps - 1
         found, off = counted(model, case), 1e-3 + case.lossy * steps
         require(

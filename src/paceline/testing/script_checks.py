@@ -336,8 +336,9 @@ def buffers_follow_the_policy(case: Case, rule: str) -> None:
                 f"with buffers=local a worker's buffer of {given} is {model.noted[0]}",
             )
         optimizer.finish()
+        most = steps if case.timing_free or policy == "local" else steps * workers
         require(
-            int(model.calls) == steps,
+            steps <= int(model.calls) <= most,
             f"a buffer that counts {steps} forward passes is {int(model.calls)}",
         )
         ends = [float(values[0]) for values in everyone(model.noted.double())]

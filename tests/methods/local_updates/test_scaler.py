@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.errors import GradientError, UsageError, WorkerFailedError
+from paceline.errors import UsageError, WorkerFailedError
 from tests.methods.local_updates.helpers import double, momentum, simulate
 from tests.methods.osp.helpers import flat, loss_of
-from tests.support.tables import crossed
 
 METHODS = [
     "local-sgd:every=4",
@@ -54,12 +53,6 @@ def train(
     return simulate(4, body)
 
 
-@pytest.mark.parametrize("method", crossed(2, METHODS))
-def test_a_scale_changes_no_bit(method: str) -> None:
-    for plain, scaled in zip(train(method, 0.0), train(method, 8.0), strict=True):
-        assert all(torch.equal(plain[name], scaled[name]) for name in plain)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_who_leaves_out_an_update_stays_in_step_with_the_others(method: str) -> None:
     workers = train(method, 8.0, infinite=2)
@@ -77,10 +70,3 @@ def test_an_own_gradient_that_was_clipped_with_its_scale_is_refused() -> None:
         train("local-sgd:every=4", 8.0, clip_norm=1.0)
     assert isinstance(error.value.__cause__, UsageError)
     train("daso:group=2", 8.0, clip_norm=1.0)  # of the node's mean, after it
-
-
-@pytest.mark.parametrize("method", ["osp:collective=native", "ssp"])
-def test_gradients_that_were_sent_with_their_scale_are_refused(method: str) -> None:
-    with pytest.raises(WorkerFailedError, match="a GradScaler under") as error:
-        train(method, 8.0)
-    assert isinstance(error.value.__cause__, GradientError)

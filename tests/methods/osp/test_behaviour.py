@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from benchmarks.osp_comparisons import compared
@@ -11,7 +9,6 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.testing import inspect
 from tests.methods.osp.helpers import (
     ALL,
     HALF,
@@ -170,21 +167,6 @@ def test_what_is_not_deferred_may_be_written_to():
     method = "osp:collective=native,defer=nothing"
     end = train(method, 2, watch=write)
     assert torch.equal(end, train("bsp", 2, watch=write))
-
-
-@pytest.mark.parametrize("mask", ["all", "0.5 random"])
-def test_changing_a_gradient_that_was_sent_is_refused(mask):
-    def body(rank):
-        model = network()
-        optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=MASKS[mask], buckets="wfbp"
-        )
-        loss_of(model, rank, 0).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-
-    with pytest.raises(WorkerFailedError, match=r"backward\(\) and step"):
-        simulate(2, body)
 
 
 def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
@@ -449,46 +431,6 @@ def test_a_parameter_that_is_used_twice_and_shared():
         assert torch.equal(train(MASKS[mask], 4, make=Tied, same=True), expected)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("mask", SOME)
-def test_accumulated_gradients(mask, set_to_none):
-    """Under no_sync only the last pass of a step sends; identical data: as one process."""
-
-    def alone():
-        model = network()
-        optimizer = sgd(model.parameters())
-        for step in range(9):
-            optimizer.zero_grad(set_to_none)
-            for part in range(3):
-                loss_of(model, part, step).backward()
-            optimizer.step()
-        return flat(model)
-
-    def body(rank):
-        model = network()
-        optimizer = paceline.distribute(
-            model, sgd(model.parameters()), method=MASKS[mask], buckets="wfbp"
-        )
-        for step in range(9):
-            optimizer.zero_grad(set_to_none)
-            for part in range(3):
-                last = part == 2
-                with contextlib.nullcontext() if last else optimizer.no_sync():
-                    loss_of(model, part, step).backward()
-            optimizer.step()
-        optimizer.finish()
-        return flat(model)
-
-    expected = alone()
-    for end in (*simulate(1, body), *simulate(2, body)):
-        assert torch.equal(end, expected)
-
-
-def test_zeroed_gradients_are_those_of_none():
-    ends = [train(HALF, 3, set_to_none=how) for how in (True, False)]
-    assert torch.equal(*ends)
-
-
 def test_groups_have_their_own_rates():
     def grouped(parameters):
         several = list(parameters)
@@ -506,69 +448,3 @@ def test_groups_have_their_own_rates():
         assert torch.equal(train(MASKS[mask], 1, optimizer=grouped), expected)
         end = train(MASKS[mask], 4, optimizer=grouped, same=True)
         assert torch.equal(end, expected)
-
-
-def test_batch_norm_buffers_are_those_of_rank_0():
-    def normed():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-
-    def body(method):
-        def run(rank):
-            model = normed()
-            optimizer = paceline.distribute(
-                model, sgd(model.parameters()), method=method, buckets="wfbp"
-            )
-            for step in range(9):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
-                model.eval()
-                with torch.no_grad(), optimizer.consolidated():
-                    model(inputs(rank, step))
-                model.train()
-            optimizer.finish()
-            return {name: b.clone() for name, b in model.named_buffers()}
-
-        return simulate(2, run)
-
-    nothing = body("osp:collective=native,defer=nothing")
-    for one, other in zip(nothing, body("bsp"), strict=True):
-        assert one.keys() == other.keys()
-        for name, buffer in one.items():
-            assert torch.equal(buffer, other[name])
-    deferred = body(ALL)
-    assert int(deferred[0]["1.num_batches_tracked"]) == 9
-    assert not torch.equal(deferred[0]["1.running_mean"], nothing[0]["1.running_mean"])
-    same = [train(method, 4, make=normed, same=True) for method in (ALL, "bsp")]
-    assert torch.equal(*same)
-
-
-@pytest.mark.parametrize("mask", SOME)
-def test_nothing_is_kept_that_grows(mask):
-    """Between steps a worker holds as much after many steps as after some."""
-    sizes = {}
-
-    def count(value, seen):
-        if id(value) in seen:
-            return 0
-        seen[id(value)] = value
-        if isinstance(value, dict):
-            return len(value) + sum(count(v, seen) for v in value.values())
-        if isinstance(value, (str, bytes, int, float, torch.Tensor)):
-            return 0
-        if hasattr(value, "__len__") and hasattr(value, "__iter__"):
-            return len(value) + sum(count(v, seen) for v in value)
-        name = type(value).__module__
-        if name.startswith("paceline.methods.osp") and hasattr(value, "__dict__"):
-            return count(vars(value), seen)
-        return 0
-
-    def watch(rank, step, model, optimizer):
-        sizes.setdefault(step, []).append(count(inspect(optimizer).worker, {}))
-
-    for method in (MASKS[mask], "osp:collective=native,defer=nothing"):
-        sizes.clear()
-        train(method, 2, watch=watch, steps=61)
-        # Of the twenty steps that are looked at more or fewer may be without a decision.
-        assert max(sizes[60]) <= max(max(sizes[step]) for step in range(30, 40)) + 3

@@ -47,21 +47,6 @@ def double_network():
 # ---- T1 to T3: equal to the bit ----
 
 
-@pytest.mark.parametrize(("name", "workers"), crossed(4, OPTIMIZERS, [1, 2, 3, 4]))
-def test_with_nothing_deferred_it_is_bsp(name, workers):
-    optimizer = OPTIMIZERS[name]
-    expected = train("bsp", workers, optimizer=optimizer)
-    assert torch.equal(train(NOTHING, workers, optimizer=optimizer), expected)
-
-
-@pytest.mark.parametrize("buckets", ["ddp", "single", "2+2"])
-def test_with_nothing_deferred_it_is_bsp_whatever_the_buckets(buckets):
-    expected = train("bsp", 3, buckets=buckets)
-    assert torch.equal(train(NOTHING, 3, buckets=buckets), expected)
-    after = train(f"{NOTHING},overlap=false", 3, buckets=buckets)
-    assert torch.equal(after, expected)
-
-
 @pytest.mark.parametrize(("mask", "name"), crossed(4, MASKS, OPTIMIZERS))
 def test_one_worker_trains_as_without_paceline(name, mask):
     optimizer = OPTIMIZERS[name]
