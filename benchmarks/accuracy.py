@@ -102,7 +102,7 @@ def train(training: Training, task: Task | None = None) -> dict[str, float]:
     racks = RACKS[workers]
     rack = Rack(workers=workers // racks, link=1e12, uplink=2.5e11, latency=1e-6)
     result = Simulation(Cluster((rack,) * racks), patience=PATIENCE).run(body)
-    sent = [sum(s.bytes_sent for s in journal.steps) for journal in result.journals]
+    sent = [sum(s.bytes_sent for s in recorder.steps) for recorder in result.recorders]
     with torch.no_grad():
         every = torch.stack([models[rank].double() for rank in range(workers)])
         mean = every.mean(0)

@@ -91,8 +91,8 @@ def work(arguments):
         for side in sides[first:] + sides[:first]:
             times[side.name].append(side.block())
     if dist.get_rank() == 0:
-        journal = paceline.api._runtime().journal
-        said = [note for note in journal.notes if note.startswith("auto (")]
+        recorder = paceline.api._runtime().recorder
+        said = [note for note in recorder.notes if note.startswith("auto (")]
         course = course_of(mine.optimizer)
         result = {
             "chosen": course.program.present,
@@ -178,7 +178,7 @@ def work_on_loopback(arguments):
             "seconds": {"auto": total[0] / HORIZON, "DDP": total[1] / HORIZON},
             "to_ddp": total[0] / total[1],
             "median_of_turns": statistics.median(ratios),
-            "said": list(paceline.api._runtime().journal.notes)[-1:],
+            "said": list(paceline.api._runtime().recorder.notes)[-1:],
         }
         Path(arguments.output).write_text(json.dumps(result))
     optimizer.finish()

@@ -245,8 +245,8 @@ def train(training: Training) -> dict[str, Any]:
         seed=training.seed,
     )
     simulation = Simulation(cluster(training), compute=compute, patience=PATIENCE)
-    journals = simulation.run(body).journals
-    result["sent"] = sum(s.bytes_sent for journal in journals for s in journal.steps)
+    recorders = simulation.run(body).recorders
+    result["sent"] = sum(s.bytes_sent for recorder in recorders for s in recorder.steps)
     return result
 
 

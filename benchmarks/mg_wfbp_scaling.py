@@ -77,8 +77,8 @@ def in_virtual_time(cluster, workload, plan):
         optimizer.finish()
 
     simulation = Simulation(cluster, options=RunOptions(), lanes=1, patience=300)
-    journals = simulation.run(train).journals
-    return max(journal.steps[-1].step_seconds for journal in journals)
+    recorders = simulation.run(train).recorders
+    return max(recorder.steps[-1].step_seconds for recorder in recorders)
 
 
 def measure(workers, workload, rule):

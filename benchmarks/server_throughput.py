@@ -24,7 +24,7 @@ import torch
 
 from paceline.interfaces import Answer, Work
 from paceline.interfaces.server_messages import Reduce, Reduced
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.transport.connection import RemoteServer
 from paceline.transport.listener import Shell
 
@@ -91,12 +91,12 @@ def serve(options):
 def work(options):
     torch.set_num_threads(1)
     rank = options.rank
-    journal = Journal(rank, time.perf_counter)
+    recorder = StepRecorder(rank, time.perf_counter)
     server = RemoteServer(
         *("server 0", "127.0.0.1", options.port),
         worker=rank,
         token=options.token,
-        journal=journal,
+        recorder=recorder,
     )
     elements = int(options.megabytes * 1e6 / 4)
     buffer = torch.empty(elements)

@@ -1,4 +1,4 @@
-"""What a journal keeps of a training that goes on for ever, and what its figures say then."""
+"""What a recorder keeps of a training that goes on for ever, and what its figures say then."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import tracemalloc
 
 import pytest
 
-from paceline.records import STEPS_KEPT, Journal, Kept
+from paceline.records import STEPS_KEPT, Kept, StepRecorder
 from paceline.runtimes.results import Result, Summary
 
 
 class Training:
-    """A journal and its clock: a training of steps that take what they are told."""
+    """A recorder and its clock: a training of steps that take what they are told."""
 
     def __init__(self, recorder: Kept | None = None) -> None:
         self.now = 0.0
-        self.journal = Journal(0, lambda: self.now, recorder)
-        self.journal.begin("bsp")
+        self.recorder = StepRecorder(0, lambda: self.now, recorder)
+        self.recorder.begin("bsp")
 
     def steps(self, count: int, seconds: float, before: int = 0) -> None:
         for _ in range(count):
-            self.journal.sent(1000)
-            self.journal.log({"loss": self.now})
+            self.recorder.count_bytes(1000)
+            self.recorder.log({"loss": self.now})
             self.now += seconds
-            self.journal.step(before)
+            self.recorder.step(before)
 
 
 def test_it_takes_no_more_memory_however_long_it_goes_on() -> None:
@@ -36,42 +36,42 @@ def test_it_takes_no_more_memory_however_long_it_goes_on() -> None:
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 10_000  # a byte a step, where a record takes hundreds
-    assert len(training.journal.steps) == STEPS_KEPT
-    assert training.journal.step_count == 12 * STEPS_KEPT
-    assert training.journal.steps[-1].step == 12 * STEPS_KEPT
+    assert len(training.recorder.steps) == STEPS_KEPT
+    assert training.recorder.step_count == 12 * STEPS_KEPT
+    assert training.recorder.steps[-1].step == 12 * STEPS_KEPT
 
 
 def test_figures_are_of_the_last_steps_and_counts_of_all() -> None:
     training = Training()
     training.steps(STEPS_KEPT, 1.0)
     training.steps(STEPS_KEPT, 2.0)
-    summary = Summary.of(training.journal)
+    summary = Summary.of(training.recorder)
     assert summary.steps == 2 * STEPS_KEPT
     assert summary.step_seconds == 2.0
-    result = Result.of("real", 1, training.journal, [summary])
+    result = Result.of("real", 1, training.recorder, [summary])
     assert result.steps == 2 * STEPS_KEPT
 
 
 def test_steps_that_measured_are_left_out_also_of_a_window_that_has_moved() -> None:
     training = Training()
-    training.journal.planned(1, settled=True)
+    training.recorder.planned(1, settled=True)
     training.steps(2 * STEPS_KEPT, 1.0)
-    training.journal.planned(2, settled=False)
+    training.recorder.planned(2, settled=False)
     training.steps(STEPS_KEPT - 10, 5.0)
-    training.journal.planned(2, settled=True)
+    training.recorder.planned(2, settled=True)
     training.steps(1, 5.0)
     training.steps(9, 3.0)
-    kept = training.journal.settled_steps()
+    kept = training.recorder.settled_steps()
     assert [record.step_seconds for record in kept] == [3.0] * 9
-    assert Summary.of(training.journal).step_seconds == 3.0
+    assert Summary.of(training.recorder).step_seconds == 3.0
 
 
 def test_without_settled_steps_all_but_the_first_count() -> None:
     training = Training()
     training.steps(1, 9.0)
-    assert Summary.of(training.journal).step_seconds == 9.0
+    assert Summary.of(training.recorder).step_seconds == 9.0
     training.steps(2, 1.0)
-    assert [record.step for record in training.journal.settled_steps()] == [2, 3]
+    assert [record.step for record in training.recorder.settled_steps()] == [2, 3]
 
 
 def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> None:
@@ -80,13 +80,13 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
     pattern = [1.0, 1.0, 1.0, 5.0]
     for before in range(4):
         training = Training()
-        training.journal.planned(1, settled=True)
-        training.journal.set_period(4)
+        training.recorder.planned(1, settled=True)
+        training.recorder.set_period(4)
         for number in range(before + 41):
             training.steps(1, 900.0 if number == 17 else pattern[number % 4])
-        summary = Summary.of(training.journal)
+        summary = Summary.of(training.recorder)
         assert (summary.step_seconds, summary.bytes_sent) == (2.0, 1000.0)
-        result = Result.of("real", 1, training.journal, [summary])
+        result = Result.of("real", 1, training.recorder, [summary])
         assert result.notes == [
             "steps repeat after 4: figures are medians of means over so many"
         ]
@@ -94,20 +94,20 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
 
 def test_figures_of_less_than_a_period_say_so() -> None:
     training = Training()
-    training.journal.planned(1, settled=True)
-    training.journal.set_period(8)
+    training.recorder.planned(1, settled=True)
+    training.recorder.set_period(8)
     training.steps(2, 1.0)
     training.steps(2, 4.0)
-    summary = Summary.of(training.journal)
+    summary = Summary.of(training.recorder)
     assert summary.step_seconds == 3.0  # without the first, which carries start-up
-    result = Result.of("real", 1, training.journal, [summary])
+    result = Result.of("real", 1, training.recorder, [summary])
     assert result.notes == result.cautions
     assert result.cautions == [
         "figures are of 3 steps, from step 2 on, and steps repeat after 8: train for 33 or more"
     ]
 
 
-# What happens to a journal, in turn: steps, plans, decisions; then how many steps there are in
+# What happens to a recorder, in turn: steps, plans, decisions; then how many steps there are in
 # all, from which on they are settled, and what is said of that.
 SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
     "nothing is known": (
@@ -181,27 +181,27 @@ SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
 def test_settled_is_what_comes_after_plans_budgets_and_changes(name: str) -> None:
     events, steps, settled_from, said = SETTLING[name]
     training = Training()
-    journal = training.journal
+    recorder = training.recorder
     for event, value in events:
         match event, value:
             case "steps", int(count):
                 training.steps(count, 1.0)
             case "plan", bool(settled):
-                journal.planned(2, settled=settled)
+                recorder.planned(2, settled=settled)
             case "learns", int(count):
-                journal.learning = count
+                recorder.learning = count
             case "decides", bool(active):
-                journal.decides(active)
+                recorder.decides(active)
             case "change", str(spec):
-                journal.change(spec, spec)
-    assert (journal.step_count, journal.settled_from) == (steps, settled_from)
-    result = Result.of("real", 1, journal, [Summary.of(journal)])
+                recorder.change(spec, spec)
+    assert (recorder.step_count, recorder.settled_from) == (steps, settled_from)
+    result = Result.of("real", 1, recorder, [Summary.of(recorder)])
     settled = 0 < settled_from <= steps
     assert result.settled is settled
     assert result.settled_from == (settled_from if settled else None)
     assert result.settled_steps == (steps + 1 - settled_from if settled else 0)
     if settled:
-        numbers = [record.step for record in journal.settled_steps()]
+        numbers = [record.step for record in recorder.settled_steps()]
         assert numbers == [*range(settled_from, steps + 1)]
     assert [text.startswith(said) for text in result.cautions] == [True] * bool(said)
 
@@ -224,17 +224,17 @@ def test_a_script_that_ends_before_it_was_asked_to(
     asked: int | None, before: int, said: list[str]
 ) -> None:
     training = Training()
-    training.journal.planned(1, settled=True)
+    training.recorder.planned(1, settled=True)
     training.steps(40, 1.0, before)
-    summaries = [Summary.of(training.journal)]
-    result = Result.of("real", 1, training.journal, summaries, asked, before)
+    summaries = [Summary.of(training.recorder)]
+    result = Result.of("real", 1, training.recorder, summaries, asked, before)
     assert (result.asked, result.cautions) == (asked, said)
 
 
 def test_a_recorder_is_told_all_and_in_the_jobs_numbers() -> None:
     kept = Kept([], [])
     training = Training(kept)
-    training.journal.waited("grads", 0.0, 0.5)
+    training.recorder.waited("grads", 0.0, 0.5)
     training.steps(STEPS_KEPT + 5, 1.0, before=100)
     assert [record.step for record in kept.steps] == [*range(101, STEPS_KEPT + 106)]
     steps = [f"step {number}" for number in range(101, STEPS_KEPT + 106)]

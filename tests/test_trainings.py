@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.interfaces.trainings import Job
+from paceline.interfaces.trainings import TrainingRegistry
 from paceline.run_options import RunOptions
 
 
@@ -28,7 +28,9 @@ def begin(job, close=lambda: None, **status):
 
 
 def job_that_tells(told):
-    return Job(RunOptions(), lambda number, cause: told.append((number, cause)))
+    return TrainingRegistry(
+        RunOptions(), lambda number, cause: told.append((number, cause))
+    )
 
 
 @pytest.fixture

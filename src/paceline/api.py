@@ -9,7 +9,7 @@ from typing import Any, TypeVar, overload
 from paceline.core.step_loggers import Told, report
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime, current_runtime
-from paceline.interfaces.trainings import Job
+from paceline.interfaces.trainings import TrainingRegistry
 from paceline.records import StepRecord
 from paceline.runtimes.join import join_runtime
 
@@ -105,7 +105,7 @@ def log(**metrics: object) -> None:
 
             paceline.log(loss=loss, accuracy=0.93)
     """
-    _runtime().journal.log(metrics)
+    _runtime().recorder.log(metrics)
 
 
 @overload
@@ -136,11 +136,11 @@ def steps(of: Iterable[Any] | None = None) -> Iterator[Any]:
                 for inputs, labels in paceline.steps(loader):
                     ...
     """
-    job = join_runtime().job
+    job = join_runtime().registry
     return _until_ended(job, itertools.count() if of is None else of)
 
 
-def _until_ended(job: Job, items: Iterable[Any]) -> Iterator[Any]:
+def _until_ended(job: TrainingRegistry, items: Iterable[Any]) -> Iterator[Any]:
     if job.ended:
         return
     job.loops += 1
@@ -171,7 +171,7 @@ def on_step(callback: Callable[[StepRecord], None]) -> None:
     """
     runtime = join_runtime()
     runtime.connect()
-    runtime.journal.tell(Told(callback), figures=True)
+    runtime.recorder.subscribe(Told(callback), figures=True)
 
 
 def report_to(where: str) -> None:

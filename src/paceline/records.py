@@ -49,7 +49,7 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
     own collectives included. *method*: by which spec it was done, in a training that changes it.
     *figures*: what the method and what it sends tell of themselves, where somebody has asked
-    (`Journal.tell`): see `paceline.core.training.Training.figures`.
+    (`StepRecorder.subscribe`): see `paceline.core.training.Training.figures`.
     """
 
     worker: int
@@ -64,8 +64,8 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     figures: dict[str, float] = {}
 
 
-class Recorder(Protocol):
-    """Whoever wants all that a journal observes, as it comes."""
+class RecordListener(Protocol):
+    """Receives all that a recorder records, as it comes."""
 
     def step(self, record: StepRecord) -> None:
         """A step has ended."""
@@ -77,7 +77,7 @@ class Recorder(Protocol):
 
 
 class Kept(NamedTuple):
-    """A `Recorder` in memory, for runs that are short."""
+    """A `RecordListener` in memory, for runs that are short."""
 
     steps: list[StepRecord]
     spans: list[Span]
@@ -90,14 +90,14 @@ class Kept(NamedTuple):
 
 
 STEPS_KEPT = 1000
-"""A journal's window: what medians are made of. Half a megabyte."""
+"""A recorder's window: what medians are made of. Half a megabyte."""
 
 
-class Journal:
-    """One worker's observations.
+class StepRecorder:
+    """Records one worker's steps, its waits for the network, and what it logs.
 
-    *now* is its runtime's clock; *recorder* is told everything, and so is whoever asks to be
-    (`tell`). ``step_count`` counts steps,
+    *now* is its runtime's clock; *listener* is told everything, and so is whoever asks to be
+    (`subscribe`). ``step_count`` counts steps,
     and ``steps`` are the last `STEPS_KEPT`: training may go on for ever. What steps take
     and send repeats after ``period`` of them. ``observers`` are
     called with 0 when the first training begins, and with each step's number at its end.
@@ -107,7 +107,7 @@ class Journal:
         self,
         worker: int,
         now: Callable[[], float],
-        recorder: Recorder | None = None,
+        listener: RecordListener | None = None,
     ) -> None:
         self.worker = worker
         self.method = self.brief = ""
@@ -139,15 +139,15 @@ class Journal:
         self.wants_figures = False
         """Whether somebody has asked for `StepRecord.figures`, which take time."""
         self._now = now
-        self._recorders = [] if recorder is None else [recorder]
+        self._listeners = [] if listener is None else [listener]
         self._fresh_metrics: dict[str, float] = {}
         self._bytes_sent = 0
         self._wait_seconds = 0.0
         self._began = self._last_end = 0.0
 
-    def tell(self, recorder: Recorder, *, figures: bool = False) -> None:
-        """From now on *recorder* is told everything, too; *figures*: also those."""
-        self._recorders.append(recorder)
+    def subscribe(self, listener: RecordListener, *, figures: bool = False) -> None:
+        """From now on *listener* is told everything, too; *figures*: also those."""
+        self._listeners.append(listener)
         self.wants_figures = self.wants_figures or figures
 
     def begin(self, method: str, brief: str = "") -> None:
@@ -216,12 +216,12 @@ class Journal:
         warm = [step for number, step in numbered if number > 1]
         return settled or warm or [step for _, step in numbered]
 
-    def note(self, sentence: str) -> None:
+    def add_note(self, sentence: str) -> None:
         """Keep a sentence that belongs beside the run's figures: the last few."""
         if sentence not in self.notes:
             self.notes.append(sentence)
 
-    def sent(self, count: int) -> None:
+    def count_bytes(self, count: int) -> None:
         """Count bytes that this worker puts on the network, of one message or collective."""
         self._bytes_sent += count
         self.messages += 1
@@ -255,8 +255,8 @@ class Journal:
 
     def observe(self, span: Span) -> None:
         """Record a span, if anybody asked for a trace."""
-        for recorder in self._recorders:
-            recorder.span(span)
+        for listener in self._listeners:
+            listener.span(span)
 
     def log(self, metrics: dict[str, object]) -> None:
         """Note metrics: they go into the next step's record and into the last values."""
@@ -289,11 +289,11 @@ class Journal:
             figures=dict(figures or {}),
         )
         self.steps.append(record)
-        if self._recorders:
+        if self._listeners:
             name = f"step {record.step}"
             self.observe(Span(self.worker, STEP_ROW, name, self._last_end, end))
-        for recorder in self._recorders:
-            recorder.step(record)
+        for listener in self._listeners:
+            listener.step(record)
         self._last_end = end
         self._fresh_metrics = {}
         self._bytes_sent, self._wait_seconds = 0, 0.0

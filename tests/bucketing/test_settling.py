@@ -73,8 +73,8 @@ def test_where_a_plan_is_adopted_one_line_says_so(capsys):
         "used"
     )
     assert capsys.readouterr().err == f"{line}\n"
-    journal = runtime.result.journals[0]
-    assert [f"paceline: {note}" for note in journal.notes] == [line]
+    recorder = runtime.result.recorders[0]
+    assert [f"paceline: {note}" for note in recorder.notes] == [line]
 
 
 def test_ddps_rule_stays_where_it_is_as_fast(capsys):
@@ -183,10 +183,10 @@ def test_a_result_says_whether_its_figures_are_of_settled_steps(
 
 def test_figures_are_of_settled_steps():
     answers, runtime = on(2, lambda rank: train_stand_in(UNEVEN, 30))
-    journal = runtime.result.journals[0]
-    summary = Summary.of(journal)
+    recorder = runtime.result.recorders[0]
+    summary = Summary.of(recorder)
     assert summary.steps == 30
     assert summary.step_seconds == pytest.approx(
-        journal.steps[-1].step_seconds, rel=1e-9
+        recorder.steps[-1].step_seconds, rel=1e-9
     )
-    assert journal.buckets == len(answers[0].plan)
+    assert recorder.buckets == len(answers[0].plan)

@@ -351,7 +351,7 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
         return (
             ended(watched, optimizer),
             sending,
-            list(inspect(optimizer).journal.notes),
+            list(inspect(optimizer).recorder.notes),
         )
 
     answers, _ = on(4, body, lanes=lanes)

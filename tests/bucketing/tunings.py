@@ -73,10 +73,10 @@ def note(watched: Watched, model: nn.Module, optimizer: Any) -> None:
 
 def ended(watched: Watched, optimizer: Any) -> Watched:
     optimizer.finish()
-    journal = inspect(optimizer).journal
-    watched.bytes_sent = [step.bytes_sent for step in journal.steps]
-    watched.step_seconds = [step.step_seconds for step in journal.steps]
-    watched.settled_after = journal.settled_after
+    recorder = inspect(optimizer).recorder
+    watched.bytes_sent = [step.bytes_sent for step in recorder.steps]
+    watched.step_seconds = [step.step_seconds for step in recorder.steps]
+    watched.settled_after = recorder.settled_after
     return watched
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.cli import progress
 from paceline.cli.progress import describe, status_lines
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes.progress import Standing, noted, read, write_there
 from tests.support.terminal import SECONDS, on_terminal
 
@@ -153,21 +153,21 @@ class Clock:
         self.now = 0.0
 
 
-def trained(journal: Journal, clock: Clock, seconds: list[float]) -> None:
+def trained(recorder: StepRecorder, clock: Clock, seconds: list[float]) -> None:
     for one in seconds:
         clock.now += one
-        journal.step()
+        recorder.step()
 
 
 def test_a_steps_time_is_of_whole_periods_and_without_the_first() -> None:
     clock = Clock()
-    journal = Journal(0, lambda: clock.now)
-    journal.begin("local-sgd")
-    trained(journal, clock, [9.0])
-    assert Standing.of(journal).step_seconds == 9.0
-    journal.set_period(3)
-    trained(journal, clock, [1.0, 1.0, 4.0] * 8)
-    assert Standing.of(journal).step_seconds == 2.0
+    recorder = StepRecorder(0, lambda: clock.now)
+    recorder.begin("local-sgd")
+    trained(recorder, clock, [9.0])
+    assert Standing.of(recorder).step_seconds == 9.0
+    recorder.set_period(3)
+    trained(recorder, clock, [1.0, 1.0, 4.0] * 8)
+    assert Standing.of(recorder).step_seconds == 2.0
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_who_writes_how_far_it_is(
     alone: bool, local_rank: str, written: int, tmp_path: Path
 ) -> None:
     file = tmp_path / "progress"
-    journal = Journal(0, lambda: 0.0)
+    recorder = StepRecorder(0, lambda: 0.0)
     place = {"PACELINE_PROGRESS_FILE": str(file), "LOCAL_RANK": local_rank}
-    write_there(journal, lambda: 40 if alone else 0, alone=alone, environment=place)
-    journal.begin("asp")
+    write_there(recorder, lambda: 40 if alone else 0, alone=alone, environment=place)
+    recorder.begin("asp")
     assert noted(file) == 0
     for _ in range(written):
-        journal.step()
+        recorder.step()
     assert noted(file) == (43 if alone else 0)
     assert (read(file) is not None) == alone
 

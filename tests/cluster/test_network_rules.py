@@ -48,7 +48,7 @@ def steps_of(rules: tuple[Rule, ...], count: int = 6) -> list[float]:
 
     rack = Rack(workers=2, link=RATE, latency=0.0)
     result = Simulation(Cluster((rack,), rules)).run(train)
-    return [step.step_seconds for step in result.journals[0].steps]
+    return [step.step_seconds for step in result.recorders[0].steps]
 
 
 def test_without_rules_every_step_takes_a_second() -> None:

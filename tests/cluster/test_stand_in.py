@@ -88,7 +88,7 @@ def sent(workload: Workload, buckets: str) -> Sequence[int]:
         model(torch.ones(16)).backward()
         optimizer.step()
     optimizer.finish()
-    return [step.bytes_sent for step in inspect(optimizer).journal.steps]
+    return [step.bytes_sent for step in inspect(optimizer).recorder.steps]
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -55,11 +55,11 @@ def every_collective_forms_the_same_mean(comm: TorchComm) -> None:
             value = torch.tensor([5.0 + rank])
             pair.all_reduce(value, "sum").wait()
             assert value.item() == 11.0
-        before = runtime.journal.bytes_sent
+        before = runtime.recorder.bytes_sent
         sent_in_bytes = 4 * 12 * 1024
         other.all_reduce(torch.zeros(sent_in_bytes // 4), "sum").wait()
         schedule = collective.schedule(sent_in_bytes, other, other.racks)
-        assert runtime.journal.bytes_sent - before == schedule.bytes_sent(rank)
+        assert runtime.recorder.bytes_sent - before == schedule.bytes_sent(rank)
         other.close()
 
 

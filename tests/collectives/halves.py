@@ -63,17 +63,17 @@ def two_halves_are_the_whole(comm: TorchComm) -> None:
 
 def halves_send_as_much_as_the_whole(comm: TorchComm) -> None:
     runtime, n = join_runtime(), comm.size
-    journal = runtime.journal
+    recorder = runtime.recorder
     for row in ("native", *SCHEDULES):
         collective = make(row)
         other = over(collective, runtime, comm.channel(f"{row}, counted"))
         for size in (1, 5, 1200):
             buffer = torch.zeros(size)
-            start = journal.bytes_sent
+            start = recorder.bytes_sent
             under_way = scatter(other, buffer, "sum")
-            first = journal.bytes_sent - start
+            first = recorder.bytes_sent - start
             under_way.gather().wait()
-            both = journal.bytes_sent - start
+            both = recorder.bytes_sent - start
             schedule = collective.schedule(size, other, other.racks)
             assert both == 4 * schedule.bytes_sent(comm.rank)
             if row in ("native", "ring") and size % n == 0:

@@ -8,7 +8,7 @@ import torch
 
 from paceline.collectives.continuations import Chain, ThreadRunner, WaitingRunner
 from paceline.errors import UsageError
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from tests.support.hanging import SECONDS
 
 
@@ -34,7 +34,7 @@ class Runtime:
     """What a chain asks of its runtime."""
 
     def __init__(self) -> None:
-        self.journal = Journal(0, self.now)
+        self.recorder = StepRecorder(0, self.now)
         self.runners = []
 
     def now(self) -> float:

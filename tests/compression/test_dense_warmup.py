@@ -82,7 +82,7 @@ def test_plans_are_made_for_what_follows_first_steps():
                 model(torch.full((1, 200), 1.0 + rank)).sum().backward()
                 optimizer.step()
             optimizer.finish()
-            notes.append(list(join_runtime().journal.notes))
+            notes.append(list(join_runtime().recorder.notes))
         return notes
 
     compute = ComputeModel(forward=0.002, backward=0.004)

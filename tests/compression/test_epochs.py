@@ -51,7 +51,7 @@ def sent(epochs, sampled=True, spec=SPEC, stands_in=False):
                 model(inputs).square().mean().backward()
                 optimizer.step()
         optimizer.finish()
-        return [step.bytes_sent for step in runtime.journal.steps]
+        return [step.bytes_sent for step in runtime.recorder.steps]
 
     return run(cluster(WORKERS), body)[0]
 

@@ -148,7 +148,7 @@ def test_distribute_takes_objects_as_names():
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(model, inner, buckets="single", **given)
         optimizer.finish()
-        return join_runtime().journal.method
+        return join_runtime().recorder.method
 
     def told(**given):
         first, second = run(2, lambda rank: method_of(rank, **given))

@@ -35,13 +35,13 @@ class Model(torch.nn.Module):
 
 def counted(train):
     """Bytes that this worker sends in *train*."""
-    journal, sent = join_runtime().journal, []
-    before = journal.sent
-    journal.sent = lambda count: (sent.append(count), before(count))
+    recorder, sent = join_runtime().recorder, []
+    before = recorder.sent
+    recorder.sent = lambda count: (sent.append(count), before(count))
     try:
         train()
     finally:
-        journal.sent = before
+        recorder.sent = before
     return sum(sent)
 
 

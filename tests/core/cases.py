@@ -835,7 +835,7 @@ def a_backward_that_raised_can_be_done_again():
 def a_checkpoint_keeps_each_ranks_buffers():
     model = normalized_model()
     runtime = join_runtime()
-    runtime.job.trainings.clear()
+    runtime.registry.trainings.clear()
     optimizer = wrap(model)
     for step in range(2):
         model(inputs(paceline.rank(), step)).square().mean().backward()
@@ -851,7 +851,7 @@ def a_checkpoint_keeps_each_ranks_buffers():
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]), name
     optimizer.finish()
-    runtime.job.trainings.clear()
+    runtime.registry.trainings.clear()
 
 
 def groups_and_channels_of_unequal_history():
@@ -900,14 +900,14 @@ def a_restart_equals_straight_training():
     folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "checkpoint"
     runtime = join_runtime()
     for steps in (range(10), range(2)):  # the second replaces the first
-        runtime.job.trainings.clear()
+        runtime.registry.trainings.clear()
         straight = begin()
         torch.manual_seed(paceline.rank())
         train(*straight, steps)
         paceline.save(folder, schedule=straight[2])
         train(*straight, range(len(steps), 20))
         straight[1].finish()
-        runtime.job.trainings.clear()
+        runtime.registry.trainings.clear()
         model, optimizer, schedule = begin()
         paceline.load(folder, schedule=schedule)
         train(model, optimizer, schedule, range(len(steps), 20))
@@ -920,7 +920,7 @@ def a_restart_equals_straight_training():
         paceline.load(folder)
     with pytest.raises(UsageError, match="no checkpoint"):
         paceline.load(folder / "nowhere")
-    runtime.job.trainings.clear()
+    runtime.registry.trainings.clear()
 
 
 CASES = {

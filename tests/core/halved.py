@@ -80,7 +80,7 @@ def train(method, buckets, steps, collective="ring", branch=None):
         used = (rank + step) % 3 if branch is None else branch
         model(torch.randn(4, 6, generator=draw), used).backward()
         optimizer.step()
-    sent = [record.bytes_sent for record in join_runtime().journal.steps]
+    sent = [record.bytes_sent for record in join_runtime().recorder.steps]
     optimizer.finish()
     return [p.detach().clone() for p in model.parameters()], sent[len(sent) - steps :]
 

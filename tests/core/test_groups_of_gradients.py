@@ -117,7 +117,7 @@ def test_a_mean_with_a_name_is_compressed(code, part):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        sent = paceline.runtimes.join.join_runtime().journal.steps[-1].bytes_sent
+        sent = paceline.runtimes.join.join_runtime().recorder.steps[-1].bytes_sent
         optimizer.finish()
         return sent, model.scalar.item()
 

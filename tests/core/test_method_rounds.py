@@ -50,7 +50,7 @@ def train(method, workers, steps, make=Counting, buckets="optimal"):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        sent = [record.bytes_sent for record in join_runtime().journal.steps]
+        sent = [record.bytes_sent for record in join_runtime().recorder.steps]
         before = applied(model)
         optimizer.finish()
         return sent, before, applied(model), model
@@ -415,11 +415,11 @@ def test_figures_are_of_as_many_steps_as_it_takes_to_repeat(method, period):
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        journal = join_runtime().journal
-        sent = [record.bytes_sent for record in journal.steps]
-        figure = Summary.of(journal).bytes_sent
+        recorder = join_runtime().recorder
+        sent = [record.bytes_sent for record in recorder.steps]
+        figure = Summary.of(recorder).bytes_sent
         optimizer.finish()
-        return journal.period, figure, sent
+        return recorder.period, figure, sent
 
     for found, figure, sent in simulate(4, body):
         assert found == period

@@ -213,7 +213,7 @@ def test_another_face_of_the_optimizer_is_the_same_optimizer(method):
         # the model is free for another training, whichever face has finished
         given(model).finish()
         # steps through any face are the job's
-        return end, join_runtime().journal.step_count
+        return end, join_runtime().recorder.step_count
 
     ends = run(2, body)
     assert torch.equal(ends[0][0], ends[1][0])

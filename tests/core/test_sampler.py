@@ -120,8 +120,8 @@ def test_shares_by_speed_even_out_a_slow_worker():
         simulation = Simulation(
             cluster, compute=ComputeModel(forward=0.1, backward=0.2)
         )
-        journal = simulation.run(body).journals[0]
-        seconds[shares] = journal.steps[5].step_seconds
+        recorder = simulation.run(body).recorders[0]
+        seconds[shares] = recorder.steps[5].step_seconds
     assert seconds[None] == pytest.approx(0.6, rel=1e-4)
     assert seconds["speed"] == pytest.approx(0.4, rel=1e-4)
 

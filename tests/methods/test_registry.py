@@ -102,7 +102,7 @@ def test_what_tables_call_a_run_is_enough_to_repeat_it(case):
         model = Quadratic()
         adam = torch.optim.Adam(model.parameters())
         distribute(model, adam, method=case.method).finish()
-        found.append(join_runtime().journal.brief)
+        found.append(join_runtime().recorder.brief)
 
     Simulation(cluster_of(1)).run(begin)
     assert parse_method(found[0]) == parse_method(case.method)

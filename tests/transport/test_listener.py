@@ -28,7 +28,7 @@ from paceline.interfaces.server_messages import (
     Refused,
 )
 from paceline.parameter_server.process.monitors import make_machine
-from paceline.records import Journal, Kept
+from paceline.records import Kept, StepRecorder
 from paceline.timeouts import timeouts
 from paceline.transport import connection, payloads, protocol
 from paceline.transport.channel import Channel
@@ -166,15 +166,15 @@ def test_what_the_server_refuses_is_a_usage_error():
 
 def test_bytes_and_waits_are_counted():
     kept = Kept([], [])
-    journal = Journal(0, time.perf_counter, kept)
+    recorder = StepRecorder(0, time.perf_counter, kept)
     with running(Adder(1), 1) as shell:
-        server = connect(shell, journal=journal)
-        journal.begin("test")
+        server = connect(shell, recorder=recorder)
+        recorder.begin("test")
         server.request(Load(bucket=0), torch.ones(1000)).wait()
         server.request(Pull(bucket=0), into=torch.ones(1000)).wait()
-        journal.step()
+        recorder.step()
         server.close()
-    assert journal.steps[0].bytes_sent == 4000 + 2 * protocol.HEADER_BYTES
+    assert recorder.steps[0].bytes_sent == 4000 + 2 * protocol.HEADER_BYTES
     names = [span.name for span in kept.spans]
     assert names == ["server", "server", "step 1"]
 

@@ -68,7 +68,7 @@ def simulate(
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
-                    standing = Standing.of(simulation.runtime_of(0).journal)
+                    standing = Standing.of(simulation.runtime_of(0).recorder)
                     told(f"virtual time {now:.3f} s · {describe(standing, steps)}")
                     if there is not None:
                         standing.write(there)

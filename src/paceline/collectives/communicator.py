@@ -48,7 +48,7 @@ _OPERATIONS: dict[ReduceOperation, Any] = {
 class TorchComm(Messages):
     """A `Comm` over a torch.distributed process group.
 
-    Counts bytes and waits in *runtime*'s journal. A group of one moves nothing. *name* is
+    Counts bytes and waits in *runtime*'s recorder. A group of one moves nothing. *name* is
     unique in the job and the same on all ranks. *chain* runs what follows results; groups
     share it with the communicator that they are of. *issuer*: the chain whose works issue
     all that is issued here; None: the training itself. *collective*: how averages are
@@ -113,7 +113,7 @@ class TorchComm(Messages):
 
     def tell(self, sentence: str) -> None:
         """Say it to people, and keep it beside the run's figures."""
-        self._runtime.journal.note(sentence)
+        self._runtime.recorder.add_note(sentence)
         if self.rank == 0:
             print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
@@ -154,7 +154,7 @@ class TorchComm(Messages):
         size = wire_bytes(buffer)
         if size not in self._ring_bytes:
             self._ring_bytes[size] = Ring(self.size, size).bytes_sent(self.rank)
-        self._runtime.journal.sent(self._ring_bytes[size])
+        self._runtime.recorder.count_bytes(self._ring_bytes[size])
         # The group's own method, not dist.all_reduce: that checks and logs for 25 us,
         # which is a percent of a small step, and in virtual time it would take the
         # thread's worker for the one who calls.
@@ -321,7 +321,7 @@ class TorchComm(Messages):
         return name, group_beside(self._group, name, ranks)
 
     def _count(self, schedule: Schedule) -> None:
-        self._runtime.journal.sent(schedule.bytes_sent(self.rank))
+        self._runtime.recorder.count_bytes(schedule.bytes_sent(self.rank))
 
 
 def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:

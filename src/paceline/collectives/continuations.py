@@ -179,8 +179,8 @@ class Chained:
         check_may_wait()
         runtime = self._chain.runtime
         start = runtime.now()
-        runtime.journal.block("chained", self.settle)
-        runtime.journal.waited("chained", start, runtime.now())
+        runtime.recorder.block("chained", self.settle)
+        runtime.recorder.waited("chained", start, runtime.now())
 
     def settle(self) -> None:
         self._ran.wait()

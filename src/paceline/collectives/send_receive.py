@@ -70,13 +70,13 @@ class Messages:
     def wait_for(self, work: Any, name: str) -> None:
         """Wait, and count it."""
         start = self._runtime.now()
-        self._runtime.journal.block(name, work.wait)
-        self._runtime.journal.waited(name, start, self._runtime.now())
+        self._runtime.recorder.block(name, work.wait)
+        self._runtime.recorder.waited(name, start, self._runtime.now())
 
     def send(self, buffer: torch.Tensor, to: int) -> Pending:
         self._check_peer(to, "send(buffer, to)")
         issuer = continuations.current()
-        self._runtime.journal.sent(wire_bytes(buffer))
+        self._runtime.recorder.count_bytes(wire_bytes(buffer))
         flat = [stand_alike(flat_of(buffer), buffer)]
         work = self._group.send(flat, self._peers[to], self._tag("", issuer))
         return self._message(work, issuer, "send", buffer)
@@ -109,7 +109,7 @@ class Messages:
             timed = schedule
         else:
             unit = 1.0
-        self._runtime.journal.sent(round(unit * timed.bytes_sent(self.rank)))
+        self._runtime.recorder.count_bytes(round(unit * timed.bytes_sent(self.rank)))
         path = "" if issuer is self.issuer or issuer is None else issuer.path
         end = simulated_end(self._group)
         work: Any
@@ -138,7 +138,7 @@ class Messages:
 
     def count_sent(self, size: int) -> None:
         """So many bytes leave this rank otherwise than by this object's methods."""
-        self._runtime.journal.sent(size)
+        self._runtime.recorder.count_bytes(size)
 
     def _move(
         self,

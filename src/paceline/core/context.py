@@ -123,9 +123,9 @@ class TrainingContext:
 
     def report(self, sentence: str) -> None:
         """Print *sentence* once for all workers, now, and keep it beside the run's records."""
-        journal = self.runtime.journal
-        known = sentence in journal.notes
-        journal.note(sentence)
+        recorder = self.runtime.recorder
+        known = sentence in recorder.notes
+        recorder.add_note(sentence)
         if self.comm.rank == 0 and not known:
             print(f"paceline: {sentence}", file=sys.stderr)
 

@@ -131,9 +131,9 @@ def distribute(
     )
     report_as_asked(runtime)
     inputs = TrainingInputs(
-        runtime, model, optimizer, sampler, len(runtime.job.trainings)
+        runtime, model, optimizer, sampler, len(runtime.registry.trainings)
     )
-    override = runtime.job.options.method
+    override = runtime.registry.options.method
     if override is None and _changes(method):
         return method.train(inputs, settings)
     wish = wish_of(override or (method if isinstance(method, str) else None))
@@ -157,11 +157,11 @@ def _train_by(
         settings = replace(settings, **own)
     beside = settings.changed_keys()
     beside = {key: beside[key] for key in CHOSEN_BY_AUTO if key in beside}
-    check_wish(runtime, chosen_beside=beside, others=bool(runtime.job.unfinished))
+    check_wish(runtime, chosen_beside=beside, others=bool(runtime.registry.unfinished))
     runtime.connect()
     if runtime.size == 1:
         say_alone(runtime)
-    if runtime.size == 1 or runtime.job.options.profile is not None:
+    if runtime.size == 1 or runtime.registry.options.profile is not None:
         return train(inputs, *parse_method(FIRST, settings))
     return changing(wish, settings).train(inputs, settings)
 
@@ -210,7 +210,7 @@ def _read_method(
     runtime: Runtime, method: str | Method | Auto | None, settings: Settings
 ) -> tuple[Method, Settings]:
     """The method and the settings; the command line's spec wins over the script's."""
-    override = runtime.job.options.method
+    override = runtime.registry.options.method
     if override is None and method is not None and not isinstance(method, str):
         assert not _changes(method)
         return reconcile(method, settings)

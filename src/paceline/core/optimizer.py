@@ -239,7 +239,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         """Name the method and the wrapped optimizer."""
-        return f"Distributed[{self._runtime.journal.method}]({self._inner!r})"
+        return f"Distributed[{self._runtime.recorder.method}]({self._inner!r})"
 
     # ---- training ----
 
@@ -260,7 +260,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             TrainingEnded: The job has done the steps that ``--steps`` asks for. Loops over
                 `paceline.steps` end by themselves, without this error.
         """
-        job, active = self._runtime.job, self._active
+        job, active = self._runtime.registry, self._active
         if active.finished and job.ended:
             if job.options.steps:
                 raise self._ended()
@@ -278,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if active.switcher is not None and not active.uses_grad_scaler:
             active.uses_grad_scaler = inside_scaler()
         if loss is not None:
-            self._runtime.journal.log({"loss": loss})
+            self._runtime.recorder.log({"loss": loss})
         result = self._update(closure)
         self._training.after_update()
         if self._sets_the_pace() and not job.ended:
@@ -292,19 +292,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def _done(self) -> int:
         """Steps of the job."""
-        return self.first_step + self._runtime.journal.step_count
+        return self.first_step + self._runtime.recorder.step_count
 
     def _count_step(self) -> None:
-        journal = self._runtime.journal
-        figures = self._training.figures() if journal.wants_figures else {}
-        journal.step(self.first_step, figures)
+        recorder = self._runtime.recorder
+        figures = self._training.figures() if recorder.wants_figures else {}
+        recorder.step(self.first_step, figures)
 
     def _end_if_complete(self) -> None:
         """End the training of a worker that was started again after the job's last step.
 
         It has the finished model then, and its script's steps change nothing.
         """
-        job, rank = self._runtime.job, self._runtime.rank
+        job, rank = self._runtime.registry, self._runtime.rank
         steps = job.options.steps or math.inf
         remote = self._training.remote
         was_left = remote is not None and remote.is_over
@@ -321,7 +321,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _end_script(self) -> None:
         """Let its loops come to their end, if they can: else leave them."""
         self.finish()
-        job = self._runtime.job
+        job = self._runtime.registry
         if not job.loops:
             raise self._ended()
         job.ended = True
@@ -339,7 +339,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return TrainingEnded(0)
 
     def _say(self, how: str) -> None:
-        options = self._runtime.job.options
+        options = self._runtime.registry.options
         if self._runtime.rank == 0 and options.tells and options.profile is None:
             words = f"paceline: ended after {self._done} steps, as --steps asked{how}"
             print(words, file=sys.stderr)
@@ -419,12 +419,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         other.
         """
         known: float | None = getattr(self._training.hooks.worker, "steps_of_all", None)
-        own = self.first_step + self._runtime.journal.step_count
+        own = self.first_step + self._runtime.recorder.step_count
         return float(own) if known is None else known
 
     def _sets_the_pace(self) -> bool:
         """Whether this optimizer's steps are counted and measured: the first of several."""
-        others = self._runtime.job.unfinished
+        others = self._runtime.registry.unfinished
         return not others or others[0].training is self._active
 
     def no_sync(self) -> AbstractContextManager[None]:

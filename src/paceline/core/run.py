@@ -35,7 +35,7 @@ class WorkerRun:
         self.mean, self.average = averages.mean, averages.average
         self.scatter_mean = averages.scatter_mean
         self.report, self.broadcast_model = context.report, driver.broadcast_model
-        self.set_period = context.runtime.journal.set_period
+        self.set_period = context.runtime.recorder.set_period
 
     @property
     def step(self) -> int:
@@ -71,7 +71,7 @@ class WorkerRun:
 
     @property
     def loss(self) -> float | None:
-        return self._context.runtime.journal.metrics.get("loss")
+        return self._context.runtime.recorder.metrics.get("loss")
 
     def participate_until_all_finish(self) -> int | None:
         workers = self._context.workers

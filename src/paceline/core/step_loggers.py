@@ -28,7 +28,7 @@ class Sink(Protocol):
 
 
 class Told:
-    """A `Recorder` that passes steps on."""
+    """A `RecordListener` that passes steps on."""
 
     def __init__(self, callback: Callable[[StepRecord], None]) -> None:
         self._callback = callback
@@ -45,8 +45,8 @@ def report(runtime: Runtime, where: str) -> None:
     runtime.connect()
     if runtime.rank == 0:
         sink = Dispensable(where, sink_for(where))
-        runtime.journal.tell(Told(sink.step), figures=True)
-        runtime.job.at_exit(sink.close)
+        runtime.recorder.subscribe(Told(sink.step), figures=True)
+        runtime.registry.at_exit(sink.close)
         # A script that fails does nothing more of its job, and what it did until then is what people
         # look for. At the interpreter's end W&B takes its service away: what is registered later is
         # called sooner.
@@ -89,8 +89,8 @@ class Dispensable:
 
 def report_as_asked(runtime: Runtime) -> None:
     """Where the command line says, from the first training on."""
-    where = runtime.job.options.report_to
-    if where is not None and not runtime.job.trainings:
+    where = runtime.registry.options.report_to
+    if where is not None and not runtime.registry.trainings:
         report(runtime, where)
 
 

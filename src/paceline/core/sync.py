@@ -111,7 +111,7 @@ def run_on_all(runtime: Runtime, what: str, action: Callable[[], T]) -> T:
     if error is not None:
         message = f"{type(error).__name__}: {error}"
         mine = _Failure(True, isinstance(error, UsageError), message)
-    device = next(runtime.job.trainings[-1].model.parameters()).device
+    device = next(runtime.registry.trainings[-1].model.parameters()).device
     everyone = gather_bytes(msgspec.msgpack.encode(mine), device)
     if error is not None:
         raise error

@@ -69,9 +69,9 @@ class Training:
             for name, parameter in context.model.named_parameters()
             if id(parameter) not in planned and parameter.numel()
         ]
-        journal = context.runtime.journal
-        journal.set_period(context.rounds.every)
-        journal.learning = _learning_steps(context)
+        recorder = context.runtime.recorder
+        recorder.set_period(context.rounds.every)
+        recorder.learning = _learning_steps(context)
 
         on_servers = make_remote is not None
         own = on_servers or getattr(context.method, "averages_buffers", False)
@@ -111,7 +111,7 @@ class Training:
         self._add_listeners()
         self._model_hooks = ModelHooks(context, driver, self.remote)
         self._handles = self._watch_model()
-        self._place_number = context.runtime.job.places.add()
+        self._place_number = context.runtime.registry.places.add()
         if self.consolidates_together and self.comm.size > 1:
             driver.before_place = self._before_place
 
@@ -122,7 +122,7 @@ class Training:
         listeners.add(context.runtime.compute(model, parameters, samples))
         listeners.add(self.planner)
         listeners.add(SameDataCheck(context, self._reducer))
-        for watcher in context.runtime.job.watchers:
+        for watcher in context.runtime.registry.watchers:
             for listener in watcher(model, parameters):
                 listeners.add(listener)
         averages = self._compression is not None and context.comm.size > 1
@@ -221,7 +221,7 @@ class Training:
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self._driver.progress = saved
-        self._runtime.job.places.begins_anew(self._place_number)
+        self._runtime.registry.places.begins_anew(self._place_number)
 
     # ---- what the wrapped optimizer calls ----
 
@@ -274,7 +274,7 @@ class Training:
         not where the training is broken: then the others are told. *together*: all ranks
         know that all call this now, so nobody needs company."""
         self.finished = True
-        self._runtime.job.places.leaves(self._place_number)
+        self._runtime.registry.places.leaves(self._place_number)
         if together:
             self._workers.anyone_active = False
         if self._reducer.in_backward and self._reducer.some_have_left:
@@ -288,7 +288,7 @@ class Training:
         finally:
             self._workers.active = False
             if self.broken_by:
-                self._runtime.job.broke(self.context.number, self.broken_by)
+                self._runtime.registry.broke(self.context.number, self.broken_by)
             self.detach()
 
     @contextmanager
@@ -319,7 +319,7 @@ class Training:
     def abandon(self) -> None:
         """It is not to be trained by this, after all: nobody has done a step."""
         self.finished, self._workers.active = True, False
-        self._runtime.job.places.take_back(self._place_number)
+        self._runtime.registry.places.take_back(self._place_number)
         self.detach()
 
     def figures(self) -> dict[str, float]:
@@ -386,7 +386,7 @@ class Training:
 
     def _before_place(self, place: int) -> None:
         with self._fails_together():
-            self._runtime.job.places.goes_on(self._place_number, place)
+            self._runtime.registry.places.goes_on(self._place_number, place)
 
     @contextmanager
     def _fails_together(self) -> Iterator[None]:
@@ -408,12 +408,12 @@ class Training:
             loading.complete()
         if self.consolidates_together and self.comm.size > 1:
             enter = partial(
-                self._runtime.job.places.enter,
+                self._runtime.registry.places.enter,
                 *(self._place_number, self._driver.place),
                 without_left=self._method.rounds.is_nonblocking,
             )
             with self._fails_together():
-                self._runtime.journal.block("consolidated", enter)
+                self._runtime.recorder.block("consolidated", enter)
         undo: Callable[[], None] = self.hooks.call("consolidate")
         return undo
 
@@ -475,7 +475,7 @@ def _make_planner(context: TrainingContext, averages: Averages) -> Planner:
         context.device,
         context.stopwatch,
         context.runtime.blank,
-        context.runtime.journal.planned,
+        context.runtime.recorder.planned,
         context.report,
         partial(averages.benchmark, in_halves=in_halves),
         lock_step=context.rounds.is_every_step,

@@ -52,7 +52,7 @@ from paceline.interfaces import (
 )
 from paceline.interfaces.buckets import strides_in_bucket, wire_bytes, wire_shape
 from paceline.interfaces.server_messages import Join
-from paceline.interfaces.trainings import Job
+from paceline.interfaces.trainings import TrainingRegistry
 from paceline.parameter_server.client.remote_model import RemoteParameters
 from paceline.parameter_server.optim.pieces import check_servers_can_hold
 from paceline.parameter_server.state_machine.compression_checks import (
@@ -133,11 +133,11 @@ def train(
             stacklevel=3,
         )
     started = start(inputs, plan)
-    runtime.journal.begin(plan.spec, plan.short_spec)
+    runtime.recorder.begin(plan.spec, plan.short_spec)
     active = ActiveTraining(started.training, started.endpoints)
     wrapped = DistributedOptimizer._wrap(inputs.optimizer, active, runtime)
-    runtime.job.begin(inputs.model, wrapped, active, wrapped.finish)
-    runtime.job.hold(started.training, started.close)
+    runtime.registry.begin(inputs.model, wrapped, active, wrapped.finish)
+    runtime.registry.hold(started.training, started.close)
     wrapped._end_if_complete()
     return wrapped
 
@@ -194,7 +194,7 @@ def start(
     description = describe(model, options)
     if isinstance(comm, TorchComm):
         check_ranks_agree(comm, description, device)
-        _let_go_of_earlier(comm, runtime.job, device)
+        _let_go_of_earlier(comm, runtime.registry, device)
     if anew and isinstance(comm, TorchComm) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
     endpoints, job = _servers(runtime, method, settings, collective)
@@ -303,14 +303,16 @@ def _comm(runtime: Runtime, method: Method, number: int) -> TorchComm | AloneCom
     if runtime.alone:
         methods.check_survives(method)
         return AloneComm(runtime)
-    comm = TorchComm(runtime, runtime.job.next_name())
-    if comm.size > 1 and runtime.job.beside(number):
+    comm = TorchComm(runtime, runtime.registry.next_name())
+    if comm.size > 1 and runtime.registry.beside(number):
         # Two models may be in the middle of their steps at once: each has a queue.
         comm = comm.channel("gradients")
     return comm
 
 
-def _let_go_of_earlier(comm: TorchComm, job: Job, device: torch.device) -> None:
+def _let_go_of_earlier(
+    comm: TorchComm, job: TrainingRegistry, device: torch.device
+) -> None:
     """Close the groups and threads of trainings that all workers have done with. Collective."""
     if job.holding:
         in_use = torch.tensor(job.in_use, dtype=torch.uint8, device=device)
@@ -366,7 +368,7 @@ def _check_servers_update_all(
 
 def _check_not_yet_trained(model: torch.nn.Module, runtime: Runtime) -> None:
     mine = {id(parameter) for parameter in model.parameters()}
-    for other in runtime.job.unfinished:
+    for other in runtime.registry.unfinished:
         if any(id(p) in mine for p in other.model.parameters()):
             raise UsageError(
                 "distribute was called before for a model with some of these parameters: "

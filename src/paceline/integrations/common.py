@@ -83,7 +83,7 @@ def shows_mean(method: str | Method | None) -> bool:
     """Whether ``.grad`` holds the mean under what is trained: *method*, or what the
     command line says instead. Not under ``auto``, which may change it."""
     runtime = current_runtime()
-    said = None if runtime is None else runtime.job.options.method
+    said = None if runtime is None else runtime.registry.options.method
     chosen = said or method or "bsp"
     if isinstance(chosen, str):
         if spec.parse(chosen).name == "auto":

@@ -184,7 +184,7 @@ class Worker:
         try:
             runtime = join_runtime()
             assert isinstance(runtime, RealRuntime)
-            runtime.journal.observers.append(lambda step: self._note(runtime, step))
+            runtime.recorder.observers.append(lambda step: self._note(runtime, step))
             result = self._result_of(loop, arguments)
             runtime.close()
         except Exception as error:
@@ -210,7 +210,7 @@ class Worker:
         now = time.monotonic()
         if step == 1 or (step and now > self._told + NOTE_SECONDS):
             self._told = now
-            reached = runtime.job.first_step + step
+            reached = runtime.registry.first_step + step
             self._coordinator.reached.remote(self._rank, reached)
 
 

@@ -10,7 +10,7 @@ Import names from here: ``from paceline.interfaces import Run``. Each module's `
 - `server`: `Server` as a state machine; `Discipline`, what it does with gradients; `Groups` of servers.
 - `server_messages`: what workers and servers say to each other; not exported here.
 - `runtime`: `Runtime`, where a worker lives; the services it starts; `current_runtime`.
-- `trainings`: `Job`, the trainings of one worker's script; not exported here.
+- `trainings`: `TrainingRegistry`, the trainings of one worker's script; not exported here.
 
 No seam here has a time-out of its own: when a peer is gone, the runtime's transport raises
 (gloo and NCCL by connection loss, the simulated runtime at once), and every call here lets

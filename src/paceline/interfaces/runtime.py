@@ -22,8 +22,8 @@ from paceline.interfaces.compression import Compressor
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.server import Groups
 from paceline.interfaces.server_messages import Replies
-from paceline.interfaces.trainings import Job
-from paceline.records import Journal
+from paceline.interfaces.trainings import TrainingRegistry
+from paceline.records import StepRecorder
 
 __all__ = [
     "CodingStage",
@@ -277,7 +277,7 @@ class Runtime(Protocol):
         ...
 
     @property
-    def journal(self) -> Journal:
+    def recorder(self) -> StepRecorder:
         """Counts this worker's steps, bytes, waits and metrics."""
         ...
 
@@ -285,7 +285,7 @@ class Runtime(Protocol):
     """Whether workers meet only at their servers, so that the job survives deaths."""
 
     @property
-    def job(self) -> Job:
+    def registry(self) -> TrainingRegistry:
         """The trainings and the options of this worker's script."""
         ...
 

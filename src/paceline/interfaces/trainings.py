@@ -1,6 +1,6 @@
 """The trainings of one worker's script, its options, and the work put off until its end.
 
-A `Runtime` has one `Job`. It is filled by `distribute`; runtimes and checkpoints read it. What a
+A `Runtime` has one `TrainingRegistry`. It is filled by `distribute`; runtimes and checkpoints read it. What a
 training holds is closed when all workers have done with it, and at the end at the latest. A model and its
 optimizer are the script's own again when their training has ended and another begins: a script may train many.
 """
@@ -259,8 +259,8 @@ def _after(half: int) -> str:
     )
 
 
-class Job:
-    """A script's trainings on one worker, in the order in which `distribute` was called;
+class TrainingRegistry:
+    """Keeps the trainings of a script on one worker, in the order in which `distribute` was called;
     *options* are what the command line has decided for it.
 
     *tell* passes on that an error has ended a training here, though the script goes on: the

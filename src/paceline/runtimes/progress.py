@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.records import Journal
+from paceline.records import StepRecorder
 
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
 """Where a worker writes its `Standing`."""
@@ -47,21 +47,21 @@ class Standing(msgspec.Struct, omit_defaults=True):
     metrics: dict[str, float] = {}
 
     @classmethod
-    def of(cls, journal: Journal) -> Standing:
-        """As a worker's journal says; another thread may write in it meanwhile."""
-        steps = list(journal.steps)  # in one go
-        count = journal.period * -(-_LAST_STEPS // journal.period)
+    def of(cls, recorder: StepRecorder) -> Standing:
+        """As a worker's recorder says; another thread may write in it meanwhile."""
+        steps = list(recorder.steps)  # in one go
+        count = recorder.period * -(-_LAST_STEPS // recorder.period)
         # The first carries start-ups.
         last = steps[1:][-count:] or steps
-        metrics = list(dict(journal.metrics).items())
+        metrics = list(dict(recorder.metrics).items())
         return cls(
             step=steps[-1].step if steps else 0,
             step_seconds=_mean([one.step_seconds for one in last]),
             exposed_seconds=_mean([one.exposed_communication_seconds for one in last]),
-            method=journal.brief,
-            buckets=journal.buckets,
-            settled=journal.settled_after > 0,
-            deciding=journal.deciding,
+            method=recorder.brief,
+            buckets=recorder.buckets,
+            settled=recorder.settled_after > 0,
+            deciding=recorder.deciding,
             metrics=dict(metrics[:_MOST_METRICS]),
         )
 
@@ -94,7 +94,7 @@ def place(environment: Mapping[str, str] = os.environ) -> Path | None:
 
 
 def write_there(
-    journal: Journal,
+    recorder: StepRecorder,
     first_step: Callable[[], int],
     *,
     alone: bool,
@@ -105,16 +105,20 @@ def write_there(
     machine. *first_step*: how many the job had done when this worker joined it."""
     file = place(environment)
     if file is not None and (alone or environment.get("LOCAL_RANK", "0") == "0"):
-        journal.observers.append(_Writer(file, journal, first_step, alone))
+        recorder.observers.append(_Writer(file, recorder, first_step, alone))
 
 
 class _Writer:
-    """An observer of a journal."""
+    """An observer of a recorder."""
 
     def __init__(
-        self, path: Path, journal: Journal, first_step: Callable[[], int], each: bool
+        self,
+        path: Path,
+        recorder: StepRecorder,
+        first_step: Callable[[], int],
+        each: bool,
     ) -> None:
-        self._path, self._journal = path, journal
+        self._path, self._recorder = path, recorder
         self._first_step, self._each = first_step, each
         self._standing = Standing()
         self._looked = -_EVERY_SECONDS
@@ -123,7 +127,7 @@ class _Writer:
         now = time.monotonic()
         is_due = now - self._looked >= _EVERY_SECONDS
         if is_due:
-            self._looked, self._standing = now, Standing.of(self._journal)
+            self._looked, self._standing = now, Standing.of(self._recorder)
         elif not self._each:
             return
         if step:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.timeouts import timeouts
 
 
@@ -26,10 +26,10 @@ class Summary(msgspec.Struct, array_like=True):
     bytes_sent: float
 
     @classmethod
-    def of(cls, journal: Journal) -> Summary:
-        """Medians over the journal's settled steps."""
-        steps = journal.settled_steps()
-        period = max(1, min(journal.period, len(steps)))
+    def of(cls, recorder: StepRecorder) -> Summary:
+        """Medians over the recorder's settled steps."""
+        steps = recorder.settled_steps()
+        period = max(1, min(recorder.period, len(steps)))
         rounds = [
             steps[first : first + period]
             for first in range(len(steps) % period, len(steps), period)
@@ -43,7 +43,7 @@ class Summary(msgspec.Struct, array_like=True):
             )
 
         return cls(
-            journal.step_count,
+            recorder.step_count,
             middle("step_seconds"),
             middle("compute_seconds"),
             middle("exposed_communication_seconds"),
@@ -93,12 +93,12 @@ class Result(msgspec.Struct, kw_only=True):
         cls,
         runtime: str,
         workers: int,
-        journal: Journal,
+        recorder: StepRecorder,
         summaries: Sequence[Summary],
         asked: int | None = None,
         before: int = 0,
     ) -> Result:
-        """From rank 0's *journal* and every worker's summary. *asked*: how many steps the job was
+        """From rank 0's *recorder* and every worker's summary. *asked*: how many steps the job was
         to have; *before*: how many it had done when rank 0 joined it."""
 
         def mean(field: str) -> float | None:
@@ -106,41 +106,41 @@ class Result(msgspec.Struct, kw_only=True):
             return fmean(values) if values else None
 
         steps = int(max(s.steps for s in summaries))
-        settled = 0 < journal.settled_from <= steps
-        settled_steps = steps - journal.settled_from + 1 if settled else 0
+        settled = 0 < recorder.settled_from <= steps
+        settled_steps = steps - recorder.settled_from + 1 if settled else 0
         cautions = []
-        if asked is not None and before + journal.step_count < asked:
-            cautions.append(_ended_early(asked, before + journal.step_count))
+        if asked is not None and before + recorder.step_count < asked:
+            cautions.append(_ended_early(asked, before + recorder.step_count))
         if not settled:
-            cautions.append(unsettled(steps, journal))
-        elif settled_steps < max(FEW, journal.period):
-            cautions.append(_few(settled_steps, journal))
+            cautions.append(unsettled(steps, recorder))
+        elif settled_steps < max(FEW, recorder.period):
+            cautions.append(_few(settled_steps, recorder))
         notes = []
-        if len(journal.methods) > 1:
-            notes.append(_changed(journal))
-        if journal.period > 1 and settled_steps >= journal.period:
+        if len(recorder.methods) > 1:
+            notes.append(_changed(recorder))
+        if recorder.period > 1 and settled_steps >= recorder.period:
             notes.append(
-                f"steps repeat after {journal.period}: figures are medians of means over so many"
+                f"steps repeat after {recorder.period}: figures are medians of means over so many"
             )
         return cls(
             runtime=runtime,
             workers=workers,
-            method=journal.method,
-            brief=journal.brief,
+            method=recorder.method,
+            brief=recorder.brief,
             steps=steps,
-            buckets=journal.buckets,
+            buckets=recorder.buckets,
             step_seconds=mean("step_seconds"),
             compute_seconds=mean("compute_seconds"),
             exposed_communication_seconds=mean("exposed_communication_seconds"),
             bytes_sent_per_worker=mean("bytes_sent"),
-            metrics=dict(journal.metrics),
+            metrics=dict(recorder.metrics),
             settled=settled,
-            settled_from=journal.settled_from if settled else None,
+            settled_from=recorder.settled_from if settled else None,
             settled_steps=settled_steps,
             asked=asked,
-            methods=list(journal.methods),
+            methods=list(recorder.methods),
             cautions=cautions,
-            notes=[*cautions, *notes, *journal.notes],
+            notes=[*cautions, *notes, *recorder.notes],
         )
 
     def to_json(self) -> str:
@@ -161,25 +161,25 @@ def _ended_early(asked: int, done: int) -> str:
     )
 
 
-def unsettled(steps: int, journal: Journal) -> str:
+def unsettled(steps: int, recorder: StepRecorder) -> str:
     """Why a run of so many steps has none in steady state."""
     if not steps:
         return "no step was taken"
-    if journal.settled_from == 2:
+    if recorder.settled_from == 2:
         return "one step only: its figures include the start-up"
-    if not 0 < journal.settled_after < steps:
+    if not 0 < recorder.settled_after < steps:
         why = "buckets were still being measured and tried"
-    elif journal.deciding:
+    elif recorder.deciding:
         why = "it was still being found out by which method to train"
     else:
-        why = f"the method does what it will from step {journal.settled_from} on"
+        why = f"the method does what it will from step {recorder.settled_from} on"
     return f"not settled in {_steps(steps)}: {why}, and the figures are of such steps"
 
 
-def _few(settled: int, journal: Journal) -> str:
-    many = f"figures are of {_steps(settled)}, from step {journal.settled_from} on"
-    period = journal.period
-    wanted = journal.settled_from - 1 + max(FEW, 4 * period if period > 1 else 0)
+def _few(settled: int, recorder: StepRecorder) -> str:
+    many = f"figures are of {_steps(settled)}, from step {recorder.settled_from} on"
+    period = recorder.period
+    wanted = recorder.settled_from - 1 + max(FEW, 4 * period if period > 1 else 0)
     if settled < period:
         many += f", and steps repeat after {period}"
     return f"{many}: train for {wanted} or more"
@@ -189,8 +189,8 @@ def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def _changed(journal: Journal) -> str:
-    since, spec = journal.methods[-1]
+def _changed(recorder: StepRecorder) -> str:
+    since, spec = recorder.methods[-1]
     return f"the method has changed while it trained; figures are of {spec}, from step {since + 1} on"
 
 

@@ -29,7 +29,7 @@ from paceline.core.settings import parse_method
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces import Method
 from paceline.methods import METHODS
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.spec import convert_fields, field_types
@@ -167,7 +167,7 @@ def memory_does_not_grow(case: Case, rule: str) -> None:
     )
 
 
-_NOT_HELD = (types.ModuleType, types.CodeType, type, Journal)
+_NOT_HELD = (types.ModuleType, types.CodeType, type, StepRecorder)
 """What belongs to the process; and the records of all steps, which a report reads."""
 
 

@@ -27,7 +27,7 @@ from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
 from paceline.interfaces import Comm, Endpoint, Run, WorkerState
 from paceline.parameter_server.client.remote_model import RemoteParameters
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes.join import join_runtime
 from paceline.testing.cases import Case
 
@@ -165,12 +165,12 @@ def only_these_trainings() -> Iterator[None]:
     """Within it the runtime knows of no training that began before: `paceline.save` holds
     those that begin here."""
     runtime = join_runtime()
-    before = list(runtime.job.trainings)
-    runtime.job.trainings.clear()
+    before = list(runtime.registry.trainings)
+    runtime.registry.trainings.clear()
     try:
         yield
     finally:
-        runtime.job.trainings[:] = before + runtime.job.trainings
+        runtime.registry.trainings[:] = before + runtime.registry.trainings
 
 
 @contextmanager
@@ -236,7 +236,7 @@ class Inspection:
         worker: The method's.
         run: What the method sees of this worker.
         comm: What this worker communicates through.
-        journal: The records of its steps.
+        recorder: The records of its steps.
         worker_states: What a checkpoint keeps of this worker alone.
         planner: Who plans the buckets.
         remote: The parameters on their servers, where these update; else None.
@@ -252,7 +252,7 @@ class Inspection:
     worker: Any
     run: Run
     comm: Comm
-    journal: Journal
+    recorder: StepRecorder
     worker_states: list[WorkerState]
     planner: Planner
     remote: RemoteParameters | None
@@ -280,7 +280,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         worker=training.hooks.worker,
         run=training.run,
         comm=training.context.comm,
-        journal=join_runtime().journal,
+        recorder=join_runtime().recorder,
         worker_states=worker_states(training),
         planner=training.planner,
         remote=training.remote,

@@ -37,7 +37,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces.server_messages import PROTOCOL, Reply, Request
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.timeouts import timeouts
 from paceline.transport import liveness, payloads, protocol
 from paceline.transport.channel import Channel, Reception
@@ -57,7 +57,7 @@ class RemoteServer:
     *incarnation* None: the server numbers this life. *workers*: how many this worker takes the job
     to have, 0: it does not say. Who only *asks* learns that, ``workers``, and is no worker by it; nothing
     can be requested then. *token* is the job's; *security*: as the environment says, see `security`. Bytes and
-    waits are counted in *journal*.
+    waits are counted in *recorder*.
 
     Raises `PeerLostError` if nobody answers there within `Timeouts.server_connect`, `UsageError`
     if the server does not want this worker, or if nothing protects the address.
@@ -78,7 +78,7 @@ class RemoteServer:
         asks: bool = False,
         token: str,
         security: Security | None = None,
-        journal: Journal | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.name = f"{name} at {host}:{port}"
         self._host, self._port = host, port
@@ -86,7 +86,7 @@ class RemoteServer:
         self.workers, self._asks = workers, asks
         """How many the job has."""
         self._security = choose(host) if security is None else security
-        self._journal = journal
+        self._recorder = recorder
         self._failure: UsageError | PeerLostError | None = None
         self.shared: WorkerEnd | None = None
         self._channels: dict[str, Channel] = {}
@@ -133,8 +133,10 @@ class RemoteServer:
             if tensor is not None:
                 payloads.check_flat(what, tensor)
         self._check()
-        if self._journal is not None:
-            self._journal.sent(protocol.HEADER_BYTES + payloads.size_of(payload))
+        if self._recorder is not None:
+            self._recorder.count_bytes(
+                protocol.HEADER_BYTES + payloads.size_of(payload)
+            )
         there = self._channels.get(channel) or self._open(channel)
         if payload is not None and payload.device.type != "cpu":
             payload = payload.cpu()
@@ -325,11 +327,11 @@ class RemoteServer:
     def wait_for(self, reception: Reception) -> None:
         start = time.perf_counter()
         poll = partial(self._poll_until, lambda: reception.reply is not None, None)
-        if self._journal is None:
+        if self._recorder is None:
             poll()
         else:
-            self._journal.block("server", poll)
-            self._journal.waited("server", start, time.perf_counter())
+            self._recorder.block("server", poll)
+            self._recorder.waited("server", start, time.perf_counter())
         if reception.reply is None:
             self._check()
 

@@ -167,7 +167,7 @@ def test_it_says_how_often_there_was_a_mean() -> None:
             optimizer.step()
         optimizer.finish()
         flat(model)
-        return list(join_runtime().journal.notes)
+        return list(join_runtime().recorder.notes)
 
     notes = simulate(2, body)[0]
     assert any("averaged in 3 of" in note for note in notes)

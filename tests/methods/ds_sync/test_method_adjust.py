@@ -55,7 +55,7 @@ def train(cluster, method=METHOD, steps=60):
         plans = steps_of(
             model, optimizer, steps[rank] if isinstance(steps, list) else steps
         )
-        ends = [record.end_seconds for record in join_runtime().journal.steps]
+        ends = [record.end_seconds for record in join_runtime().recorder.steps]
         optimizer.finish()
         return plans, ends, model
 

@@ -86,7 +86,7 @@ def test_overlap_hides_what_the_group_sends():
                 hidden.sum().backward()
                 paceline.pace(0.0002)
                 optimizer.step()
-            return join_runtime().journal.steps[-1]
+            return join_runtime().recorder.steps[-1]
 
         (last, _), _ = simulate(2, body)
         waits[overlap] = last.exposed_communication_seconds

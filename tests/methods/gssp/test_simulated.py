@@ -47,7 +47,7 @@ def job(
         ends[rank] = paceline.now()
         optimizer.finish()
         models[rank] = flat_parameters(model)
-        notes[:] = join_runtime().journal.notes
+        notes[:] = join_runtime().recorder.notes
 
     Simulation(uniform_cluster(workers, "1gbit", "50us")).run(train)
     for rank in range(workers):

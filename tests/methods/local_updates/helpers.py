@@ -105,7 +105,7 @@ def train(
             seen.append(flat(model))
             if watch is not None:
                 watch(rank, step, model, wrapped)
-        sent = [record.bytes_sent for record in join_runtime().journal.steps]
+        sent = [record.bytes_sent for record in join_runtime().recorder.steps]
         seconds = join_runtime().now() - began
         wrapped.finish()
         return Trained(seen, flat(model), sent, seconds, model)

@@ -118,8 +118,8 @@ def test_what_is_saved_says_it(spec: Any, options: dict[str, Any], said: str) ->
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(model, inner, method=spec, **options)
         optimizer.finish()
-        journal = join_runtime().journal
-        return journal.method, journal.brief
+        recorder = join_runtime().recorder
+        return recorder.method, recorder.brief
 
     full, brief = simulate(1, body)[0]
     assert brief == said

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes.real.failure_hub import LINE_BYTES, News, line_of
 from paceline.runtimes.real.hang_report import (
     MOST_FRAMES,
@@ -127,13 +127,13 @@ def frames():
 
 
 def test_a_watch_counts_from_the_last_thing_that_its_rank_has_sent():
-    journal = Journal(0, time.perf_counter)
-    watch = HangWatch(journal, lambda: 1)
+    recorder = StepRecorder(0, time.perf_counter)
+    watch = HangWatch(recorder, lambda: 1)
     first = watch.look()
     second = watch.look()
     assert second.changes == first.changes
     assert second.still > 0
-    journal.sent(8)
+    recorder.count_bytes(8)
     third = watch.look()
     assert (third.changes, third.still) == (first.changes + 1, 0.0)
     assert (
@@ -143,7 +143,7 @@ def test_a_watch_counts_from_the_last_thing_that_its_rank_has_sent():
         )
     )
     seen = []
-    journal.block("sum", lambda: seen.append(watch.look()))
+    recorder.block("sum", lambda: seen.append(watch.look()))
     assert (seen[0].waits, seen[0].stack) == (True, [])
     assert not watch.look().waits
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.interfaces import Service, ServiceJob
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes.real.job_store import Address, Board, Posted, Sheet, Way, way_of
 from paceline.runtimes.real.services import RealServices, Where
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
@@ -221,7 +221,7 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
 
 def find(environment: dict[str, str], place: str = "127.0.0.1:1") -> None:
     job = ServiceJob((Service("server", place=place),))
-    RealServices(0, 1, DictStore(), Journal(0, lambda: 0.0)).find(job, environment)
+    RealServices(0, 1, DictStore(), StepRecorder(0, lambda: 0.0)).find(job, environment)
 
 
 def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from paceline.records import Journal
+from paceline.records import StepRecorder
 
 PROFILED = """
 import paceline, torch
@@ -30,11 +30,11 @@ profiler.export_chrome_trace(f"rank{paceline.rank()}.json")
 
 
 def test_a_wait_is_a_row_where_a_profiler_runs_and_nothing_else() -> None:
-    journal = Journal(0, lambda: 0.0, None)
+    recorder = StepRecorder(0, lambda: 0.0, None)
     waits: list[str] = []
-    journal.block("server", lambda: waits.append("unseen"))
+    recorder.block("server", lambda: waits.append("unseen"))
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        journal.block("all_reduce", lambda: waits.append("seen"))
+        recorder.block("all_reduce", lambda: waits.append("seen"))
     rows = [event.name for event in profiler.events()]
     assert rows == ["paceline::wait all_reduce"]
     assert waits == ["unseen", "seen"]

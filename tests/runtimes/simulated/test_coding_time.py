@@ -58,7 +58,7 @@ def train(trained: torch.nn.Module, steps: int = STEPS, **options: Any) -> Any:
             trained(torch.randn(8, 48)).square().mean().backward()
         optimizer.step()
     optimizer.finish()
-    return inspect(optimizer).journal
+    return inspect(optimizer).recorder
 
 
 def coding_seconds(
@@ -139,8 +139,8 @@ def bytes_of_steps(stands_in: bool, compression: str, buckets: str) -> list[int]
 
     def body(rank: int) -> list[int]:
         trained = paceline.stand_in(workload()) if stands_in else model()
-        journal = train(trained, 5, compression=compression, buckets=buckets)
-        return [step.bytes_sent for step in journal.steps]
+        recorder = train(trained, 5, compression=compression, buckets=buckets)
+        return [step.bytes_sent for step in recorder.steps]
 
     return run(3, body)[0][-2:]
 

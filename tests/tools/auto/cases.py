@@ -202,7 +202,7 @@ def a_checkpoint_says_which_method_it_had():
     folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "under-auto"
     runtime = join_runtime()
     for spec in (code, "local-sgd:every=3"):
-        runtime.job.trainings.clear()
+        runtime.registry.trainings.clear()
         net, straight = begun(changing({3: spec}))
         for step in range(5):
             one_step(net, straight, step)
@@ -212,7 +212,7 @@ def a_checkpoint_says_which_method_it_had():
         straight.finish()
         ends = flat(net)
         for method in (spec, changing({1: "dear"}), changing({})):
-            runtime.job.trainings.clear()
+            runtime.registry.trainings.clear()
             net, wrapped = begun(method)
             if method != spec:
                 one_step(net, wrapped, 50)
@@ -227,7 +227,7 @@ def a_checkpoint_says_which_method_it_had():
             exactly = method == spec or spec == code
             assert torch.allclose(flat(net), ends, atol=0 if exactly else 0.05), method
             assert_equal_everywhere(flat(net))
-    runtime.job.trainings.clear()
+    runtime.registry.trainings.clear()
 
 
 def a_load_that_is_refused_leaves_the_method_that_it_found():
@@ -254,22 +254,22 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
     one_step(net, wrapped, 6)
     wrapped.finish()
     assert_equal_everywhere(flat(net))
-    runtime.job.trainings.clear()
+    runtime.registry.trainings.clear()
 
 
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
     net, wrapped = begun(changing({60: "dear", 62: "bsp:buckets=optimal", 66: "bsp"}))
-    changes, journal = inspect(wrapped).switcher, join_runtime().journal
+    changes, recorder = inspect(wrapped).switcher, join_runtime().recorder
     assert not changes.change("bsp:buckets=optimal", together=True)
     for step in range(60):
         one_step(net, wrapped, step)
-    planned = journal.buckets
+    planned = recorder.buckets
     assert changes.spec.startswith("dear")
     assert inspect(wrapped).planner.kept is None
     for step in range(5):
         one_step(net, wrapped, step)
-    assert journal.buckets == planned
-    assert journal.settled_after
+    assert recorder.buckets == planned
+    assert recorder.settled_after
     wrapped.finish()
 
 

@@ -22,14 +22,14 @@ optimizer = paceline.distribute(
     torch.optim.SGD(model.parameters(), lr=0.01),
     method=f"{LOSSY},file={sys.argv[1]}",
 )
-journal = paceline.api._runtime().journal
+recorder = paceline.api._runtime().recorder
 specs = set()
 for _ in range(2000):
     optimizer.zero_grad()
     model(torch.full((4, 64), 1.0 + paceline.rank())).square().mean().backward()
     optimizer.step()
-    specs.add(journal.brief)
-    if CODED in specs and journal.brief == "bsp":
+    specs.add(recorder.brief)
+    if CODED in specs and recorder.brief == "bsp":
         break  # tried, and given up: all ranks at the same step
 optimizer.finish()
 assert_equal_everywhere(flat(model))

@@ -150,7 +150,7 @@ def two_optimizers_change_by_themselves():
             wrapped.finish()
         ends.append(torch.cat([flat(net) for net, _ in pairs]))
     assert torch.allclose(*ends, atol=1e-6)
-    join_runtime().job.trainings.clear()
+    join_runtime().registry.trainings.clear()
 
 
 def samplers_weigh_uneven_shares():
@@ -209,7 +209,7 @@ def courses_that_disagree_are_an_error():
     with pytest.raises(paceline.PacelineError, match="finish"):
         wrapped.step()
     wrapped.finish()
-    join_runtime().job.trainings.clear()
+    join_runtime().registry.trainings.clear()
 
 
 def a_gradient_that_is_not_finite_is_named_under_each_method():
@@ -222,7 +222,7 @@ def a_gradient_that_is_not_finite_is_named_under_each_method():
         with pytest.raises(GradientError, match="not finite"):
             loss.backward()
         wrapped.finish()
-    join_runtime().job.trainings.clear()
+    join_runtime().registry.trainings.clear()
 
 
 CASES = {

@@ -72,18 +72,18 @@ def training(method, steps=140, clip=False, **options):
         optimizer = paceline.distribute(
             model, torch.optim.SGD(model.parameters(), lr=0.1), method=method, **options
         )
-        journal = paceline.api._runtime().journal
+        recorder = paceline.api._runtime().recorder
         specs = []
         for _ in range(steps if isinstance(steps, int) else steps[rank]):
             optimizer.zero_grad()
             model(torch.full((8,), 1.0 + rank)).backward()
             if clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            specs.append(journal.brief)
+            specs.append(recorder.brief)
             optimizer.step()
         optimizer.finish()
         assert_equal_everywhere(flat(model))
-        return specs, list(journal.notes), journal.steps[-1].step_seconds
+        return specs, list(recorder.notes), recorder.steps[-1].step_seconds
 
     return body
 

@@ -139,7 +139,7 @@ def test_parts_make_up_the_step_wherever_a_method_waits(spec):
 
     for rank in range(3):
         runtime = simulation.runtime_of(rank)
-        runtime.job.watchers.append(watcher(runtime))
+        runtime.registry.watchers.append(watcher(runtime))
     simulation.run(trains(steps=9, method=spec))
     for watch in watches:
         found = watch.evidence()

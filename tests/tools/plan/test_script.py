@@ -91,8 +91,8 @@ def test_a_prediction_is_what_the_script_itself_takes(
         options=RunOptions(method=spec, tells=False),
         compute=ComputeModel(workload=spread),
     )
-    journal = run_script(simulation, script, [str(passes), clips]).journals[0]
-    taken = Summary.of(journal)
+    recorder = run_script(simulation, script, [str(passes), clips]).recorders[0]
+    taken = Summary.of(recorder)
     assert isinstance(said, Prediction)
     assert said.step_seconds == pytest.approx(taken.step_seconds, rel=2e-3)
     assert said.compute_seconds == pytest.approx(0.06 * passes)

@@ -82,7 +82,7 @@ def save(path: str | Path, **others: Stateful) -> None:
             paceline.save("checkpoint", scheduler=scheduler)
     """
     runtime = _runtime()
-    runtime.job.drop_unheld()
+    runtime.registry.drop_unheld()
     if runtime.alone:
         _save_alone(runtime, _prepare(path, others), others)
         return
@@ -147,7 +147,7 @@ def load(path: str | Path, **others: Stateful) -> None:
             paceline.load("checkpoint", scheduler=scheduler)
     """
     runtime = _runtime()
-    runtime.job.drop_unheld()
+    runtime.registry.drop_unheld()
     states = dict(_shared_states(runtime, others))
     # Servers are told first: some wait for the fastest only, who are here.
     for training in _trainings(runtime):
@@ -165,14 +165,14 @@ def load(path: str | Path, **others: Stateful) -> None:
 
 def _runtime() -> Runtime:
     runtime = current_runtime()
-    if runtime is None or not runtime.job.trainings:
+    if runtime is None or not runtime.registry.trainings:
         raise UsageError("call paceline.distribute(...) before save and load")
     return runtime
 
 
 def _trainings(runtime: Runtime) -> list[Training]:
     """Those that go on."""
-    return [training_of(begun.optimizer) for begun in runtime.job.unfinished]
+    return [training_of(begun.optimizer) for begun in runtime.registry.unfinished]
 
 
 # ---- where workers meet only at their servers ----
@@ -242,7 +242,7 @@ def _shared_states(
     runtime: Runtime, others: dict[str, Stateful]
 ) -> Iterator[tuple[str, Stateful]]:
     """Names and states that are equal on all workers."""
-    for number, begun in runtime.job.there():
+    for number, begun in runtime.registry.there():
         yield f"model{number}", begun.model
         yield f"optimizer{number}", begun.optimizer
         sampler = training_of(begun.optimizer).context.sampler
@@ -263,7 +263,7 @@ def _write_shared(
     for training in _trainings(runtime):
         training.flush_buffers()
     with contextlib.ExitStack() as stack:
-        for _, begun in runtime.job.there():
+        for _, begun in runtime.registry.there():
             # The method's result: a worker's own parameters may be tentative.
             if writes or training_of(begun.optimizer).consolidates_together:
                 entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
@@ -324,7 +324,7 @@ def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
     index = _read_index(found)
     gone = {
         f"{kind}{number}"
-        for number, begun in enumerate(runtime.job.trainings)
+        for number, begun in enumerate(runtime.registry.trainings)
         for kind in ("model", "optimizer", "sampler")
         if begun.released
     }

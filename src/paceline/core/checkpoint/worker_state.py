@@ -67,7 +67,7 @@ class Index(msgspec.Struct, frozen=True):
         """The index of a checkpoint that is saved now."""
         progress = [
             {} if begun.released else training_of(begun.optimizer).progress
-            for begun in runtime.job.trainings
+            for begun in runtime.registry.trainings
         ]
         states = sorted(_owners(runtime))
         return cls(
@@ -85,7 +85,7 @@ def pack_worker_part(runtime: Runtime) -> dict[str, Any]:
     own = {
         "random": random_states(),
         "buffers": _buffers(runtime),
-        "metrics": dict(runtime.journal.metrics),
+        "metrics": dict(runtime.recorder.metrics),
     }
     states = {_WORKER: own}
     states |= {name: owner.save() for name, owner in _owners(runtime).items()}
@@ -113,7 +113,7 @@ class WorkerPart:
 
     def restore(self) -> None:
         """Let all trainings go on from it."""
-        trainings = self._runtime.job.trainings
+        trainings = self._runtime.registry.trainings
         for begun, progress in zip(trainings, self._index.progress, strict=True):
             if not begun.released:
                 training_of(begun.optimizer).progress = progress
@@ -166,7 +166,7 @@ def _restore_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
     """Random states, buffers, and what the script last reported: a method may go by its
     loss (`Run.loss`)."""
     set_random_states(saved["random"])
-    runtime.journal.metrics.update(saved["metrics"])
+    runtime.recorder.metrics.update(saved["metrics"])
     with torch.no_grad():
         for here, buffers in zip(_buffers(runtime), saved["buffers"], strict=True):
             for name, buffer in here.items():
@@ -177,7 +177,7 @@ def _owners(runtime: Runtime) -> dict[str, WorkerState]:
     """The states of all unfinished trainings, by their names in a checkpoint."""
     return {
         f"training{number}.{owner.name}": owner
-        for number, begun in enumerate(runtime.job.trainings)
+        for number, begun in enumerate(runtime.registry.trainings)
         if not begun.training.finished
         for owner in worker_states(training_of(begun.optimizer))
     }
@@ -187,7 +187,7 @@ def _buffers(runtime: Runtime) -> list[dict[str, torch.Tensor]]:
     """Each model's buffers here: ranks differ in them between steps."""
     return [
         {} if begun.released else dict(begun.model.named_buffers())
-        for begun in runtime.job.trainings
+        for begun in runtime.registry.trainings
     ]
 
 
@@ -352,7 +352,7 @@ def _specs_of(runtime: Runtime) -> list[str]:
     """The present spec of each training that changes its method; "" for others."""
     changing = (
         None if begun.released else active_training(begun.optimizer).switcher
-        for begun in runtime.job.trainings
+        for begun in runtime.registry.trainings
     )
     return ["" if one is None else one.spec for one in changing]
 
@@ -367,7 +367,7 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
     """
     back: list[tuple[MethodSwitcher, str]] = []
     try:
-        for begun, spec in zip(runtime.job.trainings, specs, strict=False):
+        for begun, spec in zip(runtime.registry.trainings, specs, strict=False):
             if begun.released:
                 continue
             active = active_training(begun.optimizer)

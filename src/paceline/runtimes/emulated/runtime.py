@@ -46,7 +46,7 @@ class EmulatedRuntime(RealRuntime):
         self._learn_cluster()
         tell = progress.teller()
         if tell is not None:
-            self.journal.observers.append(tell)
+            self.recorder.observers.append(tell)
         self._pace: Workload | None = None
         if options.pace is not None:
             self._pace = Workload.load(options.pace)

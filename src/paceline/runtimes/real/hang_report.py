@@ -27,7 +27,7 @@ from types import FrameType
 import msgspec
 
 from paceline.collectives import process_groups
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes.python_internals import frames_of
 from paceline.timeouts import timeouts
 from paceline.torch_internals import AUTOGRAD, COLLECTIVES
@@ -75,8 +75,8 @@ class HangWatch:
     *step*: the number of the step that the script is in.
     """
 
-    def __init__(self, journal: Journal, step: Callable[[], int]) -> None:
-        self._journal, self._step = journal, step
+    def __init__(self, recorder: StepRecorder, step: Callable[[], int]) -> None:
+        self._recorder, self._step = recorder, step
         self._thread = threading.get_ident()
         self._mark: object = None
         self._since = time.monotonic()
@@ -86,7 +86,7 @@ class HangWatch:
         """Where the script is now. Call it often: it sees changes between two calls."""
         frames = frames_of(self._thread)
         wait = self._wait(frames)
-        mark = (self._journal.step_count, self._journal.messages, wait)
+        mark = (self._recorder.step_count, self._recorder.messages, wait)
         now = time.monotonic()
         if mark != self._mark:
             self._mark, self._since = mark, now
@@ -101,7 +101,7 @@ class HangWatch:
 
     def _wait(self, frames: Sequence[FrameType]) -> object:
         """What tells the wait that the script is in from others; None: it does not wait."""
-        blocked = self._journal.blocked
+        blocked = self._recorder.blocked
         own = blocked.get(self._thread)
         if own is not None:
             return own

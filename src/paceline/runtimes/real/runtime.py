@@ -25,8 +25,8 @@ from paceline.collectives.in_network.datagram_sums import (
 from paceline.collectives.process_groups import default_store
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
-from paceline.interfaces.trainings import Job
-from paceline.records import Journal
+from paceline.interfaces.trainings import TrainingRegistry
+from paceline.records import StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes import launchers, progress, script_process_groups
 from paceline.runtimes.launchers import Place
@@ -67,8 +67,8 @@ class RealRuntime:
             # Other tools' traces, and those of other machines, are on this clock.
             clock = time.time() - self.now()
             self._records = WorkerRecords(options.records, clock)
-        self.journal = Journal(self.rank, self.now, self._records)
-        self.job = Job(options, self._training_broke)
+        self.recorder = StepRecorder(self.rank, self.now, self._records)
+        self.registry = TrainingRegistry(options, self._training_broke)
         self._profilers: list[Profiler] = []
         self._paced: list[PacedCompute] = []
         self._results_written = False
@@ -79,7 +79,7 @@ class RealRuntime:
         if self.alone:
             script_process_groups.warn_of(self.rank)
         progress.write_there(
-            self.journal, lambda: self.job.first_step, alone=self.alone
+            self.recorder, lambda: self.registry.first_step, alone=self.alone
         )
         self._exit_grace = exit_grace()
         self._bad_news = threading.Event()
@@ -89,7 +89,7 @@ class RealRuntime:
         self._weighed.set()
         self._broke = False
         Ending(
-            *(lambda: self.journal.step_count, self.close, self._leave),
+            *(lambda: self.recorder.step_count, self.close, self._leave),
             matters=place is not None or self.size > 1 or self.alone,
         )
 
@@ -114,7 +114,7 @@ class RealRuntime:
         if not dist.is_initialized():
             self._initialize()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.journal.worker = self.rank
+        self.recorder.worker = self.rank
         if self.size > 1 and self._liveness is None:
             self._liveness = Liveness(
                 self.rank,
@@ -122,13 +122,13 @@ class RealRuntime:
                 default_store(),
                 self._lost_a_peer,
                 self._training_of_a_peer_broke,
-                self.job.places,
-                HangWatch(self.journal, self._step_under_way),
+                self.registry.places,
+                HangWatch(self.recorder, self._step_under_way),
             )
         self._learn_cluster()
 
     def _step_under_way(self) -> int:
-        return self.job.first_step + self.journal.step_count + 1
+        return self.registry.first_step + self.recorder.step_count + 1
 
     def _learn_cluster(self) -> None:
         """Once. Collective, but where workers meet at their servers alone."""
@@ -159,7 +159,7 @@ class RealRuntime:
     def services(self, job: ServiceJob) -> Sequence[Endpoint]:
         if self._services is None:
             store = local_store() if self.alone else default_store()
-            self._services = RealServices(self.rank, self.size, store, self.journal)
+            self._services = RealServices(self.rank, self.size, store, self.recorder)
         return self._services.find(job)
 
     def runner(self, name: str, *, thread: bool) -> Runner:
@@ -225,7 +225,7 @@ class RealRuntime:
         """Somebody's training has ended with an error that his script has caught: those who
         are in it would wait for ever. Not so where all ranks meet the same error; it takes
         this one a moment to come to it."""
-        job = self.job
+        job = self.registry
         if job.is_over(number) and not _is_consequence(job.broken_by(number)):
             return
         self._weighed.clear()
@@ -238,7 +238,7 @@ class RealRuntime:
         self._weighed.set()
 
     def _lost_a_peer(self, sentence: str) -> None:
-        self.journal.lost = sentence
+        self.recorder.lost = sentence
         report_to_launcher(PeerLostError(sentence))
         end_after_grace(
             *(self.rank, sentence, self._bad_news),
@@ -249,7 +249,7 @@ class RealRuntime:
         """Whether the training is in a collective, its own or the script's, or waits for a
         server; or the script is over."""
         return (
-            bool(self.journal.blocked)
+            bool(self.recorder.blocked)
             or self._leaving
             or main_thread_is_in(COLLECTIVES)
         )
@@ -270,14 +270,14 @@ class RealRuntime:
     @property
     def _broken_by(self) -> str:
         """The error that has ended the last training here, if any."""
-        trainings = self.job.trainings
+        trainings = self.registry.trainings
         return trainings[-1].training.broken_by if trainings else ""
 
     def close(self) -> None:
         """Do what was put off until the end. Raises `PeerLostError` where the script has caught the error
         that broke its training, and whoever started this worker would take its good end for the job's."""
         if dist.is_initialized() or self.alone:
-            self.job.end()
+            self.registry.end()
         if self._services is not None:
             self._services.close()
         self._write_results()
@@ -289,7 +289,7 @@ class RealRuntime:
             )
 
     def _write_results(self) -> None:
-        if not self.journal.method or self._results_written:
+        if not self.recorder.method or self._results_written:
             return
         self._results_written = True
         if self._records is not None:
@@ -299,22 +299,22 @@ class RealRuntime:
         if self.options.profile is not None:
             self._write_profile(self.options.profile)
         if self.options.json:
-            mine = Summary.of(self.journal)
+            mine = Summary.of(self.recorder)
             summaries = [mine]
             if dist.is_initialized():
                 store = default_store()
                 summaries = exchange_summaries(mine, self.rank, self.size, store)
                 if len(summaries) < self.size:
-                    self.journal.note(
+                    self.recorder.add_note(
                         f"figures are of {len(summaries)} of {self.size} workers: the "
                         "others were not at their end yet"
                     )
             if self.rank == 0:
                 for caution in self._cautions():
-                    self.journal.note(caution)
+                    self.recorder.add_note(caution)
                 result = Result.of(
-                    *(self.name, self.size, self.journal, summaries),
-                    *(self.options.steps, self.job.first_step),
+                    *(self.name, self.size, self.recorder, summaries),
+                    *(self.options.steps, self.registry.first_step),
                 )
                 result.compute = self.compute_from
                 if self.options.result is not None:
@@ -325,7 +325,7 @@ class RealRuntime:
                     sys.stdout.flush()
 
     def _cautions(self) -> tuple[str, ...]:
-        """Why the run's figures tell little, beside what its journal knows."""
+        """Why the run's figures tell little, beside what its recorder knows."""
         return ()
 
     def _write_profile(self, path: str) -> None:
@@ -343,7 +343,7 @@ class RealRuntime:
         if self.rank == 0:
             workload.save(path)
             if self.options.gradients is not None:
-                optimizer = self.job.trainings[0].optimizer
+                optimizer = self.registry.trainings[0].optimizer
                 inner = getattr(optimizer, "unwrapped", optimizer)
                 KeptGradients(self.options.gradients).keep_optimizer(inner)
 

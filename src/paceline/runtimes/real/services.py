@@ -24,7 +24,7 @@ import msgspec
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Service, ServiceJob
 from paceline.parameter_server.process.control import Introduction, Order, Place
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes import service_placement
 from paceline.runtimes.real import dedicated_servers, external_worker
 from paceline.runtimes.real.addresses import (
@@ -109,9 +109,11 @@ class Spot:
 class RealServices:
     """One real worker's view of the job's services."""
 
-    def __init__(self, rank: int, workers: int, store: Store, journal: Journal) -> None:
+    def __init__(
+        self, rank: int, workers: int, store: Store, recorder: StepRecorder
+    ) -> None:
         self._rank, self._workers = rank, workers
-        self._store, self._journal = store, journal
+        self._store, self._recorder = store, recorder
         self._board: Board | None = None
         self._pool: ServicePool | None = None
         self._jobs = 0
@@ -244,7 +246,7 @@ class RealServices:
                 incarnation=int(life or 0) if numbered else None,
                 workers=self._workers,
                 token=address.token,
-                journal=self._journal,
+                recorder=self._recorder,
             )
 
         if not numbered:  # no supervisor does, so the server does

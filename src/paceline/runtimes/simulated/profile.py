@@ -99,7 +99,7 @@ def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
     if len(profilers) != 1 or not profilers[0].forwards:
         return None
     workload = profilers[0].workload(f"as paced by {Path(script).name}")
-    steps = outcome.journals[0].settled_steps()
+    steps = outcome.recorders[0].settled_steps()
     # What is paced outside of the passes, before them as a loader's time is.
     step = median(step.compute_seconds for step in steps)
     more = max(0.0, step - workload.compute_seconds)

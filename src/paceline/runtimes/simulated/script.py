@@ -49,9 +49,9 @@ def result_of(
 ) -> Result:
     """The simulation's result object; raises `UsageError` if nothing was trained. *asked*: how
     many steps it was to have."""
-    if not outcome.journals[0].method:
+    if not outcome.recorders[0].method:
         raise UsageError(
             "the script ended without calling paceline.distribute: nothing was trained"
         )
-    summaries = [Summary.of(journal) for journal in outcome.journals]
-    return Result.of("simulated", workers, outcome.journals[0], summaries, asked)
+    summaries = [Summary.of(recorder) for recorder in outcome.recorders]
+    return Result.of("simulated", workers, outcome.recorders[0], summaries, asked)

@@ -33,7 +33,7 @@ from paceline.interfaces import (
 from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
 from paceline.interfaces.server_messages import Refused, Reply, Request
 from paceline.parameter_server.process import service_registry
-from paceline.records import Journal
+from paceline.records import StepRecorder
 from paceline.runtimes import service_placement
 from paceline.runtimes.simulated.clock import Clock, Completion
 from paceline.runtimes.simulated.message_trace import Observe, Ways
@@ -223,14 +223,14 @@ class SimulatedReception:
         self,
         host: int,
         clock: Clock,
-        journal: Journal,
+        recorder: StepRecorder,
         into: torch.Tensor | None,
         describe: Callable[[], str],
         received: Callable[[], None],
     ) -> None:
         """*received* is called when the answer is here."""
         self.host, self.into = host, into
-        self._clock, self._journal = clock, journal
+        self._clock, self._recorder = clock, recorder
         self._completion = Completion(describe)
         self._received = received
         self._answer: Reply | None = None
@@ -248,7 +248,7 @@ class SimulatedReception:
     def wait(self) -> Reply:
         start = self._clock.current.time
         self._clock.wait(self._completion)
-        self._journal.waited("server", start, self._clock.current.time)
+        self._recorder.waited("server", start, self._clock.current.time)
         assert self._answer is not None
         if isinstance(self._answer, Refused):
             raise UsageError(self._answer.reason)
@@ -277,7 +277,7 @@ class SimulatedEndpoint:
 
     worker: int
     server: SimulatedServer
-    journal: Journal
+    recorder: StepRecorder
     _channels: dict[str, SimulatedChannel] = field(default_factory=dict)
 
     @property
@@ -299,13 +299,13 @@ class SimulatedEndpoint:
         reception = SimulatedReception(
             cluster.host_of(self.worker),
             clock,
-            self.journal,
+            self.recorder,
             into,
             lambda: f"an answer of {self.name} to its {what}",
             partial(requests.unanswered.pop, number),
         )
         size = self.server.take(sender, message, payload, reception, clock.current.time)
-        self.journal.sent(size)
+        self.recorder.count_bytes(size)
         return reception
 
     def close(self) -> None:

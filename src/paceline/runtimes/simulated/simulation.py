@@ -25,8 +25,8 @@ from paceline.interfaces import (
     enter_runtime_in_this_thread,
 )
 from paceline.interfaces.buckets import stand_in_for, wire_bytes
-from paceline.interfaces.trainings import Job, Place
-from paceline.records import Journal, Kept, Span
+from paceline.interfaces.trainings import Place, TrainingRegistry
+from paceline.records import Kept, Span, StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated.clock import Actor, Clock, Worker
 from paceline.runtimes.simulated.collective_group import Communicator
@@ -71,13 +71,13 @@ ACTORS = -1
 
 @dataclass
 class SimulationResult:
-    """What a simulation gives back: each worker's journal, and how many times the baton
+    """What a simulation gives back: each worker's recorder, and how many times the baton
     changed hands. *kept*: each worker's records, and *spans*: those of collectives, where a
     trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
     each what *inputs* it was given. *guessed*: sentences on compressors that nobody has
     measured."""
 
-    journals: list[Journal] = field(default_factory=list)
+    recorders: list[StepRecorder] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     virtual_seconds: float = 0.0
@@ -177,9 +177,9 @@ class Simulation:
         """Whether a body drew random numbers that had none of its own (*draws*)."""
         return isinstance(self._random, UndrawnRandomStates) and self._random.drawn
 
-    def job_of(self, rank: int) -> Job:
+    def registry_of(self, rank: int) -> TrainingRegistry:
         """What a worker's script does: its trainings, after the run."""
-        return self._runtimes[rank].job
+        return self._runtimes[rank].registry
 
     def runtime_of(self, rank: int) -> SimulatedRuntime:
         """Where a worker lives."""
@@ -188,7 +188,7 @@ class Simulation:
     def tell_place(self, rank: int, place: Place) -> None:
         """All other workers hear where worker *rank* is, at no cost."""
         for runtime in self._runtimes:
-            runtime.job.places.hear(rank, place, len(self._runtimes))
+            runtime.registry.places.hear(rank, place, len(self._runtimes))
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""
@@ -220,7 +220,7 @@ class Simulation:
             workers_output(self._output),
         ):
             self.clock.run(bodies, watchdog.watch)
-        self.result.journals = [runtime.journal for runtime in self._runtimes]
+        self.result.recorders = [runtime.recorder for runtime in self._runtimes]
         self.result.virtual_seconds = max(w.time for w in self.clock.workers)
         self.result.switches = self.clock.switches
         self.result.paced_by_script = any(
@@ -312,7 +312,7 @@ class Simulation:
                     raise UsageError(
                         f"the script ended with exit status {error.code!r}"
                     ) from error
-            runtime.job.end()
+            runtime.registry.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -366,9 +366,13 @@ class SimulatedRuntime:
         self._service_jobs = 0
         """How many jobs of services this worker has asked for."""
         self.alone = False
-        self.job = Job(simulation.options, self._training_broke)
-        self.job.keeps_ended = True  # a plan looks at them when the script has ended
-        self.job.places.connect(rank, partial(simulation.tell_place, rank), waits=False)
+        self.registry = TrainingRegistry(simulation.options, self._training_broke)
+        self.registry.keeps_ended = (
+            True  # a plan looks at them when the script has ended
+        )
+        self.registry.places.connect(
+            rank, partial(simulation.tell_place, rank), waits=False
+        )
         self.rank = rank
         self.size = simulation.cluster.workers
         self.speeds = simulation.speeds
@@ -378,9 +382,9 @@ class SimulatedRuntime:
         if simulation.trace:
             kept = Kept([], [])
             simulation.result.kept.append(kept)
-        self.journal = Journal(rank, self.now, kept)
+        self.recorder = StepRecorder(rank, self.now, kept)
         if rank == 0:
-            self.journal.observers.append(simulation.conditions.reached)
+            self.recorder.observers.append(simulation.conditions.reached)
         processor = self.cluster.processor
         self._compute = SimulatedCompute(
             simulation.compute_model,
@@ -398,7 +402,7 @@ class SimulatedRuntime:
         number = self._service_jobs
         self._service_jobs += 1
         return [
-            SimulatedEndpoint(self.rank, server, self.journal)
+            SimulatedEndpoint(self.rank, server, self.recorder)
             for server in self._simulation.services_of(number, job)
         ]
 
@@ -499,7 +503,7 @@ class SimulatedRuntime:
         worker = self._worker
         start = worker.time
         worker.time += seconds
-        self.journal.observe(Span(self.rank, "compute", name, start, worker.time))
+        self.recorder.observe(Span(self.rank, "compute", name, start, worker.time))
 
 
 def place_of(rank: int, hosts: Sequence[int], devices: int) -> dict[str, str]:

@@ -56,13 +56,13 @@ class Course:
             self.senses, self._exchange, FIRST, self._decided, self._say
         )
         self._run = self.program.run()
-        self._runtime.journal.decides(True)
+        self._runtime.recorder.decides(True)
 
     def after_step(self, step: int) -> str | None:
         """A step has ended: the spec to go on with, the same on all workers; None: as before."""
         self.senses.step_ended()
         wanted = next(self._run)
-        self._runtime.journal.decides(not self.program.is_settled)
+        self._runtime.recorder.decides(not self.program.is_settled)
         if wanted is not None:
             self.senses.refused = ""
             self._before, self.senses.present = self.senses.present, wanted
@@ -102,5 +102,5 @@ class Course:
 
     def _say(self, sentence: str) -> None:
         if self._runtime.rank == 0:
-            self._runtime.journal.note(sentence)
+            self._runtime.recorder.add_note(sentence)
             print(f"paceline: {sentence}", file=sys.stderr, flush=True)

@@ -74,7 +74,7 @@ class TrainingSenses:
         say: Callable[[str], None],
     ) -> None:
         self._inputs, self._wish, self._settings = inputs, wish, settings
-        self._runtime, self._journal = inputs.runtime, inputs.runtime.journal
+        self._runtime, self._recorder = inputs.runtime, inputs.runtime.recorder
         self._comm, self._device, self._say = comm, device, say
         parameters = inputs.parameters
         self._on_host = parameters[0][1].device.type == "cpu"
@@ -92,7 +92,7 @@ class TrainingSenses:
             consistency=wish.consistency,
             runtime=self._runtime.name,
         )
-        self._file = file_of(wish, self._runtime.name, self._runtime.job.options)
+        self._file = file_of(wish, self._runtime.name, self._runtime.registry.options)
         self._recalled: Decision | None = None
         self.planned = Planned()
         self.present = FIRST
@@ -125,17 +125,17 @@ class TrainingSenses:
 
     @property
     def period(self) -> int:
-        return self._journal.period
+        return self._recorder.period
 
     @property
     def settled(self) -> bool:
-        after = self._journal.method_settled_after
-        return 0 < after <= self._journal.step_count
+        after = self._recorder.method_settled_after
+        return 0 < after <= self._recorder.step_count
 
     def waited(self) -> float:
         if not self._on_host:
             return -1.0
-        steps = list(self._journal.steps)[-MEASURED_STEPS * self.period :]
+        steps = list(self._recorder.steps)[-MEASURED_STEPS * self.period :]
         waits = sum(step.exposed_communication_seconds for step in steps)
         return waits / sum(step.step_seconds for step in steps)
 
@@ -306,7 +306,7 @@ class TrainingSenses:
 
     def _compute_seconds(self) -> list[float]:
         """Of each worker: what it computes in a usual step."""
-        steps = list(self._journal.steps)[-MEASURED_STEPS * self.period :]
+        steps = list(self._recorder.steps)[-MEASURED_STEPS * self.period :]
         mine = statistics.median(step.compute_seconds for step in steps)
         row = [0.0] * self._runtime.size
         row[self._runtime.rank] = mine

@@ -97,8 +97,8 @@ class Auto:
         active.switcher = MethodChanges(
             inputs, active, settings, now, course, self.consistency
         )
-        journal = inputs.runtime.journal
-        journal.methods.append((journal.step_count, journal.brief))
+        recorder = inputs.runtime.recorder
+        recorder.methods.append((recorder.step_count, recorder.brief))
         return wrapped
 
 
@@ -149,7 +149,7 @@ class MethodChanges:
             return
         why = self.change(wanted, together=self.course.meets)
         if why:
-            self._runtime.journal.note(f"{wanted} cannot be begun here: {why}")
+            self._runtime.recorder.add_note(f"{wanted} cannot be begun here: {why}")
             self.course.refused(wanted, why)
 
     def finish(self) -> None:
@@ -197,7 +197,7 @@ class MethodChanges:
             raise
         name = f"change to {spec}"
         span = Span(self._runtime.rank, "method", name, began, self._runtime.now())
-        self._runtime.journal.observe(span)
+        self._runtime.recorder.observe(span)
         return why
 
     def _forbid(self, method: Method, settings: Settings) -> str:
@@ -257,7 +257,7 @@ class MethodChanges:
         differ = self.now.method.rounds.models_may_differ
         if (not differ and len(going) == workers) or workers == 1:
             return
-        comm = TorchComm(self._runtime, self._runtime.job.next_name())
+        comm = TorchComm(self._runtime, self._runtime.registry.next_name())
         optimizer = self._inputs.optimizer
         equalize(comm, optimizer, going, self._device, mean=differ)
         comm.close()
@@ -276,7 +276,7 @@ class MethodChanges:
         return made, faults
 
     def _make(self, plan: TrainingPlan) -> ConnectedTraining:
-        self._runtime.journal.change(plan.spec, plan.short_spec)
+        self._runtime.recorder.change(plan.spec, plan.short_spec)
         self.now = plan
         return start(self._inputs, plan, anew=False)
 
@@ -286,13 +286,13 @@ class MethodChanges:
         self._codes.give_back(self.now.spec, training)
         self._plans.give_back(self.now.spec, training)
         self._habits.watch(training, self.now.method)
-        self._runtime.job.hold(training, made.close)
+        self._runtime.registry.hold(training, made.close)
         self._active.training, self._active.endpoints = training, made.endpoints
 
     def _broke(self, error: BaseException) -> None:
         """No training goes on here: the others are told, as when one breaks."""
         self._active.record_failure(error)
-        self._runtime.job.broke(self._inputs.number, self._active.broken_by)
+        self._runtime.registry.broke(self._inputs.number, self._active.broken_by)
 
     def _meet(self, mine: _Wish) -> list[_Wish]:
         """What each worker says, by rank. Collective."""

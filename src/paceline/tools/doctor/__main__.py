@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     runtime = join_runtime()
-    runtime.job.options = replace(runtime.job.options, tells=False)
+    runtime.registry.options = replace(runtime.registry.options, tells=False)
 
     def write(evidence: Evidence) -> None:
         # Whoever reads it meanwhile reads all of it, or nothing.
@@ -39,7 +39,7 @@ def main() -> None:
     if options.script is None:
         runtime.connect()
         # Rules of the cluster count from the start of a training.
-        runtime.journal.begin("bsp")
+        runtime.recorder.begin("bsp")
         return
     try:
         run_as_main(options.script, options.arguments)

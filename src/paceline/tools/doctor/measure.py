@@ -52,8 +52,8 @@ class Examination:
         self._watch: StepWatch | None = None
         self._profiler: Profiler | None = None
         self.is_over = False
-        runtime.job.watchers.append(self._training_begins)
-        runtime.job.at_exit(self._examine, last=True)
+        runtime.registry.watchers.append(self._training_begins)
+        runtime.registry.at_exit(self._examine, last=True)
 
     def _training_begins(
         self,
@@ -108,7 +108,7 @@ class Examination:
             ),
             busy=0.0 if simulated else host_measurement.busy_cores(IDLE_SECONDS),
             workload=self._workload() if step is not None else None,
-            spec=runtime.journal.method or "bsp",
+            spec=runtime.recorder.method or "bsp",
         )
 
     def _workload(self) -> Workload | None:
@@ -154,7 +154,7 @@ def _cautions(runtime: Runtime, said: Sequence[_Said]) -> tuple[str, ...]:
     step = said[0].worker.step
     if step is None or step.steady:
         return ()
-    return (unsettled(runtime.journal.step_count, runtime.journal),)
+    return (unsettled(runtime.recorder.step_count, runtime.recorder),)
 
 
 def _of_the_usual(said: Sequence[_Said]) -> Workload | None:

@@ -29,7 +29,7 @@ def examined_network(cluster: Cluster, seconds: float = 0.1) -> Evidence:
     def body(rank: int) -> None:
         runtime = join_runtime()
         runtime.connect()
-        runtime.journal.begin("bsp")  # rules count from here
+        runtime.recorder.begin("bsp")  # rules count from here
 
     simulation.run(body)
     return found[-1]

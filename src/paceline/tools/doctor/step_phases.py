@@ -26,7 +26,7 @@ TIMES = (
 
 
 class StepWatch:
-    """Is told a training's events (`paceline.core.step_listeners`), and its journal's waits.
+    """Is told a training's events (`paceline.core.step_listeners`), and its recorder's waits.
 
     A step is from the end of the one before to its own end. *Forward* is from a call of the model to
     its return, *backward* from there to the last gradient, so the loss is in it; *input* is what
@@ -40,7 +40,7 @@ class StepWatch:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
     ) -> None:
-        self._runtime, self._journal = runtime, runtime.journal
+        self._runtime, self._recorder = runtime, runtime.recorder
         self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
         self._device = parameters[0][1].device
         self._is_cuda = self._device.type == "cuda"
@@ -52,9 +52,9 @@ class StepWatch:
         self._waits: list[tuple[float, float]] = []
         self._end: float | None = None
         self._means_at: float | None = None
-        self._messages = runtime.journal.messages
+        self._messages = runtime.recorder.messages
         model.register_forward_hook(Uncopied(self._forward_ended))
-        runtime.journal.tell(self)
+        runtime.recorder.subscribe(self)
 
     # ---- what the training tells ----
 
@@ -75,7 +75,7 @@ class StepWatch:
 
     def means_are_there(self) -> None:
         if self._is_cuda:
-            # What a stream waits for, the journal does not see.
+            # What a stream waits for, the recorder does not see.
             self._means_at = self._now()
 
     def span(self, span: Span) -> None:
@@ -88,13 +88,13 @@ class StepWatch:
         # An evaluation with gradients, or a pass that failed, has none.
         self._passes = [one for one in self._passes if one.ready]
         if before is not None and self._passes:
-            count = self._journal.step_count
+            count = self._recorder.step_count
             self._steps.append((count, self._note(before, now, record)))
             del self._steps[:-MOST_STEPS]
         self._passes.clear()
         self._waits.clear()
         self._means_at = None
-        self._messages, self._end = self._journal.messages, now
+        self._messages, self._end = self._recorder.messages, now
 
     def _forward_ended(self, *_: Any) -> None:
         if self._passes and not self._passes[-1].ready:
@@ -135,7 +135,7 @@ class StepWatch:
                 record.exposed_communication_seconds,
                 sum(b - a for a, b in self._waits) if self._is_cuda else 0.0,
             ),
-            "messages": self._journal.messages - self._messages,
+            "messages": self._recorder.messages - self._messages,
             "bytes_sent": record.bytes_sent,
             "at_end": self._at_end(self._passes[-1]),
             "passes": len(self._passes),
@@ -167,11 +167,11 @@ class StepWatch:
         """Medians over the recorder's steps in steady state, or over all where it has none; where workers do
         not communicate in each step alike, over means of as many as it takes to repeat. None where
         there was no step."""
-        steps = self._journal.usual_of(self._steps)
+        steps = self._recorder.usual_of(self._steps)
         if not steps:
             return None
-        first_steady = self._journal.settled_from
-        period = max(1, min(self._journal.period, len(steps)))
+        first_steady = self._recorder.settled_from
+        period = max(1, min(self._recorder.period, len(steps)))
         first = len(steps) % period
         rounds = [steps[i : i + period] for i in range(first, len(steps), period)]
 

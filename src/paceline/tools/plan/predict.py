@@ -38,7 +38,7 @@ from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Compressor, Method, Runtime
 from paceline.interfaces.buckets import nearly_square
-from paceline.records import Journal, StepRecord
+from paceline.records import StepRecord, StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import Summary
@@ -147,7 +147,7 @@ def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
         return Refused(str(error))
     except PacelineError as error:
         return Refused(str(error))
-    found = _figures(outcome.journals, run, guessed=bool(outcome.guessed))
+    found = _figures(outcome.recorders, run, guessed=bool(outcome.guessed))
     note = _warm_up(job, spec)
     return msgspec.structs.replace(found, notes=(*found.notes, note)) if note else found
 
@@ -244,10 +244,10 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
         )
         optimizer = train(TrainingInputs(runtime, model, plain), run.method, settings)
         if run.short:
-            runtime.journal.learning = 0
+            runtime.recorder.learning = 0
         # No two workers' gradients are alike, and none is zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
-        while not _is_enough(runtime.journal, run, job):
+        while not _is_enough(runtime.recorder, run, job):
             optimizer.zero_grad()
             for _ in range(job.passes - 1):
                 with optimizer.no_sync():
@@ -314,16 +314,16 @@ def _wait_for_batch(runtime: Runtime, job: Job) -> None:
         )
 
 
-def _is_enough(journal: Journal, run: _Run, job: Job) -> bool:
+def _is_enough(recorder: StepRecorder, run: _Run, job: Job) -> bool:
     if run.drifts:
-        wanted = drifting_steps(run.short, job.cluster.workers) + journal.learning
+        wanted = drifting_steps(run.short, job.cluster.workers) + recorder.learning
         wanted += job.settled - SETTLED
     else:
         late = getattr(run.method, "waits_in_forward", False)
         settled = job.settled if late or not job.brief else SETTLED_AT_ONCE
-        rounds = max(settled, 2 * journal.period)
-        wanted = (journal.method_settled_after or MOST_STEPS) + rounds
-    return journal.step_count >= wanted
+        rounds = max(settled, 2 * recorder.period)
+        wanted = (recorder.method_settled_after or MOST_STEPS) + rounds
+    return recorder.step_count >= wanted
 
 
 def drifting_steps(short: bool, workers: int) -> int:
@@ -332,21 +332,23 @@ def drifting_steps(short: bool, workers: int) -> int:
     return steps if workers <= FEW_DRIFT else max(DRIFTING_IN_SHORT, steps // 2)
 
 
-def _figures(journals: Sequence[Journal], run: _Run, *, guessed: bool) -> Prediction:
-    notes = tuple(journals[0].notes)
-    buckets = journals[0].buckets
-    steady = 0 if run.short else journals[0].method_settled_after
+def _figures(
+    recorders: Sequence[StepRecorder], run: _Run, *, guessed: bool
+) -> Prediction:
+    notes = tuple(recorders[0].notes)
+    buckets = recorders[0].buckets
+    steady = 0 if run.short else recorders[0].method_settled_after
     if run.drifts:
-        step, compute, exposed, sent = _drifting(journals)
+        step, compute, exposed, sent = _drifting(recorders)
     else:
-        summaries = [Summary.of(journal) for journal in journals]
+        summaries = [Summary.of(recorder) for recorder in recorders]
         step = fmean(s.step_seconds for s in summaries)
         compute = fmean(s.compute_seconds for s in summaries)
         exposed = fmean(s.exposed_communication_seconds for s in summaries)
         sent = fmean(s.bytes_sent for s in summaries)
         if run.missing:
             step, compute, exposed, sent = _lengthened(
-                journals, (step, compute, exposed, sent), run.missing
+                recorders, (step, compute, exposed, sent), run.missing
             )
     return Prediction(
         step_seconds=step,
@@ -367,13 +369,15 @@ _FIELDS = (
 )
 
 
-def _lengthened(journals: Sequence[Journal], means: Figures, missing: int) -> Figures:
+def _lengthened(
+    recorders: Sequence[StepRecorder], means: Figures, missing: int
+) -> Figures:
     """The means over a round of so many steps more, which are as most of it are. At its end all wait
     for the slowest: so each of them takes as long as its step, and the others wait for the rest."""
-    period = journals[0].period
+    period = recorders[0].period
     usual = [
-        [median(getattr(step, name) for step in journal.settled_steps()) for name in _FIELDS]
-        for journal in journals
+        [median(getattr(step, name) for step in recorder.settled_steps()) for name in _FIELDS]
+        for recorder in recorders
     ]  # fmt: skip
     slowest = max(step for step, *_ in usual)
     between = [
@@ -388,15 +392,15 @@ def _lengthened(journals: Sequence[Journal], means: Figures, missing: int) -> Fi
     return whole[0], whole[1], whole[2], whole[3]
 
 
-def _drifting(journals: Sequence[Journal]) -> Figures:
+def _drifting(recorders: Sequence[StepRecorder]) -> Figures:
     """Of the second half of the time in which all were training: the steps of a worker that has
     the mean rate."""
-    end = min(journal.steps[-1].end_seconds for journal in journals)
-    halves = [_second_half(list(journal.steps), end) for journal in journals]
+    end = min(recorder.steps[-1].end_seconds for recorder in recorders)
+    halves = [_second_half(list(recorder.steps), end) for recorder in recorders]
     rates = [
         len(half) / sum(step.step_seconds for step in half) for half in halves if half
     ]
-    rate = sum(rates) / len(journals)
+    rate = sum(rates) / len(recorders)
     every = [step for half in halves for step in half]
     step = fmean(s.step_seconds for s in every)
     compute = fmean(s.compute_seconds for s in every) / step / rate

@@ -78,7 +78,7 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
     """
     habits: list[StepHabits] = []
     simulation = _run(script, arguments, "bsp", scratch, habits)
-    trainings = simulation.job_of(0).trainings
+    trainings = simulation.registry_of(0).trainings
     if not trainings:
         raise UsageError(
             f"{script} ended without calling paceline.distribute: nothing was trained"
@@ -94,7 +94,7 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
         except PacelineError as error:
             cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
             refused |= dict.fromkeys(kind, str(cause or error))
-    said = parse(simulation.result.journals[0].method).values
+    said = parse(simulation.result.recorders[0].method).values
     waits_for_means = not {"clip_norm", "check_finite"}.isdisjoint(said)
     trained = [
         (name, wire_bytes(parameter))
@@ -147,7 +147,7 @@ def _run(
             habits.append(StepHabits([parameter for _, parameter in parameters]))
             return habits[-1:]
 
-        simulation.job_of(0).watchers.append(watch)
+        simulation.registry_of(0).watchers.append(watch)
     quiet = io.StringIO()
     with (
         redirect_stdout(quiet),

@@ -23,7 +23,7 @@ _PIECE = 1 << 16
 
 
 class WorkerRecords:
-    """A real worker's `Recorder`: a file in *folder* for the launcher to merge.
+    """A real worker's `RecordListener`: a file in *folder* for the launcher to merge.
 
     JSON lines as they come, an object for a step and an array for a span: all that a step
     took is in the file when it has ended. Only the last line of a killed worker's may be
