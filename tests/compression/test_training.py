@@ -36,12 +36,12 @@ class Model(torch.nn.Module):
 def counted(train):
     """Bytes that this worker sends in *train*."""
     recorder, sent = join_runtime().recorder, []
-    before = recorder.sent
-    recorder.sent = lambda count: (sent.append(count), before(count))
+    before = recorder.count_bytes
+    recorder.count_bytes = lambda count: (sent.append(count), before(count))
     try:
         train()
     finally:
-        recorder.sent = before
+        recorder.count_bytes = before
     return sum(sent)
 
 

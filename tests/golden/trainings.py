@@ -213,14 +213,14 @@ def _train_unevenly(
 def _begin(rank: int, simulation: Simulation) -> list[int]:
     """Wait for this worker's start; returns what counts its bytes from then on."""
     runtime = join_runtime()
-    count, sent = runtime.recorder.sent, [0]
+    count, sent = runtime.recorder.count_bytes, [0]
 
     def counted(number: int) -> None:
         sent[0] += number
         count(number)
 
     simulation.clock.pause(START + APART * rank - paceline.now())
-    runtime.recorder.sent = counted
+    runtime.recorder.count_bytes = counted
     return sent
 
 

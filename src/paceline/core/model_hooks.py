@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,6 +75,12 @@ class ModelHooks:
         # runs then, and one bucket could be filled from streams that do not wait for each
         # other.
         self._accumulators = [accumulator_of(parameter) for parameter in self._trained]
+        self._leads = bool(self._listeners.gradient.functions)
+        if self._leads:
+            # Computing a gradient takes its time before anybody sees the gradient.
+            for index, parameter in enumerate(self._trained):
+                hook = partial(self._is_computed, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._gradient_hooks = [self._hook(slot) for slot in self._reducer.slots]
         self._gradient_handles = [
             parameter.register_post_accumulate_grad_hook(hook)
@@ -177,11 +184,17 @@ class ModelHooks:
 
         return gradient_is_ready
 
+    def _is_computed(self, index: int, _: torch.Tensor) -> None:
+        """Autograd has made a gradient; other hooks of the parameter follow."""
+        if self._listeners.times_gradients:
+            self._listeners.gradient(index)
+
     def _first_gradient(self, slot: Slot) -> None:
         """A gradient comes, and as far as is known it is the first of its pass; all of them come
         here while a listener times gradients, or gradients only accumulate."""
         listeners, reducer = self._listeners, self._reducer
-        listeners.gradient(slot.index)
+        if not self._leads:
+            listeners.gradient(slot.index)
         if self._enter_pass(slot.index):
             listeners.gradient_ready(slot.index)
             if slot.index not in slot.pending:
