@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.interfaces.trainings import Places
-from paceline.runtimes.simulated import Simulation
 from tests.support import forked
 from tests.support.hanging import SECONDS
+from tests.support.training import simulate
 
 METHODS = ["local-sgd:every=4", "sel-sync", "daso", "ds-sync:size=2"]
 
@@ -41,9 +40,7 @@ def trained(method, steps, later=0):
 @pytest.mark.parametrize("method", METHODS)
 def test_other_numbers_of_steps_are_refused_by_their_numbers(method, steps):
     with pytest.raises(PacelineError) as caught:
-        Simulation(uniform_cluster(4, "1gbit", "50us")).run(
-            lambda rank: trained(method, steps)
-        )
+        simulate(4, lambda rank: trained(method, steps))
     assert isinstance(caught.value.__cause__, UsageError), caught.value
     words = str(caught.value)
     assert "consolidated()" in words
@@ -52,9 +49,7 @@ def test_other_numbers_of_steps_are_refused_by_their_numbers(method, steps):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_numbers_of_steps_are_not(method):
-    Simulation(uniform_cluster(4, "1gbit", "50us")).run(
-        lambda rank: trained(method, (5, 5), later=3)
-    )
+    simulate(4, lambda rank: trained(method, (5, 5), later=3))
 
 
 @pytest.mark.parametrize("method", ["bsp", "asp", "diloco:every=4"])
@@ -75,7 +70,7 @@ def test_where_anybody_may_look_alone_nobody_is_refused(method):
                     pass
         optimizer.finish()
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+    simulate(2, body)
 
 
 @pytest.mark.parametrize("case", ["local-sgd:every=4 5 10", "sel-sync 6 5"])

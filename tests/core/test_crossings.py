@@ -4,13 +4,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
-from paceline.runtimes.simulated import Simulation
 from paceline.testing.problems import Quadratic, centers_of, flat_parameters
-
-
-def run(train, workers=3, servers=0):
-    Simulation(uniform_cluster(workers, "1gbit", "50us", servers)).run(train)
+from tests.support.training import simulate
 
 
 def begin(method, clip_norm=None, model=None):
@@ -50,7 +45,7 @@ def test_who_is_slow_comes_to_where_the_fastest_wait(how, servers, clip_norm, tm
         optimizer.finish()
         ended.append(rank)
 
-    run(train, servers=servers)
+    simulate(3, train, servers)
     assert sorted(ended) == [0, 1, 2]
 
 
@@ -68,7 +63,7 @@ def test_a_late_worker_waits_for_no_norm_of_a_step_before_a_load():
         optimizer.finish()
         ends[rank] = flat_parameters(model)
 
-    run(train, servers=2)
+    simulate(3, train, 2)
     assert all(torch.equal(end, ends[0]) for end in ends.values())
 
 
@@ -84,7 +79,7 @@ def test_what_is_loaded_between_backward_and_finish_is_the_result(method):
         optimizer.finish()
         assert bool((flat_parameters(model) == 7).all())
 
-    run(train, workers=2)
+    simulate(2, train)
 
 
 @pytest.mark.parametrize("method", ["asp", "backup", "osp"])
@@ -98,7 +93,7 @@ def test_state_that_is_loaded_after_the_end_is_there(method):
         optimizer.load_state_dict(saved)
         assert len(optimizer.state_dict()["state"]) == 3
 
-    run(train, workers=2)
+    simulate(2, train)
 
 
 @pytest.mark.parametrize("zeroed", [False, True])
@@ -109,7 +104,7 @@ def test_gradients_may_be_cleared_where_the_loop_was_left(zeroed):
         optimizer.zero_grad(set_to_none=not zeroed)
         optimizer.finish()
 
-    run(train, workers=2)
+    simulate(2, train)
 
 
 def test_buffers_of_a_skipped_step_do_not_outlive_a_load():
@@ -129,4 +124,4 @@ def test_buffers_of_a_skipped_step_do_not_outlive_a_load():
         model.train()
         optimizer.finish()
 
-    run(train, workers=2)
+    simulate(2, train)

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.interfaces import Rounds
-from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
 from paceline.testing.problems import Counting
 from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.core.test_method_rounds import SUM_OF_TWO, train
-from tests.methods.osp.helpers import simulate
+from tests.support.training import simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +83,7 @@ def test_the_laws_of_ends(law, workers):
         paceline.init()
         CHECKS[law](Case(method=Groups()), "ddp")
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+    simulate(workers, body)
 
 
 @dataclass(frozen=True, kw_only=True)

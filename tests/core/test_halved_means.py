@@ -8,15 +8,13 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP
-from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS
 from paceline.testing.problems import Counting
 from tests.core.halved import Halved, HalvedWorker, halves_train_as_the_whole, train
-from tests.methods.osp.helpers import simulate
+from tests.support.training import simulate
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -45,7 +43,7 @@ def test_the_laws_of_ends(law, workers):
         paceline.init()
         CHECKS[law](Case(method=Halved()), "ddp")
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+    simulate(workers, body)
 
 
 def refusal(method, **options):

@@ -10,7 +10,7 @@ from torch import nn
 import paceline
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP, BSPWorker
-from tests.methods.osp.helpers import simulate
+from tests.support.training import simulate
 
 
 @dataclass(frozen=True, kw_only=True)

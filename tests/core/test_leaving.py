@@ -6,8 +6,9 @@ import torch
 
 import paceline
 from paceline.errors import DeadlockError, GradientError
-from tests.methods.osp.helpers import ALL, HALF, flat, loss_of, network, sgd, simulate
+from tests.methods.osp.helpers import ALL, HALF
 from tests.support.tables import crossed
+from tests.support.training import flat, loss_of, network, sgd, simulate
 
 STEPS = 9
 WORKERS = 3

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
+from tests.support.training import simulate
 
 METHODS = [
     *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),
@@ -53,11 +51,6 @@ def step(model: Pulled, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def simulate(script: Callable[[int], None], servers: int = 0) -> None:
-    cluster = uniform_cluster(WORKERS, "1gbit", "50us", servers=servers)
-    Simulation(cluster).run(script)
-
-
 def optimum() -> dict[str, torch.Tensor]:
     return {**Pulled().state_dict(), "weight": torch.full((8,), OPTIMUM)}
 
@@ -93,7 +86,7 @@ def test_everybody_has_the_lowest_ranks(method: str, servers: int) -> None:
         optimizer.finish()
         ends[rank] = copy.deepcopy(model.state_dict())
 
-    simulate(script, servers)
+    simulate(WORKERS, script, servers)
     assert ends[0]["table"].tolist() == [2**60 + 1, 3]
     assert ends[0]["masked"].tolist() == [-torch.inf, 0.5]
     for end in ends.values():
@@ -116,7 +109,7 @@ def test_what_is_not_loaded_is_the_servers() -> None:
         optimizer.finish()
         assert model.other.weight.tolist() == [[1.0] * 4] * 4
 
-    simulate(script)
+    simulate(WORKERS, script)
 
 
 def test_what_was_loaded_is_evaluated_and_kept_before_any_step() -> None:
@@ -135,7 +128,7 @@ def test_what_was_loaded_is_evaluated_and_kept_before_any_step() -> None:
         optimizer.finish()
         assert model.weight[0] == 1.0
 
-    simulate(script)
+    simulate(WORKERS, script)
 
 
 def test_a_load_goes_on_with_who_has_data() -> None:
@@ -149,7 +142,7 @@ def test_a_load_goes_on_with_who_has_data() -> None:
         optimizer.finish()
         assert model.weight[0] != 0
 
-    simulate(script)
+    simulate(WORKERS, script)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -165,7 +158,7 @@ def test_a_load_at_the_top_by_some_is_refused(method: str) -> None:
         WorkerFailedError,
         match="0 waits to load",
     ):
-        simulate(script)
+        simulate(WORKERS, script)
 
 
 @pytest.mark.parametrize("method", ["ssp", "backup", "osp"])
@@ -181,7 +174,7 @@ def test_a_load_by_some_that_others_wait_for_is_refused(method: str) -> None:
         WorkerFailedError,
         match=r"worker 1 .*workers 0, 2",
     ):
-        simulate(script)
+        simulate(WORKERS, script)
 
 
 def test_a_load_between_backward_and_step_is_refused() -> None:
@@ -192,7 +185,7 @@ def test_a_load_between_backward_and_step_is_refused() -> None:
         optimizer.step()
 
     with pytest.raises(WorkerFailedError, match="load after step"):
-        simulate(script)
+        simulate(WORKERS, script)
 
 
 @pytest.mark.parametrize("method", ["bsp", "asp", "osp"])
@@ -206,7 +199,7 @@ def test_all_meet(method: str) -> None:
         assert inspect(optimizer).load_is_complete()
         optimizer.finish()
 
-    simulate(script)
+    simulate(WORKERS, script)
 
 
 # ---- whatever else is written ----
@@ -232,7 +225,7 @@ def test_what_is_written_between_steps_is_refused(method: str, when: str) -> Non
         WorkerFailedError,
         match=r"'other.weight'.*optimizer.consolidated",
     ):
-        simulate(script)
+        simulate(WORKERS, script)
 
 
 def test_what_forward_writes_is_refused() -> None:
@@ -244,7 +237,7 @@ def test_what_forward_writes_is_refused() -> None:
         with pytest.raises(UsageError, match="'weight' was written to"):
             optimizer.step()
 
-    simulate(script)
+    simulate(WORKERS, script)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -261,7 +254,7 @@ def test_what_is_written_inside_consolidated_is_taken_back(method: str) -> None:
             assert torch.equal(model.weight, mine)
         optimizer.finish()
 
-    simulate(script)
+    simulate(WORKERS, script)
 
 
 def test_a_copy_of_the_model_is_nobodys() -> None:
@@ -274,4 +267,4 @@ def test_a_copy_of_the_model_is_nobodys() -> None:
         optimizer.finish()
         assert model.weight[0] != OPTIMUM
 
-    simulate(script)
+    simulate(WORKERS, script)

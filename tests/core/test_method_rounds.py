@@ -18,7 +18,7 @@ from paceline.testing import inspect
 from paceline.testing.problems import Counting
 from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.conformance.plugins.toys.pairs import Pairs
-from tests.methods.osp.helpers import simulate
+from tests.support.training import simulate
 
 ELEMENTS = 18
 SUM_OF_TWO = 4 * ELEMENTS

@@ -7,15 +7,15 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import Cluster, Rack, uniform_cluster
+from paceline.cluster import Cluster, Rack
 from paceline.interfaces import Rounds
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
 from paceline.testing.problems import Counting, shared_folder
 from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.core.test_groups_of_gradients import Groups
 from tests.core.test_method_rounds import SUM_OF_TWO, train
+from tests.support.training import simulate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def test_a_round_with_a_lag_waits_for_nobody():
 
     ends = {}
     for method in (Later(), WarmsUp()):
-        ends[method.name] = run(body, speeds)
+        ends[method.name] = simulate(speeds, body)
     assert ends["later"][0] == pytest.approx(4.0, abs=0.01)  # of the round of step 2
     assert ends["warms-up"][0] == pytest.approx(6.0, abs=0.01)
 
@@ -187,7 +187,7 @@ def test_what_the_script_loads_a_method_is_told_once_before_its_next_hook():
         return loads, anchor
 
     # One gradient was in it, of -1 times the learning rate.
-    assert run(body) == [(1, 4.0)] * 2
+    assert simulate(2, body) == [(1, 4.0)] * 2
 
 
 def test_what_is_taken_back_after_an_evaluation_or_comes_from_a_checkpoint_is_no_load():
@@ -205,19 +205,7 @@ def test_what_is_taken_back_after_an_evaluation_or_comes_from_a_checkpoint_is_no
         optimizer.finish()
         return worker.loads, worker.anchors[0].view(-1)[0].item()
 
-    assert run(body) == [(0, 0.0)] * 2
-
-
-def run(body, cluster=None):
-    cluster = cluster or uniform_cluster(2, "1gbit", "50us")
-    found = [None] * cluster.workers
-
-    def keep(rank):
-        paceline.init()
-        found[rank] = body(rank)
-
-    Simulation(cluster).run(keep)
-    return found
+    assert simulate(2, body) == [(0, 0.0)] * 2
 
 
 def test_a_method_sees_the_optimizer_the_network_and_the_buffers_it_is_to_average():
@@ -235,7 +223,7 @@ def test_a_method_sees_the_optimizer_the_network_and_the_buffers_it_is_to_averag
             optimizer.finish()
         return seen
 
-    assert run(body) == [[(True, 2), 3, (True, 2), 0]] * 2
+    assert simulate(2, body) == [[(True, 2), 3, (True, 2), 0]] * 2
 
 
 def test_buffers_that_the_method_averages_are_sent_by_nobody_else():
@@ -251,7 +239,7 @@ def test_buffers_that_the_method_averages_are_sent_by_nobody_else():
         optimizer.finish()
         return own.tolist()
 
-    first, second = run(body)
+    first, second = simulate(2, body)
     assert first != second
 
 
@@ -280,7 +268,7 @@ def test_a_tensor_that_only_the_partner_used_has_a_gradient_in_the_group():
         optimizer.finish()
         return gradients
 
-    assert run(body) == [[[0.5] * 3] * 2] * 2
+    assert simulate(2, body) == [[[0.5] * 3] * 2] * 2
 
 
 def test_samples_weigh_in_a_group():
@@ -299,4 +287,4 @@ def test_samples_weigh_in_a_group():
         optimizer.finish()
         return gradient
 
-    assert run(body) == pytest.approx([3.5, 3.5])
+    assert simulate(2, body) == pytest.approx([3.5, 3.5])

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline.cluster import parse_cluster, uniform_cluster
+from paceline.cluster import parse_cluster
 from paceline.core.sampler import _cut, _normalized, _stride
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from tests.support.profiles import examples
+from tests.support.training import simulate
 
 
 def deal(workers, length, batch_size, **options):
@@ -24,7 +25,7 @@ def deal(workers, length, batch_size, **options):
         sampler = paceline.Sampler(range(length), batch_size, **options)
         dealt[rank] = [list(sampler), list(sampler)]
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+    simulate(workers, body)
     return dealt
 
 
@@ -74,7 +75,7 @@ def test_the_same_epoch_is_the_same_shuffle():
         sampler.set_epoch(3)
         assert list(sampler) == list(sampler)
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+    simulate(2, body)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_bad_shares_are_refused(arguments, message):
         with pytest.raises(UsageError, match=message):
             paceline.Sampler(range(40), **arguments)
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+    simulate(2, body)
 
 
 def test_shares_by_speed_even_out_a_slow_worker():
@@ -138,7 +139,7 @@ def rotated(workers, length, batch_size, passes, **options):
         sampler = paceline.Sampler(range(length), batch_size, rotate=True, **options)
         dealt[rank] = [list(sampler) for _ in range(passes[rank])]
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(body)
+    simulate(workers, body)
     return [dealt[rank] for rank in range(workers)]
 
 
@@ -201,7 +202,7 @@ def test_batches_that_go_round_are_weighed_as_they_are():
             for number, batch in enumerate(sampler):
                 assert sampler.weight(number) == len(batch) / 10
 
-    Simulation(uniform_cluster(3, "1gbit", "50us")).run(body)
+    simulate(3, body)
 
 
 def test_a_pass_may_be_chosen_and_goes_on_after_a_load():
@@ -219,7 +220,7 @@ def test_a_pass_may_be_chosen_and_goes_on_after_a_load():
         fresh.load_state_dict(begun.state_dict())
         assert [list(fresh), list(fresh)] == every[3:]
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+    simulate(2, body)
 
 
 def test_shares_do_not_go_round():
@@ -228,7 +229,7 @@ def test_shares_do_not_go_round():
         with pytest.raises(UsageError, match="leave one"):
             paceline.Sampler(range(40), 8, shares=[1, 2], rotate=True)
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+    simulate(2, body)
 
 
 @pytest.mark.parametrize("workers", range(1, 33))

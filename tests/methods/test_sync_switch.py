@@ -14,14 +14,13 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from paceline.interfaces import HeldPush
 from paceline.methods.sync_switch import BSPThenASP
 from paceline.parameter_server.state_machine.server import ParameterServer
-from paceline.runtimes.simulated import Simulation
 from paceline.testing.problems import Counting, flat_parameters
+from tests.support.training import simulate
 
 RATE, MOMENTUM, SWITCH = 0.25, 0.5, 5
 
@@ -45,7 +44,7 @@ def job(workers: int, script: Callable[[int], float], servers: int = 0) -> list[
     def train(rank: int) -> None:
         ends[rank] = script(rank)
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us", servers=servers)).run(train)
+    simulate(workers, train, servers)
     return [ends[rank] for rank in range(workers)]
 
 

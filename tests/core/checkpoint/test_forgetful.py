@@ -7,13 +7,10 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing import method_checks as laws
-from tests.core.checkpoint.test_save_load import on
 from tests.core.checkpoint.toys import (
     LAWS,
     Averages,
@@ -27,14 +24,14 @@ from tests.core.checkpoint.toys import (
     kept_trials,
 )
 from tests.support import forked
+from tests.support.training import simulate
 
 BITS = [laws.state_survives_a_restart, laws.a_checkpoint_is_a_restart]
 
 
 @pytest.mark.parametrize("trial", kept_trials(2), ids=lambda trial: trial.name)
 def test_who_saves_its_state_keeps_all_laws(trial):
-    simulation = Simulation(uniform_cluster(2, "1gbit", "50us"))
-    simulation.run(lambda rank: trial.run())
+    simulate(2, lambda rank: trial.run())
 
 
 @pytest.mark.slow
@@ -50,9 +47,8 @@ def test_who_saves_its_state_keeps_all_laws_on_real_processes():
     "method", [Forgetful(), ForgetsToLoad(), CountsRounds()], ids=lambda m: m.name
 )
 def test_who_forgets_its_state_breaks_them(law, method):
-    simulation = Simulation(uniform_cluster(2, "1gbit", "50us"))
     with pytest.raises(WorkerFailedError, match="changes the result: by"):
-        simulation.run(lambda rank: law(Case(method=method), "ddp"))
+        simulate(2, lambda rank: law(Case(method=method), "ddp"))
 
 
 @pytest.mark.parametrize("law", BITS, ids=lambda law: law.__name__)
@@ -65,9 +61,7 @@ def test_a_compressor_that_hides_what_it_keeps_breaks_them(law, saved, monkeypat
     case = Case(method=f"bsp:compression={code}")
     broken = pytest.raises(WorkerFailedError, match="changes the result: by")
     with nullcontext() if saved else broken:
-        Simulation(uniform_cluster(2, "1gbit", "50us")).run(
-            lambda rank: law(case, "ddp")
-        )
+        simulate(2, lambda rank: law(case, "ddp"))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +109,8 @@ def test_each_worker_goes_on_with_all_that_is_its_own(method, tmp_path):
         train(model, optimizer, range(5))
         return ends(model, optimizer)
 
-    expected = on(4, straight)
-    assert on(4, resumed) == expected
+    expected = simulate(4, straight)
+    assert simulate(4, resumed) == expected
     assert all(one != other for one, other in itertools.combinations(expected, 2))
 
 
@@ -147,9 +141,9 @@ def test_a_methods_state_is_refused_by_other_workers_unless_it_says_otherwise(tm
         with pytest.raises(UsageError, match=r"holds method.remembers of 2 workers"):
             train(rank, Remembers(), tmp_path / "x", load=True)
 
-    on(2, save)
-    on(3, load)
-    on(3, lambda rank: train(rank, Shares(), tmp_path / "x", load=True))
+    simulate(2, save)
+    simulate(3, load)
+    simulate(3, lambda rank: train(rank, Shares(), tmp_path / "x", load=True))
 
 
 def test_other_workers_begin_with_the_one_result_of_local_models(tmp_path):
@@ -171,11 +165,11 @@ def test_other_workers_begin_with_the_one_result_of_local_models(tmp_path):
         optimizer.finish()
         return found
 
-    saved = on(2, save)
+    saved = simulate(2, save)
     (first, result, again), (second, other, _) = saved
     assert first == again
     assert first != second
     assert result == other
-    assert on(2, load) == [first, second]
-    assert on(3, load) == [result] * 3
-    assert on(1, load) == [result]
+    assert simulate(2, load) == [first, second]
+    assert simulate(3, load) == [result] * 3
+    assert simulate(1, load) == [result]

@@ -8,7 +8,7 @@ from paceline.core.settings import parse_method
 from paceline.spec import parse
 from paceline.testing import CASES
 from paceline.testing.problems import Counting
-from tests.core.checkpoint.test_save_load import on
+from tests.support.training import simulate
 
 STEPS, MOMENTUM, RATE = 4, 0.9, 0.25
 GROUPS = "gssp"
@@ -83,8 +83,8 @@ def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
     """Gradients are one. Worker 0 comes to save first; each of the others' steps until then
     is in what was saved, and none after."""
     workers = 3
-    on(workers, lambda rank: train(rank, method, tmp_path / "checkpoint"))
-    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint", method))
+    simulate(workers, lambda rank: train(rank, method, tmp_path / "checkpoint"))
+    (found,) = simulate(1, lambda rank: read(rank, tmp_path / "checkpoint", method))
     apart = method.startswith(
         ("asp", "ssp", "dssp", "r2sp")
     )  # each gradient is an update
@@ -120,8 +120,8 @@ def test_who_is_spared_by_each_step_comes_to_save_all_the_same(tmp_path):
         optimizer.finish()
         return model.vector[0].item()
 
-    ends = on(3, train)
-    (found,) = on(1, lambda rank: read(rank, tmp_path / "checkpoint", "backup"))
+    ends = simulate(3, train)
+    (found,) = simulate(1, lambda rank: read(rank, tmp_path / "checkpoint", "backup"))
     # The first two have done 6 steps, and the slowest goes on with the job's next each time.
     number = next(n for n in range(6, 19) if updates(n, 1.0)[0] <= found[0][0] + 1e-4)
     place, velocity = updates(number, 1.0)

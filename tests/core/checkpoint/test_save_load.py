@@ -8,21 +8,11 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.core.checkpoint import worker_state
 from paceline.core.random_state import random_states
 from paceline.errors import UsageError
-from paceline.runtimes.simulated import Simulation
 from tests.core.checkpoint.kill import killed_after
-
-
-def on(workers, body):
-    """Run *body* on simulated workers; returns what it gave, by rank."""
-    results = {}
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(
-        lambda rank: results.update({rank: body(rank)})
-    )
-    return [results[rank] for rank in range(workers)]
+from tests.support.training import simulate
 
 
 def begin(sampler=None):
@@ -70,9 +60,11 @@ def test_a_save_that_is_killed_at_any_instant_leaves_a_checkpoint(tmp_path):
 
     steps, seen = 0, []
     while True:
-        on(1, lambda rank: save_with(1))
-        killed = killed_after(steps, tmp_path, lambda: on(1, lambda rank: save_with(2)))
-        seen += on(1, lambda rank: loaded())
+        simulate(1, lambda rank: save_with(1))
+        killed = killed_after(
+            steps, tmp_path, lambda: simulate(1, lambda rank: save_with(2))
+        )
+        seen += simulate(1, lambda rank: loaded())
         if not killed:
             break
         steps += 1
@@ -90,7 +82,7 @@ def test_loading_what_an_interrupted_save_left_is_said(tmp_path, capfd):
         paceline.load(tmp_path / "checkpoint")
         optimizer.finish()
 
-    on(2, body)
+    simulate(2, body)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("paceline: a save into")
     assert line.endswith("was interrupted: loading " + str(tmp_path / "checkpoint.old"))
@@ -124,7 +116,7 @@ def test_what_one_worker_refuses_to_save_all_refuse(refusing, tmp_path, monkeypa
         optimizer.finish()
         return str(caught.value), counter.value
 
-    said = on(2, body)
+    said = simulate(2, body)
     assert [value for _, value in said] == [0.0, 0.0]
     assert said[refusing][0].startswith("cannot save ")
     assert said[1 - refusing][0].startswith(
@@ -143,7 +135,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_worker(tmp_path):
             paceline.save(tmp_path / "new", **{"a/b": Counter(1)})
         optimizer.finish()
 
-    on(2, body)
+    simulate(2, body)
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
 
 
@@ -163,7 +155,7 @@ def test_a_state_that_does_not_fit_on_one_worker_is_an_error_on_all(tmp_path):
             paceline.load(tmp_path / "checkpoint", counter=Picky(1))
         optimizer.finish()
 
-    on(2, body)
+    simulate(2, body)
 
 
 # ---- after the training ----
@@ -189,8 +181,8 @@ def test_what_is_saved_after_finish_is_what_all_hold(method, tmp_path):
         optimizer.finish()
         return model.weight.tolist(), optimizer.state_dict()["state"][0]
 
-    (weight, state), (other, _) = on(2, train)
-    ((found, kept),) = on(1, read)
+    (weight, state), (other, _) = simulate(2, train)
+    ((found, kept),) = simulate(1, read)
     assert found == weight == other
     assert torch.equal(kept["momentum_buffer"], state["momentum_buffer"])
 
@@ -228,8 +220,8 @@ def test_a_sampler_that_counts_epochs_goes_on_after_a_load(given, tmp_path):
         optimizer.finish()
         return rest
 
-    expected = on(2, straight)
-    assert on(2, resumed) == [every[2:] for every in expected]
+    expected = simulate(2, straight)
+    assert simulate(2, resumed) == [every[2:] for every in expected]
     assert expected[0][2] != expected[0][0]
 
 
@@ -246,7 +238,7 @@ def test_a_pass_under_way_is_over_after_a_load(tmp_path):
         fresh.load_state_dict(state)
         assert epochs(fresh, 1) == [expected[2]]
 
-    on(2, body)
+    simulate(2, body)
 
 
 def test_an_epoch_that_was_chosen_stays_chosen():
@@ -258,7 +250,7 @@ def test_an_epoch_that_was_chosen_stays_chosen():
         fresh.load_state_dict(sampler.state_dict())
         assert epochs(fresh, 2) == epochs(sampler, 2)
 
-    on(2, body)
+    simulate(2, body)
 
 
 # ---- what it costs not to be used ----

@@ -6,9 +6,10 @@ import torch
 import paceline
 from paceline.core.checkpoint import files
 from paceline.testing.problems import Counting
-from tests.core.checkpoint.test_save_load import Counter, on
+from tests.core.checkpoint.test_save_load import Counter
 from tests.support.hanging import SECONDS
 from tests.support.processes import run
+from tests.support.training import simulate
 
 RATE = 0.25
 KEPT = "training0.method.asp"
@@ -64,7 +65,7 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
     checkpoint is all that was done by then, and a part of each that trained."""
     folder = tmp_path / "here"
     folder.mkdir()
-    on(1, lambda rank: write(folder / "begin", 100))
+    simulate(1, lambda rank: write(folder / "begin", 100))
     job = run(
         3,
         "survive_save.py",
@@ -76,7 +77,7 @@ def test_who_dies_and_who_comes_back_destroys_no_checkpoint(tmp_path):
     job.wait(2 * SECONDS).check_ended_well()
 
     def found(name):
-        (result,) = on(1, lambda rank: read(folder / name))
+        (result,) = simulate(1, lambda rank: read(folder / name))
         return result
 
     assert found("3") == (pytest.approx(104, abs=1e-3), 3, workers(0, 1, 2, step=3))

@@ -11,7 +11,8 @@ from paceline.core.checkpoint import files, worker_state
 from paceline.core.checkpoint import folder as folders
 from paceline.errors import UsageError
 from paceline.interfaces import redistribute_nothing
-from tests.core.checkpoint.test_save_load import begin, on
+from tests.core.checkpoint.test_save_load import begin
+from tests.support.training import simulate
 
 
 class ErrorFeedback:
@@ -54,7 +55,7 @@ def on_toys(workers, body, make):
             "worker_states",
             lambda training: made[training.context.comm.rank],
         )
-        return on(workers, body)
+        return simulate(workers, body)
 
 
 def save(workers, folder, make, steps=0, place=lambda folder, rank: folder):
@@ -143,7 +144,7 @@ def test_random_states_are_each_workers_own(tmp_path):
         optimizer.finish()
         return drawn.tolist(), torch.rand(3).tolist()
 
-    found = on(2, body)
+    found = simulate(2, body)
     assert [first for first, _ in found] == [second for _, second in found]
     assert found[0] != found[1]
 

@@ -14,17 +14,9 @@ import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.core.settings import parse_method
 from paceline.errors import UsageError
-from tests.methods.local_updates.helpers import (
-    Trained,
-    adam,
-    double,
-    momentum,
-    simulate,
-    spread,
-    train,
-)
-from tests.methods.osp.helpers import flat, loss_of
+from tests.methods.local_updates.helpers import adam, double, momentum, spread, train
 from tests.support.tables import crossed
+from tests.support.training import Trained, flat, loss_of, simulate
 
 STEPS = 14
 CLOSE = {"rtol": 0.0, "atol": 1e-12}

@@ -17,8 +17,8 @@ from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from paceline.methods.contrib.sel_sync import SelSync, norm_of
 from paceline.runtimes.join import join_runtime
-from tests.methods.local_updates.helpers import adam, momentum, simulate, spread, train
-from tests.methods.osp.helpers import flat, loss_of, network
+from tests.methods.local_updates.helpers import adam, momentum, spread, train
+from tests.support.training import flat, loss_of, network, simulate
 
 WORKERS, STEPS = 3, 8
 

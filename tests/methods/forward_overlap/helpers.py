@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import paceline
-from tests.methods.osp.helpers import simulate
+from tests.support.training import simulate
 
 
 def perceptron():

@@ -18,8 +18,8 @@ from tests.methods.forward_overlap.helpers import (
     squares,
     train,
 )
-from tests.methods.osp.helpers import simulate
 from tests.support.tables import crossed
+from tests.support.training import simulate
 
 METHODS = ["priority", "dear"]
 

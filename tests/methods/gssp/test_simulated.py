@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.simulated import Simulation
 from paceline.testing.problems import Counting, flat_parameters
+from tests.support.training import simulate
 
 RATE = 0.25
 Seconds = Callable[[int, float], float]
@@ -49,7 +48,7 @@ def job(
         models[rank] = flat_parameters(model)
         notes[:] = join_runtime().recorder.notes
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us")).run(train)
+    simulate(workers, train)
     for rank in range(workers):
         assert torch.equal(models[rank], models[0]), "they end with different models"
     return -models[0] / RATE, [ends[rank] for rank in range(workers)], notes
@@ -94,7 +93,7 @@ def test_schedules_by_samples_are_at_the_same_rate_everywhere(tmp_path: Path) ->
         paceline.save(tmp_path / "saved")
         optimizer.finish()
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, train)
     # Both have seen about as much at the same time, however many steps each has done.
     fast, slow = rates[0], rates[1]
     for now, steps in slow[4:]:
@@ -103,7 +102,7 @@ def test_schedules_by_samples_are_at_the_same_rate_everywhere(tmp_path: Path) ->
     assert fast[-1][1] == pytest.approx(20, abs=2)
     for its in rates.values():
         its.clear()
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, train)
     assert rates[0][0][1] == pytest.approx(20, abs=2)
     assert rates[0][-1][1] == pytest.approx(40, abs=3)
 

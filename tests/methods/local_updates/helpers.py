@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-import paceline
-from paceline.cluster import Cluster, uniform_cluster
-from paceline.runtimes.join import join_runtime
-from paceline.runtimes.simulated import Simulation
-from tests.methods.osp.helpers import flat, loss_of, network
+from paceline.cluster import Cluster
+from tests.support import training
+from tests.support.training import Trained, flat, loss_of, network
 
 Make = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
@@ -40,77 +37,12 @@ def double() -> nn.Module:
     return network(torch.float64)
 
 
-@dataclass
-class Trained:
-    """One worker's: its parameters after each step, and after `finish`; bytes sent in each
-    step; virtual seconds in all."""
-
-    steps: list[torch.Tensor]
-    end: torch.Tensor
-    sent: list[int]
-    seconds: float
-    model: nn.Module
-
-
-def simulate(cluster: int | Cluster, body: Callable[[int], Any]) -> list[Any]:
-    """What *body* returned on each worker, in rank order."""
-    if isinstance(cluster, int):
-        cluster = uniform_cluster(cluster, "1gbit", "50us")
-    answers: list[Any] = [None] * cluster.workers
-
-    def main(rank: int) -> None:
-        paceline.init()
-        answers[rank] = body(rank)
-
-    Simulation(cluster).run(main)
-    return answers
-
-
 def train(
-    method: Any,
-    cluster: int | Cluster,
-    steps: int | Sequence[int],
-    *,
-    make: Callable[[], nn.Module] = double,
-    optimizer: Make = momentum,
-    loss: Loss = loss_of,
-    rates: Sequence[float] = (),
-    pace: float = 0.0,
-    watch: Callable[[int, int, nn.Module, Any], None] | None = None,
-    **options: Any,
+    method: Any, where: int | Cluster, steps: int | Sequence[int], **options: Any
 ) -> list[Trained]:
-    """*rates*: learning rates step by step; *pace*: seconds that each step takes; *watch* is
-    called after each with rank, step, model and optimizer."""
-
-    def body(rank: int) -> Trained:
-        model = make()
-        wrapped = paceline.distribute(
-            model,
-            optimizer(model.parameters()),
-            method=method,
-            buckets="wfbp",
-            **options,
-        )
-        seen = []
-        began = join_runtime().now()
-        for step in range(steps if isinstance(steps, int) else steps[rank]):
-            if rates:
-                for group in wrapped.param_groups:
-                    group["lr"] = rates[step]
-            wrapped.zero_grad()
-            loss(model, rank, step).backward()
-            if pace:
-                paceline.pace(pace)
-            wrapped.step()
-            seen.append(flat(model))
-            if watch is not None:
-                watch(rank, step, model, wrapped)
-        sent = [record.bytes_sent for record in join_runtime().recorder.steps]
-        seconds = join_runtime().now() - began
-        wrapped.finish()
-        return Trained(seen, flat(model), sent, seconds, model)
-
-    return simulate(cluster, body)
+    """`training.train`, in double precision and with momentum and decay."""
+    options = {"make": double, "optimizer": momentum} | options
+    return training.train(method, where, steps, **options)
 
 
 def alone(

@@ -17,10 +17,10 @@ from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.local_updates import SparseLoCo
 from paceline.testing import inspect
 from paceline.testing.problems import Counting
-from tests.methods.local_updates.helpers import double, momentum, sgd, simulate, train
+from tests.methods.local_updates.helpers import double, momentum, sgd, train
 from tests.methods.local_updates.test_laws import CLOSE, apart, count
-from tests.methods.osp.helpers import flat
 from tests.support.tables import crossed
+from tests.support.training import flat, simulate
 
 RESIDUALS = "int8:error_feedback=true"
 SPARSE = "top-k:density=0.1,error_feedback=true"

@@ -8,17 +8,10 @@ import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.methods.local_updates import StreamingDiLoCo
 from paceline.testing import inspect
-from tests.methods.local_updates.helpers import (
-    adam,
-    double,
-    momentum,
-    sgd,
-    simulate,
-    train,
-)
+from tests.methods.local_updates.helpers import adam, double, momentum, sgd, train
 from tests.methods.local_updates.test_laws import CLOSE, counting
-from tests.methods.osp.helpers import flat, loss_of
 from tests.support.tables import crossed
+from tests.support.training import flat, loss_of, simulate
 
 # ---- ends, restarts, loads (laws 13 and 17) ----
 

@@ -16,12 +16,11 @@ from tests.methods.local_updates.helpers import (
     momentum,
     nesterov,
     sgd,
-    simulate,
     spread,
     train,
 )
-from tests.methods.osp.helpers import flat, loss_of, network
 from tests.support.tables import crossed
+from tests.support.training import flat, loss_of, network, simulate
 
 CLOSE = 1e-12
 

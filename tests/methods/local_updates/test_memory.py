@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.methods.local_updates.helpers import Trained, train
-from tests.methods.osp.helpers import flat
+from tests.methods.local_updates.helpers import train
 from tests.support.tables import crossed
+from tests.support.training import Trained, flat
 
 METHODS = [
     "local-sgd:every=3",

@@ -11,7 +11,7 @@ from paceline.methods.local_updates.fragments import deal_out
 from paceline.testing.problems import Counting
 from tests.methods.local_updates.helpers import double, sgd, spread, train
 from tests.methods.local_updates.test_laws import CLOSE, apart, count, counting
-from tests.methods.osp.helpers import flat, loss_of
+from tests.support.training import flat, loss_of
 
 WEIGHTS = 16
 """Bytes that each of two workers sends to say what it weighs, and whether it trains."""

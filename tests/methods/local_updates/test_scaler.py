@@ -9,8 +9,8 @@ import torch
 
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
-from tests.methods.local_updates.helpers import double, momentum, simulate
-from tests.methods.osp.helpers import flat, loss_of
+from tests.methods.local_updates.helpers import double, momentum
+from tests.support.training import flat, loss_of, simulate
 
 METHODS = [
     "local-sgd:every=4",

@@ -15,9 +15,10 @@ from paceline.methods import METHODS
 from paceline.methods.docs_table import methods_page
 from paceline.methods.local_updates import SparseLoCo
 from paceline.runtimes.join import join_runtime
-from tests.methods.local_updates.helpers import adam, simulate, train
+from tests.methods.local_updates.helpers import adam, train
 from tests.methods.local_updates.test_compressed import PLAIN, WIDE, to_own, wide
 from tests.methods.local_updates.test_laws import CLOSE, apart
+from tests.support.training import simulate
 
 PRESET = SparseLoCo.default_compression
 

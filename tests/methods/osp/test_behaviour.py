@@ -9,13 +9,10 @@ from torch import nn
 
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
-from tests.methods.osp.helpers import (
-    ALL,
-    HALF,
-    MASKS,
+from tests.methods.osp.helpers import ALL, HALF, MASKS, Gradients, decide_often
+from tests.support.tables import crossed
+from tests.support.training import (
     STEPS,
-    Gradients,
-    decide_often,
     flat,
     inputs,
     loss_of,
@@ -23,10 +20,9 @@ from tests.methods.osp.helpers import (
     plain_sgd,
     sgd,
     simulate,
-    train,
     train_alone,
+    train_to_one_model,
 )
-from tests.support.tables import crossed
 
 SOME = ["0.5 random", "all"]
 ALSO = [
@@ -62,9 +58,9 @@ def test_looking_changes_nothing(method):
             optimizer.state_dict()
             assert torch.equal(flat(model), before)
 
-    expected = train(method, 3, optimizer=torch.optim.Adam)
+    expected = train_to_one_model(method, 3, optimizer=torch.optim.Adam)
     assert torch.equal(
-        train(method, 3, optimizer=torch.optim.Adam, watch=look), expected
+        train_to_one_model(method, 3, optimizer=torch.optim.Adam, watch=look), expected
     )
 
 
@@ -82,7 +78,7 @@ def test_consolidated_is_what_finish_would_give(mask, kind):
             _assert_equal(inside, outside)
             seen[f"tentative {rank}"] = flat(model)
 
-    train(MASKS[mask], 3, optimizer=kind, watch=watch)
+    train_to_one_model(MASKS[mask], 3, optimizer=kind, watch=watch)
 
     def body(rank):
         model = network()
@@ -141,8 +137,10 @@ def test_an_optimizer_goes_on_from_the_state_that_was_loaded():
         optimizer.load_state_dict(optimizer.state_dict())
 
     for mask in SOME:
-        plain = train(MASKS[mask], 2, optimizer=torch.optim.Adam)
-        again = train(MASKS[mask], 2, optimizer=torch.optim.Adam, watch=reload)
+        plain = train_to_one_model(MASKS[mask], 2, optimizer=torch.optim.Adam)
+        again = train_to_one_model(
+            MASKS[mask], 2, optimizer=torch.optim.Adam, watch=reload
+        )
         assert torch.equal(again, plain)
 
 
@@ -156,7 +154,7 @@ def test_writing_into_what_is_deferred_is_refused():
                 model[2].weight.mul_(2)
 
     with pytest.raises(WorkerFailedError, match=r"'2\.weight'"):
-        train(ALL, 2, watch=write)
+        train_to_one_model(ALL, 2, watch=write)
 
 
 def test_what_is_not_deferred_may_be_written_to():
@@ -165,8 +163,8 @@ def test_what_is_not_deferred_may_be_written_to():
             model[0].bias.fill_(0.25)
 
     method = "osp:collective=native,defer=nothing"
-    end = train(method, 2, watch=write)
-    assert torch.equal(end, train("bsp", 2, watch=write))
+    end = train_to_one_model(method, 2, watch=write)
+    assert torch.equal(end, train_to_one_model("bsp", 2, watch=write))
 
 
 def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
@@ -186,7 +184,7 @@ def test_a_step_while_the_exact_parameters_are_looked_at_is_refused():
 
 def test_an_optimizer_that_cannot_be_applied_in_pieces_is_refused():
     with pytest.raises(WorkerFailedError, match=r"LBFGS.*piece by piece"):
-        train(ALL, 1, optimizer=torch.optim.LBFGS)
+        train_to_one_model(ALL, 1, optimizer=torch.optim.LBFGS)
 
 
 def test_an_optimizer_of_whole_tensors_gets_whole_tensors():
@@ -204,7 +202,7 @@ def test_an_optimizer_of_whole_tensors_gets_whole_tensors():
         "make": Matrices,
         "optimizer": lambda p: torch.optim.Muon(p, lr=0.05),
     }
-    end = train(ALL, 2, same=True, **options)
+    end = train_to_one_model(ALL, 2, same=True, **options)
     assert torch.equal(end, train_alone(**options))
 
 
@@ -250,7 +248,7 @@ def test_what_no_rank_uses_does_not_move(mask):
     start = Branches()
     parts = [p.numel() for p in start.parameters()]
     for only_rank in (None, 0, 1):
-        end = train(
+        end = train_to_one_model(
             MASKS[mask],
             2,
             make=Branches,
@@ -275,7 +273,9 @@ def test_what_no_rank_uses_does_not_move(mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_one_worker_uses_its_branches_as_in_plain_torch(mask):
     options = {"make": Branches, "optimizer": decaying, "loss": branch_loss(0)}
-    assert torch.equal(train(MASKS[mask], 1, **options), train_alone(**options))
+    assert torch.equal(
+        train_to_one_model(MASKS[mask], 1, **options), train_alone(**options)
+    )
 
 
 def test_a_branch_of_one_rank_is_a_part_of_the_mean():
@@ -283,10 +283,13 @@ def test_a_branch_of_one_rank_is_a_part_of_the_mean():
     all mean gradients, with zeros from who did not use it."""
     options = {"make": Branches, "optimizer": decaying, "loss": branch_loss(1)}
     nothing = "osp:collective=native,defer=nothing"
-    assert torch.equal(train(nothing, 3, **options), train("bsp", 3, **options))
+    assert torch.equal(
+        train_to_one_model(nothing, 3, **options),
+        train_to_one_model("bsp", 3, **options),
+    )
     options["optimizer"] = plain_sgd
     options["loss"] = loss = Gradients(3, 10, branch_loss(1))
-    end = train(ALL, 3, steps=10, **options)
+    end = train_to_one_model(ALL, 3, steps=10, **options)
     expected = flat(Branches())
     for own in loss.own:
         expected = expected - 0.1 * torch.stack(own).mean(0)
@@ -300,12 +303,13 @@ def test_a_step_without_a_loss_on_one_rank(mask):
     def sometimes(model, rank, step):
         return None if rank == 1 and step % 4 == 3 else loss_of(model, rank, step)
 
-    start, end = flat(network()), train(MASKS[mask], 2, loss=sometimes)
+    start, end = flat(network()), train_to_one_model(MASKS[mask], 2, loss=sometimes)
     assert torch.isfinite(end).all()
     assert not torch.equal(start, end)
     nothing = "osp:collective=native,defer=nothing"
     assert torch.equal(
-        train(nothing, 2, loss=sometimes), train("bsp", 2, loss=sometimes)
+        train_to_one_model(nothing, 2, loss=sometimes),
+        train_to_one_model("bsp", 2, loss=sometimes),
     )
 
 
@@ -317,7 +321,7 @@ def test_frozen_parameters_and_those_the_optimizer_does_not_have(mask):
         return model
 
     loss = branch_loss(0)
-    end = train(MASKS[mask], 2, make=frozen, loss=loss)
+    end = train_to_one_model(MASKS[mask], 2, make=frozen, loss=loss)
     stem = sum(p.numel() for p in Branches().stem.parameters())
     assert torch.equal(end[:stem], flat(Branches())[:stem])
     assert not torch.equal(end[-3:], flat(Branches())[-3:])
@@ -374,11 +378,16 @@ def test_kinds_of_tensors(mask, kind):
     assert not model.turned.is_contiguous()
     assert not model.conv.weight.is_contiguous()
     expected = train_alone(**options)
-    assert torch.equal(train(MASKS[mask], 1, **options), expected)
-    assert torch.equal(train(MASKS[mask], 2, same=True, **options), expected)
+    assert torch.equal(train_to_one_model(MASKS[mask], 1, **options), expected)
+    assert torch.equal(
+        train_to_one_model(MASKS[mask], 2, same=True, **options), expected
+    )
     nothing = "osp:collective=native,defer=nothing"
-    assert torch.equal(train(nothing, 2, **options), train("bsp", 2, **options))
-    plain = train(compared("plain", ALL), 2, **options)
+    assert torch.equal(
+        train_to_one_model(nothing, 2, **options),
+        train_to_one_model("bsp", 2, **options),
+    )
+    plain = train_to_one_model(compared("plain", ALL), 2, **options)
     assert torch.isfinite(plain).all()
 
 
@@ -402,7 +411,7 @@ def test_the_papers_guess_climbs_where_the_optimizer_does():
         if rank == 0:
             seen.append(model.weight.item())
 
-    train(
+    train_to_one_model(
         compared("plain", ALL.replace("chunk=64", "chunk=4")),
         make=one_weight,
         optimizer=climbing,
@@ -427,8 +436,10 @@ def test_a_parameter_that_is_used_twice_and_shared():
 
     for mask in SOME:
         expected = train_alone(make=Tied)
-        assert torch.equal(train(MASKS[mask], 1, make=Tied), expected)
-        assert torch.equal(train(MASKS[mask], 4, make=Tied, same=True), expected)
+        assert torch.equal(train_to_one_model(MASKS[mask], 1, make=Tied), expected)
+        assert torch.equal(
+            train_to_one_model(MASKS[mask], 4, make=Tied, same=True), expected
+        )
 
 
 def test_groups_have_their_own_rates():
@@ -445,6 +456,8 @@ def test_groups_have_their_own_rates():
 
     for mask in SOME:
         expected = train_alone(optimizer=grouped)
-        assert torch.equal(train(MASKS[mask], 1, optimizer=grouped), expected)
-        end = train(MASKS[mask], 4, optimizer=grouped, same=True)
+        assert torch.equal(
+            train_to_one_model(MASKS[mask], 1, optimizer=grouped), expected
+        )
+        end = train_to_one_model(MASKS[mask], 4, optimizer=grouped, same=True)
         assert torch.equal(end, expected)

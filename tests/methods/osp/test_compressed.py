@@ -7,8 +7,9 @@ import torch
 
 import paceline
 from paceline.testing import inspect
-from tests.methods.osp.helpers import ALL, FIRST_DEFERRED, HALF, decide_often, plain_sgd
+from tests.methods.osp.helpers import ALL, FIRST_DEFERRED, HALF, decide_often
 from tests.support.simulations import run
+from tests.support.training import plain_sgd
 
 STEPS = 12
 CODE = "int8:rounding=nearest,error_feedback=true"

@@ -10,7 +10,8 @@ import pytest
 from paceline.methods.osp.deferral import Rate
 from paceline.methods.osp.measurement import StepWatch
 from paceline.methods.osp.options import OSPOptions
-from tests.methods.osp.helpers import HALF, train
+from tests.methods.osp.helpers import HALF
+from tests.support.training import train_to_one_model
 
 CONSTANT = OSPOptions(budget="constant")
 
@@ -66,9 +67,9 @@ def test_who_asks_for_nothing_is_told_nothing(options: OSPOptions) -> None:
 def test_a_training_says_it_once_where_nothing_was_deferred(
     collective: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(f"osp:collective={collective}", steps=3)
+    train_to_one_model(f"osp:collective={collective}", steps=3)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("paceline: osp deferred nothing: budget=loss grows as")
     assert "(of 3 here)" in line
-    train(HALF.replace("native", collective), steps=4)
+    train_to_one_model(HALF.replace("native", collective), steps=4)
     assert capsys.readouterr().err == ""

@@ -20,17 +20,19 @@ from tests.methods.osp.helpers import (
     OPTIMIZERS,
     Gradients,
     decide_often,
-    flat,
     gradient_of,
+)
+from tests.support.tables import crossed
+from tests.support.training import (
+    flat,
     loss_of,
     network,
     plain_sgd,
     sgd,
     simulate,
-    train,
     train_alone,
+    train_to_one_model,
 )
-from tests.support.tables import crossed
 
 NOTHING = "osp:collective=native,defer=nothing"
 
@@ -50,20 +52,22 @@ def double_network():
 @pytest.mark.parametrize(("mask", "name"), crossed(4, MASKS, OPTIMIZERS))
 def test_one_worker_trains_as_without_paceline(name, mask):
     optimizer = OPTIMIZERS[name]
-    end = train(MASKS[mask], 1, optimizer=optimizer)
+    end = train_to_one_model(MASKS[mask], 1, optimizer=optimizer)
     assert torch.equal(end, train_alone(optimizer=optimizer))
 
 
 @pytest.mark.parametrize(("mask", "workers"), crossed(3, MASKS, [1, 2, 4]))
 def test_identical_minibatches_are_bsp(mask, workers):
     # a mean of n equal numbers is that number where n is a power of two
-    assert torch.equal(train(MASKS[mask], workers, same=True), train_alone())
+    assert torch.equal(
+        train_to_one_model(MASKS[mask], workers, same=True), train_alone()
+    )
 
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw"])
 def test_identical_minibatches_are_bsp_under_other_optimizers(name):
     optimizer = OPTIMIZERS[name]
-    end = train(HALF, 2, same=True, optimizer=optimizer)
+    end = train_to_one_model(HALF, 2, same=True, optimizer=optimizer)
     assert torch.equal(end, train_alone(optimizer=optimizer))
 
 
@@ -76,8 +80,10 @@ def test_laws_hold_while_a_schedule_moves_rate_and_momentum(mask):
         return schedule.step
 
     expected = train_alone(prepare=prepare)
-    assert torch.equal(train(MASKS[mask], 1, prepare=prepare), expected)
-    assert torch.equal(train(MASKS[mask], 4, same=True, prepare=prepare), expected)
+    assert torch.equal(train_to_one_model(MASKS[mask], 1, prepare=prepare), expected)
+    assert torch.equal(
+        train_to_one_model(MASKS[mask], 4, same=True, prepare=prepare), expected
+    )
     assert not torch.equal(expected, train_alone())
 
 
@@ -92,7 +98,7 @@ def test_masks_of_these_tests_defer_and_change():
             if rank == 0:
                 masks.append(tuple(inspect(optimizer).worker.layout.deferred))
 
-        train(method, 2, watch=watch, steps=16)
+        train_to_one_model(method, 2, watch=watch, steps=16)
         return masks
 
     for name, method in MASKS.items():
@@ -125,7 +131,7 @@ class Watcher:
 @pytest.mark.parametrize("mask", ["0.5 random", "all"])
 def test_the_mean_of_tentative_values_is_the_exact_value(mask):
     seen = Watcher(3, 10)
-    end = train(MASKS[mask], 3, make=double_network, watch=seen, steps=10)
+    end = train_to_one_model(MASKS[mask], 3, make=double_network, watch=seen, steps=10)
     spread = 0.0
     for tentative, exact in zip(seen.tentative, seen.exact, strict=True):
         for one in exact:
@@ -154,7 +160,7 @@ def test_on_a_quadratic_the_exact_trajectory_is_that_of_bsp(mask, optimizer):
     trajectories = []
     for method in ("bsp", MASKS[mask]):
         seen = Watcher(3, 15)
-        train(
+        train_to_one_model(
             method,
             3,
             make=quadratic,
@@ -169,7 +175,7 @@ def test_on_a_quadratic_the_exact_trajectory_is_that_of_bsp(mask, optimizer):
 
 def test_without_correction_the_quadratic_ends_elsewhere():
     ends = [
-        train(method, 3, make=quadratic, loss=distance)
+        train_to_one_model(method, 3, make=quadratic, loss=distance)
         for method in ("bsp", ALL, f"{ALL},correction=none")
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-11, atol=1e-12)
@@ -196,7 +202,7 @@ def test_deferring_needs_a_smaller_rate_than_bsp(rate, diverges):
         def watch(rank, step, model, optimizer):
             values.append(float(flat(model).abs().max()))
 
-        train(
+        train_to_one_model(
             method,
             2,
             make=quadratic,
@@ -219,7 +225,7 @@ def test_deferring_needs_a_smaller_rate_than_bsp(rate, diverges):
 @pytest.mark.parametrize("mask", crossed(2, MASKS))
 def test_the_exact_value_is_the_start_minus_all_mean_gradients(mask):
     seen, loss = Watcher(3, 14), Gradients(3, 14)
-    end = train(
+    end = train_to_one_model(
         MASKS[mask],
         3,
         make=double_network,
@@ -244,7 +250,7 @@ def test_the_exact_value_is_the_start_minus_all_mean_gradients(mask):
 def test_gradients_of_uneven_data_are_applied_once(steps, mask):
     """Rank 0, which decides, ends first, in the middle, or last."""
     loss = Gradients(3, max(steps))
-    end = train(
+    end = train_to_one_model(
         MASKS[mask],
         3,
         make=double_network,
@@ -387,7 +393,9 @@ def test_every_correction_is_its_reference_to_the_bit(correction, name):
     def watch(rank, step, model, optimizer):
         trajectory[step][rank] = flat(model)
 
-    end = train(corrected(correction), 2, optimizer=make, watch=watch, steps=9)
+    end = train_to_one_model(
+        corrected(correction), 2, optimizer=make, watch=watch, steps=9
+    )
     expected_end, expected = reference(correction, make, steps=9)
     for step, (ours, theirs) in enumerate(zip(trajectory, expected, strict=True)):
         for rank in range(2):
@@ -397,7 +405,7 @@ def test_every_correction_is_its_reference_to_the_bit(correction, name):
 
 def test_plain_is_local_where_there_is_no_momentum():
     ends = [
-        train(corrected(one), 2, optimizer=plain_sgd)
+        train_to_one_model(corrected(one), 2, optimizer=plain_sgd)
         for one in ("local", "plain", "none", "average")
     ]
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-5, atol=1e-6)
@@ -410,9 +418,9 @@ def test_plain_is_local_where_there_is_no_momentum():
 
 def test_what_is_deferred_in_pieces_is_what_is_deferred_whole():
     """Only the order of sums could differ, and there is none with two workers."""
-    whole = train(ALL.replace("chunk=64", "chunk=100000"), 2)
-    assert torch.equal(train(ALL, 2), whole)
-    assert torch.equal(train(ALL.replace("chunk=64", "chunk=4"), 2), whole)
+    whole = train_to_one_model(ALL.replace("chunk=64", "chunk=100000"), 2)
+    assert torch.equal(train_to_one_model(ALL, 2), whole)
+    assert torch.equal(train_to_one_model(ALL.replace("chunk=64", "chunk=4"), 2), whole)
 
 
 @pytest.mark.slow
@@ -426,12 +434,16 @@ def test_laws_hold_while_the_planner_makes_new_buckets():
     options = {"steps": 32, "make": wide}
     mask = HALF.replace("chunk=64", "chunk=16384,order=importance")
     inverse = compared("inverse", mask)
-    end = train(inverse, 2, same=True, buckets="optimal", watch=watch, **options)
-    assert torch.equal(end, train("bsp", 2, same=True, **options))
+    end = train_to_one_model(
+        inverse, 2, same=True, buckets="optimal", watch=watch, **options
+    )
+    assert torch.equal(end, train_to_one_model("bsp", 2, same=True, **options))
     assert len(set(counts)) > 1  # in a trial two plans take turns
     inverse = compared("inverse", mask.replace("0.5", "1"))
-    fixed = train(inverse, 2, **options)
-    assert torch.equal(train(inverse, 2, buckets="optimal", **options), fixed)
+    fixed = train_to_one_model(inverse, 2, **options)
+    assert torch.equal(
+        train_to_one_model(inverse, 2, buckets="optimal", **options), fixed
+    )
 
 
 def wide():
@@ -467,8 +479,10 @@ def test_a_rank_without_any_data_while_buckets_change(steps):
 
     options = {"make": OtherWayRound, "buckets": "ddp", "steps": steps}
     method = "osp:collective=native,defer=most,budget=constant,most=1"
-    end = train(method, 3, watch=watch, **options)
-    torch.testing.assert_close(end, train("bsp", 3, **options), rtol=0.5, atol=0.05)
+    end = train_to_one_model(method, 3, watch=watch, **options)
+    torch.testing.assert_close(
+        end, train_to_one_model("bsp", 3, **options), rtol=0.5, atol=0.05
+    )
     if steps[0]:  # rank 0's order counts
         assert set(counts) == {2}
 

@@ -23,11 +23,12 @@ from paceline.methods.osp.measurement import StepWatch
 from paceline.methods.osp.reports import Measured, read_mask
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
-from tests.methods.osp import helpers as small
+from tests.methods.osp.helpers import decide_often
 from tests.methods.osp.test_adapting import COMPUTE, layers, link_for
 from tests.methods.osp.test_laws import OtherWayRound
 from tests.methods.osp.test_two_stages import UNITS, Talk
 from tests.support.tables import crossed
+from tests.support.training import train_to_one_model
 
 INTERVAL = OSP.interval
 NATIVE = "osp:collective=native,budget=constant,most=1"
@@ -219,9 +220,9 @@ def test_decisions_fit_while_buckets_change(
 ) -> None:
     """A rank without data is through with a step before the planner makes new buckets, the
     others after. Here something is decided after every step."""
-    small.decide_often(monkeypatch, 1)
+    decide_often(monkeypatch, 1)
     method = "osp:collective=native,budget=constant,most=1"
-    small.train(method, 3, make=OtherWayRound, buckets="ddp", steps=steps)
+    train_to_one_model(method, 3, make=OtherWayRound, buckets="ddp", steps=steps)
 
 
 @pytest.mark.parametrize(
