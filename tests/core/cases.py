@@ -24,16 +24,7 @@ from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.core.halved import halves_train_as_the_whole
-
-
-def inputs(rank, step=0, size=6):
-    generator = torch.Generator().manual_seed(100 * rank + step)
-    return torch.randn(4, size, generator=generator)
-
-
-def small_model():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+from tests.support.training import inputs, network
 
 
 def wrap(model, **options):
@@ -127,7 +118,7 @@ def the_whole_model_checkpointed_twice():
         y = checkpoint(model, inputs(rank, 2), use_reentrant=False)
         return x.square().mean() + y.mean()
 
-    check_backward(small_model(), loss)
+    check_backward(network(), loss)
 
 
 def reentrant_checkpoint_inside():
@@ -166,7 +157,7 @@ def gradient_twice_in_one_pass_is_refused():
 
 
 def accumulation_under_no_sync():
-    model = small_model()
+    model = network()
     both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
     expected = mean_gradients(model, both)
     optimizer = wrap(model)
@@ -181,7 +172,7 @@ def accumulation_under_no_sync():
 
 def accumulation_by_ddps_attribute():
     """As nanoGPT has it, which sets it on what DDP returned: here that is the model."""
-    model = small_model()
+    model = network()
     both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
     expected = mean_gradients(model, both)
     passes = []
@@ -304,7 +295,7 @@ def unused_parameters_change_from_step_to_step():
 
 def a_loss_that_reaches_no_parameter_on_one_rank():
     check_backward(
-        small_model(),
+        network(),
         lambda m, r: None if r == 0 else m(inputs(r)).square().mean(),
     )
 
@@ -325,7 +316,7 @@ def unused_everywhere_is_not_moved_by_decay():
 
 
 def frozen_parameters_and_groups():
-    model = small_model()
+    model = network()
     model[0].weight.requires_grad_(False)
     frozen = model[0].weight.clone()
     groups = [
@@ -343,7 +334,7 @@ def frozen_parameters_and_groups():
 
 
 def what_the_optimizer_lacks_is_averaged_and_stays():
-    model = small_model()
+    model = network()
     expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
     optimizer = paceline.distribute(
         model, torch.optim.SGD(model[2].parameters(), lr=0.1), buckets="wfbp"
@@ -358,7 +349,7 @@ def what_the_optimizer_lacks_is_averaged_and_stays():
 
 
 def clipping_acts_on_the_mean():
-    model = small_model()
+    model = network()
     expected = mean_gradients(model, lambda m, r: 50 * m(inputs(r)).square().mean())
     norm = torch.stack([g.norm() for g in expected.values()]).norm()
     optimizer = wrap(model)
@@ -372,7 +363,7 @@ def clipping_acts_on_the_mean():
 
 def clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied():
     for method in ("bsp", "backup", "ssp:staleness=0", "osp:defer=nothing"):
-        model, start = small_model(), small_model()
+        model, start = network(), network()
         mean = mean_gradients(start, lambda m, r: 50 * m(inputs(r)).square().mean())
         norm = torch.stack([g.norm() for g in mean.values()]).norm()
         plain = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -387,7 +378,7 @@ def clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied():
 
 
 def scaler_skips_on_all_ranks_together():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     before = copy.deepcopy(model.state_dict())
@@ -406,7 +397,7 @@ def scaler_skips_on_all_ranks_together():
 
 
 def non_finite_gradients_are_named_if_asked():
-    model = small_model()
+    model = network()
     optimizer = wrap(model, check_finite=True)
     x = inputs(paceline.rank())
     if paceline.rank() == 0:
@@ -510,7 +501,7 @@ def uneven_data_without_a_call_of_the_model_itself():
 
 
 def uneven_means_are_over_those_who_train():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     n = paceline.world_size()
     for step in range(1, 2 + (paceline.rank() > 0)):
@@ -557,7 +548,7 @@ def missing_when_ready(model):
 
 
 def blocks_compiled_one_by_one_overlap():
-    model = small_model()
+    model = network()
     for block in model:
         block.compile(backend="aot_eager")
     assert missing_when_ready(model)[0] > 0  # sent while backward still ran
@@ -568,7 +559,7 @@ def a_model_compiled_whole_warns():
         lambda m: torch.compile(m, backend="aot_eager"),
         lambda m: m.compile(backend="aot_eager") or m,
     ):
-        model = small_model()
+        model = network()
         expected = mean_gradients(model, lambda m, r: m(inputs(r)).square().mean())
         compiled = compile_whole(model)
         with pytest.warns(UserWarning, match="compile its blocks"):
@@ -584,7 +575,7 @@ def a_model_compiled_whole_warns():
 
 
 def function_transforms_are_refused():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     parameters = dict(model.named_parameters())
 
@@ -601,11 +592,11 @@ def autocast_in_bfloat16():
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(inputs(rank)).float().square().mean()
 
-    check_backward(small_model(), loss, tolerance=1e-2)
+    check_backward(network(), loss, tolerance=1e-2)
 
 
 def closures_and_hooks_of_the_optimizer():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     calls = []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -623,7 +614,7 @@ def closures_and_hooks_of_the_optimizer():
 
 
 def schedulers_drive_the_wrapped_groups():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4)
     rates = []
@@ -642,7 +633,7 @@ def schedulers_drive_the_wrapped_groups():
 
 
 def copies_of_the_model_are_free():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     for make_copy in (copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))):
         model(inputs(0)).mean().backward()
@@ -661,7 +652,7 @@ def weighted_by_samples_equals_one_process():
     x = torch.randn(53, 6, generator=torch.Generator().manual_seed(7))
     y = x.sum(1, keepdim=True)
     for accumulate in (1, 2):
-        model = small_model()
+        model = network()
         alone = copy.deepcopy(model)
         plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
         sampler = paceline.Sampler(x, 10, shares=[1.0 + r for r in range(n)], seed=5)
@@ -702,7 +693,7 @@ def a_sampler_weighs_without_a_call_of_the_model_itself():
     n = paceline.world_size()
     x = torch.randn(53, 6, generator=torch.Generator().manual_seed(7))
     model = Roundabout()
-    model.body = small_model()
+    model.body = network()
     alone = copy.deepcopy(model)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     sampler = paceline.Sampler(x, 10, shares=[1.0 + r for r in range(n)], shuffle=False)
@@ -723,7 +714,7 @@ def a_sampler_weighs_without_a_call_of_the_model_itself():
 
 
 def a_share_that_changes_within_a_step_needs_a_call_of_the_model():
-    model = small_model()
+    model = network()
     sampler = paceline.Sampler(range(25), 10, drop_last=False)
     sampler.weight = lambda batch: (batch + 1) / 10
     optimizer = wrap(model, sampler=sampler)
@@ -737,7 +728,7 @@ def a_share_that_changes_within_a_step_needs_a_call_of_the_model():
 
 
 def a_batch_more_than_the_sampler_has_is_refused():
-    model = small_model()
+    model = network()
     sampler = paceline.Sampler(range(20), 10)
     optimizer = wrap(model, sampler=sampler)
     for _ in sampler:
@@ -750,7 +741,7 @@ def a_batch_more_than_the_sampler_has_is_refused():
 
 
 def one_model_has_one_optimizer():
-    model = small_model()
+    model = network()
     optimizer = wrap(model)
     with pytest.raises(UsageError, match="averaged twice"):
         wrap(nn.Sequential(model[0]))
@@ -798,7 +789,7 @@ def buffers_and_two_backwards():
 
 
 def a_parameter_unfrozen_later_is_refused():
-    model = small_model()
+    model = network()
     model[0].weight.requires_grad_(False)
     optimizer = wrap(model)
     model[0].weight.requires_grad_(True)
@@ -819,7 +810,7 @@ class Breaks(torch.autograd.Function):
 
 
 def a_backward_that_raised_can_be_done_again():
-    model = small_model()
+    model = network()
     expected = mean_gradients(model, lambda m, r: m(inputs(r)).mean())
     # one bucket, so nothing is sent before the exception
     optimizer = wrap(model, buckets="single")
@@ -856,7 +847,7 @@ def a_checkpoint_keeps_each_ranks_buffers():
 
 def groups_and_channels_of_unequal_history():
     """Ranks that belong to different numbers of groups find each other all the same."""
-    optimizer = wrap(small_model())
+    optimizer = wrap(network())
     comm = inspect(optimizer).comm
     n, rank = comm.size, comm.rank
     for pair in [(0, r) for r in range(1, n)]:

@@ -21,7 +21,7 @@ from tests.core.cases import check_backward, inputs, wrap
 DEVICE = "cuda"
 MAKERS = (
     "inputs",
-    "small_model",
+    "network",
     "normalized_model",
     "Checkpointed",
     "UsedTwice",

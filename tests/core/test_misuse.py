@@ -17,8 +17,8 @@ from paceline.core.misuse import (
 from paceline.errors import GradientError
 from paceline.interfaces import Rounds
 from paceline.interfaces.buckets import make_buckets
-from tests.core.cases import inputs, small_model
 from tests.support.simulations import run
+from tests.support.training import inputs, network
 
 WORDS = "do all workers train on the same data?"
 
@@ -36,7 +36,7 @@ def context_of(buckets, report=lambda sentence: None):
     )
 
 
-def train(capsys, loss_of, workers=3, make=small_model, method="bsp", steps=6):
+def train(capsys, loss_of, workers=3, make=network, method="bsp", steps=6):
     """What was said to people while so many workers trained."""
 
     def body(rank):

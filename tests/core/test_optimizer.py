@@ -14,8 +14,8 @@ from paceline.errors import UsageError
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
-from tests.core.cases import inputs, small_model
 from tests.support.simulations import run
+from tests.support.training import inputs, network
 
 EVERY_PLACE = ["bsp", "asp", "ssp", "osp", "osp:collective=native"]
 """Methods whose worker updates, whose server does, and that update by themselves."""
@@ -41,7 +41,7 @@ def trained(method, with_closure):
     """Workers' models after a few steps."""
 
     def body(rank):
-        model = small_model()
+        model = network()
         optimizer = given(model, method=method)
         for step in range(4):
 
@@ -77,7 +77,7 @@ def test_a_closure_that_reaches_no_parameter_on_one_rank(method):
     """The others wait for this rank's gradient all the same: it is zero."""
 
     def body(rank, with_closure):
-        model = small_model()
+        model = network()
         optimizer = given(model, method=method)
         for step in range(4):
 
@@ -104,7 +104,7 @@ def test_a_closure_that_reaches_no_parameter_on_one_rank(method):
 
 def test_checks_are_made_with_a_closure_too():
     def body(rank):
-        model = small_model()
+        model = network()
         model[0].weight.requires_grad_(False)
         optimizer = given(model)
         model[0].weight.requires_grad_(True)
@@ -132,7 +132,7 @@ def test_an_optimizer_that_evaluates_several_times_uses_means():
     samples; and a rank whose loss reaches no parameter takes part in each."""
 
     def alone():
-        model = small_model()
+        model = network()
         optimizer = lbfgs(model)
         for step in range(3):
 
@@ -146,7 +146,7 @@ def test_an_optimizer_that_evaluates_several_times_uses_means():
         return flat(model)
 
     def body(rank, unused):
-        model = small_model()
+        model = network()
         optimizer = given(model, lbfgs)
         for step in range(3):
 
@@ -174,7 +174,7 @@ def test_an_optimizer_that_ignores_its_closure_is_refused():
             return super().step()
 
     def body(rank):
-        optimizer = given(small_model(), lambda m: Deaf(m.parameters(), lr=0.1))
+        optimizer = given(network(), lambda m: Deaf(m.parameters(), lr=0.1))
         with pytest.raises(UsageError, match="Deaf"):
             optimizer.step(lambda: 0.0)
         optimizer.finish()
@@ -194,7 +194,7 @@ class Face:
 @pytest.mark.parametrize("method", EVERY_PLACE)
 def test_another_face_of_the_optimizer_is_the_same_optimizer(method):
     def body(rank):
-        model = small_model()
+        model = network()
         optimizer = given(model, method=method)
         early = Face(optimizer)
         for step in range(3):
@@ -236,7 +236,7 @@ def test_a_look_through_one_face_is_known_to_the_other(method):
 
 def five_steps(rank):
     """Steps, up to the fifth, and how far it came."""
-    model = small_model()
+    model = network()
     optimizer = given(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)  # it wraps step()
     done = 0
@@ -262,7 +262,7 @@ def test_who_ends_a_script_says_where_and_what_is_not_run(capsys):
 
 def train(rank, epochs, batches):
     """Two epochs of three batches; what was done, and after how many steps it was evaluated."""
-    model = small_model()
+    model = network()
     optimizer = given(model)
     done, evaluated = [], []
     for epoch in epochs(range(2)):
@@ -314,7 +314,7 @@ def test_a_loop_of_another_kind_within_is_left_as_ever(capsys):
 
 def test_without_anything_to_go_through_steps_are_counted():
     def body(rank):
-        model = small_model()
+        model = network()
         optimizer = given(model)
         for step in paceline.steps():
             loss_of(model, rank, step).backward()
@@ -326,7 +326,7 @@ def test_without_anything_to_go_through_steps_are_counted():
 
 def test_of_two_optimizers_both_make_their_last_step(capsys):
     def body(rank):
-        models = small_model(), small_model()
+        models = network(), network()
         optimizers = [given(model) for model in models]
         done = [0, 0]
         for step in paceline.steps():
@@ -357,7 +357,7 @@ def test_who_looks_at_all_attributes_changes_nothing(method):
     """A debugger, say: one asks whether a GradScaler steps the optimizer."""
 
     def body(rank):
-        model = small_model()
+        model = network()
         optimizer = paceline.distribute(model, sgd(model), method=method, clip_norm=1.0)
         found = dict(getmembers(optimizer))
         assert not inspect(optimizer).uses_grad_scaler
@@ -373,7 +373,7 @@ def test_who_looks_at_all_attributes_changes_nothing(method):
 @pytest.mark.parametrize("steps_alone", [False, True])
 def test_a_scaler_is_seen_where_it_steps_the_optimizer(steps_alone):
     def body(rank):
-        model = small_model()
+        model = network()
         optimizer = paceline.distribute(model, sgd(model), method="auto")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(2):

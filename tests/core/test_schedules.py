@@ -8,14 +8,14 @@ import torch
 import paceline
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import CASES
-from tests.core.cases import inputs, small_model
+from tests.support.training import inputs, network
 
 
 @pytest.mark.parametrize("when", ["before", "after", "closure"])
 @pytest.mark.parametrize("method", ["bsp", "asp"])
 def test_a_scheduler_that_steps_after_the_optimizer_does_not_warn(method, when):
     def body(rank):
-        model = small_model()
+        model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         if when != "after":
             schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
@@ -47,7 +47,7 @@ def test_a_scheduler_that_steps_after_the_optimizer_does_not_warn(method, when):
 
 def test_a_scheduler_that_steps_first_is_still_warned_of():
     def body(rank):
-        model = small_model()
+        model = network()
         inner = torch.optim.SGD(model.parameters(), lr=0.01)
         schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
         optimizer = paceline.distribute(model, inner, method="asp")

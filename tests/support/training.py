@@ -41,7 +41,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
 
 
-def inputs(rank: int, step: int) -> torch.Tensor:
+def inputs(rank: int, step: int = 0) -> torch.Tensor:
     """A worker's batch of a step."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return torch.randn(5, 6, generator=generator)

@@ -19,6 +19,7 @@ from paceline.methods.bsp import BSP
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from paceline.tools.auto.method_switching import Auto
+from tests.support.training import inputs, network, sgd
 
 
 class Follows:
@@ -50,27 +51,13 @@ def changing(specs, meets=False):
     return Auto(Follows(specs, meets))
 
 
-def inputs(rank, step):
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randn(4, 6, generator=generator)
-
-
-def small_model():
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-
 def one_step(model, optimizer, step):
     optimizer.zero_grad()
     model(inputs(paceline.rank(), step)).square().mean().backward()
     optimizer.step()
 
 
-def trained(method, steps, optimizer=sgd, model=small_model, **options):
+def trained(method, steps, optimizer=sgd, model=network, **options):
     """The parameters at the end; *steps*: of each worker, or for each rank."""
     net = model()
     options.setdefault("buckets", "ddp")
@@ -116,7 +103,7 @@ def normalized():
 def exact_methods_in_any_turn_are_bsp():
     """Also where models have running means, and optimizers moments."""
     chance = random.Random(7)
-    for model, optimizer in ((small_model, sgd), (normalized, adam)):
+    for model, optimizer in ((network, sgd), (normalized, adam)):
         specs = {step: chance.choice(EXACT) for step in chance.sample(range(1, 12), 6)}
         follows = Follows(specs)
         usual = trained("bsp", 12, optimizer, model)
@@ -191,7 +178,7 @@ def a_change_to_what_cannot_be_is_refused_on_all_workers():
 
 
 def begun(method, optimizer=sgd, **options):
-    net = small_model()
+    net = network()
     plain = optimizer(net.parameters())
     return net, paceline.distribute(net, plain, method=method, buckets="ddp", **options)
 

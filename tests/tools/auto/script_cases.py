@@ -9,13 +9,13 @@ import paceline
 from paceline.errors import GradientError
 from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.method_switching import Auto
+from tests.support.training import inputs
 from tests.tools.auto.cases import (
     Follows,
     assert_equal_everywhere,
     begun,
     changing,
     flat,
-    inputs,
     normalized,
     one_step,
 )
