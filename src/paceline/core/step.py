@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.bucketing.tuner import Planner
+from paceline.core.broadcast import broadcast_tensors
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import LazyParameters
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SentGradientCheck
+from paceline.core.module_buffers import BufferSync
 from paceline.core.participation import (
     DelayedParticipation,
     GroupParticipation,
@@ -22,7 +24,6 @@ from paceline.core.participation import (
 )
 from paceline.core.reducer import Reducer
 from paceline.core.server_loads import ServerLoads
-from paceline.core.sync import BufferSync, broadcast_tensors
 from paceline.interfaces import Bucket, Message
 from paceline.parameter_server.optim.clipping import clip
 

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-Each gradient goes from its hook (`model_hooks`) into a bucket (`reducer`), and complete buckets go to
+Each gradient goes from its hook (`backward_passes`) into a bucket (`reducer`), and complete buckets go to
 the method, in plan order (`step`). A backward pass ends in a callback of the autograd engine.
 There, buckets that are still incomplete get zeros for tensors that took no part, and are
 delivered too; then the method has its *backward ended*, in which bsp waits. So
@@ -25,18 +25,18 @@ import torch
 from paceline.bucketing import MEASURED
 from paceline.bucketing.tuner import GoesPast, Planner
 from paceline.core.averages import Averages
+from paceline.core.backward_passes import BackwardPasses
 from paceline.core.compressed_average import CompressedAverage
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import LazyParameters
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SameDataCheck
-from paceline.core.model_hooks import ModelHooks
+from paceline.core.module_buffers import BufferSync
 from paceline.core.participation import GroupParticipation, Participation
 from paceline.core.reducer import Reducer
 from paceline.core.run import UpdatingWorkerRun, make_run
 from paceline.core.server_loads import ServerLoads
 from paceline.core.step import StepDriver
-from paceline.core.sync import BufferSync
 from paceline.errors import UsageError
 from paceline.interfaces import State
 from paceline.interfaces.buckets import Bucket, kind_of, wire_bytes
@@ -109,7 +109,7 @@ class Training:
                 self.loads.detach()
             raise
         self._add_listeners()
-        self._model_hooks = ModelHooks(context, driver, self.remote)
+        self._passes = BackwardPasses(context, driver, self.remote)
         self._handles = self._watch_model()
         self._place_number = context.runtime.registry.places.add()
         if self.consolidates_together and self.comm.size > 1:
@@ -227,7 +227,7 @@ class Training:
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate into ``.grad``."""
-        return self._model_hooks.no_sync()
+        return self._passes.no_sync()
 
     def before_update(self) -> None:
         """``step()`` was called: see to it that this step's gradients were delivered.
@@ -308,7 +308,7 @@ class Training:
 
     def detach(self) -> None:
         """Take the hooks out of the model."""
-        self._model_hooks.detach()
+        self._passes.detach()
         for handle in self._handles:
             handle.remove()
         if self._driver.lazy is not None:
@@ -352,7 +352,7 @@ class Training:
     def go_on_from(self, before: Training, step: int) -> None:
         """The script goes on where *before* has ended, after so many steps and in the middle of an
         epoch, say."""
-        self._model_hooks.weights = before._model_hooks.weights
+        self._passes.weights = before._passes.weights
         self.progress = {"step": step, "unsent": 0, "rounds": 0}
 
     def flush_buffers(self, *_: object) -> None:

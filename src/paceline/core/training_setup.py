@@ -28,6 +28,7 @@ from paceline.collectives.communicator import TorchComm
 from paceline.collectives.no_collectives import AloneComm
 from paceline.collectives.reduce_scatter import check_halves
 from paceline.compression import Identity, warm_up_of
+from paceline.core.broadcast import broadcast_tensors
 from paceline.core.context import TrainingContext
 from paceline.core.method_hooks import check_declared
 from paceline.core.optimizer import ActiveTraining, DistributedOptimizer
@@ -38,7 +39,6 @@ from paceline.core.settings import (
     short_spec,
     with_compression,
 )
-from paceline.core.sync import broadcast_tensors
 from paceline.core.training import MakeRemote, Training
 from paceline.errors import ModelMismatchError, UsageError
 from paceline.interfaces import (

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.bucketing.tuner import Planner
+from paceline.core.broadcast import gather_bytes
 from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.distribute import distribute
 from paceline.core.optimizer import (
@@ -23,7 +24,6 @@ from paceline.core.optimizer import (
     MethodSwitcher,
     active_training,
 )
-from paceline.core.sync import gather_bytes
 from paceline.errors import PacelineError
 from paceline.interfaces import Comm, Endpoint, Run, WorkerState
 from paceline.parameter_server.client.remote_model import RemoteParameters

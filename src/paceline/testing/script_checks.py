@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.core.model_hooks import DDP_SYNCHRONIZES
+from paceline.core.backward_passes import DDP_SYNCHRONIZES
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.errors import GradientError, UsageError
 from paceline.testing.cases import Case

@@ -6,7 +6,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.cluster.network_rules import throttle
-from paceline.core import sync
+from paceline.core import broadcast
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.tools.doctor.simulated import examined, examined_network
@@ -236,15 +236,15 @@ def test_a_script_that_trains_nothing_has_its_network_measured():
 
 
 def test_nobody_makes_room_for_more_than_can_be_meant(monkeypatch):
-    monkeypatch.setattr(sync, "MOST_GATHERED", 9)
+    monkeypatch.setattr(broadcast, "MOST_GATHERED", 9)
     refused = []
 
     def body(rank):
         paceline.init()
-        told = sync.gather_bytes(b"x" * (8 + rank), torch.device("cpu"))
+        told = broadcast.gather_bytes(b"x" * (8 + rank), torch.device("cpu"))
         assert [len(text) for text in told] == [8, 9]
         with pytest.raises(UsageError, match="rank 1 has 10 bytes") as caught:
-            sync.gather_bytes(b"x" * (9 + rank), torch.device("cpu"))
+            broadcast.gather_bytes(b"x" * (9 + rank), torch.device("cpu"))
         refused.append(caught.value)
 
     Simulation(Cluster((rack(2),))).run(body)

@@ -14,7 +14,7 @@ import torch
 from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
 from paceline.cluster.probe.racks import find_racks
 from paceline.cluster.probe.result import Findings, Size
-from paceline.core.sync import gather_bytes
+from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import seat

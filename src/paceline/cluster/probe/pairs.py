@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.cluster.probe import tcp_counters
 from paceline.collectives.communicator import TorchComm
-from paceline.core.sync import gather_bytes
+from paceline.core.broadcast import gather_bytes
 from paceline.errors import PeerLostError
 from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import seat

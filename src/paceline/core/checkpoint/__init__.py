@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
+from paceline.core.broadcast import run_on_all
 from paceline.core.checkpoint import files
 from paceline.core.checkpoint import folder as folders
 from paceline.core.checkpoint.files import as_data
@@ -30,7 +31,6 @@ from paceline.core.checkpoint.worker_state import (
     trained_by,
 )
 from paceline.core.optimizer import DistributedOptimizer, training_of
-from paceline.core.sync import run_on_all
 from paceline.core.training import Training
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime, current_runtime

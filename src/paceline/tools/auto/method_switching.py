@@ -24,13 +24,13 @@ from typing import Protocol
 import msgspec
 
 from paceline.collectives.communicator import TorchComm
+from paceline.core.broadcast import gather_bytes
 from paceline.core.optimizer import (
     ActiveTraining,
     DistributedOptimizer,
     active_training,
 )
 from paceline.core.settings import Settings, parse_method
-from paceline.core.sync import gather_bytes
 from paceline.core.training import Training
 from paceline.core.training_setup import (
     ConnectedTraining,

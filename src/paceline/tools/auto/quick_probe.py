@@ -20,7 +20,7 @@ from paceline.cluster.probe import Findings, infer_cluster
 from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
 from paceline.cluster.probe.racks import find_racks
 from paceline.cluster.probe.result import Size
-from paceline.core.sync import gather_bytes
+from paceline.core.broadcast import gather_bytes
 from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import Seat, seat
 

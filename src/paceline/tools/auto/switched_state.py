@@ -9,8 +9,8 @@ import msgspec
 import torch
 
 from paceline.bucketing.bucket_plan import Side
+from paceline.core.broadcast import average_tensors, broadcast_tensors, gather_bytes
 from paceline.core.checkpoint.worker_state import worker_states
-from paceline.core.sync import average_tensors, broadcast_tensors, gather_bytes
 from paceline.core.training import Training
 from paceline.interfaces import Comm
 

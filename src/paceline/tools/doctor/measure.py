@@ -11,7 +11,7 @@ import torch
 from paceline.cluster import Workload, cluster_toml
 from paceline.cluster.probe import infer_cluster
 from paceline.cluster.profiling import Profiler
-from paceline.core.sync import gather_bytes
+from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
 from paceline.runtimes.results import unsettled

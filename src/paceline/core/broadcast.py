@@ -9,9 +9,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from paceline.core.settings import ModuleBuffers
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import Comm, Pending, Runtime
+from paceline.interfaces import Comm, Runtime
 from paceline.interfaces.buckets import by_kind, flatten, unflatten_into
 
 MOST_GATHERED = 64 * 1024 * 1024
@@ -27,7 +26,7 @@ def broadcast_tensors(
     comm: Comm, tensors: Sequence[torch.Tensor], source: int = 0
 ) -> None:
     """Give every rank the values of rank *source*. Collective."""
-    for piece in _pieces(tensors):
+    for piece in pieces(tensors):
         flat = flatten(piece)
         comm.broadcast(flat, source).wait()
         if comm.rank != source:
@@ -42,7 +41,7 @@ def average_tensors(
     if tensors:
         whole = whole.to(tensors[0].device)
     comm.all_reduce(whole, "sum").wait()
-    for piece in _pieces(tensors):
+    for piece in pieces(tensors):
         flat = flatten(piece)
         if not counts:
             flat.zero_()
@@ -53,7 +52,8 @@ def average_tensors(
 def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
     """Every rank's bytes, in rank order: data, where torch's object collectives would
     unpickle what comes. Collective over the default group. Raises `UsageError`, on all ranks, where
-    one has more than `MOST_GATHERED`: others would have to make room for it."""
+    one has more than `MOST_GATHERED`: others would have to make room for it.
+    """
     ranks = dist.get_world_size()
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
     dist.all_gather_single(sizes, torch.tensor([len(own)], device=device))
@@ -123,49 +123,8 @@ def run_on_all(runtime: Runtime, what: str, action: Callable[[], T]) -> T:
     return result[0]
 
 
-class BufferSync:
-    """A model's buffers (BatchNorm's statistics), made common to all ranks step by step.
-
-    They are sent when a backward pass ends: forward passes are over then, and whoever
-    looks at the model after the step, in an evaluation on one rank alone too, sees what
-    the next step begins with. They are put into the model only when nobody can need
-    the old ones for gradients, and travel while the optimizer steps.
-    """
-
-    def __init__(
-        self, comm: Comm, buffers: Sequence[torch.Tensor], setting: ModuleBuffers
-    ) -> None:
-        shared = comm.size > 1 and setting != "local"
-        self._comm = comm
-        self._buffers = list(buffers) if shared else []
-        self._under_way: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
-
-    @property
-    def has_any(self) -> bool:
-        """Whether anything is shared."""
-        return bool(self._buffers)
-
-    def start(self, source: int) -> None:
-        """Send rank *source*'s buffers to all ranks. Collective."""
-        for pending, _, _ in self._under_way:
-            pending.wait()  # Of several passes before a step the last one counts.
-        self._under_way.clear()
-        for piece in _pieces(self._buffers):
-            flat = flatten(piece)
-            pending = self._comm.broadcast(flat, source)
-            into = piece if self._comm.rank != source else []
-            self._under_way.append((pending, flat, into))
-
-    def apply(self) -> None:
-        """Wait for the buffers that were sent, and copy them into the model."""
-        for pending, flat, into in self._under_way:
-            pending.wait()
-            if into:
-                unflatten_into(flat, into)
-        self._under_way.clear()
-
-
-def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Lists of *tensors* of one kind, each of about `PIECE_BYTES`."""
     for group in by_kind(tensors):
         piece: list[torch.Tensor] = []
         size = 0

@@ -36,7 +36,7 @@ DDP_SYNCHRONIZES = "require_backward_grad_sync"
 """DDP's attribute for what `no_sync` does; scripts set it by hand to save the block."""
 
 
-class ModelHooks:
+class BackwardPasses:
     """Watches the passes of a model, and drives a training's steps by them.
 
     The hook of a gradient runs once a tensor in each backward pass, so it does nothing that is the

@@ -1,0 +1,54 @@
+"""A model's buffers, such as BatchNorm's statistics: rank 0's become those of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.core.broadcast import pieces
+from paceline.core.settings import ModuleBuffers
+from paceline.interfaces import Comm, Pending
+from paceline.interfaces.buckets import flatten, unflatten_into
+
+
+class BufferSync:
+    """A model's buffers (BatchNorm's statistics), made common to all ranks step by step.
+
+    They are sent when a backward pass ends: forward passes are over then, and whoever
+    looks at the model after the step, in an evaluation on one rank alone too, sees what
+    the next step begins with. They are put into the model only when nobody can need
+    the old ones for gradients, and travel while the optimizer steps.
+    """
+
+    def __init__(
+        self, comm: Comm, buffers: Sequence[torch.Tensor], setting: ModuleBuffers
+    ) -> None:
+        shared = comm.size > 1 and setting != "local"
+        self._comm = comm
+        self._buffers = list(buffers) if shared else []
+        self._under_way: list[tuple[Pending, torch.Tensor, list[torch.Tensor]]] = []
+
+    @property
+    def has_any(self) -> bool:
+        """Whether anything is shared."""
+        return bool(self._buffers)
+
+    def start(self, source: int) -> None:
+        """Send rank *source*'s buffers to all ranks. Collective."""
+        for pending, _, _ in self._under_way:
+            pending.wait()  # Of several passes before a step the last one counts.
+        self._under_way.clear()
+        for piece in pieces(self._buffers):
+            flat = flatten(piece)
+            pending = self._comm.broadcast(flat, source)
+            into = piece if self._comm.rank != source else []
+            self._under_way.append((pending, flat, into))
+
+    def apply(self) -> None:
+        """Wait for the buffers that were sent, and copy them into the model."""
+        for pending, flat, into in self._under_way:
+            pending.wait()
+            if into:
+                unflatten_into(flat, into)
+        self._under_way.clear()
