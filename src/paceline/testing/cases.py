@@ -52,26 +52,30 @@ def mean_of_models(every: int) -> InPlainTorch:
 class Case:
     """One method, and what is particular about it.
 
-    *method*: a spec or a method object. *timing_free*: its result depends on the data and
-    not on who is fast, so all runtimes end with the same parameters. *learning_rate* and
-    *steps*: enough to solve the kit's quadratic. *under_way*: between steps a part of an
-    update is on its way, so a restart is not quite the same as no restart. *rounding*: how
-    far one worker alone may be from its reference, where something is derived and not sent. *reference*: the step that one worker
-    alone takes, if it is not plain ``optimizer.step()``. *lossy*: how much of a tensor's
-    largest gradient a mean may be off in each element, where a lossy code is sent; workers'
-    gradients at the optimum are about 1, so that training ends as far from there.
-    *counts*: each gradient moves the parameters once, by the optimizer's step; not so where
-    a part of it waits for a later step, or under an outer optimizer, which steps once more
-    with what they have moved: laws that read from parameters how many gradients are in them
-    say nothing there.
-    *constant*: so it is only where a worker's gradient is the same in each step.
-    *equals*: another method, whose parameters it has after each step, to the bit; or what plain torch
-    does with all workers' models, which have their gradients, in step 1, 2, and so on.
-    *state*: the optimizer needs one, so SGD gets a momentum too small to change anything.
-    *together*: workers begin every so many steps together where ends are looked at (0: they do not):
-    who waits for nobody's gradients may be done before others have begun, and then ends anywhere.
-    *racks*: where two workers or more are simulated they stand in two racks, which are two
-    groups by hand. *aggregates*: so they do, and both racks' switches add up.
+    Attributes:
+        method: A spec or a method object.
+        timing_free: Its result depends on the data and not on who is fast, so all runtimes end
+            with the same parameters.
+        learning_rate: With *steps*: enough to solve the kit's quadratic.
+        steps: How many steps that takes.
+        under_way: Between steps a part of an update is on its way, so a restart is not quite the
+            same as no restart.
+        rounding: How far one worker alone may be from its reference, where something is derived
+            and not sent.
+        lossy: How far a compressed mean may be off in each element, as a share of a tensor's largest
+            gradient. Gradients at the optimum are about 1, so training ends as far from there.
+        counts: Each gradient moves the parameters once, by the optimizer's step. Not so where an
+            outer optimizer steps once more, or a part of a gradient waits: laws that read from
+            parameters how many gradients are in them do not apply there.
+        constant: It counts only if a worker's gradient is the same in each step.
+        equals: Another method, whose parameters it has after each step, to the bit; or what plain
+            torch does with all workers' models, which have their gradients, in step 1, 2, and so on.
+        state: The optimizer needs a state, so SGD gets a momentum too small to change anything.
+        together: Workers begin every so many steps together where ends are compared; 0: they do
+            not. A worker that waits for nobody's gradients may otherwise be done before others begin.
+        racks: Two workers or more are simulated in two racks, which are two groups by hand.
+        aggregates: The same, and both racks' switches add up.
+        reference: The step that one worker alone takes, if it is not plain ``optimizer.step()``.
     """
 
     method: str | Method
