@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.spec import Spec, changed, convert_fields, field_types, parse, spec_of
+from paceline.spec import (
+    Spec,
+    changed,
+    check_values,
+    convert_fields,
+    field_types,
+    parse,
+    spec_of,
+)
 
 
 @dataclass(frozen=True)
@@ -142,3 +150,18 @@ def test_parse_reads_back_what_a_spec_prints(name: str, values: dict[str, str]) 
 def test_fields_survive_text(fields: Fields) -> None:
     text = str(spec_of("x", fields))
     assert Fields(**convert_fields(Fields, parse(text).values)) == fields
+
+
+def test_values_that_code_has_set_are_checked_as_texts_are() -> None:
+    check_values("fields", Fields(staleness=0, share=1, label=""))
+    wrong: list[tuple[Any, str]] = [
+        (Fields(staleness=0.5), "staleness: expected a whole number, got 0.5"),  # type: ignore[arg-type]
+        (Fields(staleness=True), "staleness: expected a whole number, got True"),
+        (Fields(share="much"), "share: expected a number, got 'much'"),  # type: ignore[arg-type]
+        (Fields(overlap=1), "overlap: expected True or False, got 1"),  # type: ignore[arg-type]
+        (Fields(label=3), "label: expected a text, got 3"),  # type: ignore[arg-type]
+        (Fields(collective="rings"), "unknown value for collective 'rings'"),  # type: ignore[arg-type]
+    ]
+    for fields, message in wrong:
+        with pytest.raises(UsageError, match=f"fields: {message}"):
+            check_values("fields", fields)

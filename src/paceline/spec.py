@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
 import typing
 from collections.abc import Mapping
@@ -103,6 +104,44 @@ def convert(key: str, text: str, wanted: Any) -> Any:
             raise UsageError(f"{key}: expected {kind}, got {text!r}") from None
     assert wanted is str, f"a field of type {wanted} cannot be written in a spec"
     return text
+
+
+def check_values(owner: str, fields: Any) -> None:
+    """Check the values of a dataclass instance that Python code has made.
+
+    Only fields are checked that a spec can set: numbers, switches, texts and choices.
+
+    Args:
+        owner: The name of what has these fields, for the error.
+        fields: A method or a compressor, for example.
+
+    Raises:
+        UsageError: A field has a value of another type, or none of its choices.
+    """
+    for key, wanted in field_types(type(fields)).items():
+        value = getattr(fields, key)
+        if type(None) in typing.get_args(wanted):
+            if value is None:
+                continue
+            (wanted,) = set(typing.get_args(wanted)) - {type(None)}
+        if typing.get_origin(wanted) is Literal:
+            if value not in typing.get_args(wanted):
+                choices = typing.get_args(wanted)
+                message = unknown(f"value for {key}", str(value), choices)
+                raise UsageError(f"{owner}: {message}")
+        elif wanted in _KINDS:
+            kind, allowed = _KINDS[wanted]
+            is_switch = isinstance(value, bool)
+            if not isinstance(value, allowed) or is_switch != (wanted is bool):
+                raise UsageError(f"{owner}: {key}: expected {kind}, got {value!r}")
+
+
+_KINDS: dict[Any, tuple[str, type]] = {
+    bool: ("True or False", bool),
+    int: ("a whole number", numbers.Integral),
+    float: ("a number", numbers.Real),
+    str: ("a text", str),
+}
 
 
 def spec_of(name: str, fields: Any, **others: str) -> Spec:

@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import paceline
+from paceline.compression.quantization import Int8
 from paceline.errors import UsageError
 from paceline.methods.bsp import BSP, BSPWorker
+from paceline.methods.osp import OSP
 from tests.support.training import simulate
 
 
@@ -213,3 +215,19 @@ def test_a_hook_of_the_method_itself_is_refused():
 def test_a_method_says_all_that_training_has_to_know():
     words = "declare rounds, visible_gradient, clips, start"
     refused(Undeclared(), words)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"method": OSP(defer="nonsense")}, "osp: unknown value for defer 'nonsense'"),
+        ({"method": BSP(overlap="no")}, "bsp: overlap: expected True or False"),
+        ({"compression": Int8(rounding="up")}, "int8: unknown value for rounding"),
+    ],
+)
+def test_options_that_code_has_set_are_checked(options, named):
+    model = nn.Linear(2, 1)
+    with pytest.raises(UsageError, match=named):
+        paceline.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), **options
+        )

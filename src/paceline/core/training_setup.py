@@ -15,7 +15,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -156,6 +156,9 @@ def resolve(inputs: TrainingInputs, method: Method, settings: Settings) -> Train
         named = methods.grouped(named, runtime.cluster.groups)
     chosen = with_compression(named, settings)
     check_declared(chosen)
+    for one in (chosen, settings.compression):
+        if is_dataclass(one):
+            spec.check_values(one.name, one)
     settings = _without_averages(runtime, chosen, settings)
     collective = collectives.make(settings.collective)
     _check_compression(chosen, settings, collective, optimizer)
