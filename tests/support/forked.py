@@ -181,9 +181,12 @@ def run_together(
     finally:
         for rank in ranks:
             rank.kill()
-    for rank, end in enumerate(ends):
-        said = f"--- rank {rank}\n{end.stdout}\n{end.stderr}"
-        assert end.returncode == 0, f"exit status {end.returncode}\n{said}"
+    # All of them: one that dies without a word is why another one ends with an error.
+    said = [
+        f"--- rank {rank}: exit status {end.returncode}\n{end.stdout}\n{end.stderr}"
+        for rank, end in enumerate(ends)
+    ]
+    assert not any(end.returncode for end in ends), "\n".join(said)
     return ends
 
 
