@@ -226,8 +226,10 @@ def test_a_method_says_all_that_training_has_to_know():
     ],
 )
 def test_options_that_code_has_set_are_checked(options, named):
-    model = nn.Linear(2, 1)
-    with pytest.raises(UsageError, match=named):
-        paceline.distribute(
-            model, torch.optim.SGD(model.parameters(), lr=1.0), **options
-        )
+    def body(rank):
+        model = nn.Linear(2, 1)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        with pytest.raises(UsageError, match=named):
+            paceline.distribute(model, inner, **options)
+
+    simulate(2, body)
