@@ -1,14 +1,12 @@
-"""Packets and payload bits a second of the aggregator, on one core.
+"""Payload bits a second of the aggregator, on one core.
 
-    python benchmarks/aggregator.py                 # 4 workers over loopback, then no sockets
+    python benchmarks/aggregator.py                 # 4 workers over loopback
     python benchmarks/aggregator.py --workers 4 --seconds 5 --json
 
 The aggregator is a process on one core; the workers are processes on the others (on the same
-one, if there is no other). Each sums 8 MB of int32 again and again in packets of an
-Ethernet's size. *Per worker*: payload that it sends, and receives, a second. *A core*: the same
-for all workers together, by the aggregator's own processor time: what it would carry if
-workers were no bottleneck. The second part has no sockets: batches of contributions as they come,
-checked, added up, signed.
+one, if there is no other). Each sums 8 MB of int32 again and again. *By the clock*: payload that
+a worker sends, and receives, a second. *A core*: the same for all workers together, by the
+aggregator's own processor time: what it would carry if workers were no bottleneck.
 """
 
 import argparse
@@ -20,18 +18,11 @@ import time
 
 import numpy as np
 
-from paceline.collectives.in_network.client import AggregatorClient
-from paceline.collectives.in_network.jobs import Jobs, Terms, key_of
-from paceline.collectives.in_network.packets import (
-    Kind,
-    Seal,
-    blank,
-    elements_for,
-    sizes,
-)
-from paceline.collectives.in_network.server import UserSpaceAggregator
+from paceline.collectives.in_network.joining import JobConfig, JoinRing
+from paceline.collectives.in_network.server import AggregatorServer
+from paceline.collectives.in_network.topology import one_switch
 
-TOKEN, HOST = "a token of benchmarks", "127.0.0.1"
+TOKEN, HOST, RACK = "a token of benchmarks", "127.0.0.1", 0
 MEGABYTES = 8
 GIGA = 1e9
 
@@ -47,152 +38,98 @@ def cpu_seconds():
     return usage.ru_utime + usage.ru_stime
 
 
-def aggregate(port, stop, options):
+def aggregate(port, stop):
     os.sched_setaffinity(0, cores()[0])
-    aggregator = UserSpaceAggregator(HOST, 0, token=TOKEN, mtu=options.mtu)
-    port.send(aggregator.port)
+    aggregator = AggregatorServer(HOST, 0, token=TOKEN)
+    port.send(aggregator.address)
     before = cpu_seconds()
     aggregator.run(stop.fileno())
-    cpu = cpu_seconds() - before
-    port.send((cpu, aggregator.summary()))
+    port.send((cpu_seconds() - before, aggregator.summary()))
     aggregator.close()
 
 
-def work(port, worker, options, start, results):
+def work(address, worker, options, pipe, results):
     os.sched_setaffinity(0, cores()[1])
-    client = AggregatorClient(
-        HOST,
-        port,
-        job="benchmark",
-        worker=worker,
-        workers=options.workers,
-        token=TOKEN,
-        slots=options.slots,
-        mtu=options.mtu,
-    )
+
+    def exchange(words):
+        pipe.send(words)
+        return pipe.recv()
+
+    job = JobConfig(worker, {RACK: address}, "benchmark", TOKEN)
+    session = JoinRing(one_switch(options.workers, RACK), job).join(exchange)
     values = np.ones(MEGABYTES * 250_000, np.int32)
     keep_on = np.zeros(1, np.int32)
-    client.sum_integers(values)  # warm
-    start.wait()
-    begun, rounds = time.monotonic(), 0
-    cpu, chunks = cpu_seconds(), client.counts["chunks"]
+    session.all_reduce(values)  # warm
+    exchange(b"")
+    begun, rounds, cpu = time.monotonic(), 0, cpu_seconds()
     while True:
         values[:] = 1
-        client.sum_integers(values)
+        session.all_reduce(values)
         rounds += 1
         keep_on[0] = worker == 0 and time.monotonic() - begun < options.seconds
-        client.sum_integers(keep_on)
+        session.all_reduce(keep_on)
         if not keep_on[0]:
             break
     seconds = time.monotonic() - begun
     assert (values == options.workers).all()
-    each = (cpu_seconds() - cpu) / (client.counts["chunks"] - chunks)
-    results.put((rounds * values.nbytes * 8 / seconds, dict(client.counts), each))
-    client.close()
+    sent = rounds * values.nbytes
+    results.put((sent * 8 / seconds, (cpu_seconds() - cpu) / sent * GIGA))
+    exchange(b"")
+    session.close(well=True)
 
 
 def measured(options):
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    stop, stopper = context.Pipe(duplex=False)
-    server = context.Process(target=aggregate, args=(theirs, stop, options))
-    server.start()
-    theirs.close()  # so that its death is noticed
-    port, start, results = (
-        ours.recv(),
-        context.Barrier(options.workers),
-        context.Queue(),
-    )
+    stop, stopper = context.Pipe()
+    port, told = context.Pipe()
+    aggregator = context.Process(target=aggregate, args=(told, stop))
+    aggregator.start()
+    address = port.recv()
+    results = context.Queue()
+    pipes = [context.Pipe() for _ in range(options.workers)]
     workers = [
-        context.Process(target=work, args=(port, w, options, start, results))
-        for w in range(options.workers)
+        context.Process(target=work, args=(address, worker, options, end, results))
+        for worker, (_, end) in enumerate(pipes)
     ]
-    begun = os.times().elapsed
-    for worker in workers:
-        worker.start()
-    ends = [results.get(timeout=120) for _ in workers]
-    for worker in workers:
-        worker.join()
-    wall = os.times().elapsed - begun
-    stopper.send(0)
-    cpu, counts = ours.recv()
-    server.join()
-    rate = min(bits for bits, _, _ in ends)
-    payload = 32 * elements_for(options.mtu) * counts["contributions"]
+    for process in workers:
+        process.start()
+    for _ in range(5):  # the exchanges of all workers
+        words = [pipe.recv() for pipe, _ in pipes]
+        for pipe, _ in pipes:
+            pipe.send(words)
+    found = [results.get() for _ in workers]
+    for process in workers:
+        process.join()
+    stopper.send(b"stop")
+    cpu, counts = port.recv()
+    aggregator.join()
+    taken = counts["bytes in"]
     return {
-        "workers": options.workers,
-        "mtu": options.mtu,
-        "slots": options.slots,
-        "gbit_per_worker": rate / GIGA,
-        "packets_in_per_second": rate
-        * options.workers
-        / 32
-        / elements_for(options.mtu),
-        "aggregator_cpu_seconds": cpu,
-        "aggregator_microseconds_per_contribution": 1e6 * cpu / counts["contributions"],
-        "wall_seconds": wall,
-        "gbit_in_per_aggregator_cpu_second": payload / GIGA / cpu,
-        "gbit_per_worker_if_a_core_is_full": payload / GIGA / cpu / options.workers,
-        "worker_cpu_microseconds_per_chunk": 1e6 * max(each for _, _, each in ends),
-        "repeats": sum(counted.get("repeats", 0) for _, counted, _ in ends),
-        "load_before": options.load,
-        "counts": counts,
-    }
-
-
-def without_sockets(options, batch=256):
-    elements = elements_for(options.mtu)
-    jobs = Jobs(slots=512, places=1, elements=elements, token=TOKEN)
-    terms = Terms(name="x", workers=options.workers, slots=512, elements=elements)
-    job = jobs.register(terms, 0)
-    packets = blank(batch, elements)
-    packets["values"] = 1
-    header, seal = packets["header"], Seal(key_of(TOKEN, "x"))
-    header["kind"], header["elements"], header["job"] = (
-        *(Kind.CONTRIBUTION, elements),
-        job.number,
-    )
-    number = np.arange(batch)
-    header["worker"] = number % options.workers
-    header["bitmap"] = 1 << (number % options.workers)
-    header["slot"] = number // options.workers
-    spent = {"signing": 0.0, "taking": 0.0}
-    lengths, rounds = sizes(packets), 400
-    for turn in range(rounds):
-        header["round"] = turn
-        begun = time.process_time()
-        seal.sign(packets)
-        middle = time.process_time()
-        ((_, out),) = jobs.take(packets, lengths)
-        spent["taking"] += time.process_time() - middle
-        spent["signing"] += middle - begun
-        assert len(out.to) == batch // options.workers
-    each = {name: seconds / rounds / batch for name, seconds in spent.items()}
-    return {
-        "microseconds_per_contribution": 1e6 * each["taking"],
-        "of_which_its_tag": 1e6 * each["signing"],
-        "gbit_per_second": 32 * elements / each["taking"] / GIGA,
+        "Gbit/s a worker by the clock": sum(rate for rate, _ in found)
+        / len(found)
+        / GIGA,
+        "Gbit/s into one aggregator core": 8 * taken / cpu / GIGA,
+        "chunks a second and core": counts["contributions"] / cpu,
+        "aggregator's processor seconds per GB": cpu / taken * GIGA,
+        "a worker's processor seconds per GB": sum(cost for _, cost in found)
+        / len(found),
+        "load before": options.load,
     }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--slots", type=int, default=128)
-    parser.add_argument("--mtu", type=int, default=1500)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.load = os.getloadavg()[0]
-    found = {"loopback": measured(options), "alone": without_sockets(options)}
+    found = measured(options)
     if options.json:
         print(json.dumps(found))
         return
-    for part, figures in found.items():
-        print(part)
-        for name, value in figures.items():
-            if not isinstance(value, dict):
-                print(f"  {name:36} {value:,.3f}")
+    for name, value in found.items():
+        print(f"{name:40} {value:,.3f}")
 
 
 if __name__ == "__main__":

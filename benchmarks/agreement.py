@@ -149,15 +149,15 @@ AVERAGING = [
     *(
         Cell(name, *("layers", LONGER, cluster), f"{method},buckets=ddp", steps=steps)
         for name, cluster, method, steps in (
-            ("local-8-100", equal(8, 100), "local-sgd:every=8", 33),
-            ("local-8-100", equal(8, 100), "diloco:every=8", 33),
+            ("local-8-100", equal(8, 100), "local-sgd:sync_every=8", 33),
+            ("local-8-100", equal(8, 100), "diloco:sync_every=8", 33),
             (
                 "local-8-100",
                 equal(8, 100),
-                "streaming-diloco:every=16,fragments=4,delay=2",
+                "streaming-diloco:sync_every=16,fragments=4,delay=2",
                 49,
             ),
-            ("local-8-racks", MIDDLE, "hierarchical-local-sgd:every=8", 33),
+            ("local-8-racks", MIDDLE, "hierarchical-local-sgd:sync_every=8", 33),
             ("ds-sync-8-100", equal(8, 100), "ds-sync:overlap=none", 13),
             ("ds-sync-8-100", equal(8, 100), "ds-sync:overlap=forward", 13),
             ("ds-sync-8-racks", MIDDLE, "ds-sync:overlap=none", 13),

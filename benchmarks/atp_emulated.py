@@ -20,8 +20,8 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.registry import make, over
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.registry import attach, make
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
@@ -52,8 +52,8 @@ def measured(row, size, repeats):
     """Seconds of each repeat, the slowest rank's."""
     runtime = join_runtime()
     runtime.connect()
-    plain = TorchComm(runtime, "barrier")
-    comm = over(make(row), runtime, TorchComm(runtime, row))
+    plain = Communicator(runtime, "barrier")
+    comm = attach(make(row), runtime, Communicator(runtime, row))
     buffer = torch.randn(
         size // 4, generator=torch.Generator().manual_seed(runtime.rank)
     )
@@ -85,9 +85,9 @@ def predicted(described, row, size):
 
 def emulated(described, row, size, repeats):
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, Fabric(described) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(described) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--row", row, "--bytes", str(size)]
         words += ["--repeats", str(repeats)]

@@ -107,11 +107,11 @@ def work(arguments):
 
 def emulated(cell, rounds):
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
     _, mbit = EMULATED[cell]
     cluster = uniform_cluster(WORKERS, f"{mbit} Mbit/s", "50 us")
-    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
         output = Path(scratch) / "result.json"
         words = ["--work", "--cell", cell, "--output", str(output)]
         words += ["--rounds", str(rounds)]

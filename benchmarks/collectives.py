@@ -26,8 +26,8 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack, cluster_toml, load_cluster
 from paceline.collectives.autotune import cheapest
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.registry import make, over
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.registry import attach, make
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
@@ -56,10 +56,10 @@ def measured(sizes, rows, repeats):
     """Seconds of each row at each size: medians over repeats of the slowest rank's."""
     runtime = join_runtime()
     runtime.connect()
-    plain = TorchComm(runtime, "barrier")
+    plain = Communicator(runtime, "barrier")
     found = {}
     for name in rows:
-        comm = over(make(name), runtime, TorchComm(runtime, name))
+        comm = attach(make(name), runtime, Communicator(runtime, name))
         comm.all_reduce(torch.zeros(64), "sum").wait()  # connections are made
         found[name] = []
         for size in sizes:
@@ -98,9 +98,9 @@ def predicted(described, processor, sizes):
 
 def emulated(described, sizes, repeats):
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, Fabric(described) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(described) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--repeats", str(repeats), "--kilobytes"]
         words += [str(size // 1000) for size in sizes]

@@ -24,7 +24,6 @@ kept as soon as it is there; the next run goes on with what is missing.
 """
 
 import argparse
-import itertools
 import json
 import math
 import sys
@@ -36,13 +35,19 @@ from typing import ClassVar
 import torch
 
 import paceline
-from paceline import bucketing
+from paceline.bucketing.rules import plan_buckets
 from paceline.cluster import Cluster, Rack, Workload
 from paceline.cluster.profiling import measure_coding
 from paceline.cluster.profiling.timers import HostStopwatch
-from paceline.cluster.workload import CodingTimes
-from paceline.compression import COMPRESSORS, full_spec, make
-from paceline.interfaces import Compressor, Leg
+from paceline.cluster.workload import CompressorTimes
+from paceline.compression import (
+    COMPRESSORS,
+    Compressor,
+    GradientCompression,
+    Leg,
+    full_spec,
+    make,
+)
 from paceline.runtimes.simulated import ComputeModel, Simulation
 
 HERE = Path(__file__).parent
@@ -97,23 +102,21 @@ class Declared(Compressor):
     legs: tuple[tuple[int, tuple[Leg, ...]], ...] = ()
 
     name: ClassVar[str] = "declared"
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
     rounds: ClassVar[int] = 2
     state: ClassVar[str] = "none"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 0.0, 0.0
 
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         return dict(self.legs)[sum(math.prod(shape) for shape in shapes)]
 
 
 def in_buckets(workload, text, workers):
     """A tensor for each of DDP's buckets, and what is sent of it."""
-    compressor = make(text).settled()
-    edges = [0, *itertools.accumulate(bucketing.plan("ddp", workload.gradient_bytes))]
-    buckets = [workload.order[i:j] for i, j in itertools.pairwise(edges)]
+    code = make(text).code.steady_state()
+    plan = plan_buckets("ddp", workload.gradient_bytes)
+    buckets = [[workload.order[position] for position in bucket] for bucket in plan]
 
     def total(values, bucket):
         return sum(values[i] for i in bucket)
@@ -121,7 +124,7 @@ def in_buckets(workload, text, workers):
     legs = {}
     for bucket in buckets:
         shapes = [workload.shapes[i] for i in bucket]
-        sent = tuple(compressor.traffic(shapes, torch.float32, workers))
+        sent = tuple(code.wire_bytes(shapes, torch.float32, workers))
         elements = sum(math.prod(shape) for shape in shapes)
         assert legs.setdefault(elements, sent) == sent, "two buckets of one size"
     buckets = buckets[::-1]  # the last registered is ready first
@@ -140,8 +143,10 @@ def in_buckets(workload, text, workers):
 def seconds(workload, workers, link, text, times):
     """Of a step of bsp, in virtual time."""
     merged, declared = in_buckets(workload, text, workers)
-    free = CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
-    merged = replace(merged, coding={full_spec(declared): times or free})
+    free = CompressorTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+    merged = replace(
+        merged, coding={full_spec(GradientCompression(declared)): times or free}
+    )
     ends = []
 
     def train(rank):
@@ -219,7 +224,7 @@ def cell(kept, model, workers, link, text, price):
         return
     times = None
     if price == "core":
-        times = CodingTimes(**kept.get("coding", model, full_spec(make(text))))
+        times = CompressorTimes(**kept.get("coding", model, full_spec(make(text))))
     start = time.perf_counter()
     kept.add(key, seconds(workload_of(model), workers, link, text, times))
     tell(*key, took=time.perf_counter() - start)
@@ -260,7 +265,7 @@ def tables(kept, models, workers, links, compressors):
             times = kept.get("coding", model, full_spec(make(text)))
             takes = "-"
             if times is not None:
-                found = CodingTimes(**times)
+                found = CompressorTimes(**times)
                 takes = f"{found.encode + found.after(8):.2g} s"
             cells = [column.cell(text) for column in columns]
             print(f"| {text} | {takes} | {' | '.join(cells)} |")

@@ -25,9 +25,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks as quantization,
 )
 
-from paceline.compression import make
-from paceline.compression.packing import flat
-from paceline.interfaces import Place, Sum
+from paceline.compression import RankInfo, Sum, make
+from paceline.compression.base import flat
 
 sys.path.insert(0, str(Path(__file__).parent / "workloads"))
 from models import ResNet50
@@ -63,12 +62,12 @@ class Row:
 def mean_of(spec: str, gradient: Gradient, workers: int = 1) -> Callable[[], None]:
     """Form the mean of *gradient* with the compressor that *spec* names, as a worker alone; or
     as one of some *workers* whose codes are equal."""
-    compressor = make(spec).settled()
+    compressor = make(spec).steady_state()
     names = enumerate(gradient.parts)
-    states = [compressor.init(part, str(number), 0) for number, part in names]
+    states = [compressor.init_state(part, str(number), 0) for number, part in names]
 
     def run() -> None:
-        coding = compressor.average(gradient.parts, states, Place(0, workers))
+        coding = compressor.average(gradient.parts, states, RankInfo(0, workers))
         answer = None
         while True:
             try:
@@ -87,12 +86,10 @@ def mean_of(spec: str, gradient: Gradient, workers: int = 1) -> Callable[[], Non
 
 def powersgd(gradient: Gradient) -> Iterator[Row]:
     for residuals in (True, False):
-        for sides in ("one", "both"):
-            spec = f"powersgd:rank=4,sides={sides}"
-            spec += "" if residuals else ",error_feedback=false"
-            name = "torch's hook, rank 4" + ("" if residuals else ", no error feedback")
-            hook = torch_hook(gradient, 4, residuals)
-            yield Row(spec, mean_of(spec, gradient), name, hook)
+        spec = "powersgd:rank=4" + ("" if residuals else ",error_feedback=false")
+        name = "torch's hook, rank 4" + ("" if residuals else ", no error feedback")
+        hook = torch_hook(gradient, 4, residuals)
+        yield Row(spec, mean_of(spec, gradient), name, hook)
 
 
 def torch_hook(gradient: Gradient, rank: int, feedback: bool) -> Callable[[], None]:
@@ -169,7 +166,7 @@ def code_of(spec: str, gradient: Gradient) -> Callable[[], object]:
     """Encode *gradient* as pushes of buckets, with the compressor that *spec* names."""
     compressor = make(spec)
     names = enumerate(gradient.parts)
-    states = [compressor.init(part, str(number), 0) for number, part in names]
+    states = [compressor.init_state(part, str(number), 0) for number, part in names]
     places = buckets(gradient)
 
     def run() -> None:

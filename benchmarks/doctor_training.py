@@ -48,8 +48,10 @@ optimizer = paceline.distribute(model, plain)
 runtime = current_runtime()
 for _ in range(arguments.steps):
     if runtime.rank == arguments.wait:
-        if runtime.name == "simulated":
-            runtime.spend(arguments.seconds * runtime.speeds[runtime.rank], "input")
+        if runtime.clock.is_virtual:
+            runtime.clock.charge(
+                arguments.seconds * runtime.cluster.speeds[runtime.rank], "input"
+            )
         else:
             time.sleep(arguments.seconds)
     optimizer.zero_grad()

@@ -17,20 +17,19 @@ from accuracy import Table, draw_means, run
 from accuracy_tasks import DIGITS, TASKS
 
 from paceline.cluster import Cluster, Rack
-from paceline.collectives import pricing as prices
-from paceline.collectives.hierarchical import hierarchical
-from paceline.collectives.schedules import Ring
-from paceline.methods.ds_sync import convergence_rate, cost
-from paceline.methods.ds_sync.plan import make_plan
+from paceline.collectives import timing as prices
+from paceline.collectives.schedules import Ring, hierarchical
+from paceline.methods.ds_sync import cost
+from paceline.methods.ds_sync.divide import make_plan
 
 SWA_FROM = DIGITS.steps * 3 // 4
 ROWS = {
-    "digits": "ds-sync:shuffle=digits",
-    "digits, overlap=step": "ds-sync:shuffle=digits,overlap=step",
-    "digits, SWA": f"ds-sync:shuffle=digits,swa_from={SWA_FROM}",
+    "digits": "ds-sync:groups=digits",
+    "digits, overlap=step": "ds-sync:groups=digits,overlap=step",
+    "digits, SWA": f"ds-sync:groups=digits,swa_from={SWA_FROM}",
 }
-FORWARD = {"digits, overlap=forward": "ds-sync:shuffle=digits,overlap=forward"}
-TOPOLOGY = {"topology": "ds-sync:shuffle=topology"}
+FORWARD = {"digits, overlap=forward": "ds-sync:groups=digits,overlap=forward"}
+TOPOLOGY = {"topology": "ds-sync:groups=topology"}
 FEWER = {name: ROWS[name] for name in ROWS if name != "digits, SWA"}
 """Where a row takes minutes."""
 TABLES = [
@@ -47,9 +46,9 @@ MEGABYTES, UNITS = 100, 1600
 PRICED = Rack(workers=4, link=125e6, uplink=31.25e6, latency=50e-6)
 """Four of these: links of 1 Gbit/s, and an uplink of a quarter of that."""
 PLANS: dict[str, tuple[dict[str, Any], tuple[int, int], str]] = {
-    "topology": ({"shuffle": "topology"}, (0, 8), "center"),
-    "digits": ({"shuffle": "digits"}, (8, -8), "left"),
-    "digits, size=4": ({"shuffle": "digits", "size": 4}, (0, 8), "center"),
+    "topology": ({"groups": "topology"}, (0, 8), "center"),
+    "digits": ({"groups": "digits"}, (8, -8), "left"),
+    "digits, size=4": ({"groups": "digits", "size": 4}, (0, 8), "center"),
 }
 """Options, and where the name stands: points from the dot, and aligned how."""
 COLOURS = {4: "#56b4e9", 16: "#d55e00"}
@@ -83,7 +82,7 @@ def draw_plans(axes):
     size, workers = MEGABYTES * 1e6, range(16)
     for name, (options, offset, side) in PLANS.items():
         plan = make_plan(workers, cluster=cluster, bytes=size, **options)
-        place = cost.steady_seconds(plan, cluster, size), convergence_rate.spread(plan)
+        place = cost.steady_seconds(plan, cluster, size), cost.spread(plan)
         axes.plot(*place, "o", color="#d55e00", markersize=7)
         axes.annotate(
             name, place, offset, textcoords="offset points", ha=side, fontsize=10

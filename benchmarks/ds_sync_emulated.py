@@ -65,7 +65,7 @@ def rows(bench, ways, cell):
 def measure(cell, jobs):
     """Seconds and accuracy of each job, one after the other in one set of processes."""
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
     wanted = [
         {
@@ -78,7 +78,7 @@ def measure(cell, jobs):
         for way, steps in jobs
     ]
     cluster = cell.cluster(WORKERS, runs.light_link())
-    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
         jobs_file, output = Path(scratch) / "jobs.json", Path(scratch) / "found.json"
         jobs_file.write_text(json.dumps(wanted))
         words = [str(jobs_file), str(output)]

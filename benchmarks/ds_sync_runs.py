@@ -306,12 +306,12 @@ def step_seconds(way, cell, workers):
 
 def plan_of(way, cell, workers):
     """DS-Sync's groups on a network: their number and period, and what tells plans apart."""
-    from paceline.methods.ds_sync.plan import make_plan
+    from paceline.methods.ds_sync.divide import make_plan
 
     method, _ = methods.make(spec.parse(way.spec), set())
     return make_plan(
         range(workers),
-        shuffle=method.shuffle,
+        groups=method.groups,
         size=method.size,
         seed=method.seed,
         cluster=cell.cluster(workers),

@@ -202,9 +202,9 @@ def work(arguments):
 
 def measured(cluster, rounds):
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
         if EmulatedJob(fabric, __file__, words, RunOptions()).run():

@@ -41,9 +41,17 @@ import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.interfaces import Groups
 from paceline.methods import GSSP
-from paceline.methods.gssp.group_assignment import Known, Looks
-from paceline.methods.gssp.grouping import LOOKS, MARGIN, BySpeed, Hysteresis, Merging
-from paceline.methods.gssp.step_times import StepTimes, smoothed
+from paceline.methods.gssp.grouping import (
+    DECISIONS,
+    MARGIN,
+    GroupKnowledge,
+    Hysteresis,
+    Merging,
+    RegroupDecisions,
+    Regrouping,
+    StepTimes,
+    smoothed,
+)
 from paceline.runtimes.simulated import ComputeModel, Simulation
 
 WORKERS = 16
@@ -176,36 +184,36 @@ class Blind:
     def __init__(self, inner):
         self._inner = inner
 
-    def look(self, groups, times):
+    def decide(self, groups, times):
         known = {worker: its._replace(error=0.0) for worker, its in times.items()}
-        return self._inner.look(groups, known)
+        return self._inner.decide(groups, known)
 
 
 def groups_over(classes, sigma, seed, blind, steps=200):
     """The groups after each change of them, and after how many steps of each that was."""
     draws, workers = random.Random(seed), range(len(classes))
     method = GSSP()
-    regroup = BySpeed(
+    regroup = Regrouping(
         0,
         method.most_groups,
         method.ratio,
-        Hysteresis(MARGIN, LOOKS),
-        Merging(method.ratio, LOOKS),
+        Hysteresis(MARGIN, DECISIONS),
+        Merging(method.ratio, DECISIONS),
     )
-    looks = Looks(Blind(regroup) if blind else regroup)
-    known = Known(Groups((0,) * len(classes), method.most_groups))
+    decisions = RegroupDecisions(Blind(regroup) if blind else regroup)
+    known = GroupKnowledge(Groups((0,) * len(classes), method.most_groups))
     times, now, found = StepTimes(method.measure_steps), [0.0] * len(classes), []
     for step in range(1, steps + 1):
         for worker in workers:
-            times.goes_on(worker, now[worker])
+            times.begin_step(worker, now[worker])
             now[worker] += classes[worker] * math.exp(draws.gauss(0.0, sigma))
-            its = times.step_is_in(worker, now[worker])
+            its = times.end_step(worker, now[worker])
             new = {} if its is None else {worker: its}
-            if not new and (error := looks.error_of(known.groups)):
-                new = times.soon(workers, error)
+            if not new and (error := decisions.needed_error(known.groups)):
+                new = times.take_early(workers, error)
             for one, what in new.items():
-                known.measured(one, smoothed(known.times.get(one), what))
-            if new and looks.look(known, workers):
+                known.add_time(one, smoothed(known.times.get(one), what))
+            if new and decisions.decide(known, workers):
                 found.append((step, known.groups.of))
     return found
 

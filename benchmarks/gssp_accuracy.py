@@ -93,14 +93,7 @@ CODED = {
     ),
     "gssp": Row(GSSP, link=SCARCE, like="gssp"),
     "gssp, gd-top-k, dense answers": Row(f"{GSSP}:{CODE}", link=SCARCE, like="gssp"),
-    "gssp, gd-top-k, slowest most": Row(
-        f"{GSSP}:{BOTH_WAYS}", link=SCARCE, like="gssp"
-    ),
-    "gssp, gd-top-k, fastest most": Row(
-        f"{GSSP}:{BOTH_WAYS},compression.direction=fastest-most",
-        link=SCARCE,
-        like="gssp",
-    ),
+    "gssp, gd-top-k, differences": Row(f"{GSSP}:{BOTH_WAYS}", link=SCARCE, like="gssp"),
 }
 
 

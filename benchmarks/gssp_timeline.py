@@ -5,7 +5,7 @@
 Six workers in virtual time, two of each speed, 1 : 2 : 3, with a jitter of 10 %, on links on which
 a gradient takes a tenth of the fastest step. Shown is a part after the start. A bar is a step that
 is computed; what is red is waiting, of which a little is for the network. Under gssp a tick on
-a server's line is a gradient that it applies, and a line from server to server a parcel.
+a server's line is a gradient that it applies, and a line from server to server an update.
 """
 
 import sys
@@ -17,7 +17,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.interfaces import Parcel
+from paceline.interfaces import GroupUpdate
 from paceline.methods import gssp
 from paceline.runtimes.simulated import ComputeModel, Simulation
 
@@ -34,30 +34,30 @@ FEATURES = 64
 
 SENT: dict[tuple[int, int], deque] = defaultdict(deque)
 LINES: list[tuple[int, float, int, float]] = []
-"""Parcels: from which server when, to which one when."""
+"""Updates: from which server when, to which one when."""
 TICKS: list[tuple[int, int, float]] = []
-"""Gradients: on which server, from which worker, when."""
+"""GradientUpdate: on which server, from which worker, when."""
 
 
 class Watched(gssp.GroupDiscipline):
-    """Notes when parcels leave and come, and when gradients are applied."""
+    """Notes when updates leave and come, and when gradients are applied."""
 
-    def pushed(self, shard, push):
+    def on_push(self, shard, push):
         TICKS.append((self._known.number, push.worker, shard.now))
-        super().pushed(shard, push)
+        super().on_push(shard, push)
 
-    def outgoing(self, shard) -> list[Parcel]:
-        parcels = super().outgoing(shard)
+    def take_due_updates(self, shard) -> list[GroupUpdate]:
+        updates = super().take_due_updates(shard)
         here = self._known.number
-        for _ in parcels:
+        for _ in updates:
             for other in range(len(GROUPS)):
                 SENT[here, other].append(shard.now)
-        return parcels
+        return updates
 
-    def incoming(self, shard, source, parcel):
+    def apply_update(self, shard, source, update):
         here = self._known.number
         LINES.append((source, SENT[source, here].popleft(), here, shard.now))
-        super().incoming(shard, source, parcel)
+        super().apply_update(shard, source, update)
 
 
 def trace(method):

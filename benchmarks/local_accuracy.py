@@ -26,14 +26,14 @@ DELAYS = {4: 0, 16: 2, 64: 5}
 """Of streaming DiLoCo, in steps: less than a quarter of H, and the paper's at most."""
 CONTROL = "local-sgd, one mean at the end (control)"
 PRESETS = {
-    "local-sgd": "local-sgd:every={}",
-    "post-local-sgd": f"post-local-sgd:every={{}},each_until={DIGITS.steps // 2}",
-    "hierarchical-local-sgd": "hierarchical-local-sgd:every={}",
-    "slowmo": "slowmo:every={}",
-    "diloco, gain 7": "diloco:every={}",
-    "diloco, gain 1": f"diloco:every={{}},{MILD}",
-    "streaming-diloco": "streaming-diloco:every={},delay={}",
-    "daso": "daso:every={},delay={}",
+    "local-sgd": "local-sgd:sync_every={}",
+    "post-local-sgd": f"post-local-sgd:sync_every={{}},sync_each_step_until={DIGITS.steps // 2}",
+    "hierarchical-local-sgd": "hierarchical-local-sgd:sync_every={}",
+    "slowmo": "slowmo:sync_every={}",
+    "diloco, gain 7": "diloco:sync_every={}",
+    "diloco, gain 1": f"diloco:sync_every={{}},{MILD}",
+    "streaming-diloco": "streaming-diloco:sync_every={},delay={}",
+    "daso": "daso:sync_every={},delay={}",
 }
 SELECTIVE = {
     "sel-sync": "sel-sync",
@@ -49,7 +49,7 @@ def rows(lengths: tuple[int, ...]) -> dict[str, str]:
         for name, text in PRESETS.items()
         for length in lengths
     }
-    return named | SELECTIVE | {CONTROL: f"local-sgd:every={DIGITS.steps}"}
+    return named | SELECTIVE | {CONTROL: f"local-sgd:sync_every={DIGITS.steps}"}
 
 
 TABLES = [

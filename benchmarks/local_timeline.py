@@ -14,9 +14,9 @@ from timeline import draw, trace
 RATIO = 2
 METHODS = (
     "bsp",
-    "local-sgd:every=4",
-    "diloco:every=8",
-    "streaming-diloco:every=8,fragments=4,delay=1",
+    "local-sgd:sync_every=4",
+    "diloco:sync_every=8",
+    "streaming-diloco:sync_every=8,fragments=4,delay=1",
 )
 STEPS, SHOWN = 24, 8
 COLORS = {"computing": "#9aa5b1", "network": "#2f6db5", "waiting": "#c0392b"}

@@ -31,7 +31,7 @@ import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.run_options import RunOptions
 from paceline.runtimes.emulated.launch import EmulatedJob
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.simulated import Simulation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -57,8 +57,8 @@ TABLES = {
         {
             ALONE: EVERY,
             "bsp": 6,
-            f"local-sgd:every={EVERY}": EVERY,
-            f"diloco:every={EVERY}": EVERY,
+            f"local-sgd:sync_every={EVERY}": EVERY,
+            f"diloco:sync_every={EVERY}": EVERY,
         },
     ),
     "racks": (racks_of(2, uplink=25 * MBIT), {RING: 3, HIERARCHICAL: 3}),
@@ -108,7 +108,7 @@ def predicted(name):
 
 def measured(name, repeats):
     cluster, _ = TABLES[name]
-    with tempfile.TemporaryDirectory() as folder, Fabric(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as folder, EmulatedNetwork(cluster) as fabric:
         output = Path(folder, "found.json")
         words = ["--worker", name, "--repeats", str(repeats), "--json", str(output)]
         if EmulatedJob(fabric, __file__, words, RunOptions()).run():

@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline import bucketing
+from paceline.bucketing.cost_models import AffineCost
+from paceline.bucketing.rules import plan_buckets
+from paceline.bucketing.timeline import finish_time
 from paceline.cluster import Workload
 from paceline.cluster.cluster import Cluster, Rack
 from paceline.collectives.schedules import Ring
@@ -37,7 +39,7 @@ PICTURE = Path(__file__).parent.parent / "docs" / "mg_wfbp_scaling.png"
 def affine_cost(workers):
     """The authors' script's a = 2 N alpha; b as in the paper's table 2, of a ring."""
     b = (workers - 1) / workers * (2 * TRANSMISSION + ADDITION)
-    return bucketing.AffineCost(2 * workers * LATENCY, b)
+    return AffineCost(2 * workers * LATENCY, b)
 
 
 def network_of(workers):
@@ -55,7 +57,8 @@ def exact_cost(cluster):
 
     def cost(size):
         ring = Ring(cluster.workers, int(size))
-        return ring.steps * latency + ring.bytes_per_connection / link
+        ((activity,),) = ring.phases()
+        return ring.steps * latency + activity.bytes / link
 
     return cost
 
@@ -68,7 +71,7 @@ def in_virtual_time(cluster, workload, plan):
         model = paceline.stand_in(workload)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(
-            model, optimizer, buckets="+".join(map(str, plan))
+            model, optimizer, buckets="+".join(str(len(bucket)) for bucket in plan)
         )
         for _ in range(STEPS):
             optimizer.zero_grad()
@@ -85,16 +88,16 @@ def measure(workers, workload, rule):
     cluster = network_of(workers)
     sizes, ready = workload.gradient_bytes, workload.ready_seconds
     affine, exact = affine_cost(workers), exact_cost(cluster)
-    plan = bucketing.plan(rule, sizes, ready, affine)
+    plan = plan_buckets(rule, sizes, None, ready, affine)
     start = time.perf_counter()
     virtual = in_virtual_time(cluster, workload, plan)
     took = time.perf_counter() - start
-    formula = bucketing.finish(plan, sizes, ready, exact)
+    formula = finish_time(plan, sizes, ready, exact)
     return {
         "workers": workers,
         "rule": rule,
         "buckets": len(plan),
-        "affine_seconds": bucketing.finish(plan, sizes, ready, affine),
+        "affine_seconds": finish_time(plan, sizes, ready, affine),
         "formula_seconds": formula,
         "virtual_seconds": virtual,
         "relative_difference": abs(virtual / formula - 1),

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from paceline import bucketing
+from paceline.bucketing.rules import FIXED
 
 CAPS = (1, 4, 10, 25, 100)  # MiB
 PAIRS_A_LIFE = 10
@@ -163,7 +163,7 @@ def measure(name, pairs, steps):
     compare(f"{name}, DDP's sizes", make, ours("ddp"), ddp(None), pairs, steps)
     caps = {cap: Side(make, ddp(cap)) for cap in CAPS}
     cap = best(caps)
-    rules = {rule: Side(make, ours(rule)) for rule in bucketing.FIXED}
+    rules = {rule: Side(make, ours(rule)) for rule in FIXED}
     rule = best(rules)
     for side in rules.values():
         side.optimizer.finish()

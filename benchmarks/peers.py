@@ -111,7 +111,7 @@ def alone(model, optimizer):
 
 CODES = (
     *("bf16", "int8", "int4", "top-k:density=0.01"),
-    *("powersgd:rank=2,sides=one", "powersgd:rank=2,sides=both"),
+    "powersgd:rank=2",
 )
 
 
@@ -184,10 +184,10 @@ def work(arguments):
 
 def measure(mbit, workers, rounds, compression):
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
     cluster = uniform_cluster(workers, f"{mbit} Mbit/s", "50 us")
-    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
         words += ["--compression"] if compression else []
@@ -218,12 +218,11 @@ def compare_codes(rows):
     """What the peers' hooks are held against."""
     of = {row["side"]: row["seconds"] for row in rows}
     theirs, none = of["DDP, PowerSGD of rank 2"], of["without synchronization"]
-    for sides in ("one", "both"):
-        mine = of[f"paceline powersgd:rank=2,sides={sides}"]
-        print(
-            f"powersgd, sides={sides}: {mine / theirs:.3f} of PyTorch's hook, "
-            f"{mine / none:.3f} of no communication"
-        )
+    mine = of["paceline powersgd:rank=2"]
+    print(
+        f"powersgd: {mine / theirs:.3f} of PyTorch's hook, "
+        f"{mine / none:.3f} of no communication"
+    )
     print(f"bf16: {of['paceline bf16'] / of['DDP, fp16 hook']:.3f} of DDP's fp16 hook")
     print(f"int8: {of['paceline int8'] / of['paceline bf16']:.3f} of bf16")
 

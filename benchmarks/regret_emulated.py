@@ -31,10 +31,8 @@ import torch.distributed as dist
 import paceline
 from paceline.cluster import Workload
 from paceline.cluster.cluster_file import cluster_toml, load_cluster
-from paceline.cluster.profiling.compressors import threads_set
-from paceline.cluster.profiling.gradient_dump import KeptGradients
-from paceline.cluster.profiling.loaded_compressor_times import coding_times_of_busy
-from paceline.compression import full_spec
+from paceline.cluster.profiling.compressors import coding_times_of_busy, threads_set
+from paceline.cluster.profiling.step_profiler import GradientDump
 from paceline.core.settings import parse_method
 from paceline.interfaces.buckets import nearly_square
 from paceline.run_options import RunOptions
@@ -122,7 +120,7 @@ def times_of(codes, cores):
     model = workload()
     shapes = [nearly_square(size // 4) for size in model.sizes]
     with tempfile.TemporaryDirectory() as folder, threads_set(1):
-        kept = KeptGradients(folder)
+        kept = GradientDump(folder)
         kept.keep(model.names, [torch.randn(shape) for shape in shapes])
         return coding_times_of_busy(codes, folder, cores)
 
@@ -159,10 +157,10 @@ def probed(cluster):
 def measure(cluster, specs):
     """Seconds of a step by each of *specs*, in each turn."""
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
     order = [spec for turn in range(TURNS) for spec in specs[:: 1 - 2 * (turn % 2)]]
-    with tempfile.TemporaryDirectory() as scratch, Fabric(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
         wanted, output = Path(scratch) / "specs.json", Path(scratch) / "found.json"
         wanted.write_text(json.dumps(order))
         words = ["--train", str(wanted), str(output)]
@@ -186,7 +184,7 @@ def past_its_warm_up(spec):
     keys = ",".join(f"{key}={value}" for key, value in settled.items())
     coded = {}
     if own != said.values:
-        coded = {"compression": full_spec(settings.compression.settled())}
+        coded = {"compression": settings.compression.steady_state()}
     return f"{said.name}:{keys}" if keys else said.name, coded
 
 
@@ -195,7 +193,7 @@ def train(spec):
     torch.manual_seed(0)
     spec, coded = past_its_warm_up(spec)
     method, _ = parse_method(spec)
-    every = getattr(method, "every", 1) or 1
+    every = getattr(method, "sync_every", 1) or 1
     model = paceline.stand_in(workload())
     # Its gradients are its parameters, less a number: equal ones are no gradient to a code that selects.
     for parameter in model.parameters():

@@ -24,18 +24,24 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from paceline import bucketing
-from paceline.bucketing import AffineCost
+from paceline.bucketing.cost_models import AffineCost
+from paceline.bucketing.rules import plan_buckets
+from paceline.bucketing.timeline import finish_time
 from paceline.cluster import Cluster, Rack, ServerHost, Workload
-from paceline.collectives.halving_doubling import HalvingDoubling
-from paceline.collectives.hierarchical import hierarchical
-from paceline.collectives.in_network.algorithms import BLOCK
-from paceline.collectives.in_network.atp_pricing import ServerBehindSwitches
-from paceline.collectives.in_network.atp_tree import Server, Ways, beside_workers
-from paceline.collectives.in_network.rina import RingOfRacks
-from paceline.collectives.in_network.topology import ring_of_racks
-from paceline.collectives.pricing import seconds
-from paceline.collectives.schedules import Ring
+from paceline.collectives.in_network.algorithms import (
+    agreement_of_ranks,
+    blocks_of,
+    is_sooner_at_switches,
+)
+from paceline.collectives.in_network.pricing import atp_sum, ring_of_racks_sum
+from paceline.collectives.in_network.topology import (
+    AtpTree,
+    ServerPlace,
+    beside_workers,
+    ring_of_racks,
+)
+from paceline.collectives.schedules import Ring, hierarchical
+from paceline.collectives.timing import seconds
 
 SIZES = ((4, 4), (16, 8), (64, 16))
 """Racks, and workers in each."""
@@ -67,25 +73,23 @@ def schedule(way, size, racks, workers, upgraded):
     places = tuple(rack for rack in range(racks) for _ in range(workers))
     count = racks * workers
     first, last = tuple(range(upgraded)), tuple(range(racks - upgraded, racks))
-    dedicated = (Server(rack=0),)
+    dedicated = (ServerPlace(rack=0),)
     if way == RING or (way == RINA and not upgraded):
         return Ring(count, size)
     if way == HIERARCHICAL:
         return hierarchical(size, places)
     if way == RINA:
-        return RingOfRacks(ring_of_racks(places, first), size)
+        return ring_of_racks_sum(ring_of_racks(places, first), size)
     adding = {SERVER: (), FIRST: first, LAST: last, SHARDS: first}[way]
     servers = beside_workers(places) if way == SHARDS else dedicated
-    return ServerBehindSwitches(Ways(places, adding, servers), size)
+    return atp_sum(AtpTree(places, adding, servers), size)
 
 
 @cache
-def exponents(racks, workers, core, start_up):
-    """The line of agreeing on exponents, by bytes of the gradient."""
+def agreement(racks, workers, core, start_up):
+    """The line of ranks that agree on exponents by themselves, by bytes of the gradient."""
     where, count = network(racks, workers, core, start_up), racks * workers
-    return line(
-        lambda size: seconds(HalvingDoubling(count, size // (2 * BLOCK)), where)
-    )
+    return line(lambda size: seconds(agreement_of_ranks(size // 4, count), where))
 
 
 def line(price):
@@ -98,12 +102,18 @@ def cost(way, racks, workers, core, start_up, upgraded):
     """Of one all-reduce, by its bytes: how long it keeps the network busy, and how much later it
     begins because exponents are agreed on first."""
     where = network(racks, workers, core, start_up)
-    found = line(
-        lambda size: seconds(schedule(way, size, racks, workers, upgraded), where)
-    )
+
+    def whole(size):
+        return seconds(schedule(way, size, racks, workers, upgraded), where)
+
+    found = line(whole)
     if way not in INTEGERS or (way == RINA and not upgraded):
         return found, 0.0
-    more = exponents(racks, workers, core, start_up)
+    count, groups = racks * workers, upgraded + (racks - upgraded) * workers
+    if way == RINA and not is_sooner_at_switches(groups, count):
+        more = agreement(racks, workers, core, start_up)
+    else:
+        more = line(lambda size: whole(4 * blocks_of(size // 4)))
     slope = found.seconds_per_byte + more.seconds_per_byte
     return AffineCost(found.start_up, slope), more.start_up
 
@@ -122,7 +132,7 @@ def measure(racks, workers, core, start_up):
         for model in MODELS:
             workload = Workload.load(model)
             sizes, ready = workload.gradient_bytes, workload.ready_seconds
-            plan = bucketing.plan("ddp", sizes, ready, costs[RING][0])
+            plan = plan_buckets("ddp", sizes)
             trained = racks * workers * workload.batch
             rows.append(
                 {
@@ -138,9 +148,7 @@ def measure(racks, workers, core, start_up):
                     },
                     "throughput": {
                         way: trained
-                        / bucketing.finish(
-                            plan, sizes, [t + later for t in ready], price
-                        )
+                        / finish_time(plan, sizes, [t + later for t in ready], price)
                         for way, (price, later) in costs.items()
                     },
                 }

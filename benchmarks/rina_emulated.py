@@ -1,11 +1,12 @@
-"""Rina on real packets: two racks of four emulated hosts, none, one and both aggregating, predicted in
-virtual time and measured. Called by `benchmarks/rina.py --emulated`, or by itself:
+"""Sums at switches on real packets: two racks of four emulated hosts, predicted in virtual time and
+measured. Called by `benchmarks/rina.py --emulated`, or by itself:
 
     python benchmarks/rina_emulated.py
-    python benchmarks/rina_emulated.py --quick     # one round at four rates: below four minutes
+    python benchmarks/rina_emulated.py --quick     # one round at four rates
     python benchmarks/rina_emulated.py --mbit 25 --megabytes 1 --repeats 3 --json
 
-Each network is measured in turn, round after round: a loop times one all-reduce at a time, from
+Rows are the plain ring, rina with an aggregator in one rack and in both, and atp and switchml with
+both. Each is measured in turn, round after round: a loop times one all-reduce at a time, from
 a barrier to the last rank's end. Where all processes share few cores, these are the limit at high
 rates: a lower rate shows the network's own order.
 """
@@ -22,8 +23,8 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.registry import make, over
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.registry import attach, make
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
@@ -31,9 +32,9 @@ from paceline.runtimes.simulated import Simulation
 MBIT = 1e6 / 8
 RACKS, WORKERS = 2, 4
 LATENCY = 50e-6
-RATES = (100, 25, 10)
-QUICK_RATES = (100, 50, 25, 10)
-AGGREGATORS = (0, 1, 2)
+RATES = (50, 100, 200, 400)
+NETWORKS = (("ring", 0), ("rina", 1), ("rina", 2), ("atp", 2), ("switchml", 2))
+"""A collective, and how many racks have an aggregator."""
 MEGABYTES = 2
 REPEATS = 5
 ROUNDS = 3
@@ -58,8 +59,8 @@ def measured(size, repeats, row):
     """Seconds of each repeat, the slowest rank's."""
     runtime = join_runtime()
     runtime.connect()
-    plain = TorchComm(runtime, "barrier")
-    comm = over(make(row), runtime, TorchComm(runtime, row))
+    plain = Communicator(runtime, "barrier")
+    comm = attach(make(row), runtime, Communicator(runtime, row))
     buffer = torch.randn(
         size // 4, generator=torch.Generator().manual_seed(runtime.rank)
     )
@@ -91,9 +92,9 @@ def predicted(described, size, row):
 
 def emulated(described, size, repeats, row):
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, Fabric(described) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(described) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--row", row, "--bytes", str(size)]
         words += ["--repeats", str(repeats)]
@@ -102,49 +103,46 @@ def emulated(described, size, repeats, row):
         return json.loads(output.read_text())
 
 
-def compare(mbit, size, repeats, rounds, aggregators=AGGREGATORS):
+def compare(mbit, size, repeats, rounds, networks=NETWORKS):
     """Of each network what was predicted and measured, in seconds."""
-    networks = {count: cluster(count, mbit) for count in aggregators}
-    times = {count: [] for count in networks}
+    described = {count: cluster(count, mbit) for _, count in networks}
+    times = {network: [] for network in networks}
     for _ in range(rounds):
-        for count, described in networks.items():
-            times[count] += emulated(described, size, repeats, row_of(count))
+        for row, count in networks:
+            times[row, count] += emulated(described[count], size, repeats, row)
     return [
         {
             "mbit": mbit,
             "bytes": size,
+            "collective": row,
             "aggregators": count,
-            "predicted_seconds": predicted(described, size, row_of(count)),
-            "measured_seconds": statistics.median(times[count]),
-            "all_seconds": times[count],
+            "predicted_seconds": predicted(described[count], size, row),
+            "measured_seconds": statistics.median(times[row, count]),
+            "all_seconds": times[row, count],
         }
-        for count, described in networks.items()
+        for row, count in networks
     ]
-
-
-def row_of(aggregators):
-    return "rina" if aggregators else "ring"
 
 
 def table(results):
     """Markdown: times, and how they compare to the ring's."""
     print(
-        "| rate | aggregators | predicted s | measured s | off by | ring / this: predicted "
-        "| measured | off by |"
+        "| rate | collective, aggregators | predicted s | measured s | off by | "
+        "ring / this: predicted | measured |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for one in results:
         (ring,) = (
             other
             for other in results
-            if other["mbit"] == one["mbit"] and not other["aggregators"]
+            if other["mbit"] == one["mbit"] and other["collective"] == "ring"
         )
         expected, found = one["predicted_seconds"], one["measured_seconds"]
         wins = ring["predicted_seconds"] / expected, ring["measured_seconds"] / found
         print(
-            f"| {one['mbit']} Mbit/s | {one['aggregators']} | {expected:.3f} | {found:.3f} | "
-            f"{found / expected - 1:+.0%} | {wins[0]:.2f} | {wins[1]:.2f} | "
-            f"{wins[1] / wins[0] - 1:+.0%} |"
+            f"| {one['mbit']} Mbit/s | {one['collective']}, {one['aggregators']} | "
+            f"{expected:.3f} | {found:.3f} | {found / expected - 1:+.0%} | "
+            f"{wins[0]:.2f} | {wins[1]:.2f} |"
         )
 
 
@@ -169,7 +167,7 @@ def main(arguments=None):
     size = int(args.megabytes * 1e6) // 4 * 4
     results = []
     rounds = args.rounds or (1 if args.quick else ROUNDS)
-    for mbit in args.mbit or (QUICK_RATES if args.quick else RATES):
+    for mbit in args.mbit or RATES:
         results += compare(mbit, size, args.repeats, rounds)
     if args.json:
         print(json.dumps(results))

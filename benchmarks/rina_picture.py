@@ -1,18 +1,18 @@
-"""The way of one datagram through a ring of racks, drawn from the schedule.
+"""The way of one chunk through a ring of racks.
 
     python benchmarks/rina_picture.py docs/rina_way.png
 
-Three racks: the switches of the first and the last add up. What is drawn is every transfer of the schedule
+Three racks: the switches of the first and the last add up. What is drawn is every message
 that carries one number of part 0: while it is summed, and while the sum is spread.
 """
 
 import sys
+from typing import NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from paceline.collectives.in_network.rina import RingOfRacks
 from paceline.collectives.in_network.topology import ring_of_racks
 
 RACKS = (0, 0, 0, 1, 1, 2, 2, 2)
@@ -21,32 +21,58 @@ SWITCH_HEIGHT, WORKER_HEIGHT = 1.0, 0.0
 ADDS, PUTS = "#d55e00", "#2f6db5"
 
 
-def places(schedule):
+class Move(NamedTuple):
+    """One message, in step *number*."""
+
+    number: int
+    source: int
+    destination: int
+    adds: bool
+
+
+def places(groups):
     """Where each node is drawn: workers in a row, rack by rack, switches above them."""
     found = {}
     for rank, rack in enumerate(RACKS):
         found[rank] = (rank + 0.7 * rack, WORKER_HEIGHT)
-    for number, rack in enumerate(schedule.switches):
-        mine = [found[rank][0] for rank, at in enumerate(RACKS) if at == rack]
-        found[schedule.ranks + number] = (sum(mine) / len(mine), SWITCH_HEIGHT)
+    for position, group in enumerate(groups):
+        if group.rack is not None:
+            mine = [found[rank][0] for rank in group.ranks]
+            found[node_of(groups, position)] = (sum(mine) / len(mine), SWITCH_HEIGHT)
     return found
 
 
-def way(schedule, unit):
-    """The transfers that carry that number, and the number of each one's step, without
-    those in which it does not move."""
-    moving = []
-    for number in range(schedule.steps):
-        step = [
-            t for t in schedule.step(number) if t.offset <= unit < t.offset + t.size
-        ]
-        if step:
-            moving.append(step)
-    return [(number, t) for number, step in enumerate(moving, 1) for t in step]
+def node_of(groups, position):
+    """Where a group's sums are formed: its switch, numbered after the ranks, or the worker."""
+    if groups[position].rack is None:
+        return groups[position].ranks[0]
+    return len(RACKS) + sum(one.rack is not None for one in groups[:position])
 
 
-def draw(axes, schedule, moves, title):
-    where = places(schedule)
+def way(groups):
+    """The moves of the first number of part 0: in stage s group s deals with it, and its first
+    worker is the agent."""
+    count, found, number = len(groups), [], 0
+    for stage in range(2 * count - 1):
+        group, node = groups[stage % count], node_of(groups, stage % count)
+        adds = stage < count
+        enters, leaves = [], []
+        if group.rack is not None:
+            ranks = group.ranks if adds else group.ranks[:1]
+            enters = [(rank, node, adds) for rank in ranks]
+            if stage >= count - 1:
+                leaves = [(node, rank, False) for rank in group.ranks]
+        if stage < 2 * count - 2:
+            agent = groups[(stage + 1) % count].ranks[0]
+            leaves.append((node, agent, stage < count - 1))
+        for moves in (enters, leaves):
+            number += bool(moves)
+            found += [Move(number, *move) for move in moves]
+    return found
+
+
+def draw(axes, groups, moves, title):
+    where = places(groups)
     for rack in sorted(set(RACKS)):
         ends = [where[rank][0] for rank, at in enumerate(RACKS) if at == rack]
         box = (min(ends) - 0.5, -0.42), max(ends) - min(ends) + 1.0, 1.8
@@ -56,11 +82,11 @@ def draw(axes, schedule, moves, title):
         what = "adds up" if rack in ADDING else "passes on"
         axes.text(sum(ends) / len(ends), 1.45, f"switch {what}", ha="center", size=8)
     for node, (x, y) in where.items():
-        is_switch = node >= schedule.ranks
+        is_switch = node >= len(RACKS)
         axes.plot(x, y, "s" if is_switch else "o", ms=22, mfc="white", mec="#333333")
         axes.text(x, y, "+" if is_switch else str(node), ha="center", va="center")
-    both_ways = {(t.source, t.destination) for _, t in moves}
-    for number, transfer in moves:
+    both_ways = {(move.source, move.destination) for move in moves}
+    for transfer in moves:
         start, end = where[transfer.source], where[transfer.destination]
         across = abs(start[0] - end[0]) > 1.5
         bend = 0.0
@@ -84,7 +110,7 @@ def draw(axes, schedule, moves, title):
         y = start[1] + 0.42 * (end[1] - start[1]) - 0.48 * bend * (end[0] - start[0])
         x += 0.48 * bend * (end[1] - start[1])
         axes.text(
-            *(x, y, str(number)),
+            *(x, y, str(transfer.number)),
             color=colour,
             size=8,
             weight="bold",
@@ -100,22 +126,21 @@ def draw(axes, schedule, moves, title):
 
 def main():
     groups = ring_of_racks(RACKS, ADDING)
-    schedule = RingOfRacks(groups, 6 * len(groups))
-    moves = way(schedule, 0)
+    moves = way(groups)
     figure = Figure(figsize=(8, 6), layout="constrained")
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1)
-    whole = next(number for number, t in moves if not t.adds)
+    whole = next(move.number for move in moves if not move.adds)
     draw(
         upper,
-        schedule,
-        [m for m in moves if m[0] < whole],
+        groups,
+        [move for move in moves if move.number < whole],
         "summed: the group before passes its sum on, each rack's switch adds all of its workers'",
     )
     draw(
         lower,
-        schedule,
-        [m for m in moves if m[0] >= whole],
+        groups,
+        [move for move in moves if move.number >= whole],
         "whole: the last switch gives it to its workers, and each group passes it on",
     )
     figure.savefig(sys.argv[1], dpi=110)

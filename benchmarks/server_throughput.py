@@ -6,7 +6,7 @@
 Each of 4 workers pushes 100 MB a step in buckets of 8 MB; the server adds them up in rank
 order and answers with the sum; every worker waits for all of it. Both directions are
 summed: a step moves workers x 100 MB x 2. The first steps warm up and do not count. CPU
-seconds are those of all processes, in user and kernel; the server's peak memory is above
+seconds are those of all processes, in user and kernel, and of the server alone; the peak memory is above
 what it had before the first message. Run on an idle machine, workers take its cores too.
 """
 
@@ -22,16 +22,17 @@ import time
 
 import torch
 
-from paceline.interfaces import Answer, Work
+from paceline.interfaces import Reply, Service, Work
 from paceline.interfaces.server_messages import Reduce, Reduced
+from paceline.parameter_server.process.host import ServerHost
 from paceline.records import StepRecorder
-from paceline.transport.connection import RemoteServer
-from paceline.transport.listener import Shell
+from paceline.transport.connection import ServerConnection
+from paceline.transport.listener import ServerListener
 
 WARM_UP = 2
 
 
-class Adder:
+class Adder(Service):
     """Sums of all workers' payloads, in rank order; what comes early is kept."""
 
     def __init__(self, workers):
@@ -39,7 +40,7 @@ class Adder:
         self.cpu_before = 0.0  # when the warm-up ended
         self.sums = {}  # by number: total, how many ranks are in it, who waits, early ones
 
-    def on_message(self, sender, message, payload, now):
+    def on_request(self, sender, message, payload, now):
         key = sender.channel, message.number
         total, count, waiting, early = self.sums.pop(key, (None, 0, [], {}))
         early[sender.worker] = payload
@@ -51,11 +52,11 @@ class Adder:
         if count == self.workers:
             if message.number == -1 - WARM_UP:
                 self.cpu_before = cpu_seconds()
-            return [Answer(to, Reduced(), total) for to in waiting]
+            return [Reply(to, Reduced(), total) for to in waiting]
         self.sums[key] = total, count, waiting, early
         return []
 
-    def on_lost(self, worker, incarnation, now):
+    def on_worker_lost(self, worker, incarnation, now):
         raise RuntimeError(f"worker {worker} died")
 
     def next_deadline(self):
@@ -80,10 +81,14 @@ def peak_bytes():
 def serve(options):
     torch.set_num_threads(1)
     adder = Adder(options.workers)
-    shell = Shell(adder, workers=options.workers, token=options.token)
-    print(shell.port, flush=True)
+    listener = ServerListener(workers=options.workers, token=options.token)
+    host = ServerHost(listener)
+    host.add(adder)
+    print(listener.port, flush=True)
     before = peak_bytes()
-    shell.run(sys.stdin.fileno())
+    for _ in host.serve(sys.stdin.fileno()):
+        pass
+    host.close()
     cpu = cpu_seconds() - adder.cpu_before
     print(json.dumps({"cpu": cpu, "peak": peak_bytes() - before}), flush=True)
 
@@ -92,7 +97,7 @@ def work(options):
     torch.set_num_threads(1)
     rank = options.rank
     recorder = StepRecorder(rank, time.perf_counter)
-    server = RemoteServer(
+    server = ServerConnection(
         *("server 0", "127.0.0.1", options.port),
         worker=rank,
         token=options.token,
@@ -109,15 +114,15 @@ def work(options):
         if step == WARM_UP:
             cpu = cpu_seconds()
         starts.append(time.perf_counter())
-        receptions = [
+        pending_replies = [
             server.request(
                 Reduce(channel="", number=step * len(buckets) + i, operation="sum"),
                 *(bucket, bucket),
             )
             for i, bucket in enumerate(buckets)
         ]
-        for reception in receptions:
-            reception.wait()
+        for pending_reply in pending_replies:
+            pending_reply.wait()
         starts[-1] = time.perf_counter() - starts[-1]
         expected = options.workers * (options.workers + 1) / 2
         assert buffer[0] == expected, buffer[0]
@@ -160,6 +165,7 @@ def measure(options, secret):
         "Gbit/s": moved * 8 / statistics.median(seconds) / 1e9,
         "best Gbit/s": moved * 8 / min(seconds) / 1e9,
         "CPU s/GB": total / (moved * options.steps / 1e9),
+        "server CPU s/GB": end["cpu"] / (moved * options.steps / 1e9),
         "server peak MB": end["peak"] / 1e6,
     }
 

@@ -1,11 +1,12 @@
-"""How many simulated workers one process holds: real seconds and memory.
+"""How many simulated workers one process holds: real seconds, processor seconds and memory.
 
-    python benchmarks/virtual_scale.py                 # 512 x 5 steps, 2048 x 3 steps
+    python benchmarks/virtual_scale.py    # 512 x 5 steps, 2048 x 3; 10,000 x 3 by representatives
     python benchmarks/virtual_scale.py --workers 512 --steps 5
+    python benchmarks/virtual_scale.py --workers 10000 --steps 3 --representatives
 
 Each run is a process of its own: a six-tensor model, a bucket per tensor, method bsp.
 Bounds that this project keeps on a 2-core machine: 15 s for 512 x 5, 60 s and 8 GiB for
-2,048 x 3.
+2,048 x 3, 10 s and 600 MB for 10,000 x 3 by representatives.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import time
 
-CASES = ((512, 5), (2048, 3))
+CASES = ((512, 5, False), (2048, 3, False), (10_000, 3, True))
 
 
 def train(steps):
@@ -42,19 +43,23 @@ def train(steps):
     optimizer.finish()
 
 
-def measure(workers, steps):
+def measure(workers, steps, representatives):
     from paceline.cluster import uniform_cluster
     from paceline.runtimes.simulated import Simulation
 
     start = time.perf_counter()
-    simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
+    cluster = uniform_cluster(workers, "1gbit", "50us")
+    options = {"workers": "classes"} if representatives else {}
+    simulation = Simulation(cluster, **options)
     outcome = simulation.run(lambda rank: train(steps))
     print(
         json.dumps(
             {
                 "workers": workers,
                 "steps": steps,
+                "representatives": representatives,
                 "seconds": round(time.perf_counter() - start, 2),
+                "processor_seconds": round(time.process_time(), 2),
                 "peak_mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
                 // 1024,
                 "switches": outcome.switches,
@@ -68,12 +73,14 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--representatives", action="store_true")
     args = parser.parse_args()
     if args.workers:
-        measure(args.workers, args.steps)
+        measure(args.workers, args.steps, args.representatives)
         return
-    for workers, steps in CASES:
+    for workers, steps, representatives in CASES:
         command = [sys.executable, __file__, "--workers", workers, "--steps", steps]
+        command += ["--representatives"] * representatives
         subprocess.run([str(word) for word in command], check=True)
 
 

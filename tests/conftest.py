@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+import signal
 
 # Tests run side by side, a process a core. Where each would start a thread a core, small
 # factorizations wait for each other's threads, ten times as long as they compute.
@@ -11,6 +12,10 @@ import pytest
 from tests.support import profiles, skips
 
 profiles.load()
+
+# A shell's background jobs ignore SIGINT, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -406,6 +406,17 @@ def test_process_groups_per_thread():
     assert c10d._world is runtime
 
 
+def test_share_group_ranks():
+    shared = {0: 0}
+    with torch_internals.process_groups_per_thread():
+        store = torch_internals.local_store()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        torch_internals.share_group_ranks(shared)
+        assert c10d._world.pg_group_ranks[dist.group.WORLD] is shared
+        assert dist.get_process_group_ranks(dist.group.WORLD) == [0]
+        dist.destroy_process_group()
+
+
 COLLECTIVES = """
 import torch, torch.distributed as dist
 from paceline import torch_internals as private
@@ -441,6 +452,13 @@ def collectives(tmp_path_factory):
     script = tmp_path_factory.mktemp("script") / "collectives.py"
     script.write_text(COLLECTIVES)
     return [done.stdout for done in forked.run_together(2, [script])]
+
+
+def test_collectives_begun(group):
+    assert torch_internals.collectives_begun() == 0
+    dist.all_reduce(torch.zeros(1))
+    dist.broadcast(torch.zeros(1), 0)
+    assert torch_internals.collectives_begun() == 2
 
 
 def test_all_reduce_options(collectives):

@@ -100,6 +100,18 @@ def test_a_broken_training_is_passed_on():
     assert told == [(1, "boom")]
 
 
+def test_hidden_trainings_keep_the_numbers_that_others_know():
+    told = []
+    job = job_that_tells(told)
+    begin(job, broken_by="boom")
+    job.hidden, job.trainings = job.trainings, []
+    begin(job)
+    job.broke(0, "later")
+    assert told == [(1, "later")]
+    assert [job.is_over(number) for number in range(3)] == [True, False, False]
+    assert job.broken_by(0) == "boom"
+
+
 def test_what_was_put_off_is_done_once_and_in_order(job):
     done = []
     job.at_exit(lambda: done.append("first"))

@@ -92,17 +92,16 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 if "PACELINE_LAUNCHER" in os.environ:
-    # Before the script waits for others: nobody would end it where its launcher is gone.
-    from paceline.runtimes.processes import end_with_launcher
+    from paceline.runtimes.processes import leave_interrupts_to_launcher
 
-    end_with_launcher()
+    leave_interrupts_to_launcher()
 
 if "TORCHELASTIC_RUN_ID" in os.environ:
     # This process is a worker that a launcher has started. A script that goes on to start
     # workers itself hangs before it calls anything else of ours.
-    from paceline.runtimes.spawn_check import refuse_from_now_on
+    from paceline.runtimes.spawn_check import refuse_spawn_from_now_on
 
-    refuse_from_now_on()
+    refuse_spawn_from_now_on()
 
 
 def __getattr__(name: str) -> object:

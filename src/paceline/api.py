@@ -70,7 +70,7 @@ def now() -> float:
     Raises:
         UsageError: Neither `init` nor `distribute` was called before.
     """
-    return _runtime().now()
+    return _runtime().clock.now()
 
 
 def pace(seconds: float) -> None:
@@ -88,7 +88,7 @@ def pace(seconds: float) -> None:
     """
     if not seconds >= 0:
         raise UsageError(f"pace(): expected zero or more seconds, got {seconds}")
-    _runtime().pace(seconds)
+    _runtime().clock.pace(seconds)
 
 
 def log(**metrics: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 import re
 import typing
@@ -64,6 +65,7 @@ def nested(key: str, values: Mapping[str, str]) -> tuple[Spec | None, dict[str, 
     return None, rest
 
 
+@functools.cache
 def field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     hints = typing.get_type_hints(cls)
@@ -118,7 +120,7 @@ def check_values(owner: str, fields: Any) -> None:
     Raises:
         UsageError: A field has a value of another type, or none of its choices.
     """
-    for key, wanted in field_types(type(fields)).items():
+    for key, wanted in field_types(fields.__class__).items():
         value = getattr(fields, key)
         if type(None) in typing.get_args(wanted):
             if value is None:

@@ -56,8 +56,6 @@ class Timeouts:
     """Between two notes of a worker's progress."""
     workers_missing: float = 60.0
     """Workers may be missing until a server names them."""
-    metrics_request: float = 10.0
-    """A request for a server's figures may take."""
     peer_retry: float = 0.05
     """After a connection between servers was lost, until the first attempt to restore it. Each further one waits twice as long."""
     peer_retry_at_most: float = 1.0
@@ -68,22 +66,14 @@ class Timeouts:
     """An operation that is under way may take when its communicator is closed."""
     sum_queue_idle: float = 1.0
     """A sum queue without sums sleeps at most."""
-    sum_queue_retry: float = 1.0
-    """Before a sum queue tries the store again."""
-    sum_queue_connect: float = 1.0
-    """A sum queue's attempt to reach an aggregator may take."""
     sum_queue_close: float = 5.0
     """The other ranks' sum queues may take to close."""
 
     # Aggregators
-    aggregator_silent: float = 1800.0
-    """An aggregator may answer nothing, however often a sum is sent again: as long as gloo waits for a slow worker."""
     aggregator_probe: float = 5.0
-    """The trial whether datagrams get through may take."""
+    """The trial whether a first sum gets through may take."""
     aggregator_connect: float = 30.0
     """An aggregator may take to answer the first time."""
-    full_buffer: float = 0.2
-    """A full socket buffer is waited for. What does not fit then is lost, as on a network."""
 
     # Launching
     server_start: float = 60.0
@@ -104,8 +94,6 @@ class Timeouts:
     # Jobs that survive
     workers_end: float = 30.0
     """Workers may take to end after their server has, or after they were evicted."""
-    next_training: float = 15.0
-    """A server may take from the end of one training to the next."""
     server_listen: float = 300.0
     """A worker without a launcher waits for a server to listen."""
     rank_taken: float = 15.0

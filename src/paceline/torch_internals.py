@@ -264,6 +264,23 @@ def process_groups_per_thread() -> Iterator[None]:
         vars(c10d)["_world"] = before
 
 
+def share_group_ranks(ranks: dict[int, int]) -> None:
+    """Let the whole group of the calling thread hold *ranks*, which threads share, in place of a
+    dictionary of its own: n threads would hold n entries each."""
+    whole = c10d.GroupMember.WORLD
+    assert whole is not None
+    c10d._world.pg_group_ranks[whole] = ranks
+
+
+def collectives_begun() -> int:
+    """How many collectives this process has begun in the whole group, its script's own, too."""
+    whole: Any = c10d.GroupMember.WORLD
+    try:
+        return 0 if whole is None else int(whole._get_sequence_number_for_group())
+    except RuntimeError:  # its backend does not count
+        return 0
+
+
 def all_reduce_options(operation: Any) -> Any:
     """What a process group's own ``allreduce`` is given beside its tensors."""
     options = torch._C._distributed_c10d.AllreduceOptions()

@@ -51,6 +51,17 @@ def seconds(text: str) -> float:
     return number * _TIMES[unit]
 
 
+def size(text: str) -> int:
+    """Parse a size, in bytes: ``"256 MB"``, ``"8MiB"``."""
+    number, unit = _split(text, "size", "256 MB")
+    if unit not in _SIZES or number < 0:
+        raise UsageError(
+            f"expected a size such as '256 MB', got {text!r}: "
+            f"the unit is one of {', '.join(_SIZES)}"
+        )
+    return round(number * _SIZES[unit])
+
+
 def bytes_per_second(text: str) -> float:
     """Parse a rate, in bytes per second: ``"1 Gbit/s"``, ``"1gbit"``, ``"1 Gbps"``, ``"125 MB/s"``.
 

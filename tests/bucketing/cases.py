@@ -7,7 +7,9 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from paceline.bucketing import AffineCost, Cost, TableCost
+from paceline.bucketing.cost_models import AffineCost, Cost, MeasuredCost
+from paceline.bucketing.rules import plan_buckets
+from paceline.bucketing.timeline import finish_time
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,25 @@ class Step:
     ready: list[float]
     cost: Cost
     kinds: list[str] | None = None
+
+    def plan(self, rule: str, at_once: int = 1) -> list[list[int]]:
+        known = self.sizes, self.kinds, self.ready, self.cost
+        return plan_buckets(rule, *known, max_in_flight=at_once)
+
+    def end(self, buckets: list[list[int]], at_once: int = 1) -> float:
+        """When the last all-reduce ends."""
+        return finish_time(
+            buckets, self.sizes, self.ready, self.cost, max_in_flight=at_once
+        )
+
+    def end_by(self, rule: str, at_once: int = 1) -> float:
+        return self.end(self.plan(rule, at_once), at_once)
+
+
+def buckets_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Neighbours in ready order, so many in each bucket."""
+    edges = [0, *itertools.accumulate(lengths)]
+    return [list(range(a, b)) for a, b in itertools.pairwise(edges)]
 
 
 def step_cost(size: float) -> float:
@@ -38,7 +59,7 @@ def random_cost(draw: random.Random, overlap: bool = False) -> Cost:
         sizes = list(itertools.accumulate([4.0] * count))
         rises = [4.0 * draw.randint(0, 5) for _ in sizes]
         seconds = itertools.accumulate(rises[1:], initial=4 * start_up)
-        return TableCost(tuple(sizes), tuple(seconds), part)
+        return MeasuredCost(tuple(sizes), tuple(seconds), part)
     return step_cost
 
 
@@ -77,7 +98,7 @@ def all_plans(count: int, kinds: Sequence[str] | None = None) -> Iterator[list[i
         yield [b - a for a, b in itertools.pairwise(edges)]
 
 
-def one_lane_end(plan: Sequence[int], step: Step) -> float:
+def end_one_by_one(plan: Sequence[int], step: Step) -> float:
     """The end of the last all-reduce by the text of MG-WFBP, section 4.1: a message
     starts when its last gradient is ready and the one before it has ended."""
     end, first = 0.0, 0

@@ -8,8 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from paceline.bucketing import AffineCost, TableCost
-from paceline.bucketing.cost_models import fit, many, overlapping_seconds
+from paceline.bucketing.cost_models import (
+    AffineCost,
+    MeasuredCost,
+    fit,
+    many,
+    overlappable_startup,
+)
 from paceline.errors import UsageError
 from tests.bucketing.cases import random_cost
 
@@ -17,40 +22,37 @@ from tests.bucketing.cases import random_cost
 def test_affine_is_a_start_up_and_a_price_per_byte() -> None:
     cost = AffineCost(2.0, 0.5)
     assert [cost(size) for size in (0, 1, 10)] == [2.0, 2.5, 7.0]
-    assert overlapping_seconds(cost) == 2.0
-    assert overlapping_seconds(AffineCost(2.0, 0.5, 0.75)) == 0.75
-    assert overlapping_seconds(AffineCost(2.0, 0.5, 0.0)) == 0.0
+    assert overlappable_startup(cost) == 2.0
+    assert overlappable_startup(AffineCost(2.0, 0.5, 0.75)) == 0.75
+    assert overlappable_startup(AffineCost(2.0, 0.5, 0.0)) == 0.0
 
 
-def test_a_curve_is_interpolated() -> None:
-    curve = TableCost((10, 20, 40), (1.0, 2.0, 8.0))
-    assert [curve(size) for size in (10, 20, 40)] == [1.0, 2.0, 8.0]
-    assert curve(15) == 1.5
-    assert curve(25) == 3.5
-
-
-def test_a_curve_is_flat_below_its_first_size_and_goes_on_beyond_its_last() -> None:
-    curve = TableCost((10, 20, 40), (1.0, 2.0, 8.0))
-    assert curve(0) == curve(5) == 1.0
-    assert curve(50) == 8.0 + 10 * 6.0 / 20
-
-
-def test_a_curve_of_one_point_is_in_proportion_beyond_it() -> None:
-    curve = TableCost((10,), (2.0,))
-    assert [curve(size) for size in (0, 10, 30)] == [2.0, 2.0, 6.0]
-    assert TableCost((0,), (2.0,))(30) == 2.0
-
-
-def test_a_curve_may_have_flat_parts() -> None:
-    curve = TableCost([1, 2, 3], [1.0, 1.0, 1.0])  # type: ignore[arg-type]
-    assert curve.sizes == (1, 2, 3)
-    assert curve(100) == 1.0
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "times"),
+    [
+        # Interpolated, flat below the first size, and beyond the last one as steep as before.
+        (
+            (10, 20, 40),
+            (1.0, 2.0, 8.0),
+            {0: 1.0, 5: 1.0, 10: 1.0, 15: 1.5, 20: 2.0, 25: 3.5, 40: 8.0, 50: 11.0},
+        ),
+        ((10,), (2.0,), {0: 2.0, 10: 2.0, 30: 6.0}),  # in proportion beyond one point
+        ((0,), (2.0,), {30: 2.0}),
+        ([1, 2, 3], [1.0, 1.0, 1.0], {100: 1.0}),
+    ],
+)
+def test_times_of_a_curve(
+    sizes: tuple[int, ...], seconds: tuple[float, ...], times: dict[int, float]
+) -> None:
+    curve = MeasuredCost(sizes, seconds)
+    assert curve.sizes == tuple(sizes)
+    assert {size: curve(size) for size in times} == times
 
 
 def test_a_curve_overlaps_what_it_is_told() -> None:
-    assert overlapping_seconds(TableCost((10,), (2.0,))) == 0.0
-    assert overlapping_seconds(TableCost((10,), (2.0,), 1.5)) == 1.5
-    assert overlapping_seconds(lambda size: size) == 0.0
+    assert overlappable_startup(MeasuredCost((10,), (2.0,))) == 0.0
+    assert overlappable_startup(MeasuredCost((10,), (2.0,), 1.5)) == 1.5
+    assert overlappable_startup(lambda size: size) == 0.0
 
 
 def test_many_at_once_are_each_alone() -> None:
@@ -60,7 +62,7 @@ def test_many_at_once_are_each_alone() -> None:
         cost = random_cost(draw)
         one_by_one = [cost(size) for size in sizes.tolist()]
         assert many(cost, sizes).tolist() == pytest.approx(one_by_one, rel=1e-12)
-    single = TableCost((0,), (2.0,))
+    single = MeasuredCost((0,), (2.0,))
     assert many(single, sizes).tolist() == [2.0] * len(sizes)
 
 
@@ -71,10 +73,10 @@ def test_many_at_once_are_each_alone() -> None:
         ((0.0, -1.0), r"seconds_per_byte: .* got -1.0"),
         ((math.inf, 0.0), r"start_up: .* got inf"),
         ((0.0, math.nan), r"seconds_per_byte: .* got nan"),
-        ((1.0, 0.0, -0.5), r"overlapping: .* got -0.5"),
+        ((1.0, 0.0, -0.5), r"overlappable_startup: .* got -0.5"),
         (
             (1.0, 0.0, 1.5),
-            "overlapping: .*1.0 s, got 1.5",
+            "overlappable_startup: .*1.0 s, got 1.5",
         ),
     ],
 )
@@ -98,7 +100,7 @@ def test_affine_figures_that_cannot_be(
         ((1, math.inf), (1.0, 2.0), 0.0, r"each size .* finite .* got inf"),
         ((1, 2), (1.0, math.nan), 0.0, r"each time .* finite .* got nan"),
         ((1, 2), (1.0, 2.0), 1.5, r"first time, 1.0 s, got 1.5 s"),
-        ((1, 2), (1.0, 2.0), -0.5, r"overlapping: .* got -0.5 s"),
+        ((1, 2), (1.0, 2.0), -0.5, r"overlappable_startup: .* got -0.5 s"),
     ],
 )
 def test_curves_that_cannot_be(
@@ -108,7 +110,7 @@ def test_curves_that_cannot_be(
     message: str,
 ) -> None:
     with pytest.raises(UsageError, match=message):
-        TableCost(sizes, seconds, overlapping)
+        MeasuredCost(sizes, seconds, overlapping)
 
 
 # ---- the line nearest to a curve ----

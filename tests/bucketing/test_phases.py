@@ -140,71 +140,56 @@ class Crossed(nn.Module):
         return loss
 
 
-def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
+def train_crossed(order, steps, check=False):
+    """What each rank saw of *steps*, whose tensors are used in ``order(rank, step)``."""
+
     def body(rank: int) -> Watched:
         model = Crossed()
         optimizer = sgd(model)
         watched = Watched()
-        for step in range(20):
-            order = "abc" if rank == 0 else "cab"
-            expected = mean_gradients(
-                model, lambda m, r, step=step, o=order: m(batch(r, step), o)
-            )
+        for step in range(steps):
+            used = order(rank, step)
+            if check:
+                expected = mean_gradients(
+                    model, lambda m, r, step=step, used=used: m(batch(r, step), used)
+                )
             optimizer.zero_grad()
-            model(batch(rank, step), order).backward()
-            assert_gradients(model, expected)
+            model(batch(rank, step), used).backward()
+            if check:
+                assert_gradients(model, expected)
             optimizer.step()
             note(watched, model, optimizer)
         return ended(watched, optimizer)
 
-    answers, _ = on(SLOW, body)
+    return on(SLOW, body)[0]
+
+
+def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
+    answers = train_crossed(lambda rank, step: ("abc", "cab")[rank], 20, check=True)
     for watched in answers:
         assert watched.groups == 20 * [[("a", "b", "c")]]  # rank 0's order
         assert watched.settled_after == 1
         assert len(set(watched.bytes_sent[1:])) == 1
-    assert capsys.readouterr().err == (
-        "paceline: bucketing: gradients become ready in another order on some ranks than on "
-        "rank 0, so nothing can be planned for all: DDP's rule is used\n"
-    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "another order on some ranks" in line
+    assert line.endswith("DDP's rule is used")
 
 
-def test_an_order_that_varies_is_not_measured_again_and_again(monkeypatch, capsys):
+@pytest.fixture
+def _watch_often(monkeypatch):
     monkeypatch.setattr(tuner.watch, "every", 8)
     monkeypatch.setattr(tuner.watch, "steps", 4)
 
-    def body(rank: int) -> Watched:
-        model = Crossed()
-        optimizer = sgd(model)
-        watched = Watched()
-        for step in range(80):
-            optimizer.zero_grad()
-            model(batch(rank, step), ("abc", "cab")[step % 2]).backward()
-            optimizer.step()
-            note(watched, model, optimizer)
-        return ended(watched, optimizer)
 
-    on(SLOW, body)
+@pytest.mark.usefixtures("_watch_often")
+def test_an_order_that_varies_is_not_measured_again_and_again(capsys):
+    train_crossed(lambda rank, step: ("abc", "cab")[step % 2], 80)
     assert "measuring again" not in capsys.readouterr().err
 
 
-def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(
-    monkeypatch, capsys
-):
-    monkeypatch.setattr(tuner.watch, "every", 8)
-    monkeypatch.setattr(tuner.watch, "steps", 4)
-
-    def body(rank: int) -> Watched:
-        model = Crossed()
-        optimizer = sgd(model)
-        watched = Watched()
-        for step in range(60):
-            optimizer.zero_grad()
-            model(batch(rank, step), "ca").backward()
-            optimizer.step()
-            note(watched, model, optimizer)
-        return ended(watched, optimizer)
-
-    answers, _ = on(SLOW, body)
+@pytest.mark.usefixtures("_watch_often")
+def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(capsys):
+    answers = train_crossed(lambda rank, step: "ca", 60)
     names = [name for group in answers[0].plan for name in group]
     assert names == ["c", "a", "b"]
     (line,) = capsys.readouterr().err.splitlines()
@@ -212,37 +197,6 @@ def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(
 
 
 # ---- errors, other forward passes, other trainings ----
-
-
-@pytest.mark.parametrize("when", [1, 3, 7, 10])
-def test_a_forward_pass_that_raises_does_not_disturb_planning(when, capsys):
-    def body(rank: int) -> Watched:
-        model = model_of()
-        optimizer = sgd(model)
-        watched = Watched()
-        for step in range(16):
-            if step == when:
-                with pytest.raises(RuntimeError):
-                    model(torch.zeros(4, 5))  # of another shape
-            step_once(model, optimizer, step)
-            note(watched, model, optimizer)
-        return ended(watched, optimizer)
-
-    def undisturbed(rank: int) -> Watched:
-        model = model_of()
-        optimizer = sgd(model)
-        watched = Watched()
-        for step in range(16):
-            step_once(model, optimizer, step)
-            note(watched, model, optimizer)
-        return ended(watched, optimizer)
-
-    answers, _ = on(SLOW, body)
-    first = capsys.readouterr().err
-    expected, _ = on(SLOW, undisturbed)
-    assert capsys.readouterr().err == first != ""
-    assert answers[0].groups == expected[0].groups
-    assert torch.equal(answers[0].parameters[-1], expected[0].parameters[-1])
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -255,22 +209,45 @@ class RaisesInBackward(torch.autograd.Function):
         raise RuntimeError("boom")
 
 
-def test_a_backward_pass_that_raises_before_anything_was_sent_is_forgotten():
+def wrong_shape(model: nn.Module, rank: int, step: int) -> None:
+    with pytest.raises(RuntimeError):
+        model(torch.zeros(4, 5))
+
+
+def raise_in_backward(model: nn.Module, rank: int, step: int) -> None:
+    with pytest.raises(RuntimeError, match="boom"):
+        RaisesInBackward.apply(loss_of(model, rank, step)).backward()
+
+
+def train_disturbed(disturb, when: tuple[int, ...]) -> list[Watched]:
     def body(rank: int) -> Watched:
         model = model_of()
         optimizer = sgd(model)
         watched = Watched()
         for step in range(16):
-            if step in (2, 8):
-                with pytest.raises(RuntimeError, match="boom"):
-                    RaisesInBackward.apply(loss_of(model, rank, step)).backward()
+            if step in when:
+                disturb(model, rank, step)
             step_once(model, optimizer, step)
             note(watched, model, optimizer)
         return ended(watched, optimizer)
 
-    answers, _ = on(SLOW, body)
-    assert answers[0].groups == answers[1].groups
-    assert torch.equal(answers[0].parameters[-1], answers[1].parameters[-1])
+    return on(SLOW, body)[0]
+
+
+@pytest.mark.parametrize("when", [1, 3, 7, 10])
+def test_a_forward_pass_that_raises_does_not_disturb_planning(when, capsys):
+    answers = train_disturbed(wrong_shape, (when,))
+    first = capsys.readouterr().err
+    expected = train_disturbed(wrong_shape, ())
+    assert capsys.readouterr().err == first != ""
+    assert answers[0].groups == expected[0].groups
+    assert torch.equal(answers[0].parameters[-1], expected[0].parameters[-1])
+
+
+def test_a_backward_pass_that_raises_before_anything_was_sent_is_forgotten():
+    first, second = train_disturbed(raise_in_backward, (2, 8))
+    assert first.groups == second.groups
+    assert torch.equal(first.parameters[-1], second.parameters[-1])
 
 
 def test_two_trainings_plan_side_by_side(capsys):

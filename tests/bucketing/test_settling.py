@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline import bucketing
+from paceline.bucketing.rules import plan_buckets
+from paceline.bucketing.timeline import finish_time
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.cluster import Workload
 from paceline.collectives.schedules import Ring
 from paceline.runtimes.results import Summary
-from paceline.runtimes.simulated.script import result_of
+from paceline.runtimes.simulated.launch import result_of
+from tests.bucketing.cases import buckets_of
 from tests.bucketing.tunings import UNEVEN, Watched, on, ring_cost, train_stand_in
 from tests.support.simulations import cluster, rack
 
@@ -20,38 +22,34 @@ TRIED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
 
 
 def planned(
-    rule: str, workload: Workload, workers: int, lanes: int
+    rule: str, workload: Workload, workers: int, at_once: int
 ) -> tuple[list[tuple[str, ...]], float]:
     """The buckets that *rule* makes of the workload's own times, and when they end."""
-    cost = ring_cost(workers, lanes)
+    cost = ring_cost(workers, at_once)
     sizes, ready = workload.gradient_bytes, workload.ready_seconds
-    groups = bucketing.group(rule, sizes, [None] * len(sizes), ready, cost, lanes=lanes)
+    groups = plan_buckets(rule, sizes, None, ready, cost, max_in_flight=at_once)
     names = [workload.names[i] for i in workload.order]
-    end = bucketing.finish([len(g) for g in groups], sizes, ready, cost, lanes=lanes)
+    end = finish_time(groups, sizes, ready, cost, max_in_flight=at_once)
     return [tuple(names[p] for p in positions) for positions in groups], end
 
 
-def lengths(groups: Sequence[tuple[str, ...]]) -> list[int]:
-    return [len(group) for group in groups]
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("workers", [2, 4, 5])
-def test_the_plan_adopted_is_that_of_the_workloads_own_times(workers, lanes):
-    answers, _ = on(workers, lambda rank: train_stand_in(UNEVEN, 30), lanes=lanes)
-    expected, end = planned("optimal", UNEVEN, workers, lanes)
-    _, end_of_ddp = planned("ddp", UNEVEN, workers, lanes)
+def test_the_plan_adopted_is_that_of_the_workloads_own_times(workers, at_once):
+    answers, _ = on(workers, lambda rank: train_stand_in(UNEVEN, 30), lanes=at_once)
+    expected, end = planned("optimal", UNEVEN, workers, at_once)
+    _, end_of_ddp = planned("ddp", UNEVEN, workers, at_once)
     assert end < 0.99 * end_of_ddp  # there is something to gain
     plan = answers[0].plan
     assert [name for group in plan for name in group] == [
         UNEVEN.names[i] for i in UNEVEN.order
     ]
-    adopted = bucketing.finish(
-        lengths(plan),
+    adopted = finish_time(
+        buckets_of([len(names) for names in plan]),
         UNEVEN.gradient_bytes,
         UNEVEN.ready_seconds,
-        ring_cost(workers, lanes),
-        lanes=lanes,
+        ring_cost(workers, at_once),
+        max_in_flight=at_once,
     )
     assert plan == expected or adopted <= end * (1 + 1e-9)
     for watched in answers:

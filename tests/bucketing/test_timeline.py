@@ -9,17 +9,33 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.bucketing import AffineCost, TableCost, finish
-from paceline.bucketing.cost_models import overlapping_seconds
+from paceline.bucketing.cost_models import (
+    AffineCost,
+    Cost,
+    MeasuredCost,
+    overlappable_startup,
+)
+from paceline.bucketing.timeline import finish_time
 from paceline.errors import UsageError
-from tests.bucketing.cases import Step, one_lane_end, random_steps
+from tests.bucketing.cases import Step, buckets_of, end_one_by_one, random_steps
 
 ONE_AND_ONE = AffineCost(1.0, 1.0)
 """1 s of start-up that passes beside others, 1 s of wire per byte."""
+CURVE = MeasuredCost((0, 10), (1.0, 11.0), 1.0)
+
+
+def finish(
+    lengths: Sequence[int],
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    cost: Cost,
+    at_once: int = 1,
+) -> float:
+    return finish_time(buckets_of(lengths), sizes, ready, cost, max_in_flight=at_once)
 
 
 @pytest.mark.parametrize(
-    ("lanes", "end"),
+    ("at_once", "end"),
     [
         (1, 9.0),  # 3 times 1 + 2
         (2, 8.0),  # two: 1, then 4 for both; then 1 + 2
@@ -27,63 +43,64 @@ ONE_AND_ONE = AffineCost(1.0, 1.0)
         (9, 7.0),
     ],
 )
-def test_three_equal_all_reduces(lanes: int, end: float) -> None:
-    assert finish([1, 1, 1], [2] * 3, [0.0] * 3, ONE_AND_ONE, lanes=lanes) == end
+def test_three_equal_all_reduces(at_once: int, end: float) -> None:
+    assert finish([1, 1, 1], [2] * 3, [0.0] * 3, ONE_AND_ONE, at_once=at_once) == end
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_lanes_do_not_widen_the_wire(lanes: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_more_at_once_do_not_widen_the_wire(at_once: int) -> None:
     nothing_overlaps = AffineCost(1.0, 1.0, 0.0)
     step = ([1, 1, 1], [2] * 3, [0.0] * 3)
-    assert finish(*step, nothing_overlaps, lanes=lanes) == 9.0
-    assert finish(*step, lambda size: 1.0 + size, lanes=lanes) == 9.0
+    assert finish(*step, nothing_overlaps, at_once=at_once) == 9.0
+    assert finish(*step, lambda size: 1.0 + size, at_once=at_once) == 9.0
 
 
-def test_a_part_of_the_start_up_passes_beside_others() -> None:
-    # Each: 1 s beside others, then 1 + 2 s of wire; two share it from 1 to 7.
-    assert finish([1, 1], [2, 2], [0.0, 0.0], AffineCost(2.0, 1.0, 1.0), lanes=2) == 7.0
+@pytest.mark.parametrize(
+    ("lengths", "sizes", "ready", "cost", "at_once", "end"),
+    [
+        # A part of the start-up passes beside the other's: each takes 1 s beside others, then
+        # 1 + 2 s of wire; two share it from 1 to 7.
+        ([1, 1], [2, 2], [0.0, 0.0], AffineCost(2.0, 1.0, 1.0), 2, 7.0),
+        # The later one shares what is left: 4 on the wire from 1; the other from 3, each at
+        # half: it ends at 5, the first has then 1 left and is alone.
+        ([1, 1], [4, 1], [0.0, 2.0], ONE_AND_ONE, 2, 6.0),
+        # A third waits in its turn: 6 and 1 share from 1: the short one ends at 3, the third
+        # starts up beside the long one (5 - 1 = 4 left at 4) and shares: 1 at 6, and the long
+        # one has 3 left: 9.
+        ([1, 1, 1], [6, 1, 1], [0.0] * 3, ONE_AND_ONE, 2, 9.0),
+        # A gap leaves the wire idle.
+        ([1, 1], [1, 1], [0.0, 10.0], ONE_AND_ONE, 2, 12.0),
+        ([1, 1], [1, 1], [0.0, 10.0], ONE_AND_ONE, 1, 12.0),
+        # Messages of no bytes cost their start-up.
+        ([1, 1, 1], [0] * 3, [0.0] * 3, ONE_AND_ONE, 2, 2.0),
+        ([1, 1, 1], [0] * 3, [0.0] * 3, ONE_AND_ONE, 1, 3.0),
+        ([1, 1], [0, 0], [0.0, 0.0], AffineCost(0.0, 0.0), 2, 0.0),
+        # A bucket waits for its last gradient.
+        ([2, 1], [1, 1, 1], [0.0, 5.0, 6.0], ONE_AND_ONE, 1, 10.0),
+        ([], [], [], ONE_AND_ONE, 1, 0.0),
+        # A table's overlap counts, too.
+        ([1, 1, 1], [2] * 3, [0.0] * 3, CURVE, 1, 9.0),
+        ([1, 1, 1], [2] * 3, [0.0] * 3, CURVE, 2, 8.0),
+        ([1, 1, 1], [2] * 3, [0.0] * 3, CURVE, 3, 7.0),
+    ],
+)
+def test_ends_by_hand(
+    lengths: list[int],
+    sizes: list[float],
+    ready: list[float],
+    cost: Cost,
+    at_once: int,
+    end: float,
+) -> None:
+    assert finish(lengths, sizes, ready, cost, at_once) == end
 
 
-def test_what_comes_later_shares_what_is_left() -> None:
-    # 4 on the wire from 1; the other from 3, each at half: it ends at 5, the first has
-    # then 1 left and is alone.
-    assert finish([1, 1], [4, 1], [0.0, 2.0], ONE_AND_ONE, lanes=2) == 6.0
-
-
-def test_a_third_waits_for_a_lane_in_its_turn() -> None:
-    # 6 and 1 share from 1: the short one ends at 3, the third starts up beside the long
-    # one (5 - 1 = 4 left at 4) and shares: 1 at 6, and the long one has 3 left: 9.
-    assert finish([1, 1, 1], [6, 1, 1], [0.0] * 3, ONE_AND_ONE, lanes=2) == 9.0
-
-
-def test_a_gap_leaves_the_wire_idle() -> None:
-    assert finish([1, 1], [1, 1], [0.0, 10.0], ONE_AND_ONE, lanes=2) == 12.0
-    assert finish([1, 1], [1, 1], [0.0, 10.0], ONE_AND_ONE) == 12.0
-
-
-def test_messages_of_no_bytes_cost_their_start_up() -> None:
-    assert finish([1, 1, 1], [0] * 3, [0.0] * 3, ONE_AND_ONE, lanes=2) == 2.0
-    assert finish([1, 1, 1], [0] * 3, [0.0] * 3, ONE_AND_ONE) == 3.0
-    assert finish([1, 1], [0, 0], [0.0, 0.0], AffineCost(0.0, 0.0), lanes=2) == 0.0
-
-
-def test_a_bucket_waits_for_its_last_gradient() -> None:
-    assert finish([2, 1], [1, 1, 1], [0.0, 5.0, 6.0], ONE_AND_ONE) == 10.0
-    assert finish([], [], [], ONE_AND_ONE) == 0.0
-
-
-def test_a_table_s_overlap_counts_too() -> None:
-    curve = TableCost((0, 10), (1.0, 11.0), 1.0)
-    for lanes, end in ((1, 9.0), (2, 8.0), (3, 7.0)):
-        assert finish([1, 1, 1], [2] * 3, [0.0] * 3, curve, lanes=lanes) == end
-
-
-def test_one_lane_is_the_paper_s_recurrence() -> None:
+def test_one_at_a_time_is_the_paper_s_recurrence() -> None:
     draw = random.Random(1)
     for step in random_steps(2, 200, 20):
         plan = random_plan(draw, len(step.sizes))
         end = finish(plan, step.sizes, step.ready, step.cost)
-        assert end == one_lane_end(plan, step)
+        assert end == end_one_by_one(plan, step)
 
 
 def random_plan(draw: random.Random, count: int) -> list[int]:
@@ -105,10 +122,10 @@ class Message:
     wire: Fraction
 
 
-def fluid_end(plan: Sequence[int], step: Step, lanes: int) -> Fraction:
+def fluid_end(plan: Sequence[int], step: Step, at_once: int) -> Fraction:
     """Everything flows at constant rates until the next thing happens; in fractions, so
     that nothing is rounded."""
-    overlap = Fraction(overlapping_seconds(step.cost))
+    overlap = Fraction(overlappable_startup(step.cost))
     waiting = []  # (ready, seconds of wire), in the order in which they are sent
     first = 0
     for length in plan:
@@ -119,7 +136,7 @@ def fluid_end(plan: Sequence[int], step: Step, lanes: int) -> Fraction:
     now = Fraction(0)
     under_way: list[Message] = []
     while waiting or under_way:
-        while waiting and waiting[0][0] <= now and len(under_way) < lanes:
+        while waiting and waiting[0][0] <= now and len(under_way) < at_once:
             under_way.append(Message(overlap, waiting.pop(0)[1]))
         share = sum(1 for m in under_way if not m.start_up)
         pauses = [m.start_up or m.wire * share for m in under_way]
@@ -136,13 +153,13 @@ def fluid_end(plan: Sequence[int], step: Step, lanes: int) -> Fraction:
     return now
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 3, 4])
-def test_lanes_against_a_fluid_simulation(lanes: int) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 3, 4])
+def test_arrivals_against_a_fluid_simulation(at_once: int) -> None:
     draw = random.Random(3)
     for step in random_steps(4, 200, 15, overlap=True):
         plan = random_plan(draw, len(step.sizes))
-        end = finish(plan, step.sizes, step.ready, step.cost, lanes=lanes)
-        assert end == pytest.approx(float(fluid_end(plan, step, lanes)), rel=1e-12), (
+        end = finish(plan, step.sizes, step.ready, step.cost, at_once=at_once)
+        assert end == pytest.approx(float(fluid_end(plan, step, at_once)), rel=1e-12), (
             plan,
             step,
         )
@@ -151,14 +168,16 @@ def test_lanes_against_a_fluid_simulation(lanes: int) -> None:
 # ---- bad input ----
 
 
-@pytest.mark.parametrize("plan", [[], [1], [3], [1, 1, 1], [2, 0], [3, -1]], ids=str)
-def test_a_plan_that_does_not_fit(plan: list[int]) -> None:
-    with pytest.raises(UsageError, match=r"plan: expected lengths .* sum to 2 tensors"):
-        finish(plan, [1, 1], [0.0, 0.0], ONE_AND_ONE)
+@pytest.mark.parametrize(
+    "buckets", [[], [[0]], [[0, 1, 2]], [[0], [0]], [[0, 1], []], [[-1], [0]]], ids=str
+)
+def test_a_plan_that_does_not_fit(buckets: list[list[int]]) -> None:
+    with pytest.raises(UsageError, match="each of the 2 tensors"):
+        finish_time(buckets, [1, 1], [0.0, 0.0], ONE_AND_ONE)
 
 
-def test_times_and_lanes_that_cannot_be() -> None:
+def test_times_and_numbers_that_cannot_be() -> None:
     with pytest.raises(UsageError, match=r"got 0\.5 after 1\.0"):
         finish([2], [1, 1], [1.0, 0.5], ONE_AND_ONE)
-    with pytest.raises(UsageError, match="lanes: expected 1 or more, got -1"):
-        finish([2], [1, 1], [0.0, 0.0], ONE_AND_ONE, lanes=-1)
+    with pytest.raises(UsageError, match="max_in_flight: expected 1 or more, got -1"):
+        finish([2], [1, 1], [0.0, 0.0], ONE_AND_ONE, at_once=-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bucketing.trial import ROUNDS, judge
+from paceline.bucketing.tuner import ROUNDS, decide
 
 NOISY = 0.1
 
@@ -20,7 +20,7 @@ NOISY = 0.1
 def test_where_times_repeat_one_round_decides(
     ratio: float, better: bool, why: str
 ) -> None:
-    verdict = judge([ratio], 0.0)
+    verdict = decide([ratio], 0.0)
     assert verdict is not None
     assert (verdict.better, verdict.why) == (better, why)
 
@@ -38,7 +38,7 @@ def test_where_times_repeat_one_round_decides(
 def test_what_is_clear_needs_no_second_round(
     ratio: float, spread: float, why: str | None
 ) -> None:
-    verdict = judge([ratio], spread)
+    verdict = decide([ratio], spread)
     assert (verdict and verdict.why) == why
 
 
@@ -69,7 +69,7 @@ def test_noisy_times_take_all_rounds(
 ) -> None:
     assert len(ratios) == ROUNDS
     for rounds in range(1, ROUNDS):
-        assert judge(ratios[:rounds], NOISY) is None
-    verdict = judge(ratios, NOISY)
+        assert decide(ratios[:rounds], NOISY) is None
+    verdict = decide(ratios, NOISY)
     assert verdict is not None
     assert (verdict.better, verdict.why) == (better, why)

@@ -12,12 +12,22 @@ import pytest
 import torch
 
 import paceline
-from paceline import bucketing
-from paceline.bucketing import message_plan, tuner
-from paceline.bucketing.bucket_plan import from_numbers, to_numbers
-from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, GoesPast, Planner
+from paceline.bucketing import tuner as tuner_module
+from paceline.bucketing.message_plan import MessagePlan, messages_of, period
+from paceline.bucketing.message_search import plan_messages
+from paceline.bucketing.rules import plan_buckets
+from paceline.bucketing.timeline import finish_time
+from paceline.bucketing.tuner import (
+    PROFILED_STEPS,
+    TRIAL_STEPS,
+    BucketTuner,
+    Gradients,
+    Mode,
+    from_numbers,
+    to_numbers,
+)
 from paceline.cluster import Workload
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.interfaces import Message, current_runtime
 from paceline.testing import inspect
 from tests.bucketing.test_message_plan import random_cases
@@ -49,8 +59,8 @@ class Steps:
     """Steps of one rank as a method takes them that waits for each bucket where it is used,
     or, where nothing is planned for that, where backward ends."""
 
-    planner: Planner
-    comm: TorchComm
+    tuner: BucketTuner
+    comm: Communicator
     workload: Workload = UNEVEN
     touches_all: bool = False
     """Between a step and the next one's forward pass, as averages of weights do."""
@@ -66,44 +76,44 @@ class Steps:
             pending.wait()
 
     def take(self) -> None:
-        runtime, planner, load = current_runtime(), self.planner, self.workload
+        runtime, tuner, load = current_runtime(), self.tuner, self.workload
         assert runtime is not None
         if self.touches_all:
             for index in range(len(load.sizes)):
                 self._wait(index)
-        planner.step_begins()
+        tuner.timer.step_begins()
         for index, seconds in enumerate(load.forward):
             if self.tells_uses:
-                planner.used(index)
+                tuner.timer.used(index)
             self._wait(index)
             paceline.pace(seconds)
-        missing = [len(group) for group in planner.groups]
-        bucket_of = {i: b for b, group in enumerate(planner.groups) for i in group}
+        missing = [len(group) for group in tuner.plan.buckets]
+        bucket_of = {i: b for b, group in enumerate(tuner.plan.buckets) for i in group}
         queue = list(
-            planner.sending
-            if planner.sending is not None
-            else [Message(bucket) for bucket in range(len(planner.groups))]
+            tuner.plan.messages
+            if tuner.plan.messages is not None
+            else [Message(bucket) for bucket in range(len(tuner.plan.buckets))]
         )
         for index in load.order:
             paceline.pace(load.backward[index])
-            planner.gradient_ready(index)
+            tuner.timer.gradient_ready(index)
             missing[bucket_of[index]] -= 1
             while queue and not missing[queue[0].bucket]:
                 self._send(queue.pop(0))
-        if planner.sending is None:
+        if tuner.plan.messages is None:
             for index in range(len(load.sizes)):
                 self._wait(index)
-        self.ends.append(runtime.now())
-        planner.backward_ended()
-        self.groups.append(planner.groups)
-        self.sending.append(planner.sending)
+        self.ends.append(runtime.clock.now())
+        tuner.backward_ended()
+        self.groups.append(tuner.plan.buckets)
+        self.sending.append(tuner.plan.messages)
 
     def _send(self, message: Message) -> None:
         runtime = current_runtime()
         assert runtime is not None
         if message.half == "gather":
             return
-        group = self.planner.groups[message.bucket]
+        group = self.tuner.plan.buckets[message.bucket]
         size = sum(self.workload.sizes[index] for index in group)
         part = runtime.blank(round(size * (message.stop - message.start)), CPU)
         pending = self.comm.all_reduce(part, "sum")
@@ -112,59 +122,63 @@ class Steps:
 
 
 def steps_of(
-    rule: str, goes_past: GoesPast, count: int, lock_step: bool = True, **options: Any
+    rule: str, mode: Mode, count: int, every_step: bool = True, **options: Any
 ) -> Steps:
     runtime = current_runtime()
     assert runtime is not None
-    comm, said = TorchComm(runtime), []
+    comm, said = Communicator(runtime), []
     workload = options.get("workload", UNEVEN)
-    planner = Planner(
-        *(comm, rule, workload.sizes, ["float32"] * len(workload.sizes), CPU),
-        *(runtime.stopwatch(CPU), runtime.blank, lambda count, settled: None),
-        said.append,
+    tuner = BucketTuner(
+        comm,
+        Gradients(workload.sizes, ["float32"] * len(workload.sizes), CPU),
+        rule,
+        runtime,
         lambda buffer: comm.all_reduce(buffer, "sum"),
-        lock_step=lock_step,
-        goes_past=goes_past,
+        said.append,
+        mode=mode,
+        every_step=every_step,
     )
-    steps = Steps(planner, comm, said=said, **options)
+    steps = Steps(tuner, comm, said=said, **options)
     for _ in range(count):
         steps.take()
     return steps
 
 
-def predicted(made: message_plan.Plan, workers: int, lanes: int) -> float:
-    cost = ring_cost(workers, lanes)
-    return message_plan.period(made, SIZES, READY, USES, cost, lanes=lanes)
+def predicted(made: MessagePlan, workers: int, at_once: int) -> float:
+    cost = ring_cost(workers, at_once)
+    return period(made, SIZES, READY, USES, cost, max_in_flight=at_once)
 
 
-def last_plan(steps: Steps) -> message_plan.Plan:
+def last_plan(steps: Steps) -> MessagePlan:
     sending = steps.sending[-1]
     assert sending is not None
     groups = [[ORDER.index(index) for index in group] for group in steps.groups[-1]]
-    return message_plan.Plan(groups, tuple(sending))
+    return MessagePlan(groups, tuple(sending))
 
 
 def periods(steps: Steps, after: int) -> list[float]:
     return [b - a for a, b in itertools.pairwise(steps.ends[after:])]
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("at_once", [1, 2])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_plan_is_adopted_that_takes_what_it_predicts(
-    workers: int, lanes: int
+    workers: int, at_once: int
 ) -> None:
     answers, _ = on(
-        workers, lambda rank: steps_of("optimal", "whole", SETTLED + 8), lanes=lanes
+        workers, lambda rank: steps_of("optimal", "whole", SETTLED + 8), lanes=at_once
     )
-    cost = ring_cost(workers, lanes)
-    best = message_plan.plan(SIZES, [None] * len(SIZES), READY, USES, cost, lanes=lanes)
+    cost = ring_cost(workers, at_once)
+    best = plan_messages(
+        SIZES, [None] * len(SIZES), READY, USES, cost, max_in_flight=at_once
+    )
     for steps in answers:
         assert steps.groups == answers[0].groups
         assert steps.sending == answers[0].sending
         assert steps.sending[: 1 + PROFILED_STEPS] == [None] * (1 + PROFILED_STEPS)
         made = last_plan(steps)
-        seconds = predicted(made, workers, lanes)
-        assert seconds <= predicted(best, workers, lanes) * (1 + 1e-3)
+        seconds = predicted(made, workers, at_once)
+        assert seconds <= predicted(best, workers, at_once) * (1 + 1e-3)
         for measured in periods(steps, SETTLED + 1):
             assert measured == pytest.approx(seconds, rel=1e-3)
         first, second = steps.said
@@ -172,10 +186,8 @@ def test_a_plan_is_adopted_that_takes_what_it_predicts(
         assert second.endswith(": the plan is used")
         assert f" in {len(made.messages)} messages, " in second
     # What was settled for bsp is longer, and was the other side of the trial.
-    groups = bucketing.group(
-        "optimal", SIZES, [None] * len(SIZES), READY, cost, lanes=lanes
-    )
-    end = bucketing.finish_groups(groups, SIZES, READY, cost, lanes=lanes)
+    groups = plan_buckets("optimal", SIZES, None, READY, cost, max_in_flight=at_once)
+    end = finish_time(groups, SIZES, READY, cost, max_in_flight=at_once)
     assert seconds < 0.99 * end
     assert f", {1e3 * end:.4g} ms: " in second
 
@@ -197,12 +209,25 @@ def test_where_weights_are_touched_before_the_forward_pass_nothing_is_gained() -
     )
 
 
-def test_where_no_use_is_seen_there_is_nothing_to_plan_for() -> None:
+@pytest.mark.parametrize(
+    ("workers", "rule", "mode", "options"),
+    [
+        (4, "optimal", "whole", {"tells_uses": False}),  # no use is seen
+        (1, "optimal", "whole", {}),
+        (1, "wfbp", "whole", {}),
+        (2, "optimal", "whole", {"every_step": False}),
+        (2, "wfbp", "whole", {"every_step": False}),
+        *((4, rule, "barrier", {}) for rule in ("optimal", "mg-wfbp", "ddp")),
+    ],
+)
+def test_where_nothing_may_go_past_backward_no_messages_are_planned(
+    workers: int, rule: str, mode: Mode, options: dict[str, bool]
+) -> None:
     answers, _ = on(
-        4, lambda rank: steps_of("optimal", "whole", SETTLED, tells_uses=False), lanes=1
+        workers, lambda rank: steps_of(rule, mode, SETTLED, **options), lanes=1
     )
     assert set(answers[0].sending) == {None}
-    assert len(answers[0].said) == 1  # the trial against DDP's rule
+    assert len(answers[0].said) <= 1  # the trial against DDP's rule
 
 
 def test_where_a_network_costs_nothing_means_are_waited_for_where_backward_ends() -> (
@@ -215,62 +240,42 @@ def test_where_a_network_costs_nothing_means_are_waited_for_where_backward_ends(
     assert answers[0].sending[-1] is None
 
 
-@pytest.mark.parametrize("goes_past", ["whole", "halves"])
+@pytest.mark.parametrize("mode", ["whole", "halves"])
 @pytest.mark.parametrize("rule", ["ddp", "wfbp", "single", "3+2+2"])
 def test_fixed_rules_go_past_backward_from_the_second_pass_on(
-    rule: str, goes_past: GoesPast
+    rule: str, mode: Mode
 ) -> None:
-    answers, _ = on(3, lambda rank: steps_of(rule, goes_past, 8))
+    answers, _ = on(3, lambda rank: steps_of(rule, mode, 8))
     for steps in answers:
         groups = steps.groups[0]
-        lengths = [len(group) for group in groups]
         assert [index for group in groups for index in group] == list(ORDER)
-        expected = message_plan.fixed(
+        expected = messages_of(
             [[ORDER.index(index) for index in group] for group in groups],
             USES,
-            halves=goes_past == "halves",
+            halves=mode == "halves",
         )
         assert steps.sending == [expected.messages] * 8
-        assert lengths == bucketing.plan(rule, SIZES)
+        planned = plan_buckets(rule, SIZES)
+        assert groups == [
+            [ORDER[position] for position in bucket] for bucket in planned
+        ]
         assert not steps.said
 
 
-@pytest.mark.parametrize("goes_past", ["whole", "halves"])
-def test_mg_wfbps_buckets_are_measured_for_and_then_fixed(goes_past: GoesPast) -> None:
-    answers, _ = on(4, lambda rank: steps_of("mg-wfbp", goes_past, 12))
+@pytest.mark.parametrize("mode", ["whole", "halves"])
+def test_mg_wfbps_buckets_are_measured_for_and_then_fixed(mode: Mode) -> None:
+    answers, _ = on(4, lambda rank: steps_of("mg-wfbp", mode, 12))
     for steps in answers:
         assert steps.sending[:PROFILED_STEPS] == [None] * PROFILED_STEPS
         plan = last_plan(steps)
-        assert plan == message_plan.fixed(
-            plan.groups, USES, halves=goes_past == "halves"
-        )
+        assert plan == messages_of(plan.buckets, USES, halves=mode == "halves")
         assert steps.groups[-1] == answers[0].groups[-1]
         assert len(steps.groups[-1]) > 1
 
 
-@pytest.mark.parametrize("rule", ["optimal", "wfbp"])
-@pytest.mark.parametrize("alone", [True, False])
-def test_alone_or_out_of_step_nothing_goes_past_backward(
-    rule: str, alone: bool
-) -> None:
-    def body(rank: int) -> Steps:
-        return steps_of(rule, "whole", 8, lock_step=alone)
-
-    answers, _ = on(1 if alone else 2, body)
-    assert set(answers[0].sending) == {None}
-
-
-@pytest.mark.parametrize("rule", ["optimal", "mg-wfbp", "ddp"])
-def test_a_method_that_does_not_go_past_backward_is_told_of_no_messages(
-    rule: str,
-) -> None:
-    answers, _ = on(4, lambda rank: steps_of(rule, "no", SETTLED))
-    assert set(answers[0].sending) == {None}
-
-
 def test_a_change_for_good_is_measured_where_backward_ends(monkeypatch: Any) -> None:
-    monkeypatch.setattr(tuner.watch, "every", 12)
-    monkeypatch.setattr(tuner.watch, "steps", 4)
+    monkeypatch.setattr(tuner_module.watch, "every", 12)
+    monkeypatch.setattr(tuner_module.watch, "steps", 4)
     slower = Workload(
         names=UNEVEN.names,
         sizes=UNEVEN.sizes,
@@ -302,20 +307,23 @@ def test_changed_messages_of_the_same_buckets_are_a_change() -> None:
     def body(rank: int) -> tuple[bool, bool]:
         runtime = current_runtime()
         assert runtime is not None
-        comm = TorchComm(runtime)
-        planner = Planner(
-            *(comm, "wfbp", [4000, 4000], ["a", "a"], CPU, runtime.stopwatch(CPU)),
-            *(runtime.blank, lambda count, settled: None, lambda text: None),
+        comm = Communicator(runtime)
+        tuner = BucketTuner(
+            comm,
+            Gradients([4000, 4000], ["a", "a"], CPU),
+            "wfbp",
+            runtime,
             lambda buffer: comm.all_reduce(buffer, "sum"),
-            goes_past="whole",
+            lambda text: None,
+            mode="whole",
         )
-        changes, groups = [], planner.groups
+        changes, groups = [], tuner.plan.buckets
         for _ in range(2):
-            planner.step_begins()
+            tuner.timer.step_begins()
             for index in (1, 0):
-                planner.gradient_ready(index)
-            changes.append(planner.backward_ended())
-        assert planner.groups == groups
+                tuner.timer.gradient_ready(index)
+            changes.append(tuner.backward_ended())
+        assert tuner.plan.buckets == groups
         return changes[0], changes[1]
 
     answers, _ = on(2, body)
@@ -333,8 +341,10 @@ def test_plans_survive_as_whole_numbers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "lanes"), crossed(2, ["priority", "dear"], [1, 2]))
-def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
+@pytest.mark.parametrize(
+    ("method", "at_once"), crossed(2, ["priority", "dear"], [1, 2])
+)
+def test_methods_take_what_is_predicted(method: str, at_once: int) -> None:
     """Each pass of backward and forward, in turn with what its plan predicts; and never
     longer than bsp's."""
 
@@ -354,7 +364,7 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
             list(inspect(optimizer).recorder.notes),
         )
 
-    answers, _ = on(4, body, lanes=lanes)
+    answers, _ = on(4, body, lanes=at_once)
     watched, sending, said = answers[0]
     assert watched.settled_after == SETTLED
     assert sending is not None
@@ -362,7 +372,7 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
     assert all(other.groups == watched.groups for other, _, _ in answers)
     place = {UNEVEN.names[index]: position for position, index in enumerate(ORDER)}
     groups = [[place[name] for name in group] for group in watched.plan]
-    seconds = predicted(message_plan.Plan(groups, tuple(sending)), 4, lanes)
+    seconds = predicted(MessagePlan(groups, tuple(sending)), 4, at_once)
     # The optimizer runs bucket by bucket within the next forward pass.
     after = watched.step_seconds[SETTLED + 2 : -1]
     assert len(after) == 7
@@ -370,5 +380,5 @@ def test_methods_take_what_is_predicted(method: str, lanes: int) -> None:
         assert (
             seconds * (1 - 1e-3) <= measured <= (seconds + UNEVEN.update) * (1 + 1e-3)
         )
-    bsp, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30), lanes=lanes)
+    bsp, _ = on(4, lambda rank: train_stand_in(UNEVEN, 30), lanes=at_once)
     assert after[-1] < 0.99 * bsp[0].step_seconds[-1]

@@ -11,9 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import paceline
-from paceline.bucketing.bucket_plan import Side
-from paceline.bucketing.trial import ROUNDS
-from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS, Planner
+from paceline.bucketing.tuner import (
+    PROFILED_STEPS,
+    ROUNDS,
+    TRIAL_STEPS,
+    BucketPlan,
+    BucketTuner,
+)
 from paceline.core import training
 from paceline.runtimes.simulated import ComputeModel
 from tests.bucketing.tunings import Watched, batch, ended, note, on, sgd
@@ -111,13 +115,13 @@ def test_groups_are_equal_on_all_ranks_and_gradients_are_the_mean(make, jitter, 
 # ---- buckets made anew between backward and step ----
 
 
-class Restless(Planner):
+class Restless(BucketTuner):
     """Changes its mind after each backward pass."""
 
     def backward_ended(self) -> bool:
         super().backward_ended()
-        rule = "single" if len(self.groups) > 1 else "wfbp"
-        return self._use(Side(self._by_rule(rule)))
+        rule = "single" if len(self.plan.buckets) > 1 else "wfbp"
+        return self._use(BucketPlan(self._by_rule(rule)))
 
 
 def steps_with_momentum(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
@@ -218,7 +222,7 @@ def test_learning_is_that_of_a_fixed_rule(passes, monkeypatch):
     assert_same_course(planned[0], fixed[0])
     for watched in planned:
         assert watched.groups == planned[0].groups
-    monkeypatch.setattr(training, "Planner", Restless)
+    monkeypatch.setattr(training, "BucketTuner", Restless)
     restless, _ = on(SLOW, lambda rank: learned(passes, "wfbp"))
     assert len({len(groups) for groups in restless[0].groups[-2:]}) == (
         1 if passes is two_backwards else 2
@@ -246,7 +250,7 @@ def test_brief_dtypes_learn_in_any_pieces(dtype, monkeypatch):
         return courses
 
     fixed, _ = on(2, body)
-    monkeypatch.setattr(training, "Planner", Restless)
+    monkeypatch.setattr(training, "BucketTuner", Restless)
     restless, _ = on(2, body)
     # Of two workers sums are the same in any pieces: a + b is b + a.
     for ours, theirs in zip(restless[0], fixed[0], strict=True):

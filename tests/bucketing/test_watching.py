@@ -101,8 +101,8 @@ def window(number: int) -> range:
 
 
 @pytest.mark.parametrize("what", ["time", "order"])
-def test_what_lasts_for_one_window_is_left_alone(what, capsys):
-    odd = window(2)
+def test_what_lasts_for_one_window_at_a_time_is_left_alone(what, capsys):
+    odd = [*window(2), *window(4)]
     watched = train(
         lambda step: 0.3 if what == "time" and step in odd else 0.1,
         lambda step: "bca" if what == "order" and step in odd else "abc",

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import bucketing
+from paceline.bucketing.cost_models import AffineCost
 from paceline.cluster import Cluster, Workload
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import inspect
@@ -29,13 +29,13 @@ UNEVEN = Workload(
 
 
 def ring_cost(
-    workers: int, lanes: int, link: float = LINK, latency: float = LATENCY
-) -> bucketing.AffineCost:
+    workers: int, at_once: int, link: float = LINK, latency: float = LATENCY
+) -> AffineCost:
     """A ring all-reduce in the simulated runtime, of sizes that are multiples of *workers*."""
     rounds = 2 * (workers - 1)
     start_up = rounds * latency
-    overlapping = start_up if lanes > 1 else 0.0
-    return bucketing.AffineCost(start_up, rounds / workers / link, overlapping)
+    overlapping = start_up if at_once > 1 else 0.0
+    return AffineCost(start_up, rounds / workers / link, overlapping)
 
 
 @dataclass

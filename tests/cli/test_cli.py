@@ -48,6 +48,21 @@ def test_json_is_one_object_and_nothing_else():
     assert processor.startswith("messages cost processors nothing here")
 
 
+def test_representatives_stand_for_all_and_the_result_says_so():
+    few, full = (
+        json.loads(
+            paceline(
+                "simulate", LAYERS, "--workers", 8, "--json", *words, *QUICK
+            ).stdout
+        )
+        for words in (["--representatives"], [])
+    )
+    assert few["workers"] == full["workers"] == 8
+    assert few["step_seconds"] == full["step_seconds"]
+    assert any("representatives ran for 8" in note for note in few["notes"])
+    assert not any("representatives" in note for note in full["notes"])
+
+
 def test_steps_and_method_win_over_the_script():
     words = ("--workers", 2, "--steps", 3, "--method", "bsp:buckets=wfbp", "--json")
     done = paceline("simulate", LAYERS, *words, *QUICK)
@@ -87,7 +102,12 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     command = ["compare", LAYERS, *words, "--steps=4", "--no-plots", *QUICK]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["paceline", *command])
-    processes = SimpleNamespace(Popen=lambda words, **_: Variant(words[1:]), PIPE=None)
+
+    def forked_variant(words, **_):
+        # Without the words that tie it to this process.
+        return Variant(words[words.index("-m") :])
+
+    processes = SimpleNamespace(Popen=forked_variant, PIPE=None)
     monkeypatch.setattr(trained_variants, "subprocess", processes)
     with pytest.raises(SystemExit) as ended:
         main()

@@ -11,7 +11,7 @@ from paceline.cli.plan import _spent
 from paceline.cli.script_plan import FOR_CANDIDATES
 from paceline.errors import UsageError
 from paceline.methods import METHODS
-from paceline.runtimes.simulated.profile import paced_workload
+from paceline.runtimes.simulated.profile_cache import paced_workload
 from paceline.tools.plan.prediction_cost import Budget
 from paceline.tools.plan.suggestions import Helps
 

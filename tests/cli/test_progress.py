@@ -14,7 +14,12 @@ import pytest
 from paceline.cli import progress
 from paceline.cli.progress import describe, status_lines
 from paceline.records import StepRecorder
-from paceline.runtimes.progress import Standing, noted, read, write_there
+from paceline.runtimes.progress import (
+    WorkerProgress,
+    attach_progress_writer,
+    noted,
+    read,
+)
 from tests.support.terminal import SECONDS, on_terminal
 
 TRAINS = """
@@ -73,16 +78,16 @@ def test_a_line_says_what_is_done_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(progress, "is_shown", lambda json: not json)
     monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.01)
-    standings = iter([None, Standing(step=3, method="asp")])
+    standings = iter([None, WorkerProgress(step=3, method="asp")])
     told = threading.Event()
 
-    def look() -> Standing | None:
+    def look() -> WorkerProgress | None:
         found = next(standings, last)
         if found is last:
             told.set()
         return found
 
-    last = Standing(step=4)
+    last = WorkerProgress(step=4)
     threads = threading.enumerate()
     with status_lines(True, "starting", 9, look):
         assert threading.enumerate() == threads  # nobody would write a line
@@ -128,7 +133,7 @@ def test_where_nobody_looks_nothing_moves(json: bool, tmp_path: Path) -> None:
 
 
 def test_what_the_line_says() -> None:
-    standing = Standing(
+    standing = WorkerProgress(
         step=12,
         step_seconds=0.0351234,
         exposed_seconds=0.002,
@@ -145,7 +150,7 @@ def test_what_the_line_says() -> None:
     assert "ssp, still planning" in describe(standing)
     standing.deciding = True
     assert "ssp, still deciding" in describe(standing)
-    assert describe(Standing(method="bsp")) == "no step yet · bsp, still planning"
+    assert describe(WorkerProgress(method="bsp")) == "no step yet · bsp, still planning"
 
 
 class Clock:
@@ -164,10 +169,10 @@ def test_a_steps_time_is_of_whole_periods_and_without_the_first() -> None:
     recorder = StepRecorder(0, lambda: clock.now)
     recorder.begin("local-sgd")
     trained(recorder, clock, [9.0])
-    assert Standing.of(recorder).step_seconds == 9.0
+    assert WorkerProgress.of(recorder).step_seconds == 9.0
     recorder.set_period(3)
     trained(recorder, clock, [1.0, 1.0, 4.0] * 8)
-    assert Standing.of(recorder).step_seconds == 2.0
+    assert WorkerProgress.of(recorder).step_seconds == 2.0
 
 
 @pytest.mark.parametrize(
@@ -179,7 +184,9 @@ def test_who_writes_how_far_it_is(
     file = tmp_path / "progress"
     recorder = StepRecorder(0, lambda: 0.0)
     place = {"PACELINE_PROGRESS_FILE": str(file), "LOCAL_RANK": local_rank}
-    write_there(recorder, lambda: 40 if alone else 0, alone=alone, environment=place)
+    attach_progress_writer(
+        recorder, lambda: 40 if alone else 0, server_only=alone, environment=place
+    )
     recorder.begin("asp")
     assert noted(file) == 0
     for _ in range(written):

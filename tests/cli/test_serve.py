@@ -2,6 +2,8 @@
 
 import inspect
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,26 +12,38 @@ import torch
 from paceline.cli import app
 from paceline.cli.serve import serve as serve_command
 from paceline.errors import UsageError
-from paceline.parameter_server.process import dedicated_server, host, snapshot
-from paceline.transport.listener import Listener
+from paceline.parameter_server.process import serve as servers
+from paceline.parameter_server.process import snapshot
+from paceline.parameter_server.process.host import ServiceEnded
+from paceline.transport.protocol import ONLY_SERVICE, ServiceKey
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 LONG = "a secret of the job"
 
 
-class Shell:
-    """A server whose training is over at once; remembers what tokens were asked for."""
+class Listener:
+    """Listens nowhere; remembers what tokens were asked for."""
 
     port = 29600
     tokens: list[str]
 
-    def __init__(self, workers: int, listener: Listener, token: str):
+    def __init__(self, *_: object, token: str, **__: object):
         self.tokens.append(token)
 
-    all_have_ended_well = True
+    def close(self) -> None:
+        """There is nothing to close."""
 
-    def run(self, stop: int | None, lasts: bool) -> None:
-        """There is nobody to serve."""
+
+class Host:
+    """A host whose one training is over at once."""
+
+    ends_well = True
+
+    def __init__(self, listener: Listener):
+        self.services: dict[ServiceKey, object] = {}
+
+    def serve(self) -> Iterator[ServiceEnded]:
+        yield ServiceEnded(ONLY_SERVICE, self.ends_well)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -44,14 +58,15 @@ def serve(monkeypatch, capsys):
     """Serves one training; returns the token, and what was printed."""
     monkeypatch.delenv(SECRET, raising=False)
     monkeypatch.delenv(TOKEN, raising=False)
-    monkeypatch.setattr(Shell, "tokens", [], raising=False)
-    monkeypatch.setattr(dedicated_server, "make_shell", Shell)
+    monkeypatch.setattr(Listener, "tokens", [], raising=False)
+    monkeypatch.setattr(servers, "ServerListener", Listener)
+    monkeypatch.setattr(servers, "ServerHost", Host)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def once() -> tuple[str, str]:
         with pytest.raises(SystemExit, match="0"):
             serve_once()
-        return Shell.tokens[-1], capsys.readouterr().out
+        return Listener.tokens[-1], capsys.readouterr().out
 
     return once
 
@@ -68,7 +83,7 @@ def test_without_a_secret_it_makes_a_token_and_prints_the_line_that_exports_it(s
 def test_a_training_that_was_lost_is_said_and_ends_what_serves_once(
     serve, monkeypatch, capsys
 ):
-    monkeypatch.setattr(Shell, "all_have_ended_well", False)
+    monkeypatch.setattr(Host, "ends_well", False)
     with pytest.raises(SystemExit, match="1"):
         serve_once()
     assert "a worker was lost" in capsys.readouterr().err
@@ -99,21 +114,15 @@ def test_variables_that_are_set_for_all_servers_of_a_machine_are_no_error(
 class Job:
     """A job that survives, whose only worker said goodbye in the middle of its training."""
 
-    port, step = 29600, 0
-    shell = SimpleNamespace(all_have_departed=True)
-    machine = SimpleNamespace(missing=lambda: [0])
+    step = 0
+    attendance = SimpleNamespace(all_have_departed=True, all_have_ended_well=False)
+    server = SimpleNamespace(missing=lambda: [0])
 
-    def __init__(self, *_: object, **__: object) -> None:
-        """It listens nowhere."""
+    def __init__(self, *_: object, snapshot: Path, **__: object) -> None:
+        self.path = snapshot
 
-    def run(self, stop: int) -> bool:
-        return False
-
-    def figures(self) -> None:
-        """Nobody asks."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
+    def run(self, stop: int) -> Iterator[None]:
+        return iter(())
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -124,7 +133,7 @@ def test_a_training_that_was_broken_off_is_no_good_end(
     if kept:
         path.touch()
     monkeypatch.setenv(TOKEN, LONG)
-    monkeypatch.setattr(host, "SurvivingJob", Job)
+    monkeypatch.setattr(servers, "SurvivingJob", Job)
     with pytest.raises(SystemExit, match="1"):
         serve_once("--survive", f"--snapshot={path}")
     said = capsys.readouterr().err

@@ -11,22 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.cluster.bandwidth import Sharing
-from paceline.cluster.flow import Activity
+from paceline.cluster.bandwidth import BandwidthSharing, Flow
 from tests.support.profiles import examples
 
 
-def activity(demand: Mapping[int, int], size: float = 1000.0) -> Activity:
-    return Activity(demand, size, lambda now: None)
+def flow(demand: Mapping[int, int], size: float = 1000.0) -> Flow:
+    return Flow(demand, size, lambda now: None)
 
 
 def shared(capacities: list[float], *demands: Mapping[int, int]) -> list[float]:
-    """The rates of activities that run together."""
-    sharing = Sharing(capacities)
-    members = [activity(demand) for demand in demands]
+    """The rates of flows that run together."""
+    sharing = BandwidthSharing(capacities)
+    members = [flow(demand) for demand in demands]
     for member in members:
         sharing.start(member)
-    sharing.settle(0.0)
+    sharing.advance(0.0)
     return [member.rate for member in members]
 
 
@@ -50,7 +49,7 @@ def test_three_levels() -> None:
 
 
 def test_a_collective_counts_as_its_number_of_connections() -> None:
-    # Three connections of one activity and one of another: 12 / 4 for each connection.
+    # Three connections of one flow and one of another: 12 / 4 for each connection.
     assert shared([12], {0: 3}, {0: 1}) == [3, 3]
 
 
@@ -64,14 +63,14 @@ def test_links_without_limit_do_not_limit() -> None:
 
 
 def run(
-    sharing: Sharing, starts: list[tuple[float, Activity]]
-) -> dict[Activity, float]:
-    """Drive *sharing* to its end; when each activity ended."""
-    ends: dict[Activity, float] = {}
+    sharing: BandwidthSharing, starts: list[tuple[float, Flow]]
+) -> dict[Flow, float]:
+    """Drive *sharing* to its end; when each flow ended."""
+    ends: dict[Flow, float] = {}
     waiting = sorted(starts, key=lambda pair: pair[0])
     now = 0.0
     while True:
-        ends.update(dict.fromkeys(sharing.settle(now), now))
+        ends.update(dict.fromkeys(sharing.advance(now), now))
         now = min(waiting[0][0] if waiting else math.inf, sharing.next_end())
         if now == math.inf:
             return ends
@@ -80,33 +79,33 @@ def run(
 
 
 def test_rates_change_when_another_starts_and_ends() -> None:
-    a, b = activity({0: 1}, 100), activity({0: 1}, 30)
-    ends = run(Sharing([10]), [(0.0, a), (4.0, b)])
+    a, b = flow({0: 1}, 100), flow({0: 1}, 30)
+    ends = run(BandwidthSharing([10]), [(0.0, a), (4.0, b)])
     # a alone moves 40 until 4; then 5 each: b's 30 take 6 s, a has 30 left at 10.
     assert ends == {a: pytest.approx(13), b: pytest.approx(10)}
 
 
 def test_capacity_can_change_and_vanish() -> None:
-    sharing = Sharing([10])
-    a = activity({0: 1}, 100)
+    sharing = BandwidthSharing([10])
+    a = flow({0: 1}, 100)
     sharing.start(a)
-    sharing.settle(0.0)
+    sharing.advance(0.0)
     assert sharing.next_end() == 10
     sharing.set_capacity(0, 0.0)  # from second 4 on: 60 bytes are left
-    sharing.settle(4.0)
+    sharing.advance(4.0)
     assert a.rate == 0
     assert sharing.next_end() == math.inf
     sharing.set_capacity(0, 20)
-    assert sharing.settle(100.0) == []
+    assert sharing.advance(100.0) == []
     assert sharing.next_end() == pytest.approx(103)
-    assert sharing.settle(sharing.next_end()) == [a]
+    assert sharing.advance(sharing.next_end()) == [a]
     assert sharing.next_end() == math.inf
 
 
 def test_ends_that_differ_by_rounding_alone_are_one_instant() -> None:
-    a, b = activity({0: 1}, 0.3), activity({1: 1}, 0.2)
+    a, b = flow({0: 1}, 0.3), flow({1: 1}, 0.2)
     assert 0.3 / 0.1 != 1 + 0.2 / 0.1
-    ends = run(Sharing([0.1, 0.1]), [(0.0, a), (1.0, b)])
+    ends = run(BandwidthSharing([0.1, 0.1]), [(0.0, a), (1.0, b)])
     assert ends[a] == ends[b]
 
 
@@ -132,8 +131,8 @@ _cases = st.integers(1, 6).flatmap(
 CLOSE = 1e-9
 
 
-def check_max_min(capacities: list[float], members: list[Activity]) -> None:
-    """No link carries more than it can; each activity has a full link on which no other
+def check_max_min(capacities: list[float], members: list[Flow]) -> None:
+    """No link carries more than it can; each flow has a full link on which no other
     one is faster. (That is max-min fairness: nobody can gain without someone equal or
     slower losing.)"""
     load: Counter[int] = Counter()
@@ -158,11 +157,11 @@ def check_max_min(capacities: list[float], members: list[Activity]) -> None:
 @given(_cases)
 def test_rates_are_max_min_fair_and_bytes_are_conserved(case) -> None:
     capacities, flows = case
-    members = [activity(demand, size) for demand, size, _ in flows]
+    members = [flow(demand, size) for demand, size, _ in flows]
     waiting = sorted(range(len(flows)), key=lambda i: flows[i][2])
-    sharing = Sharing(capacities)
+    sharing = BandwidthSharing(capacities)
     moved = dict.fromkeys(members, 0.0)
-    running: list[Activity] = []
+    running: list[Flow] = []
     now = 0.0
     while waiting or running:
         soonest = flows[waiting[0]][2] if waiting else math.inf
@@ -173,7 +172,7 @@ def test_rates_are_max_min_fair_and_bytes_are_conserved(case) -> None:
         while waiting and flows[waiting[0]][2] == now:
             running.append(members[waiting.pop(0)])
             sharing.start(running[-1])
-        for member in sharing.settle(now):
+        for member in sharing.advance(now):
             running.remove(member)
         check_max_min(capacities, running)
     for member, (_, size, _) in zip(members, flows, strict=True):
@@ -194,8 +193,8 @@ def test_the_order_of_activities_does_not_matter(case, random) -> None:
 @pytest.mark.slow
 @settings(max_examples=examples(25))
 @given(st.integers(2, 9), st.integers(0, 2**32), st.sampled_from([1, 3, 40]))
-def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:
-    """The same flows, ended and started alike, as a crowd and one by one."""
+def test_a_table_is_shared_among_as_few_are(hosts, seed, several) -> None:
+    """The same flows, ended and started alike, as a table and one by one."""
     random = Random(seed)
     capacities = [random.choice([1.0, 3.0, math.inf, 7.5]) for _ in range(2 * hosts)]
     capacities[0] = 1.0
@@ -213,24 +212,24 @@ def test_a_crowd_is_shared_among_as_few_are(hosts, seed, several) -> None:
     ]
     found = []
     for many in (3, 10**9):
-        members = [activity(demand, size) for _, demand, size in flows]
+        members = [flow(demand, size) for _, demand, size in flows]
         starts = list(zip([one[0] for one in flows], members, strict=True))
-        ends = run(Sharing(capacities, many=many), starts)
+        ends = run(BandwidthSharing(capacities, many=many), starts)
         found.append([ends[member] for member in members])
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert len(set(found[0])) > 1
 
 
-def test_rates_of_a_crowd_are_its_members() -> None:
-    members = [activity({0: 1, 1 + i: 1}) for i in range(100)]
-    sharing = Sharing([10.0, *[0.05] * 50, *[1.0] * 50])
+def test_rates_of_a_table_are_its_members() -> None:
+    members = [flow({0: 1, 1 + i: 1}) for i in range(100)]
+    sharing = BandwidthSharing([10.0, *[0.05] * 50, *[1.0] * 50])
     for member in members:
         sharing.start(member)
-    sharing.settle(0.0)
+    sharing.advance(0.0)
     assert [member.rate for member in members[:50]] == pytest.approx([0.05] * 50)
     assert [member.rate for member in members[50:]] == pytest.approx([0.15] * 50)
     sharing.set_capacity(0, 0.0)
-    sharing.settle(1.0)
+    sharing.advance(1.0)
     assert [member.rate for member in members] == [0.0] * 100
     assert sharing.next_end() == math.inf
 
@@ -250,31 +249,31 @@ def test_a_change_is_worked_out_for_those_alone_that_it_can_reach(many: int) -> 
         with pytest.MonkeyPatch.context() as patch:
             seen = []
 
-            def counted(*arguments, before=Sharing._set_rate, seen=seen):  # type: ignore[no-untyped-def]
+            def counted(*arguments, before=BandwidthSharing._set_rate, seen=seen):  # type: ignore[no-untyped-def]
                 seen.append(1)
                 before(*arguments)
 
-            patch.setattr(Sharing, "_set_rate", staticmethod(counted))
-            members = [activity(dict.fromkeys(path, 1), n) for _, path, n in flows]
+            patch.setattr(BandwidthSharing, "_set_rate", staticmethod(counted))
+            members = [flow(dict.fromkeys(path, 1), n) for _, path, n in flows]
             starts = [one[0] for one in flows]
-            sharing = Sharing(capacities, many=many, near=near)
+            sharing = BandwidthSharing(capacities, many=many, near=near)
             done = run(sharing, list(zip(starts, members, strict=True)))
             ends.append([done[member] for member in members])
             looked_at.append(len(seen))
     assert ends[0] == pytest.approx(ends[1], rel=1e-9)
-    if many > 200:  # a crowd's rates are set all at once
+    if many > 200:  # a table's rates are set all at once
         assert looked_at[0] < looked_at[1] / 3
 
 
 @pytest.mark.parametrize("before", [0.0, 1.0])
 def test_a_link_that_becomes_endless_lets_go_of_what_it_held_up(before: float) -> None:
     """As the uplink of a rack that has no limit, once a rule repairs it."""
-    sharing = Sharing([4.0, before])
-    activity = Activity({0: 1, 1: 1}, 8.0, lambda now: None)
-    sharing.start(activity)
-    sharing.settle(0.0)
-    assert activity.rate == before
+    sharing = BandwidthSharing([4.0, before])
+    flow = Flow({0: 1, 1: 1}, 8.0, lambda now: None)
+    sharing.start(flow)
+    sharing.advance(0.0)
+    assert flow.rate == before
     sharing.set_capacity(1, math.inf)
-    sharing.settle(1.0)
-    assert activity.rate == 4.0
+    sharing.advance(1.0)
+    assert flow.rate == 4.0
     assert sharing.next_end() == 1.0 + (8.0 - before) / 4.0

@@ -15,7 +15,7 @@ from paceline.cluster import (
     parse_cluster,
     uniform_cluster,
 )
-from paceline.cluster.rack import MAX_WORKERS
+from paceline.cluster.cluster import MAX_WORKERS
 from paceline.errors import ClusterError, UsageError
 
 GOOD = """

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster
 from paceline.cluster.links import Links
-from paceline.runtimes.simulated.clock import Clock, Completion
+from paceline.runtimes.simulated.clock import Completion, VirtualClock
 from tests.support.profiles import examples
 from tests.support.simulations import cluster, rack, until_over
 from tests.support.transfers import transfer_times
@@ -19,7 +19,7 @@ Message = tuple[float, object, int, int, int]
 
 def times(where: Cluster, messages: list[Message]) -> list[tuple[float, float]]:
     """When each message had left and arrived, in virtual seconds."""
-    clock = Clock(1)
+    clock = VirtualClock(1)
     links = Links(clock, where)
     left: dict[int, float] = {}
     arrived: dict[int, float] = {}
@@ -66,7 +66,7 @@ def test_a_connection_is_first_in_first_out() -> None:
 
 
 def test_an_empty_message_does_not_overtake() -> None:
-    clock = Clock(1)
+    clock = VirtualClock(1)
     links = Links(clock, PLAIN)
     log: list[str] = []
     end = Completion(lambda: "the end")

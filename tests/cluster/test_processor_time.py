@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.cluster import Cluster, Processor, Rack
-from paceline.cluster.bandwidth import Sharing
-from paceline.cluster.flow import Activity
-from paceline.cluster.links import Agenda, Links
+from paceline.cluster.bandwidth import BandwidthSharing, Flow
+from paceline.cluster.links import EventQueue, Links
 
 RATE = 125e6
 
@@ -16,7 +15,7 @@ def ends_of(
     messages: list[tuple[str, int, int, float]], rack: Rack, processor: Processor
 ) -> list[float]:
     """When each message arrives that is sent at 0: connection, source, destination, bytes."""
-    agenda = Agenda()
+    agenda = EventQueue()
     links = Links(agenda, Cluster((rack,), processor=processor))
     ends = [-1.0] * len(messages)
 
@@ -72,18 +71,18 @@ def test_workers_of_a_host_use_as_many_of_its_cores(cores: int, seconds: float) 
     assert ends_of(messages, rack, own) == pytest.approx([seconds] * 4)
 
 
-@pytest.mark.parametrize("many", [False, True], ids=["few", "a crowd"])
+@pytest.mark.parametrize("many", [False, True], ids=["few", "many"])
 def test_nobody_is_faster_than_the_most(many: bool) -> None:
     """The first link leaves 2 to each, of which 1 is used; the second leaves 0.25 to each."""
     count = 100 if many else 4
-    sharing = Sharing([2.0 * count, 0.25 * count], most=1.0)
-    activities = [
-        Activity({link: 1.0}, 10.0, lambda now: None)
+    sharing = BandwidthSharing([2.0 * count, 0.25 * count], most=1.0)
+    flows = [
+        Flow({link: 1.0}, 10.0, lambda now: None)
         for link in (0, 1)
         for _ in range(count)
     ]
-    for activity in activities:
-        sharing.start(activity)
-    sharing.settle(0.0)
-    rates = [activity.rate for activity in activities]
+    for flow in flows:
+        sharing.start(flow)
+    sharing.advance(0.0)
+    rates = [flow.rate for flow in flows]
     assert rates == pytest.approx([1.0] * count + [0.25] * count)

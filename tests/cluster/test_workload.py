@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.workload import CodingTimes, Workload, builtin_names
+from paceline.cluster.workload import CompressorTimes, Workload, builtin_names
 from paceline.errors import UsageError
 
 GOOD: dict[str, Any] = {
@@ -50,7 +50,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         math.prod(shape) * size for shape, size in zip(shapes, itemsizes, strict=True)
     ]
     times = st.builds(
-        CodingTimes,
+        CompressorTimes,
         encode=st.floats(0, 1e6),
         decode=st.floats(0, 1e6),
         decode_per_worker=st.floats(0, 1e6),
@@ -203,7 +203,7 @@ def test_shapes_are_those_of_the_bytes(shape) -> None:
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
 def test_times_of_coding_are_zero_or_more(value) -> None:
     with pytest.raises(UsageError, match="coding: decode: expected"):
-        CodingTimes(encode=0.0, decode=value, decode_per_worker=0.0)
+        CompressorTimes(encode=0.0, decode=value, decode_per_worker=0.0)
 
 
 # ---- another model's ----

@@ -7,21 +7,21 @@ import torch
 
 import paceline
 from paceline.collectives.autotune import CANDIDATES
-from paceline.collectives.communicator import PointToPointComm, TorchComm
-from paceline.collectives.registry import COLLECTIVES, make, over
+from paceline.collectives.communicator import Communicator, ConnectionlessGroup
+from paceline.collectives.registry import COLLECTIVES, attach, make
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
 
-def every_collective_forms_the_same_mean(comm: TorchComm) -> None:
+def every_collective_forms_the_same_mean(comm: Communicator) -> None:
     runtime = join_runtime()
     rank = comm.rank
     for name in COLLECTIVES:
         collective = make(name)
-        if collective.needs_servers:
+        if collective.needs == "servers":
             continue
-        other = over(collective, runtime, comm.channel(name))
+        other = attach(collective, runtime, comm.channel(name))
         order: list[int] = []
         sums = [buffer.to(torch.int64) for buffer in buffers(rank)]
         pendings = []
@@ -58,17 +58,17 @@ def every_collective_forms_the_same_mean(comm: TorchComm) -> None:
         before = runtime.recorder.bytes_sent
         sent_in_bytes = 4 * 12 * 1024
         other.all_reduce(torch.zeros(sent_in_bytes // 4), "sum").wait()
-        schedule = collective.schedule(sent_in_bytes, other, other.racks)
+        schedule = collective.schedule(sent_in_bytes, other.placement)
         assert runtime.recorder.bytes_sent - before == schedule.bytes_sent(rank)
         other.close()
 
 
-def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
+def training_under_every_collective_is_bsp(comm: Communicator) -> None:
     """All ranks hold the same bits, and native's up to rounding; one ends early."""
     rank = comm.rank
     found = {}
     for name in COLLECTIVES:
-        if make(name).needs_servers:
+        if make(name).needs == "servers":
             continue
         torch.manual_seed(3)
         model = torch.nn.Sequential(
@@ -101,23 +101,25 @@ def training_under_every_collective_is_bsp(comm: TorchComm) -> None:
         paceline.distribute(model, optim, collective="rin")
 
 
-def auto_takes_the_same_row_on_all_ranks(comm: TorchComm) -> None:
+def auto_takes_the_same_row_on_all_ranks(comm: Communicator) -> None:
     """In the whole and in groups, in the training's order and in works."""
     runtime, rank = join_runtime(), comm.rank
     auto = make("auto")
-    other = over(auto, runtime, comm.channel("auto"))
-    if comm.places.cluster is None:  # it was measured: all have the slowest one's times
+    other = attach(auto, runtime, comm.channel("auto"))
+    if (
+        comm.placement.cluster is None
+    ):  # it was measured: all have the slowest one's times
         times = [auto._measured[name].seconds for name in sorted(auto._measured)]
         own = torch.tensor(times, dtype=torch.float64)
         most = own.clone()
         comm.all_reduce(most, "max").wait()
         assert torch.equal(own, most)
     others = [other, other.group((0, 1) if rank < 2 else (2,))]
-    others.append(PointToPointComm(other, range(3), f"{other.name}, everybody"))
+    others.append(ConnectionlessGroup(other, range(3), f"{other.name}, everybody"))
     for one in others:
         names = list(CANDIDATES)
         for size in (1, 1000, 300_000):
-            chosen = torch.tensor([names.index(auto.choice(4 * size, one))])
+            chosen = torch.tensor([names.index(auto.choice(4 * size, one.placement))])
             least, total = -chosen, torch.full((size,), float(one.rank + 1))
             pending = one.all_reduce(total, "sum").then(
                 lambda one=one, total=total: one.all_reduce(total, "max")

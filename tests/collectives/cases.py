@@ -5,7 +5,7 @@ A case is called with a communicator of its own.
 
 from __future__ import annotations
 
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.runtimes.join import join_runtime
 from tests.collectives import averages, halves, messages, works
 
@@ -18,6 +18,6 @@ CASES = {
 def run_case(name: str) -> None:
     """Run a case on this worker."""
     runtime = join_runtime()
-    comm = TorchComm(runtime, f"case {name}")
+    comm = Communicator(runtime, f"case {name}")
     CASES[name](comm)
     comm.close()

@@ -5,11 +5,11 @@ import os
 import torch
 
 import paceline
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.runtimes.join import join_runtime
 
 paceline.init()
-comm = TorchComm(join_runtime(), "dying")
+comm = Communicator(join_runtime(), "dying")
 buffer = torch.ones(1000)
 
 

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.reduce_scatter import OwnHalves, scatter
-from paceline.collectives.registry import make, over
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.reduce_scatter import NativeReduceScatter, reduce_scatter
+from paceline.collectives.registry import attach, make
 from paceline.interfaces.buckets import wire_bytes
 from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import skew
@@ -27,26 +27,26 @@ def random(size: int, dtype: torch.dtype, rank: int) -> torch.Tensor:
     return (values if dtype.is_complex else values.real.contiguous()).to(dtype)
 
 
-def two_halves_are_the_whole(comm: TorchComm) -> None:
+def two_halves_are_the_whole(comm: Communicator) -> None:
     """To the bit, in whatever order they are gathered; native's are the ring's."""
     runtime, rank = join_runtime(), comm.rank
     wholes = {
-        name: over(make(name), runtime, comm.channel(f"{name}, whole"))
+        name: attach(make(name), runtime, comm.channel(f"{name}, whole"))
         for name in SCHEDULES
     }
     for row in ("native", "auto", *SCHEDULES):
-        halves = over(make(row), runtime, comm.channel(f"{row}, halves"))
+        halves = attach(make(row), runtime, comm.channel(f"{row}, halves"))
         held, expected, scattered = [], [], []
         for number, (size, dtype) in enumerate(product(SIZES, DTYPES)):
             buffer, operation = random(size, dtype, rank), ("sum", "mean")[number % 2]
             name = row
             if row == "auto":
-                name = halves.collective.choice(wire_bytes(buffer), halves)
+                name = halves.collective.choice(wire_bytes(buffer), halves.placement)
             whole = wholes["ring" if name == "native" else name]
             expected.append(buffer.clone())
             pending = whole.all_reduce(expected[-1], operation)
             held.append(buffer)
-            scattered.append(scatter(halves, buffer, operation))
+            scattered.append(reduce_scatter(halves, buffer, operation))
             pending.wait()
             skew(rank, number)
         draw = torch.Generator().manual_seed(5)
@@ -61,27 +61,27 @@ def two_halves_are_the_whole(comm: TorchComm) -> None:
         whole.close()
 
 
-def halves_send_as_much_as_the_whole(comm: TorchComm) -> None:
+def halves_send_as_much_as_the_whole(comm: Communicator) -> None:
     runtime, n = join_runtime(), comm.size
     recorder = runtime.recorder
     for row in ("native", *SCHEDULES):
         collective = make(row)
-        other = over(collective, runtime, comm.channel(f"{row}, counted"))
+        other = attach(collective, runtime, comm.channel(f"{row}, counted"))
         for size in (1, 5, 1200):
             buffer = torch.zeros(size)
             start = recorder.bytes_sent
-            under_way = scatter(other, buffer, "sum")
+            under_way = reduce_scatter(other, buffer, "sum")
             first = recorder.bytes_sent - start
             under_way.gather().wait()
             both = recorder.bytes_sent - start
-            schedule = collective.schedule(size, other, other.racks)
+            schedule = collective.schedule(size, other.placement)
             assert both == 4 * schedule.bytes_sent(comm.rank)
             if row in ("native", "ring") and size % n == 0:
                 assert 2 * first == both
         other.close()
 
 
-def gathers_start_in_the_order_of_asking(comm: TorchComm) -> None:
+def gathers_start_in_the_order_of_asking(comm: Communicator) -> None:
     """Asked for before, between and after the scatters, while others are issued; what follows
     a gather sees the whole result."""
     channel = comm.channel("orders")
@@ -101,7 +101,7 @@ def gathers_start_in_the_order_of_asking(comm: TorchComm) -> None:
 
     for number, buffer in enumerate(held):
         skew(rank, number)
-        under_way[number] = scatter(channel, buffer, "sum")
+        under_way[number] = reduce_scatter(channel, buffer, "sum")
         if number % 2:
             gather(number)
     for number in (4, 0, 2):
@@ -112,7 +112,7 @@ def gathers_start_in_the_order_of_asking(comm: TorchComm) -> None:
     channel.close()
 
 
-def own_halves_are_the_mean(comm: TorchComm) -> None:
+def own_halves_are_the_mean(comm: Communicator) -> None:
     """As under NCCL, where no schedule is performed; in the whole numbers that have one sum."""
     n, rank = comm.size, comm.rank
     channel = comm.channel("own halves")
@@ -120,7 +120,8 @@ def own_halves_are_the_mean(comm: TorchComm) -> None:
         held = (torch.arange(size) + rank).to(torch.float64)
         number = torch.full((size,), complex(rank, 1.0))
         pendings = [
-            OwnHalves(channel, buffer, "sum").gather() for buffer in (held, number)
+            NativeReduceScatter(channel, buffer, "sum").gather()
+            for buffer in (held, number)
         ]
         for pending in pendings:
             pending.wait()

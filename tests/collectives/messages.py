@@ -6,13 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.collectives.communicator import MOST_GROUPS, PointToPointComm, TorchComm
+from paceline.collectives.communicator import (
+    MOST_GROUPS,
+    Communicator,
+    ConnectionlessGroup,
+)
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import buffers, skew
 
 
-def messages_and_all_to_all(comm: TorchComm) -> None:
+def messages_and_all_to_all(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     after, before = (rank + 1) % n, (rank - 1) % n
     coming = [torch.empty(2, 3, dtype=torch.int64) for _ in range(4)]
@@ -37,7 +41,7 @@ def messages_and_all_to_all(comm: TorchComm) -> None:
         comm.all_to_all(torch.empty(4), torch.empty(4))
 
 
-def an_all_reduce_made_of_sends_and_receives(comm: TorchComm) -> None:
+def an_all_reduce_made_of_sends_and_receives(comm: Communicator) -> None:
     """What a newcomer writes: step by step round a ring, each after the one before."""
     n, rank = comm.size, comm.rank
 
@@ -70,7 +74,7 @@ def an_all_reduce_made_of_sends_and_receives(comm: TorchComm) -> None:
         assert torch.equal(buffer, torch.full_like(buffer, 3.0 + 3 * index))
 
 
-def only_some_send_in_a_work(comm: TorchComm) -> None:
+def only_some_send_in_a_work(comm: Communicator) -> None:
     """A work may send to one neighbour, while others issue nothing."""
     value = torch.tensor([1.0])
 
@@ -83,7 +87,7 @@ def only_some_send_in_a_work(comm: TorchComm) -> None:
     assert value.item() == 3.0
 
 
-def groups_over_the_same_connections(comm: TorchComm) -> None:
+def groups_over_the_same_connections(comm: Communicator) -> None:
     """Another pair in each step, all steps under way together."""
     n, rank = comm.size, comm.rank
     pendings, values, expected = [], [], []
@@ -93,7 +97,7 @@ def groups_over_the_same_connections(comm: TorchComm) -> None:
         skew(rank, step)
         if rank == alone:
             continue
-        group = PointToPointComm(comm, pair, f"{comm.name}, pair {step}")
+        group = ConnectionlessGroup(comm, pair, f"{comm.name}, pair {step}")
         assert (group.size, group.rank) == (2, pair.index(rank))
         value = torch.full((step + 1,), float(10 * rank + step))
         values.append(value)
@@ -107,7 +111,7 @@ def groups_over_the_same_connections(comm: TorchComm) -> None:
         pending.wait()
     for value, total in zip(values, expected, strict=True):
         assert torch.equal(value, torch.full_like(value, total))
-    group = PointToPointComm(comm, range(n), f"{comm.name}, everybody")
+    group = ConnectionlessGroup(comm, range(n), f"{comm.name}, everybody")
     told, parts = torch.tensor([float(rank)]), torch.empty(n)
     group.broadcast(told, 2).wait()
     group.all_gather(parts, torch.tensor([rank + 1.0])).wait()
@@ -122,7 +126,24 @@ def groups_over_the_same_connections(comm: TorchComm) -> None:
             forbidden()
 
 
-def groups_that_are_kept_are_bounded(comm: TorchComm) -> None:
+def streams_whose_names_have_one_checksum(comm: Communicator) -> None:
+    """Two groups over the same connections, whose streams a CRC of 31 bits takes for one."""
+    n, rank = comm.size, comm.rank
+    first, second = (
+        ConnectionlessGroup(comm, range(n), f"{comm.name}, pair {number}")
+        for number in (29685295, 32060020)
+    )
+    one, other = torch.full((1,), 1.0 + rank), torch.full((1,), 11.0 + rank)
+    after, before = (rank + 1) % n, (rank - 1) % n
+    sent = [first.send(one, after), second.send(other, after)]
+    coming, next_one = torch.empty(1), torch.empty(1)
+    received = [second.receive(coming, before), first.receive(next_one, before)]
+    for pending in (*sent, *received):
+        pending.wait()
+    assert (coming.item(), next_one.item()) == (11.0 + before, 1.0 + before)
+
+
+def groups_that_are_kept_are_bounded(comm: Communicator) -> None:
     """Members agree on who sends how, whatever else each of them keeps."""
     runtime, rank = join_runtime(), comm.rank
     channel = comm.channel("bounded")
@@ -137,7 +158,7 @@ def groups_that_are_kept_are_bounded(comm: TorchComm) -> None:
         value = torch.tensor([float(rank)])
         group.all_reduce(value, "sum").wait()
         assert value.item() == sum(members)
-        if runtime.name != "simulated":
+        if not runtime.clock.is_virtual:
             assert group.has_own_group == (members == (1, 2))
         group.close()
         again = channel.group(members)  # made anew, by both
@@ -155,5 +176,6 @@ CASES = (
     an_all_reduce_made_of_sends_and_receives,
     only_some_send_in_a_work,
     groups_over_the_same_connections,
+    streams_whose_names_have_one_checksum,
     groups_that_are_kept_are_bounded,
 )

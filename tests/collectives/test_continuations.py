@@ -2,11 +2,12 @@
 
 import threading
 from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from paceline.collectives.continuations import Chain, ThreadRunner, WaitingRunner
+from paceline.collectives.pending import ContinuationChain, ThreadRunner, WaitingRunner
 from paceline.errors import UsageError
 from paceline.records import StepRecorder
 from tests.support.hanging import SECONDS
@@ -34,11 +35,9 @@ class Runtime:
     """What a chain asks of its runtime."""
 
     def __init__(self) -> None:
-        self.recorder = StepRecorder(0, self.now)
+        self.clock = SimpleNamespace(now=lambda: 0.0)
+        self.recorder = StepRecorder(0, self.clock.now)
         self.runners = []
-
-    def now(self) -> float:
-        return 0.0
 
     def runner(self, name, *, thread):
         self.runners.append(ThreadRunner(name) if thread else WaitingRunner())
@@ -55,11 +54,11 @@ def threads(name: str) -> list[threading.Thread]:
 
 
 def test_works_run_in_the_order_of_issue_whatever_is_in_first(runtime):
-    chain = Chain(runtime, "order")
+    chain = ContinuationChain(runtime, "order")
     results = [Result() for _ in range(3)]
     ran = []
     pendings = [
-        chain.follow(result, lambda i=i: ran.append(i))
+        chain.append(result, lambda i=i: ran.append(i))
         for i, result in enumerate(results)
     ]
     results[2].is_in.set()
@@ -73,9 +72,9 @@ def test_works_run_in_the_order_of_issue_whatever_is_in_first(runtime):
 
 
 def test_works_run_beside_the_caller_without_gradients(runtime):
-    chain = Chain(runtime, "beside")
+    chain = ContinuationChain(runtime, "beside")
     seen = []
-    chain.follow(
+    chain.append(
         None, lambda: seen.append((threading.current_thread(), torch.is_grad_enabled()))
     ).wait()
     assert seen[0][0] is not threading.current_thread()
@@ -84,9 +83,9 @@ def test_works_run_beside_the_caller_without_gradients(runtime):
 
 
 def test_a_thread_starts_with_the_first_work_and_ends_with_close(runtime):
-    chain = Chain(runtime, "lazy")
+    chain = ContinuationChain(runtime, "lazy")
     assert threads("lazy") == []
-    chain.follow(None, lambda: None).wait()
+    chain.append(None, lambda: None).wait()
     assert len(threads("lazy")) == 1
     chain.close()
     assert threads("lazy") == []
@@ -104,11 +103,11 @@ def test_a_runner_that_nobody_closes_takes_its_thread_along():
 
 
 def test_close_drops_what_has_not_run_and_says_so(runtime):
-    chain = Chain(runtime, "closed")
+    chain = ContinuationChain(runtime, "closed")
     under_way, ran = Result(), []
-    first = chain.follow(under_way, lambda: ran.append("first"))
-    second = chain.follow(Result(), lambda: ran.append("second"))
-    inner = chain.inner.follow(None, lambda: ran.append("inner"))
+    first = chain.append(under_way, lambda: ran.append("first"))
+    second = chain.append(Result(), lambda: ran.append("second"))
+    inner = chain.nested.append(None, lambda: ran.append("inner"))
     inner.wait()
     under_way.is_awaited.wait()
     closing = threading.Thread(target=chain.close)
@@ -124,15 +123,15 @@ def test_close_drops_what_has_not_run_and_says_so(runtime):
 
 
 def test_what_a_transport_raises_reaches_wait_and_all_later_works(runtime):
-    chain = Chain(runtime, "broken")
+    chain = ContinuationChain(runtime, "broken")
     lost = RuntimeError("Connection closed by peer")
     failing, later = Result(lost), Result()
     failing.is_in.set()
     later.is_in.set()
     ran = []
     pendings = [
-        chain.follow(failing, lambda: ran.append(1)),
-        chain.follow(later, lambda: ran.append(2)),
+        chain.append(failing, lambda: ran.append(1)),
+        chain.append(later, lambda: ran.append(2)),
     ]
     pendings.append(pendings[1].then(lambda: ran.append(3)))
     for pending in (*pendings[::-1], *pendings):
@@ -143,13 +142,13 @@ def test_what_a_transport_raises_reaches_wait_and_all_later_works(runtime):
 
 
 def test_where_only_the_caller_can_take_results_works_run_as_it_waits(runtime):
-    chain = Chain(runtime, "caller", thread=False)
+    chain = ContinuationChain(runtime, "caller", thread=False)
     results = [Result() for _ in range(3)]
     for result in results:
         result.is_in.set()
     ran = []
     pendings = [
-        chain.follow(result, lambda i=i: ran.append(i))
+        chain.append(result, lambda i=i: ran.append(i))
         for i, result in enumerate(results)
     ]
     after = pendings[0].then(lambda: ran.append("after"))

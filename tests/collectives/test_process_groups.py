@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from paceline.collectives.process_groups import (
-    PatientStore,
+    PollingStore,
     default_store,
     group_beside,
     meet,
@@ -47,7 +47,7 @@ class Impatient(dist.Store):
 
 def test_who_gets_what_is_not_there_yet_asks_until_it_is():
     store, found = Impatient(), []
-    patient = PatientStore(store)
+    patient = PollingStore(store)
     thread = threading.Thread(target=lambda: found.append(patient.get("key")))
     thread.start()
     assert store.asked.wait(SECONDS)
@@ -60,14 +60,14 @@ def test_what_never_comes_is_named():
     store = Impatient()
     store.set("one", b"")
     with pytest.raises(dist.DistStoreError, match="two"):
-        PatientStore(store).wait(["one", "two"], SOON)
+        PollingStore(store).wait(["one", "two"], SOON)
     store.timeout = SOON
     with pytest.raises(dist.DistStoreError, match="three"):
-        PatientStore(store).get("three")
+        PollingStore(store).get("three")
 
 
 def test_who_has_not_come_is_named():
-    store = PatientStore(Impatient())
+    store = PollingStore(Impatient())
     store.set("before 2", b"here")
     with pytest.raises(UsageError, match=r"'g'.*\[7\]"):
         meet(store, 0, (3, 7, 9), "group 'g'", SOON, "before")
@@ -78,7 +78,7 @@ def test_gloo_makes_a_group_and_waits_in_no_store():
 
     def make(rank):
         made[rank] = dist.ProcessGroupGloo(
-            PatientStore(store), rank, 2, timeout=timedelta(seconds=SECONDS)
+            PollingStore(store), rank, 2, timeout=timedelta(seconds=SECONDS)
         )
 
     threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]

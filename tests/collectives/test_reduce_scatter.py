@@ -8,71 +8,42 @@ import torch
 
 import paceline
 from paceline.collectives.algorithms import ParameterServer
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.composition import InTurn, Some
-from paceline.collectives.execute import combining, worked_out
-from paceline.collectives.halving_doubling import HalvingDoubling
-from paceline.collectives.pricing import seconds
-from paceline.collectives.reduce_scatter import check_halves, halved, scatter
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.reduce_scatter import (
+    both_halves,
+    check_halves,
+    reduce_scatter,
+)
 from paceline.collectives.registry import make
-from paceline.collectives.schedules import Ring, Star, Tree
+from paceline.collectives.schedules import (
+    Ring,
+    Star,
+    hierarchical,
+    racks_or_rows,
+    sequential,
+    step_range,
+)
+from paceline.collectives.timing import seconds
 from paceline.errors import UsageError
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
-from tests.collectives.halves import CASES, random
-from tests.collectives.test_schedules import racked
+from tests.collectives.halves import CASES
 from tests.support.simulations import LATENCY, LINK, cluster, rack, run
 from tests.support.tables import crossed
-
-WHOLES = {
-    "ring": Ring,
-    "shifted": lambda n, size: Ring(n, size, shift=2),
-    "tree": lambda n, size: InTurn((Tree(n, size, reduce=True), Tree(n, size))),
-    "halving-doubling": HalvingDoubling,
-    "rows": lambda n, size: racked(n, size, None),
-    "racks": lambda n, size: racked(n, size, [0] * (n - n // 3) + [7] * (n // 3)),
-}
-
-
-@pytest.mark.parametrize("name", WHOLES)
-def test_a_schedule_is_its_two_halves(name):
-    for n in range(1, 10):
-        for size in (1, 2, 3, 8, 101):
-            whole = WHOLES[name](n, size)
-            first, second = halved(whole)
-            held = [random(size, torch.float32, rank) for rank in range(n)]
-            expected = [tensor.clone() for tensor in held]
-            numbers = [torch.arange(size) * 10**rank for rank in range(n)]
-            sums = sum(numbers)
-            worked_out(whole, expected, combining("sum"))
-            for tensors in (held, numbers):
-                worked_out(first, tensors, combining("sum"))
-            # Each part is whole somewhere, so that nothing need be added any more.
-            complete = torch.stack([tensor == sums for tensor in numbers])
-            assert complete.any(0).all(), (n, size)
-            worked_out(second, held, combining("sum"))
-            for rank in range(n):
-                assert torch.equal(held[rank], expected[rank]), (n, size, rank)
-                sent = first.bytes_sent(rank), second.bytes_sent(rank)
-                assert sum(sent) == whole.bytes_sent(rank), (n, size, rank)
-            adding = [t.adds for k in range(first.steps) for t in first.step(k)]
-            spreading = [t.adds for k in range(second.steps) for t in second.step(k)]
-            assert all(adding)
-            assert not any(spreading)
 
 
 @pytest.mark.parametrize("n", [4, 9])
 def test_halves_are_priced_as_half_of_the_whole(n):
     network = cluster(rack(n))
-    for whole in (Ring(n, 840), WHOLES["rows"](n, 840)):
-        parts = [seconds(half, network) for half in halved(whole)]
+    for whole in (Ring(n, 840), hierarchical(840, racks_or_rows(n, None))):
+        parts = [seconds(half, network) for half in both_halves(whole)]
         assert parts[0] == pytest.approx(parts[1])
         assert sum(parts) == pytest.approx(seconds(whole, network))
 
 
 def test_what_has_no_halves_is_refused():
     with pytest.raises(UsageError, match=r"Star.*use collective='ring'"):
-        halved(InTurn((Star(3, 5, gather=True, adds=True), Star(3, 5))))
+        both_halves(sequential(Star(3, 5, gather=True, adds=True), Star(3, 5)))
     with pytest.raises(UsageError, match=r"'parameter-server' has no halves.*'ring'"):
         check_halves(ParameterServer())
     for name in ("ring", "native", "hierarchical", "halving-doubling", "tree", "auto"):
@@ -80,7 +51,7 @@ def test_what_has_no_halves_is_refused():
 
 
 def test_a_part_of_a_schedule_counts_its_steps_from_nought():
-    some = Some(Ring(3, 9), 1, 3)
+    some = step_range(Ring(3, 9), 1, 3)
     assert [[*some.step(number)] for number in range(some.steps)] == [
         [*Ring(3, 9).step(1)],
         [*Ring(3, 9).step(2)],
@@ -93,7 +64,7 @@ def test_a_part_of_a_schedule_counts_its_steps_from_nought():
 )
 def test_law_on_more_and_fewer_workers(case, n, play):
     where = cluster(rack(n - n // 3), rack(n // 3)) if n > 2 else n
-    run(where, lambda rank: case(TorchComm(join_runtime(), "law")), play=play)
+    run(where, lambda rank: case(Communicator(join_runtime(), "law")), play=play)
 
 
 # ---- time ----
@@ -111,13 +82,13 @@ HALF = 3 * LATENCY + 3 / 4 * SIZE / LINK
 def test_a_gather_asked_for_early_starts_when_its_scatter_is_in():
     def body(rank):
         runtime = join_runtime()
-        comm = TorchComm(runtime, "early")
+        comm = Communicator(runtime, "early")
         buffer = stand_in(SIZE)
-        start = runtime.now()
-        pending = scatter(comm, buffer, "sum").gather()
+        start = runtime.clock.now()
+        pending = reduce_scatter(comm, buffer, "sum").gather()
         pending.wait()
         assert torch.equal(buffer, torch.full((10,), 4.0))
-        return runtime.now() - start
+        return runtime.clock.now() - start
 
     assert run(4, body) == [pytest.approx(2 * HALF, rel=1e-6)] * 4
 
@@ -127,12 +98,12 @@ def test_a_gather_of_its_own_time_takes_half():
 
     def body(rank):
         runtime = join_runtime()
-        comm = TorchComm(runtime, "late")
-        scattered = scatter(comm, stand_in(SIZE), "sum")
+        comm = Communicator(runtime, "late")
+        scattered = reduce_scatter(comm, stand_in(SIZE), "sum")
         paceline.pace(10.0)
-        start = runtime.now()
+        start = runtime.clock.now()
         scattered.gather().wait()
-        return runtime.now() - start
+        return runtime.clock.now() - start
 
     assert run(4, body) == [pytest.approx(HALF, rel=1e-6)] * 4
 
@@ -143,13 +114,13 @@ def test_gathers_follow_one_another_in_the_order_of_asking():
 
     def body(rank):
         runtime = join_runtime()
-        comm = TorchComm(runtime, "in turn")
-        scattered = [scatter(comm, stand_in(SIZE), "sum") for _ in range(4)]
+        comm = Communicator(runtime, "in turn")
+        scattered = [reduce_scatter(comm, stand_in(SIZE), "sum") for _ in range(4)]
         pendings = [one.gather() for one in reversed(scattered)]
         ends = []
         for pending in pendings:
             pending.wait()
-            ends.append(runtime.now())
+            ends.append(runtime.clock.now())
         return ends
 
     latency, wire = 3 * LATENCY, 3 / 4 * SIZE / LINK
@@ -166,21 +137,21 @@ def test_scatters_do_not_queue_behind_gathers():
 
     def body(rank):
         runtime = join_runtime()
-        comm = TorchComm(runtime, "beside")
+        comm = Communicator(runtime, "beside")
         other = comm.channel("other")
-        large = [scatter(comm, stand_in(SIZE), "sum") for _ in range(3)]
+        large = [reduce_scatter(comm, stand_in(SIZE), "sum") for _ in range(3)]
         paceline.pace(10.0)
-        start = runtime.now()
+        start = runtime.clock.now()
         gathers = [one.gather() for one in large]
-        small = scatter(comm, stand_in(4000), "sum").gather()
+        small = reduce_scatter(comm, stand_in(4000), "sum").gather()
         own = stand_in(4000)
-        late = scatter(comm, own, "sum")
+        late = reduce_scatter(comm, own, "sum")
         other.all_reduce(stand_in(6000)).wait()  # a little longer than a scatter
-        assert runtime.now() - start < 0.1 * HALF
+        assert runtime.clock.now() - start < 0.1 * HALF
         assert own.max() == 4.0  # this rank's part of the sum
         assert own.min() < 4.0
         for pending in (*gathers, small, late.gather()):
             pending.wait()
-        return runtime.now() - start
+        return runtime.clock.now() - start
 
     assert min(run(4, body)) > 3 * HALF

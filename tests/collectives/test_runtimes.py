@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runtimes.real.exit import LOST_PEER
+from paceline.runtimes.processes import PEER_LOST_MARKERS
 from tests.collectives.cases import CASES, run_case
 from tests.support.forked import run_together, together
 from tests.support.simulations import run
@@ -37,4 +37,4 @@ def test_a_rank_that_dies_in_a_work_ends_the_job():
     assert ends[2].returncode == 3
     for end in ends[:2]:
         assert end.returncode not in (0, 3), end.stdout + end.stderr
-        assert any(words in end.stderr for words in LOST_PEER), end.stderr
+        assert any(words in end.stderr for words in PEER_LOST_MARKERS), end.stderr

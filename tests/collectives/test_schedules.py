@@ -1,6 +1,8 @@
-"""Schedules: contributions travel along the steps, and everyone gets what is due."""
+"""Schedules, one by one. Whole all-reduces are held by the laws of the conformance kit."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,76 +10,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives import schedules
-from paceline.collectives.algorithms import Hierarchical
-from paceline.collectives.composition import Among, InTurn, SideBySide, Some
-from paceline.collectives.execute import combining, perform, steps_of, worked_out
-from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.execute import (
+    perform,
+    reduce_function,
+    simulate_values,
+    steps_of,
+)
 from paceline.collectives.schedules import (
     Exchange,
+    HalvingDoubling,
     Ring,
     Star,
     Tree,
     all_to_all,
     barrier,
     offset_of,
+    on_ranks,
+    parallel,
     segment,
-    transfers_of,
+    sequential,
+    step_range,
 )
 from paceline.interfaces import Schedule, Transfer
 from tests.support.profiles import examples
 
 RANKS = [1, 2, 3, 4, 5, 7, 8, 13, 16]
-Holdings = list[dict[int, set[int]]]
-"""Per rank: whose contributions its copy of each segment contains."""
 
 
 def everyone(ranks: int) -> set[int]:
     return set(range(ranks))
-
-
-def play_ring(ring: Ring, holdings: Holdings, *, adds: int) -> None:
-    """Move segments; for the first *adds* steps a receiver adds, then it overwrites."""
-    n = ring.ranks
-    for number in range(ring.steps):
-        # What is sent in a step was held before it.
-        moving = []
-        for transfer in ring.step(number):
-            index = (transfer.source - number) % n
-            assert transfer.destination == (transfer.source + 1) % n
-            assert transfer.size == segment(ring.size, n, index)
-            content = set(holdings[transfer.source][index])
-            moving.append((transfer.destination, index, content))
-        assert len(moving) == n
-        for destination, index, content in moving:
-            if number < adds:
-                content |= holdings[destination].get(index, set())
-            holdings[destination][index] = content
-
-
-@pytest.mark.parametrize("n", RANKS)
-def test_ring_all_reduce_gives_all_of_the_sum(n: int) -> None:
-    holdings: Holdings = [{i: {rank} for i in range(n)} for rank in range(n)]
-    play_ring(Ring(n, 1000), holdings, adds=n - 1)
-    assert holdings == [{i: everyone(n) for i in range(n)}] * n
-
-
-@pytest.mark.parametrize("n", RANKS)
-def test_ring_reduce_scatter_gives_each_rank_one_whole_segment(n: int) -> None:
-    holdings: Holdings = [{i: {rank} for i in range(n)} for rank in range(n)]
-    ring = Ring(n, 1000, rounds=1)
-    play_ring(ring, holdings, adds=ring.steps)
-    whole = [
-        [index for index, content in held.items() if content == everyone(n)]
-        for held in holdings
-    ]
-    assert sorted(whole) == [[index] for index in range(n)]
-
-
-@pytest.mark.parametrize("n", RANKS)
-def test_ring_all_gather_gives_every_rank_every_segment(n: int) -> None:
-    holdings: Holdings = [{rank: {rank}} for rank in range(n)]
-    play_ring(Ring(n, 1000, rounds=1), holdings, adds=0)
-    assert holdings == [{i: {i} for i in range(n)}] * n
 
 
 @pytest.mark.parametrize("n", RANKS)
@@ -185,8 +146,8 @@ def test_bytes_sent_are_the_sum_over_steps(
         (Tree(5, 10, root=3), [0, 0, 0, 30, 10]),
         (Tree(5, 10, reduce=True), [0, 10, 10, 10, 10]),
         (HalvingDoubling(4, 10), [15, 15, 15, 15]),  # 5 + 3 or 2, and what is held
-        (InTurn((Tree(2, 10, reduce=True), Tree(2, 10))), [10, 10]),
-        (Among(4, (3, 1), Tree(2, 10)), [0, 0, 0, 10]),
+        (sequential(Tree(2, 10, reduce=True), Tree(2, 10)), [10, 10]),
+        (on_ranks(Tree(2, 10), 4, (3, 1)), [0, 0, 0, 10]),
         (Star(3, 10, root=1), [0, 20, 0]),
         (Star(3, 10, root=1, gather=True), [10, 0, 10]),
         (all_to_all(4, 10), [30] * 4),
@@ -214,9 +175,15 @@ def test_busiest_connection_carries_the_largest_segment_every_step(
     n: int, size: int, rounds: int
 ) -> None:
     ring = Ring(n, size, rounds)
+    ((activity,),) = ring.phases()
     largest = max(segment(size, n, index) for index in range(n))
-    assert ring.bytes_per_connection == ring.steps * largest
-    assert ring.bytes_per_connection >= max(ring.bytes_sent(r) for r in range(n))
+    assert activity.bytes == ring.steps * largest
+    assert activity.bytes >= max(ring.bytes_sent(r) for r in range(n))
+
+
+def latency(schedule: Schedule, one_way: Callable[[int, int], float]) -> float:
+    ((activity,),) = schedule.phases()
+    return activity.latency(one_way)
 
 
 @settings(max_examples=examples(300))
@@ -236,68 +203,22 @@ def test_ring_latency_is_the_longest_chain(edges: list[float], rounds: int) -> N
         assert destination == (source + 1) % n
         return edges[source]
 
-    assert ring.latency(one_way) == pytest.approx(max(chains), rel=1e-12)
+    assert latency(ring, one_way) == pytest.approx(max(chains), rel=1e-12)
 
 
 def test_ring_latency_by_hand() -> None:
     # Four ranks, six steps: all four edges once, and the two neighbours 5 and 3 again.
     edges = [1.0, 5.0, 3.0, 2.0]
-    assert Ring(4, 8).latency(lambda a, b: edges[a]) == 11 + 8
-    assert Ring(4, 8, rounds=1).latency(lambda a, b: edges[a]) == 5 + 3 + 2
-    assert Ring(1, 8).latency(lambda a, b: 7.0) == 0
-
-
-class Shape:
-    """What `Collective.schedule` asks of a `Comm`."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-
-def racked(n: int, size: int, racks: list[int] | None) -> Schedule:
-    return Hierarchical().schedule(size, Shape(n), racks)
-
-
-ALL_REDUCES = {
-    "ring": Ring,
-    "tree": lambda n, size: InTurn((Tree(n, size, reduce=True), Tree(n, size))),
-    "halving-doubling": HalvingDoubling,
-    "hierarchical": lambda n, size: racked(n, size, None),
-    "uneven racks": lambda n, size: racked(
-        n, size, [0] * (n - n // 3) + [7] * (n // 3)
-    ),
-    "star": lambda n, size: InTurn(
-        (Star(n, size, gather=True, adds=True), Star(n, size))
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ALL_REDUCES)
-def test_all_reduces_give_the_exact_sum_and_send_what_they_say(name: str) -> None:
-    for n in range(1, 10):
-        for size in (1, 2, 3, 7, 16, 101):
-            schedule = ALL_REDUCES[name](n, size)
-            held = [torch.arange(size) * 10**rank + rank for rank in range(n)]
-            sums, most = sum(held), torch.stack(held).amax(0)
-            largest = [tensor.clone() for tensor in held]
-            worked_out(schedule, held, combining("sum"))
-            worked_out(schedule, largest, combining("max"))
-            for rank in range(n):
-                assert torch.equal(held[rank], sums), (n, size, rank)
-                assert torch.equal(largest[rank], most), (n, size, rank)
-                sent = sum(
-                    send.stop - send.start
-                    for step in steps_of(schedule, rank)
-                    for send in step.sends
-                )
-                assert schedule.bytes_sent(rank) == sent, (n, size, rank)
+    assert latency(Ring(4, 8), lambda a, b: edges[a]) == 11 + 8
+    assert latency(Ring(4, 8, rounds=1), lambda a, b: edges[a]) == 5 + 3 + 2
+    assert latency(Ring(1, 8), lambda a, b: 7.0) == 0
 
 
 def test_a_reduce_scatter_leaves_each_rank_its_own_part() -> None:
     for n in range(1, 8):
         held = [torch.arange(3 * n) * (rank + 1) for rank in range(n)]
         whole = sum(held)
-        worked_out(Ring(n, 3 * n, rounds=1, shift=1), held, combining("sum"))
+        simulate_values(Ring(n, 3 * n, rounds=1, shift=1), held, reduce_function("sum"))
         for rank in range(n):
             part = slice(3 * rank, 3 * rank + 3)
             assert torch.equal(held[rank][part], whole[part])
@@ -306,26 +227,23 @@ def test_a_reduce_scatter_leaves_each_rank_its_own_part() -> None:
 def test_an_all_gather_adds_nothing() -> None:
     n = 5
     held = [torch.where(torch.arange(n) == rank, rank, -1) for rank in range(n)]
-    worked_out(Ring(n, n, rounds=1, gather=True), held, combining("sum"))
+    simulate_values(Ring(n, n, rounds=1, gather=True), held, reduce_function("sum"))
     assert all(tensor.tolist() == list(range(n)) for tensor in held)
 
 
-class Exchanging:
+class Exchanging(Schedule):
     """Both directions between two ranks at once: what leaves is what was held before."""
 
-    ranks, steps, priced = 2, 1, None
+    steps = 1
 
     def step(self, number: int):
         for rank in range(2):
             yield Transfer(rank, 1 - rank, 3, 0, adds=False)
 
-    def bytes_sent(self, rank: int) -> int:
-        return 3
-
 
 def test_what_is_sent_in_a_step_was_held_before_it() -> None:
     held = [torch.zeros(3), torch.ones(3)]
-    worked_out(Exchanging(), held, combining("sum"))
+    simulate_values(Exchanging(2), held, reduce_function("sum"))
     assert [tensor.tolist() for tensor in held] == [[1.0] * 3, [0.0] * 3]
 
 
@@ -344,13 +262,14 @@ def test_a_part_that_comes_where_one_leaves_from_waits_beside() -> None:
         part.fill_(5.0)
         return Done()
 
-    perform(steps_of(Exchanging(), 0), flat, combining("sum"), send, receive)
+    perform(steps_of(Exchanging(2), 0), flat, reduce_function("sum"), send, receive)
     assert left == [[0.0] * 3]
     assert flat.tolist() == [5.0] * 3
 
 
 def _several(n: int) -> list[Schedule]:
-    rings = [Among(n, (0,), Ring(1, 7)), Among(n, tuple(range(n)), Ring(n, 50), 7)]
+    everybody = tuple(range(n))
+    rings = on_ranks(Ring(1, 7), n, (0,)), on_ranks(Ring(n, 50), n, everybody, 7)
     return [
         Ring(n, 1000),
         Ring(n, 10, rounds=1, gather=True, shift=2),
@@ -359,27 +278,30 @@ def _several(n: int) -> list[Schedule]:
         all_to_all(n, 10),
         barrier(n),
         HalvingDoubling(n, 1000),
-        InTurn((Ring(n, 30, rounds=1), Tree(n, 30))),
-        SideBySide(tuple(rings)),
-        Some(Ring(n, 100), 1, max(1, Ring(n, 100).steps)),
-        Among(n + 2, tuple(range(n + 1, 1, -1)), all_to_all(n, 5), 3),
+        sequential(Ring(n, 30, rounds=1), Tree(n, 30)),
+        parallel(*rings),
+        step_range(Ring(n, 100), 1, max(1, Ring(n, 100).steps)),
+        on_ranks(all_to_all(n, 5), n + 2, tuple(range(n + 1, 1, -1)), 3),
     ]
 
 
 @pytest.mark.parametrize("n", RANKS)
 def test_a_rank_s_own_transfers_are_those_of_the_step_that_have_it(n: int) -> None:
     for schedule in _several(n):
-        for number in range(schedule.steps):
-            whole = list(schedule.step(number))
-            for rank in range(schedule.ranks):
-                own = list(transfers_of(schedule, number, rank))
+        steps = [list(schedule.step(number)) for number in range(schedule.steps)]
+        for rank in range(schedule.ranks):
+            own_steps = list(schedule.own_steps(rank))
+            assert len(own_steps) == len(steps)
+            for own, whole in zip(own_steps, steps, strict=True):
                 for end in ("source", "destination"):
                     mine, theirs = (
                         [one for one in of if getattr(one, end) == rank]
                         for of in (own, whole)
                     )
-                    assert mine == theirs, (schedule, number, rank)
+                    assert mine == theirs, (schedule, rank)
                 assert all(rank in (one.source, one.destination) for one in own)
+            sent = sum(one.size for step in steps for one in step if one.source == rank)
+            assert schedule.bytes_sent(rank) == sent
 
 
 def test_one_rank_s_steps_are_made_without_those_of_all_others(monkeypatch) -> None:
@@ -392,8 +314,8 @@ def test_one_rank_s_steps_are_made_without_those_of_all_others(monkeypatch) -> N
 
     monkeypatch.setattr(schedules, "Transfer", counted)
     n = 64
-    inner = Among(n, tuple(range(32, n)), Ring(32, 320), 5)
-    for schedule in (Ring(n, 640), InTurn((inner, Ring(n, 640))), all_to_all(n, 10)):
+    inner = on_ranks(Ring(32, 320), n, tuple(range(32, n)), 5)
+    for schedule in (Ring(n, 640), sequential(inner, Ring(n, 640)), all_to_all(n, 10)):
         made.clear()
         steps = steps_of(schedule, 40)
         assert len(steps) == schedule.steps
@@ -401,11 +323,10 @@ def test_one_rank_s_steps_are_made_without_those_of_all_others(monkeypatch) -> N
 
 
 def test_combined_schedules_keep_their_order() -> None:
-    both = InTurn(
-        (
-            SideBySide((Among(4, (0, 1), Tree(2, 8)), Among(4, (3, 2), Tree(2, 8)))),
-            Among(4, (1, 3), Ring(2, 8)),
-        )
+    tree, ring = Tree(2, 8), Ring(2, 8)
+    both = sequential(
+        parallel(on_ranks(tree, 4, (0, 1)), on_ranks(tree, 4, (3, 2))),
+        on_ranks(ring, 4, (1, 3)),
     )
     found = [
         (number, t.source, t.destination, t.size)
@@ -420,14 +341,28 @@ def test_combined_schedules_keep_their_order() -> None:
 @pytest.mark.parametrize("n", RANKS)
 def test_what_a_price_says_is_what_the_messages_do(n: int) -> None:
     for rounds in (1, 2):
-        ((priced,),) = Ring(n, 10 * n, rounds).priced
-        sent = [t for number in range(priced.steps) for t in priced.step(number)]
-        assert {(t.source, t.destination) for t in sent} == set(priced.connections)
+        ring = Ring(n, 10 * n, rounds)
+        ((activity,),) = ring.phases()
+        sent = [t for number in range(ring.steps) for t in ring.step(number)]
+        assert {(t.source, t.destination) for t in sent} == set(activity.traffic())
         for rank in range(n):
-            assert priced.messages_sent == sum(t.source == rank for t in sent)
-        for connection in priced.connections:
+            assert activity.messages == sum(t.source == rank for t in sent)
+        for connection, count in activity.traffic().items():
             carried = sum(t.size for t in sent if t[:2] == connection)
-            assert carried == priced.bytes_per_connection
-        assert priced.pattern == Ring(n, 3, rounds).pattern
-        assert list(priced.members) == list(range(n))
-    assert Ring(n, 1).pattern != Ring(n, 1, rounds=1).pattern
+            assert carried == count * activity.bytes
+        ((other,),) = Ring(n, 3, rounds).phases()
+        assert activity.key == other.key
+        assert list(activity.ranks) == list(range(n))
+    keys = [Ring(n, 1, rounds).phases()[0][0].key for rounds in (1, 2)]
+    assert keys[0] != keys[1]
+
+
+def test_an_activity_among_some_ranks_is_theirs() -> None:
+    ((activity,),) = on_ranks(Ring(3, 6), 9, (7, 2, 4)).phases()
+    assert activity.ranks == [7, 2, 4]
+    assert activity.traffic() == {(7, 2): 1, (2, 4): 1, (4, 7): 1}
+    assert activity.latency(lambda a, b: float(10 * a + b)) == 72 + 24 + 47 + 72
+    ((alone,),) = Ring(3, 6).phases()
+    ((others,),) = on_ranks(Ring(3, 6), 9, (7, 4, 2)).phases()
+    assert len({activity.key, alone.key, others.key}) == 3
+    assert (activity.bytes, activity.messages) == (alone.bytes, alone.messages)

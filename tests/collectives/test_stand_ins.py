@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from paceline.collectives.communicator import PointToPointComm, TorchComm
-from paceline.collectives.registry import COLLECTIVES, make, over
+from paceline.collectives.communicator import Communicator, ConnectionlessGroup
+from paceline.collectives.registry import COLLECTIVES, attach, make
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.support.simulations import cluster, rack, run
@@ -45,10 +45,10 @@ def seconds(make_comm, operation, elements):
 
     def body(rank):
         runtime = join_runtime()
-        comm = make_comm(runtime, TorchComm(runtime))
-        start = runtime.now()
+        comm = make_comm(runtime, Communicator(runtime))
+        start = runtime.clock.now()
         operation(comm, tensor).wait()
-        return runtime.now() - start
+        return runtime.clock.now() - start
 
     return max(run(cluster(rack(4), rack(2, uplink=8e6)), body))
 
@@ -57,7 +57,9 @@ def seconds(make_comm, operation, elements):
 def test_a_collective_s_price_is_of_the_bytes(name):
     def of(elements):
         return seconds(
-            lambda runtime, comm: over(make(name), runtime, comm), all_reduce, elements
+            lambda runtime, comm: attach(make(name), runtime, comm),
+            all_reduce,
+            elements,
         )
 
     assert of(2) == of(100) == of(SIZE // 4)
@@ -68,7 +70,7 @@ def own_group(_, comm):
 
 
 def sends(_, comm):
-    return PointToPointComm(comm, range(WORKERS), "sends")
+    return ConnectionlessGroup(comm, range(WORKERS), "sends")
 
 
 @pytest.mark.parametrize("make_comm", [own_group, sends])
@@ -85,9 +87,9 @@ def test_a_message_is_sent_at_the_price_of_the_bytes(shape):
     def of(tensor):
         def body(rank):
             runtime = join_runtime()
-            comm, start = TorchComm(runtime), runtime.now()
+            comm, start = Communicator(runtime), runtime.clock.now()
             (comm.receive if rank else comm.send)(tensor, 1 - rank).wait()
-            return runtime.now() - start
+            return runtime.clock.now() - start
 
         return max(run(2, body))
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import paceline
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
 
-def two_rounds_run_in_the_order_of_issue(comm: TorchComm) -> None:
+def two_rounds_run_in_the_order_of_issue(comm: Communicator) -> None:
     order: list[int] = []
     pendings = []
     rank = comm.rank
@@ -40,7 +40,7 @@ def two_rounds_run_in_the_order_of_issue(comm: TorchComm) -> None:
         assert torch.equal(buffer, torch.full_like(buffer, 6.0 * first)), index
 
 
-def three_rounds_nested_and_in_a_row(comm: TorchComm) -> None:
+def three_rounds_nested_and_in_a_row(comm: Communicator) -> None:
     rank = comm.rank
     nested, in_a_row = buffers(rank), buffers(rank)
     ends, order = [], []
@@ -74,7 +74,7 @@ def three_rounds_nested_and_in_a_row(comm: TorchComm) -> None:
         assert torch.equal(in_a_row[index], torch.full_like(nested[index], value))
 
 
-def many_chains_begin_to_issue_at_once(comm: TorchComm) -> None:
+def many_chains_begin_to_issue_at_once(comm: Communicator) -> None:
     """Each makes its own queue, in a thread of its own: in another order on each rank."""
     channels = [comm.channel(f"at once {number}") for number in range(BUCKETS)]
     ends, own = [], []
@@ -88,7 +88,7 @@ def many_chains_begin_to_issue_at_once(comm: TorchComm) -> None:
     assert [value.item() for value in own] == [9.0] * len(own)
 
 
-def a_group_s_result_goes_on_among_all(comm: TorchComm) -> None:
+def a_group_s_result_goes_on_among_all(comm: Communicator) -> None:
     """Works on a group, one of them of a single worker, issue on the whole."""
     members = (0, 1) if comm.rank < 2 else (2,)
     group = comm.group(members)
@@ -115,7 +115,7 @@ def a_group_s_result_goes_on_among_all(comm: TorchComm) -> None:
         assert whole[index].item() == 9.0 * index
 
 
-def every_collective_can_be_followed(comm: TorchComm) -> None:
+def every_collective_can_be_followed(comm: Communicator) -> None:
     n, rank = comm.size, comm.rank
     sent, parts = torch.tensor([float(rank)]), torch.empty(n)
     spread, total = torch.arange(float(n)) * (rank + 1), torch.empty(1)
@@ -142,7 +142,7 @@ class Stop(BaseException):
     """What no ``except Exception`` catches."""
 
 
-def an_error_of_a_work_reaches_wait(comm: TorchComm) -> None:
+def an_error_of_a_work_reaches_wait(comm: Communicator) -> None:
     for kind in (ValueError, Stop):
         channel = comm.channel(kind.__name__)
         run: list[str] = []
@@ -170,7 +170,7 @@ def an_error_of_a_work_reaches_wait(comm: TorchComm) -> None:
         assert run == ["ran"]  # what comes after it is not run
 
 
-def a_work_waits_for_nothing_and_makes_nothing(comm: TorchComm) -> None:
+def a_work_waits_for_nothing_and_makes_nothing(comm: Communicator) -> None:
     first, second = torch.ones(2), torch.ones(2)
     known = comm.all_reduce(second, "sum")
     known.wait()
@@ -192,7 +192,9 @@ def a_work_waits_for_nothing_and_makes_nothing(comm: TorchComm) -> None:
         channel = comm.channel(name)
         outside = channel.all_reduce(torch.ones(1), "sum")
 
-        def forbidden(name: str = name, channel: TorchComm = channel, outside=outside):
+        def forbidden(
+            name: str = name, channel: Communicator = channel, outside=outside
+        ):
             if name == "waits":
                 channel.all_reduce(torch.ones(1), "sum").wait()
             elif name == "makes a group":
@@ -211,10 +213,10 @@ def a_work_waits_for_nothing_and_makes_nothing(comm: TorchComm) -> None:
         outside.wait()
 
 
-def closing_drops_what_has_not_run(comm: TorchComm) -> None:
+def closing_drops_what_has_not_run(comm: Communicator) -> None:
     """What is left at a good end is dropped, and whoever still waits is told."""
     runtime = join_runtime()
-    other = TorchComm(runtime, f"{comm.name} to be closed", comm.process_group)
+    other = Communicator(runtime, f"{comm.name} to be closed", comm.process_group)
     channel = other.channel("closed")
     values = [torch.ones(2) for _ in range(3)]
     done = [channel.all_reduce(value, "sum").then(lambda: None) for value in values]
@@ -226,12 +228,12 @@ def closing_drops_what_has_not_run(comm: TorchComm) -> None:
     with pytest.raises(UsageError, match="closed"):
         late.wait()
     other.close()
-    again = TorchComm(runtime, f"{comm.name} to be closed", comm.process_group)
+    again = Communicator(runtime, f"{comm.name} to be closed", comm.process_group)
     again.channel("closed").all_reduce(values[0], "sum").wait()  # made anew
     again.close()
 
 
-def tensors_that_need_gradients_are_sent(comm: TorchComm) -> None:
+def tensors_that_need_gradients_are_sent(comm: Communicator) -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     code = torch.empty(4)
 
@@ -246,7 +248,7 @@ def tensors_that_need_gradients_are_sent(comm: TorchComm) -> None:
     assert weight.tolist() == [3.0] * 4
 
 
-def averages_over_servers_can_be_followed(comm: TorchComm) -> None:
+def averages_over_servers_can_be_followed(comm: Communicator) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = paceline.distribute(
         model,

@@ -11,7 +11,7 @@ import torch
 import paceline
 from paceline.cluster import Workload
 from paceline.cluster.stand_in import stand_in
-from paceline.compression import full_spec, make, warm_up_of
+from paceline.compression import full_spec, make, warm_up_message
 from paceline.compression.gd_top_k import EPOCH_STEPS
 from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.__main__ import present_of
@@ -107,29 +107,31 @@ def test_stand_ins_send_in_first_steps_what_real_gradients_do(code):
 
 
 def test_what_is_said_of_first_steps_is_what_is_sent():
-    code = make("gd-top-k").in_epochs(EPOCH)
+    code = make("gd-top-k").with_epoch(EPOCH)
     early, late = (
         sum(leg.size for leg in legs)
         for legs in (
-            code.warm_up_traffic([(SIDE, SIDE)], torch.float32, WORKERS)[0][1],
-            code.traffic([(SIDE, SIDE)], torch.float32, WORKERS),
+            code.code.warm_up_wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS)[0][1],
+            code.code.wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS),
         )
     )
-    said = warm_up_of(code, [(SIDE, SIDE)], torch.float32, WORKERS)
+    said = warm_up_message(code, [(SIDE, SIDE)], torch.float32, WORKERS)
     assert f"{late / DENSE:.1%} later" in said
     assert early > 2 * late
-    settled = code.settled()
-    assert not warm_up_of(settled, [(SIDE, SIDE)], torch.float32, WORKERS)
-    assert warm_up_of(make("dgc"), [(SIDE, SIDE)], torch.float32, WORKERS)
-    assert not warm_up_of(make("top-k"), [(SIDE, SIDE)], torch.float32, WORKERS)
+    settled = code.steady_state()
+    assert not warm_up_message(settled, [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert warm_up_message(make("dgc"), [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert not warm_up_message(make("top-k"), [(SIDE, SIDE)], torch.float32, WORKERS)
 
 
 def test_how_long_an_epoch_is_makes_no_other_code_of_it():
     """What coding takes is measured once for all."""
     code = make("gd-top-k:speed=fastest")
-    assert full_spec(code) == full_spec(code.in_epochs(7))
-    assert code.in_epochs(7) != code
-    assert make("gd-top-k:epoch_steps=3").in_epochs(7) == make("gd-top-k:epoch_steps=3")
+    assert full_spec(code) == full_spec(code.with_epoch(7))
+    assert code.with_epoch(7) != code
+    assert make("gd-top-k:epoch_steps=3").with_epoch(7) == make(
+        "gd-top-k:epoch_steps=3"
+    )
 
 
 def test_a_plan_counts_the_sampler_s_epochs_and_says_what_it_leaves_out():

@@ -6,8 +6,16 @@ from typing import ClassVar
 import pytest
 import torch
 
-from paceline.compression import BF16, FP16, ErrorFeedback, Identity, Int8
-from paceline.interfaces import Gather, Sum
+from paceline.compression import (
+    BF16,
+    FP16,
+    Gather,
+    GDTopK,
+    GradientCompression,
+    Int8,
+    NoCompression,
+    Sum,
+)
 from paceline.testing import CheckFailedError, check_compressor
 from tests.compression.toys import Halves
 
@@ -115,15 +123,15 @@ class OwnButCommon(Int8):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepsAGenerator(Identity):
+class KeepsAGenerator(NoCompression):
     state: ClassVar[str] = "own"
 
-    def init(self, like, name, rank):
+    def init_state(self, like, name, rank):
         return {"generator": torch.Generator()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForgetsTheType(Identity):
+class ForgetsTheType(NoCompression):
     def average(self, parts, states, place, sent=None):
         yield from super().average(parts, states, place, sent)
         for part in parts:
@@ -147,7 +155,7 @@ class UsesTheScriptsChance(FP16):
 
 
 @dataclass(frozen=True)
-class ForgetsHalf(ErrorFeedback):
+class ForgetsHalf(GradientCompression):
     def average(self, parts, states, place, sent=None):
         yield from super().average(parts, states, place, sent)
         for state in states:
@@ -155,8 +163,40 @@ class ForgetsHalf(ErrorFeedback):
                 state["residual"].mul_(0.5)
 
 
+@dataclass(frozen=True)
+class DropsWhereWorkersChange(GradientCompression):
+    def inherit_state(self, state, former, workers):
+        """Each begins anew."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class OutOfStep(Identity):
+class CountsAnew(GDTopK):
+    """Forgets in which epoch it is."""
+
+    def inherit_state(self, state, former, workers):
+        pass
+
+
+@dataclass(frozen=True)
+class SendsUnused(GradientCompression):
+    def average(self, parts, states, place, sent=None):
+        for part in parts:
+            if part.numel() and not part.any() and any(p.any() for p in parts):
+                part.view(-1)[0] = 1e-30
+        yield from super().average(parts, states, place, sent)
+
+
+@dataclass(frozen=True)
+class KeepsAnOverflow(GradientCompression):
+    def average(self, parts, states, place, sent=None):
+        yield from super().average(parts, states, place, sent)
+        if not all(part.isfinite().all() for part in parts):
+            for state in states:
+                state["residual"] = torch.zeros_like(state["residual"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutOfStep(NoCompression):
     def average(self, parts, states, place, sent=None):
         if parts and parts[0][0, 0] > 0:
             yield Sum(torch.ones(1))
@@ -165,18 +205,18 @@ class OutOfStep(Identity):
 
 @dataclass(frozen=True, kw_only=True)
 class SaysLess(FP16):
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         return [
             replace(leg, size=leg.size - 2)
-            for leg in super().traffic(shapes, dtype, workers)
+            for leg in super().wire_bytes(shapes, dtype, workers)
         ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallsItCommon(Identity):
+class CallsItCommon(NoCompression):
     state: ClassVar[str] = "own"
 
-    def init(self, like, name, rank):
+    def init_state(self, like, name, rank):
         return {"common": {"rank": rank}}
 
 
@@ -226,7 +266,17 @@ class WritesMemoryAsItLies(FP16):
         (ForgetsTheType(), "a sum of torch.int64 numbers is not exact"),
         (HidesOverflow(), "inf is hidden: the result is finite"),
         (UsesTheScriptsChance(), "draws from torch's global generator"),
-        (ForgetsHalf(Int8()), "gradients are neither sent nor residual"),
+        (
+            ForgetsHalf(Int8(), error_feedback=True),
+            "gradients are neither sent nor residual",
+        ),
+        (
+            DropsWhereWorkersChange(Int8(), error_feedback=True),
+            "gradients are neither sent nor residual",
+        ),
+        (CountsAnew(), "begins anew where the number of"),
+        (SendsUnused(BF16(), error_feedback=True), "sent of a tensor without"),
+        (KeepsAnOverflow(BF16(), error_feedback=True), "a step with an overflow"),
         (OutOfStep(), "workers are not in step, they yield: Sum of float32 .1,.; Sum"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",

@@ -3,10 +3,19 @@
 import pytest
 import torch
 
-from paceline.compression.packing import Reader
-from paceline.compression.selection import cut, largest, pick
-from paceline.compression.sparse import add_at, coded, opened, size_of
-from paceline.compression.value_bins import decode_values, encode_values, size_of_values
+from paceline.compression.base import Reader
+from paceline.compression.sparse import (
+    add_at,
+    decode_sparse,
+    decode_values,
+    encode_sparse,
+    encode_values,
+    largest,
+    select,
+    size_of_values,
+    sparse_bytes,
+    top_k_shape,
+)
 from paceline.errors import UsageError
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +65,7 @@ def test_what_is_not_finite_comes_first():
 
 @pytest.mark.parametrize(("elements", "chunk"), [(60, 20), (70, 20), (19, 20), (41, 1)])
 def test_chunks_are_tensors_by_themselves(elements, chunk):
-    of = cut(elements, 0.25, chunk)
+    of = top_k_shape(elements, 0.25, chunk)
     values = draw(elements, elements)
     apart = [
         start + place
@@ -64,43 +73,34 @@ def test_chunks_are_tensors_by_themselves(elements, chunk):
         for own in [values[start : start + chunk]]
         for place in slowly(own, max(1, round(len(own) * 0.25)))
     ]
-    assert pick(values, of).tolist() == apart
+    assert select(values, of).tolist() == apart
     assert len(apart) == of.count
 
 
 def test_many_chunks():
     values = draw(1, 300_000)
-    of = cut(300_000, 1 / 64, 4096)
+    of = top_k_shape(300_000, 1 / 64, 4096)
     apart = [
         largest(own, 64 if len(own) == 4096 else round(len(own) / 64)) + 4096 * number
         for number, own in enumerate(values.split(4096))
     ]
-    assert torch.equal(pick(values, of), torch.cat(apart))
+    assert torch.equal(select(values, of), torch.cat(apart))
 
 
 @pytest.mark.parametrize(
-    ("elements", "chunk", "width"),
+    ("elements", "density", "chunk", "width"),
     [
-        (2, 0, 1),
-        (256, 0, 1),
-        (257, 0, 2),
-        (2**16, 0, 2),
-        (2**16 + 1, 0, 3),
-        (2**24, 0, 3),
-        (2**24 + 1, 0, 4),
-        (2**32, 0, 4),
-        (2**24, 4096, 2),
-        (2**24, 256, 1),
+        *((1, 0.01, 0, 0), (100, 1.0, 0, 0)),  # all are sent
+        *((2, 0.5, 0, 1), (256, 0.5, 0, 1), (257, 0.5, 0, 2)),
+        *((2**16, 1e-3, 0, 2), (2**16 + 1, 1e-3, 0, 3)),
+        *((2**24, 1e-3, 0, 3), (2**24 + 1, 1e-3, 0, 4), (2**32, 1e-3, 0, 4)),
+        *((2**24, 1e-3, 4096, 2), (2**24, 1e-3, 256, 1)),
     ],
 )
-def test_places_take_as_few_bytes_as_they_can(elements, chunk, width):
-    of = cut(elements, 1e-3 if elements > 300 else 0.5, chunk)
+def test_places_take_as_few_bytes_as_they_can(elements, density, chunk, width):
+    of = top_k_shape(elements, density, chunk)
     assert of.width == width
-    assert size_of([of], torch.float32) == of.count * (4 + width)
-
-
-def test_all_that_is_sent_needs_no_places():
-    assert cut(100, 1.0).width == cut(1, 0.01).width == 0
+    assert sparse_bytes([of], torch.float32) == of.count * (4 + width)
 
 
 @pytest.mark.parametrize("chunk", [0, 100])
@@ -108,15 +108,15 @@ def test_all_that_is_sent_needs_no_places():
 @pytest.mark.parametrize("dtype", FLOATING, ids=str)
 def test_a_code_is_what_it_was(dtype, bits, chunk):
     """Places always, values up to their bits; of the size that was said."""
-    cuts = [cut(size, 0.1, chunk) for size in (7, 300, 70_000)]
+    cuts = [top_k_shape(size, 0.1, chunk) for size in (7, 300, 70_000)]
     tensors = [draw(of.elements, of.elements, dtype) for of in cuts]
-    places = [pick(values, of) for values, of in zip(tensors, cuts, strict=True)]
+    places = [select(values, of) for values, of in zip(tensors, cuts, strict=True)]
     picked = [(at, values[at]) for at, values in zip(places, tensors, strict=True)]
-    code = coded(picked, cuts, bits)
-    assert code.numel() == size_of(cuts, dtype, bits)
+    code = encode_sparse(picked, cuts, bits)
+    assert code.numel() == sparse_bytes(cuts, dtype, bits)
     worst = {32: 0, 2: 0.5}[bits]
     for (at, values), (there, arrived) in zip(
-        picked, opened(code, cuts, dtype, bits), strict=True
+        picked, decode_sparse(code, cuts, dtype, bits), strict=True
     ):
         assert torch.equal(at, there)
         off = (arrived.double() - values.double()).norm()
@@ -125,21 +125,21 @@ def test_a_code_is_what_it_was(dtype, bits, chunk):
 
 def test_a_place_outside_is_refused():
     for chunk in (0, 100):
-        of = cut(250, 0.1, chunk)
+        of = top_k_shape(250, 0.1, chunk)
         values = torch.rand(250)
-        places = pick(values, of)
-        good = coded([(places, values[places])], [of])
-        assert opened(good, [of], torch.float32)
+        places = select(values, of)
+        good = encode_sparse([(places, values[places])], [of])
+        assert decode_sparse(good, [of], torch.float32)
         for bad in (250 if not chunk else 100, 255):
             broken = good.clone()
             broken[-1] = bad
             with pytest.raises(UsageError, match="tensor of 250"):
-                opened(broken, [of], torch.float32)
-    last = cut(250, 0.1, 100)  # in the last chunk, of 50
-    code = coded([(pick(values, last), values[: last.count])], [last])
+                decode_sparse(broken, [of], torch.float32)
+    last = top_k_shape(250, 0.1, 100)  # in the last chunk, of 50
+    code = encode_sparse([(select(values, last), values[: last.count])], [last])
     code[-1] = 50
     with pytest.raises(UsageError, match="outside"):
-        opened(code, [last], torch.float32)
+        decode_sparse(code, [last], torch.float32)
 
 
 def test_values_are_added_where_they_belong():

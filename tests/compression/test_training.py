@@ -8,7 +8,13 @@ import torch
 import paceline
 from paceline.cluster.workload import Workload
 from paceline.collectives.schedules import Ring
-from paceline.compression import BF16, ErrorFeedback, Identity, Int4, Int8, make
+from paceline.compression import (
+    BF16,
+    GradientCompression,
+    Int4,
+    Int8,
+    make,
+)
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
@@ -81,7 +87,10 @@ def exchanged(workers, code):
         ("bf16", lambda n: ring(n, 2 * 250)),
         ("fp16:error_feedback=true", lambda n: ring(n, 2 * 250)),
         ("int8", lambda n: exchanged(n, {2: 10, 3: 9}[n] * (4 + 32))),  # padded
-        (ErrorFeedback(Int4()), lambda n: exchanged(n, 6 * (4 + 32))),
+        (
+            GradientCompression(Int4(), error_feedback=True),
+            lambda n: exchanged(n, 6 * (4 + 32)),
+        ),
         ("qsgd", lambda n: ring(n, n * 9 * (4 + 32), rounds=1)),
         ("ef-sign", lambda n: ring(n, n * (2 * 4 + 25 + 7), rounds=1)),
     ],
@@ -163,7 +172,9 @@ def duration(compression, memory):
 def test_coding_takes_virtual_time(spec):
     """As many passes over a gradient of 1,000 bytes as it declares."""
     quick, slow = duration(spec, memory=1e15), duration(spec, memory=1e6)
-    assert slow - quick == pytest.approx(sum(make(spec).passes(2)) * 1e-3, rel=1e-3)
+    assert slow - quick == pytest.approx(
+        sum(make(spec).memory_passes(2)) * 1e-3, rel=1e-3
+    )
     assert duration("none", 1e15) == duration("none", 1e6)
 
 
@@ -189,18 +200,22 @@ def test_the_planner_measures_compressed_means():
 # ---- who takes part ----
 
 
-@pytest.mark.parametrize(
-    "compression",
-    [
-        "bf16",
-        "int8",
-        "int8:error_feedback=true",
-        "int8:error_feedback=true,warmup_steps=6",
-        "qsgd",
-    ],
-)
+UNEVEN = [
+    *("bf16", "int8", "int8:error_feedback=true", "qsgd"),
+    "int8:error_feedback=true,warmup_steps=6",
+]
+SPARSE = [
+    *("top-k:density=0.3,small=0", "ef21:density=0.3,small=0"),
+    "gd-top-k:epoch_steps=3,small=0",
+    "dgc:density=0.3,momentum=0.5,warm_up_steps=4,small=0",
+    "dgc:density=0.3,warmup_steps=5,small=0",
+]
+"""These end elsewhere than without compression."""
+
+
+@pytest.mark.parametrize("compression", [*UNEVEN, *SPARSE])
 def test_uneven_data(compression):
-    """Whoever is out of data changes nothing, and all end with one model."""
+    """A worker out of data keeps in step and changes nothing; all end with one model."""
 
     def body(rank):
         model, optimizer = begin(compression)
@@ -210,7 +225,10 @@ def test_uneven_data(compression):
         return model.first.detach().clone()
 
     first, *others = run(3, body)
+    assert first.isfinite().all()
     assert all(torch.equal(first, other) for other in others)
+    if compression in SPARSE:
+        return
 
     def alone(rank):
         model, optimizer = begin("none")
@@ -245,7 +263,7 @@ def test_unused_parameters(compression):
 
 def test_new_buckets_keep_each_tensors_state():
     """State belongs to a tensor's name: no residual is lost where plans change."""
-    codes = compressed_average(ErrorFeedback(Int8()))
+    codes = compressed_average(GradientCompression(Int8(), error_feedback=True))
     names, total = ["first", "second"], torch.zeros(2, 10)
     given = torch.stack([torch.linspace(-1, 1, 10), torch.linspace(0, 3, 10)])
 
@@ -268,60 +286,50 @@ def test_new_buckets_keep_each_tensors_state():
 def test_keys_of_a_spec():
     text = "bsp:buckets=ddp,compression=int8,compression.rounding=stochastic"
     _, settings = parse_method(text)
-    assert settings.compression == Int8(rounding="stochastic")
+    assert settings.compression.code == Int8(rounding="stochastic")
     assert settings.buckets == "ddp"
     keys = settings.as_keys()
     assert keys["compression"] == "int8"
     assert Settings().changed_by(keys) == settings
-    assert Settings().compression == Identity()
+    assert Settings().compression == GradientCompression()
     assert "compression" not in Settings().as_keys()
-    given = Settings(compression=BF16())
-    assert parse_method("bsp", given)[1].compression == BF16()
-    assert parse_method("bsp:compression=none", given)[1].compression == Identity()
+    given = Settings(compression=GradientCompression(BF16()))
+    assert parse_method("bsp", given)[1].compression.code == BF16()
+    assert (
+        parse_method("bsp:compression=none", given)[1].compression
+        == GradientCompression()
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "words"),
     [
-        ("bsp:compression=int9", "unknown compression 'int9'. Did you mean 'int8'?"),
-        (
-            "bsp:compression=int8,compression.bits=4",
-            "compression 'int8': unknown key 'bits'. Known: decay, error_feedback, rounding, warmup_steps",
-        ),
-        ("bsp:compression.rank=4", "without 'compression'"),
-        (
-            "bsp:compresion=int8",
-            "unknown key 'compresion'. Did you mean 'compression'?",
-        ),
-        ("bsp:buckets.rule=ddp", "unknown key 'buckets.rule'"),
-        ("bsp:overlap.x=true", "method 'bsp': unknown key 'overlap.x'"),
+        ("bsp:compression.rank=4", "'compression.rank'"),
+        ("bsp:compresion=int8", "'compresion'.* 'compression'"),
+        ("bsp:buckets.rule=ddp", "'buckets.rule'"),
+        ("bsp:overlap.x=true", "'bsp'.* 'overlap.x'"),
     ],
 )
-def test_what_is_unknown_is_refused(text, said):
-    with pytest.raises(UsageError) as caught:
+def test_what_is_unknown_is_refused(text, words):
+    with pytest.raises(UsageError, match=words):
         parse_method(text)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "words"),
     [
-        ({"method": "osp"}, "'bf16' with method 'osp': it pushes parts of buckets"),
-        (
-            {"collective": "parameter-server", "compression": "int8"},
-            "its codes are gathered, and a server only adds",
-        ),
-        ({"compression": "bf15"}, "unknown compression 'bf15'"),
+        ({"method": "osp"}, "'bf16' .*'osp'"),
+        ({"collective": "parameter-server", "compression": "int8"}, "'int8'.*server"),
+        ({"compression": "bf15"}, "'bf15'"),
     ],
     ids=str,
 )
-def test_what_cannot_work_is_refused(options, said):
+def test_what_cannot_work_is_refused(options, words):
     def body(rank):
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError, match=words):
             begin(**{"compression": "bf16"} | options)
-        return str(caught.value)
 
-    assert all(said in told for told in run(2, body))
+    run(2, body)
 
 
 def test_servers_add_up_linear_codes():

@@ -7,8 +7,16 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import (
+from paceline.compression import (
+    COMMON,
+    Compressor,
+    Gather,
+    GatheredCompressor,
+    Leg,
+    SkipsSmallTensors,
+    Sum,
+)
+from paceline.compression.base import (
     Reader,
     dense,
     elements,
@@ -16,10 +24,9 @@ from paceline.compression.packing import (
     put,
     real_type,
     reals,
+    sum_uncompressed,
     to_bytes,
 )
-from paceline.compression.per_worker import Alone
-from paceline.interfaces import COMMON, Compressor, Gather, Leg, Sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,15 +36,11 @@ class TopK(Compressor):
     density: float = 0.25
 
     name: ClassVar[str] = "top-k"
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
-    state: ClassVar[str] = "none"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 2.0, 1.0
 
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         kept, kind = real_type(shapes, dtype)
         if not kind.is_floating_point:
             return dense(kept, kind)
@@ -46,7 +49,7 @@ class TopK(Compressor):
     def average(self, parts, states, place, sent=None):
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
-            yield from summed(parts, sent)
+            yield from sum_uncompressed(parts, sent)
             return
         whole = flat(parts).double()
         count = max(1, int(self.density * whole.numel()))
@@ -63,16 +66,14 @@ class TopK(Compressor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halves(Alone):
+class Halves(SkipsSmallTensors, GatheredCompressor):
     """bfloat16, and each worker's by itself."""
 
     small: int = 100
 
     name: ClassVar[str] = "halves"
-    unbiased: ClassVar[bool] = False
-    state: ClassVar[str] = "none"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 2.0, 2.0
 
     def _size(self, shapes, dtype):
@@ -95,14 +96,13 @@ class RankOne(Compressor):
 
     name: ClassVar[str] = "rank-one"
     linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
     rounds: ClassVar[int] = 2
     state: ClassVar[str] = "common"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 2.0, 2.0
 
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         kept, kind = real_type(shapes, dtype)
         if not kind.is_floating_point:
             return dense(kept, kind)
@@ -111,7 +111,7 @@ class RankOne(Compressor):
         rows = sum(elements([shape]) // column for shape, column in pairs)
         return Leg("sum", 8 * rows), Leg("sum", 8 * sum(columns))
 
-    def init(self, like, name, rank):
+    def init_state(self, like, name, rank):
         real = torch.view_as_real(like) if like.is_complex() else like
         columns = self.matrix(real).shape[1] if real.numel() else 0
         generator = torch.Generator().manual_seed(sum(name.encode()))
@@ -127,13 +127,13 @@ class RankOne(Compressor):
         ]
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
-            yield from summed(parts, sent)
+            yield from sum_uncompressed(parts, sent)
             return
         given = [self.matrix(part).double() for part in parts]
         rows = [len(m) for m in given]
         left = [m @ s["q"] for m, s in zip(given, states, strict=True)]  # p = M q
         left = (yield Sum(torch.cat(left))).split(rows)
-        left = [p / (p.norm() + 1e-30) for p in left]
+        left = [p / p.norm().clamp(min=1e-300) for p in left]
         right = [m.T @ p for m, p in zip(given, left, strict=True)]  # q = M' p
         if sent is not None:
             for own, p, q in zip(sent, left, right, strict=True):
@@ -145,7 +145,7 @@ class RankOne(Compressor):
             good = q.isfinite().all() & q.any()
             state["q"] = torch.where(good, q, state["q"])
 
-    def inherit(self, state, former, workers):
+    def inherit_state(self, state, former, workers):
         state[COMMON]["q"].copy_(former[0][COMMON]["q"])
 
 
@@ -155,14 +155,11 @@ class SignAlone(Compressor):
 
     name: ClassVar[str] = "sign-alone"
     linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
-    state: ClassVar[str] = "none"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 1.0, 1.0
 
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         kept, kind = real_type(shapes, dtype)
         return dense(kept, kind)
 

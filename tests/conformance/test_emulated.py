@@ -9,7 +9,7 @@ import paceline.testing.__main__ as kit
 from paceline.cluster import ServerHost
 from paceline.run_options import RunOptions
 from paceline.runtimes.emulated.launch import EmulatedJob
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.testing.cases import cluster_of
 from paceline.testing.method_checks import RUNTIME_CHECKS, sample, trials
 from tests.conformance.table import SLOW_EMULATED
@@ -22,7 +22,7 @@ from tests.runtimes.emulated.conftest import refusal
 def test_a_sample_of_the_checks_holds_in_the_emulated_runtime(servers, capfd):
     racks = cluster_of(3, racks=2)
     cluster = replace(racks, servers=(ServerHost(),) * servers)
-    with Fabric(cluster) as fabric:
+    with EmulatedNetwork(cluster) as fabric:
         part = ["--one-in", str(SLOW_EMULATED)]
         status = EmulatedJob(fabric, inspect.getfile(kit), part, RunOptions()).run()
     said = capfd.readouterr()

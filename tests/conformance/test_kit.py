@@ -330,7 +330,10 @@ class ReadsTheNetwork(BSP):
             raise UsageError(f"wanted={self.wanted}: expected 1 or 2")
 
     def start(self, run):
-        counts = [run.comm.racks.count(r) for r in sorted(set(run.comm.racks))]
+        counts = [
+            run.comm.placement.racks.count(r)
+            for r in sorted(set(run.comm.placement.racks))
+        ]
         assert [rack.workers for rack in run.cluster.racks] == counts
         if counts != {(1, 3): [3], (2, 3): [1, 2], (2, 4): [2, 2]}.get(
             (self.wanted, run.comm.size), [1]

@@ -1,79 +1,431 @@
-"""The server's laws, and disciplines that break one each."""
+"""The server's laws, and disciplines and networks that break one each."""
 
 import pytest
+import torch
 
 from paceline import methods
 from paceline.errors import UsageError
-from paceline.methods.asp import ApplyOnArrival
+from paceline.methods.asp import AsynchronousUpdates
+from paceline.methods.backup import BackupWorkers
+from paceline.methods.osp import OSP
+from paceline.methods.osp.measurement import WorkerReport, encode_report
+from paceline.methods.osp.parameter_server import (
+    TwoStageDiscipline,
+    decode_mask,
+    encode_mask,
+)
+from paceline.methods.ssp import BoundedStaleness, RankOrderedRounds
+from paceline.parameter_server.state_machine.pushes import PushOrder
+from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.parameter_server.state_machine.store import Store
 from paceline.spec import parse
 from paceline.testing import CheckFailedError
-from paceline.testing.server_checks import check_server
-
-METHODS = (
-    *("asp", "ssp:staleness=1", "ssp", "ssp:staleness=0", "dssp", "r2sp:warm_up=2"),
-    *("backup", "sync-switch:bsp_steps=2", "sync-switch:bsp_steps=0"),
+from paceline.testing.server_checks import check_server_method
+from paceline.testing.server_trial import (
+    ANY,
+    BUCKETS,
+    UNITS,
+    ServerLaws,
+    ServerTrial,
+    Stages,
 )
+from tests.support.profiles import examples
 
 
-WORKERS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+def report_of_a_step(choose):
+    """What a worker under osp may have measured: each step another network."""
+    return encode_report(
+        WorkerReport(
+            ready=[0.5, 1.0][: choose.choice([0, BUCKETS, BUCKETS, BUCKETS])],
+            end=1.0,
+            start_up=0.0,
+            per_byte=choose.choice([0.0, 1e-4, 1e-3, 1e-2]),
+            bytes=[choose.randrange(5000) for _ in range(BUCKETS)],
+            part=choose.choice([0.0, 0.5, 1.0, 1.0]),
+            whole=choose.choice([0.0, 1.0, 1.0, 2.0]),
+        )
+    )
 
 
-def discipline_of(spec, workers):
-    method, _ = methods.make(parse(spec), set())
-    return method.server(workers)
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch):
+    """osp decides in every step what is deferred."""
+    monkeypatch.setattr(OSP, "interval", 1)
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("spec", METHODS)
-def test_a_method_keeps_its_servers_laws(spec, workers):
-    check_server(lambda: discipline_of(spec, workers), (workers,))
+ALL_LATE = "osp:defer=most,budget=constant,most=1"
+TWO_STAGES = ServerLaws(bound=0, stages=Stages(decode_mask, report_of_a_step))
+LAWS = {
+    "asp": ANY,
+    "ssp:staleness=0": ServerLaws(bound=0),
+    "ssp:staleness=1": ServerLaws(bound=1),
+    "ssp:staleness=3": ServerLaws(bound=3),
+    "dssp:staleness=1,extra=1": ServerLaws(bound=2),
+    "r2sp:warm_up=2": ANY,
+    "sync-switch:bsp_steps=0": ANY,
+    "sync-switch:bsp_steps=2": ANY,
+    "sync-switch:bsp_steps=100": ServerLaws(bound=0),
+    "backup": ServerLaws(bound=0),
+    "backup:wait_for=2": ServerLaws(drops=True),
+    "gssp:staleness=0,members={members}": ServerLaws(bound=0),
+    "gssp:staleness=1,members={members}": ServerLaws(bound=1),
+    "gssp:staleness=3,members={members}": ServerLaws(bound=3),
+    "osp:defer=nothing": TWO_STAGES,
+    "osp:budget=constant,most=1": TWO_STAGES,
+    "osp:defer=most,budget=constant,most=0.6,order=importance": TWO_STAGES,
+    ALL_LATE: TWO_STAGES,
+}
+"""By spec, what a method promises; gssp with one group of all workers."""
 
 
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_so_does_one_group(staleness, workers):
+def check(spec, workers, seeds):
     members = f"0-{workers - 1}" if workers > 1 else "0"
-    spec = f"gssp:members={members},staleness={staleness}"
-    check_server(lambda: discipline_of(spec, workers), (workers,))
+
+    def make():
+        method, _ = methods.make(parse(spec.format(members=members)), set())
+        return method.server(workers)
+
+    check_server_method(make, (workers,), LAWS[spec], seeds)
 
 
-class AppliesAgain(ApplyOnArrival):
+def cases(workers):
+    return [(s, w) for s in LAWS for w in workers if "wait_for" not in s or w > 2]
+
+
+@pytest.mark.parametrize(("spec", "workers"), cases((1, 2, 3)))
+def test_a_method_keeps_its_servers_laws(spec, workers):
+    check(spec, workers, range(12 if workers == 2 else 6))
+
+
+DEFER_LITTLE = ("osp:defer=nothing", "osp:budget=constant,most=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "workers"), [c for c in cases((2, 4)) if c[0] not in DEFER_LITTLE]
+)
+def test_a_method_keeps_its_servers_laws_at_length(spec, workers):
+    check(spec, workers, range(examples(100)))
+
+
+@pytest.mark.parametrize(
+    "spec", ["ssp:staleness=1", "gssp:staleness=1,members={members}"]
+)
+def test_who_comes_back_ahead_of_the_bound_waits(spec):
+    """A worker that has done 5 steps died while it waited for one that has done 3. It came back
+    with its step 5, and was let start it at once."""
+    check(spec, 3, [7])
+
+
+# ---- mutants: each law catches somebody ----
+
+
+class AppliesAgain(AsynchronousUpdates):
     """Does not look whether a gradient is in the parameters already."""
 
-    def pushed(self, shard, push):
-        super().pushed(shard, push._replace(applied=False))
+    def on_push(self, shard, push):
+        super().on_push(shard, push._replace(applied=False))
 
 
-class Loses(ApplyOnArrival):
-    """Says that all steps have ended that anybody has begun."""
+class Forgets(AsynchronousUpdates):
+    """Answers one push, and does not apply it."""
 
-    def ended(self, shard):
-        return shard.fastest()
+    def on_push(self, shard, push):
+        if (push.worker, push.step, push.bucket) == (1, 3, 1):
+            shard.reply(push)
+        else:
+            super().on_push(shard, push)
 
 
-class CountsWhatItRefuses(ApplyOnArrival):
+class CompletesTooMuch(AsynchronousUpdates):
+    """Says in snapshots that all steps have ended that anybody has begun."""
+
+    def completed_step(self, shard):
+        return shard.next_unstarted_step()
+
+
+class WritesTornSnapshots(RankOrderedRounds):
+    """Has snapshots also while a step has ended for some buckets only."""
+
+    def completed_step(self, shard):
+        return max(self._ended[bucket] for bucket in shard.buckets)
+
+
+class ForgetsTheDead(RankOrderedRounds):
+    """Drops the gradients of workers that are lost."""
+
+    def on_change(self, shard):
+        for (step, _), pushes in self._rounds.items():
+            here = shard.active_workers(step)
+            pushes[:] = [push for push in pushes if push.worker in here]
+        super().on_change(shard)
+
+
+class AnswersTooEarly(BoundedStaleness):
+    """Looks at the step that was pushed, and not at the one that its answer starts."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def _let_go(self, shard):
+        waiting, self._waiting = self._waiting, []
+        for push in waiting:
+            if push.step <= shard.slowest_step() + self._staleness:
+                shard.reply(push)
+            else:
+                self._waiting.append(push)
+
+
+class AdmitsTooEarly(BoundedStaleness):
+    """Lets who comes back go on at once."""
+
+    def __init__(self):
+        super().__init__(1)
+
+    def may_pull(self, shard, step, bucket):
+        return True
+
+
+class AdmitsTooFar(AsynchronousUpdates):
+    """Lets who comes back leave out more steps than the others have done."""
+
+    def first_step(self, shard):
+        return shard.next_unstarted_step() + 1
+
+
+class AppliesAfterItsReply(BoundedStaleness):
+    """Answers those that wait with parameters that lack the gradient that they have waited for."""
+
+    def __init__(self):
+        super().__init__(0)
+
+    def on_push(self, shard, push):
+        self._waiting.append(push)
+        self._let_go(shard)
+        shard.apply(push)
+
+
+class NeverAnswers(AsynchronousUpdates):
+    """Applies one push, and does not answer it."""
+
+    def on_push(self, shard, push):
+        if (push.worker, push.step) == (1, 3):
+            shard.apply(push)
+        else:
+            super().on_push(shard, push)
+
+
+class WaitsForTheDead(RankOrderedRounds):
+    """Does not look again when a worker has left, or is lost."""
+
+    def on_change(self, shard):
+        pass
+
+
+class CountsWhatItRefuses(AsynchronousUpdates):
     """Takes no reports, and is changed by each."""
 
     reports = 0
 
-    def read_report(self, shard, report):
+    def decode_report(self, shard, report):
         self.reports += 1
         raise UsageError("no reports")
 
-    def tells(self, bucket):
+    def notice(self, bucket):
         return b""
 
 
+def rounds_that_drop():
+    return BackupWorkers(2, is_partial=True)
+
+
+class Staged(TwoStageDiscipline):
+    """Defers other units in each step."""
+
+    def __init__(self):
+        method = OSP(defer="most", budget="constant", most=0.6, order="importance")
+        super().__init__(method)
+
+
+class IgnoresOrder(Staged):
+    """Applies a unit's update before the one of the step before."""
+
+    def _may_end(self, shard, key):
+        here = {push.worker for push in self.rounds[key]}
+        return here.issuperset(shard.active_workers(key[0]))
+
+
+class ForgetsWhatIsLate(Staged):
+    """Answers what was deferred, and does not apply it."""
+
+    def on_push(self, shard, push):
+        if push.late and push.step == 3:
+            push = push._replace(gradient=torch.zeros_like(push.gradient))
+        super().on_push(shard, push)
+
+
+class WaitsForNoSecondStage(Staged):
+    """Has snapshots also while what was deferred is under way."""
+
+    def completed_step(self, shard):
+        return max(v for bucket in shard.buckets for v in self._of(shard, bucket))
+
+
+class LetsInTooEarly(Staged):
+    """Does not wait for what was deferred before the step of who comes back."""
+
+    def may_pull(self, shard, step, bucket):
+        return True
+
+
+class WaitsForTheDeadsUnits(Staged):
+    """Does not go on without what all who were to send it have deferred."""
+
+    def _skip(self, shard):
+        return False
+
+
+class ForgetsTheDeadsUnits(Staged):
+    """Drops what workers that are lost have sent late."""
+
+    def on_change(self, shard):
+        for (step, late, _), pushes in self.rounds.items():
+            here = shard.active_workers(step)
+            pushes[:] = [p for p in pushes if p.worker in here or not late] or pushes
+        super().on_change(shard)
+
+
+class SaysNoMaskAtFirst(Staged):
+    """Does not tell who pulls what its first step defers."""
+
+    def may_pull(self, shard, step, bucket):
+        may = super().may_pull(shard, step, bucket)
+        self.is_silent = may
+        return may
+
+    def on_push(self, shard, push):
+        self.is_silent = False
+        super().on_push(shard, push)
+
+    def notice(self, bucket):
+        return b"" if getattr(self, "is_silent", False) else super().notice(bucket)
+
+
+class SaysAnotherMask(Staged):
+    """Tells each bucket's workers in turn that they defer something."""
+
+    def notice(self, bucket):
+        self.said = getattr(self, "said", 0) + 1
+        return encode_mask([self.said % UNITS])
+
+
+class SkipsSteps(AsynchronousUpdates):
+    """Lets a worker leave out a step, without having said that it may."""
+
+    def on_push(self, shard, push):
+        shard.apply(push)
+        if push.step == 2 and shard.clock(push.worker) > 2:
+            shard.skip_to(push.worker, 4)
+        shard.reply(push)
+
+
 @pytest.mark.parametrize(
-    ("mutant", "law", "words"),
+    ("mutant", "laws", "law", "words"),
     [
-        (AppliesAgain, "every_gradient_is_applied_once", "is 2.000 times"),
-        (Loses, "every_gradient_is_applied_once", "is 0.000 times"),
-        (CountsWhatItRefuses, "what_is_refused_changes_nothing", "a refused Push"),
+        (AppliesAgain, ANY, "faults_of_all_kinds", r"is 2\.000 times"),
+        (Forgets, ANY, "without_faults", r"is 0\.000 times"),
+        (CompletesTooMuch, ANY, "faults_of_all_kinds", r"is 0\.000 times"),
+        (WritesTornSnapshots, ANY, "faults_of_all_kinds", r"is 0\.000 times"),
+        (ForgetsTheDead, ANY, "workers_that_die", r"is 0\.000 times"),
+        (rounds_that_drop, ANY, "without_faults", "is to leave out|0.000 times"),
+        (SkipsSteps, ANY, "without_faults", "is to leave out steps"),
+        (AnswersTooEarly, ServerLaws(1), "without_faults", "may be 1 ahead at most"),
+        (AdmitsTooEarly, ServerLaws(1), "faults_of_all_kinds", "may be 1 ahead"),
+        (AsynchronousUpdates, ServerLaws(2), "without_faults", "2 ahead|3 without"),
+        (
+            AppliesAfterItsReply,
+            ServerLaws(0),
+            "without_faults",
+            "starts step 1 without",
+        ),
+        (AdmitsTooFar, ANY, "faults_of_all_kinds", "is to begin with step"),
+        (NeverAnswers, ANY, "without_faults", "waits for ever"),
+        (WaitsForTheDead, ANY, "without_faults", "waits for ever"),
+        (CountsWhatItRefuses, ANY, "refused_changes_nothing", "a refused Push"),
+        (IgnoresOrder, TWO_STAGES, "without_faults", "starts step . with"),
+        (ForgetsWhatIsLate, TWO_STAGES, "without_faults", "without|0.000 times"),
+        (WaitsForNoSecondStage, TWO_STAGES, "all_kinds", "without|0.000 times"),
+        (LetsInTooEarly, TWO_STAGES, "all_kinds", "starts step . without"),
+        (WaitsForTheDeadsUnits, TWO_STAGES, "all_kinds", "waits for ever"),
+        (ForgetsTheDeadsUnits, TWO_STAGES, "all_kinds", "without|0.000 times"),
+        (SaysNoMaskAtFirst, TWO_STAGES, "all_kinds", "must be equal|refuses"),
+        (SaysAnotherMask, TWO_STAGES, "without_faults", "must be equal"),
     ],
 )
-def test_a_broken_law_is_caught(mutant, law, words):
+def test_a_discipline_that_breaks_a_law_is_caught(mutant, laws, law, words):
     with pytest.raises(CheckFailedError, match=words) as caught:
-        check_server(mutant, (3,))
+        check_server_method(mutant, (1, 3) if laws.stages else (3,), laws)
+    [note] = caught.value.__notes__
+    assert law in note
+
+
+# ---- networks and servers that break one ----
+
+
+def hears_of_no_loss(server, worker, incarnation, now):
+    return []
+
+
+def has_applied_nothing(store, worker, step, bucket):
+    return False
+
+
+def parameters_themselves(store, bucket, units=None):
+    return store.flats[bucket]
+
+
+def delivers_twice(trial, worker, deliver=ServerTrial.deliver_request):
+    worker.requests.appendleft(worker.requests[0])
+    deliver(trial, worker)
+    deliver(trial, worker)
+
+
+def loses_a_request(trial, worker, deliver=ServerTrial.deliver_request):
+    if len(worker.requests) > 1 and worker.step == 3:
+        worker.requests.pop()
+    deliver(trial, worker)
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant", "spec", "law", "words"),
+    [
+        *[
+            (ParameterServer, "on_worker_lost", hears_of_no_loss, spec, *what)
+            for spec in ("ssp:staleness=0", "ssp:staleness=1", "backup", ALL_LATE)
+            for what in [("workers_that_die", "waits for ever")]
+        ],
+        (Store, "has_applied", has_applied_nothing, "asp", "all_kinds", "is 2.000"),
+        (
+            Store,
+            "parameters",
+            parameters_themselves,
+            "asp",
+            "without_faults",
+            "written",
+        ),
+        *(
+            (PushOrder, name, lambda *_: None, ALL_LATE, "refused", "is answered with")
+            for name in ("_check_is_left", "check_late_units")
+        ),
+        (ServerTrial, "deliver_request", delivers_twice, "asp", "", "refuses"),
+        (ServerTrial, "deliver_request", loses_a_request, "asp", "", "waits for ever"),
+    ],
+)
+def test_a_network_or_server_that_breaks_a_law_is_caught(
+    where, name, mutant, spec, law, words, monkeypatch
+):
+    monkeypatch.setattr(where, name, mutant)
+    with pytest.raises(CheckFailedError, match=words) as caught:
+        check(spec, 3, range(12))
     [note] = caught.value.__notes__
     assert law in note

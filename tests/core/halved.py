@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.interfaces import Pending, Scattered
+from paceline.interfaces import Pending, ReduceScatter
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
 
@@ -33,7 +33,7 @@ class HalvedWorker(BSPWorker):
 
     def __init__(self, run, method):
         super().__init__(run, method)
-        self.scattered: list[Scattered] = []
+        self.scattered: list[ReduceScatter] = []
         self.gathered: list[Pending] = []
 
     def bucket_ready(self, bucket):

@@ -12,7 +12,7 @@ from tests.support import forked
 from tests.support.hanging import SECONDS
 from tests.support.training import simulate
 
-METHODS = ["local-sgd:every=4", "sel-sync", "daso", "ds-sync:size=2"]
+METHODS = ["local-sgd:sync_every=4", "sel-sync", "daso", "ds-sync:size=2"]
 
 
 def trained(method, steps, later=0):
@@ -52,7 +52,7 @@ def test_equal_numbers_of_steps_are_not(method):
     simulate(4, lambda rank: trained(method, (5, 5), later=3))
 
 
-@pytest.mark.parametrize("method", ["bsp", "asp", "diloco:every=4"])
+@pytest.mark.parametrize("method", ["bsp", "asp", "diloco:sync_every=4"])
 def test_where_anybody_may_look_alone_nobody_is_refused(method):
     """The result is at hand on each worker, or on the server."""
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def test_where_anybody_may_look_alone_nobody_is_refused(method):
     simulate(2, body)
 
 
-@pytest.mark.parametrize("case", ["local-sgd:every=4 5 10", "sel-sync 6 5"])
+@pytest.mark.parametrize("case", ["local-sgd:sync_every=4 5 10", "sel-sync 6 5"])
 def test_real_workers_are_told_in_words_and_soon(case):
     ranks = forked.together(
         3, ["-m", "tests.core.test_consolidated_together", *case.split()]

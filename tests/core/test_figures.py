@@ -56,7 +56,7 @@ def figures(method: str) -> list[list[dict[str, float]]]:
 
 
 def test_rounds_are_counted() -> None:
-    for told in figures("local-sgd:every=4"):
+    for told in figures("local-sgd:sync_every=4"):
         assert [one["round"] for one in told] == [s // 4 for s in range(1, STEPS + 1)]
 
 

@@ -400,9 +400,9 @@ def test_a_compression_that_was_never_used_is_told(capsys):
     [
         ("bsp", 1),
         ("asp", 1),
-        ("local-sgd:every=4", 4),
-        ("diloco:every=6", 6),
-        ("streaming-diloco:every=6,fragments=3,delay=1", 6),
+        ("local-sgd:sync_every=4", 4),
+        ("diloco:sync_every=6", 6),
+        ("streaming-diloco:sync_every=6,fragments=3,delay=1", 6),
         ("ds-sync", 2),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_round_with_a_lag_waits_for_nobody():
             optimizer.zero_grad()
             model().backward()
             optimizer.step()
-        at = join_runtime().now()
+        at = join_runtime().clock.now()
         optimizer.finish()
         return at
 

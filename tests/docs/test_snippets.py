@@ -1,6 +1,7 @@
 """What pages show works: their commands are understood, their Python runs, their site has no dead link."""
 
 import importlib.util
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -13,7 +14,8 @@ from typer.main import get_command
 
 import paceline
 from paceline.cli import app
-from paceline.cluster import uniform_cluster
+from paceline.cluster import parse_cluster, uniform_cluster
+from paceline.cluster.cluster_file import TABLE_KEYS
 from paceline.runtimes.simulated import Simulation
 from tests.docs.test_examples import ROOT
 
@@ -108,6 +110,39 @@ def test_python_that_is_shown_runs(block, monkeypatch):
             exec(compile(part, "page", "exec"), fresh)
 
     Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+
+
+def networks():
+    """Each cluster file that a page shows."""
+    for page in PAGES:
+        for number, block in enumerate(blocks(page, "toml")):
+            yield pytest.param(block, id=f"{page.stem}-{number}")
+
+
+@pytest.mark.parametrize("block", list(networks()))
+def test_a_cluster_file_that_is_shown_is_read(block):
+    assert parse_cluster(block).workers == 4 * block.count("[[rack]]")
+
+
+@pytest.mark.parametrize("table", list(TABLE_KEYS))
+def test_the_reference_of_the_cluster_file_has_every_key(table):
+    """And no other: the first column of the table's section."""
+    page = (ROOT / "docs" / "reference" / "cluster-file.md").read_text()
+    section = re.split(rf"^## `\[+{table}\]+`$", page, flags=re.MULTILINE)[1]
+    rows = re.findall(r"^\| `(\w+)` \|", section.split("\n## ")[0], re.MULTILINE)
+    assert sorted(rows) == sorted(TABLE_KEYS[table])
+
+
+def described():
+    """Each name whose docstring a page shows."""
+    for page in PAGES:
+        for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
+            yield pytest.param(name, id=name)
+
+
+@pytest.mark.parametrize("name", list(described()))
+def test_a_name_that_a_page_describes_exists(name):
+    pkgutil.resolve_name(name)
 
 
 @pytest.mark.slow

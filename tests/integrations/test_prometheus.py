@@ -1,6 +1,6 @@
 """``paceline serve --metrics``: what Prometheus reads is what the server counts."""
 
-import socket
+import contextlib
 import sys
 import urllib.error
 import urllib.request
@@ -9,15 +9,17 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Sender
-from paceline.interfaces.server_messages import DTYPES, Done, Introduce, Load, Pull
-from paceline.parameter_server.process import metrics
-from paceline.parameter_server.process.dedicated_server import make_shell
-from paceline.parameter_server.process.metrics import Endpoint, Figures, figures_of
+from paceline.interfaces.server_messages import DTYPES, Describe, Done, Load, Pull
+from paceline.parameter_server.process.host import ServerHost
+from paceline.parameter_server.process.metrics import (
+    Figures,
+    figures_of,
+    serve_metrics,
+)
+from paceline.parameter_server.process.services import make_service
 from paceline.parameter_server.process.surviving import SurvivingJob
-from paceline.transport.listener import Listener
+from paceline.transport.listener import ServerListener
 from paceline.transport.protocol import HEADER_BYTES
-from tests.support.hanging import SECONDS, eventually
 from tests.support.server_jobs import TOKEN, Adder, connect, running, time_limit
 
 
@@ -27,10 +29,10 @@ def _limit():
         yield
 
 
-def read(endpoint):
+def read(place):
     """Name and labels, and the value, of each sample, by Prometheus' own parser."""
     parser = pytest.importorskip("prometheus_client.parser")
-    url = f"http://127.0.0.1:{endpoint.port}/metrics"
+    url = "http://{}:{}/metrics".format(*place)
     with urllib.request.urlopen(url) as answer:
         text = answer.read().decode()
     found = {}
@@ -52,7 +54,6 @@ FIGURES = Figures(
         "gradients dropped": 1,
         "workers lost": 4,
         "pushes that came again": 2,
-        "requests that came again": 1,
     },
     requests={"push": 6},
     refused={"token": 8},
@@ -67,7 +68,7 @@ SAMPLES = {
     ("paceline_refused_total", "token"): 8,
     ("paceline_gradients_applied_total",): 5,
     ("paceline_gradients_dropped_total",): 1,
-    ("paceline_duplicates_refused_total",): 3,
+    ("paceline_duplicates_refused_total",): 2,
     ("paceline_workers_lost_total",): 4,
     ("paceline_worker_steps", "0"): 12,
     ("paceline_worker_steps", "2"): 9,
@@ -79,37 +80,30 @@ SAMPLES = {
 
 @pytest.fixture
 def tell():
-    """Endpoints, which end with the test."""
+    """Serves figures until the test ends; returns where."""
     pytest.importorskip("prometheus_client")
-    opened = []
-
-    def one(figures):
-        opened.append(Endpoint("127.0.0.1:0", figures))
-        return opened[-1]
-
-    yield one
-    for endpoint in opened:
-        endpoint.close()
+    with contextlib.ExitStack() as opened:
+        yield lambda figures: opened.enter_context(serve_metrics("0", figures))
 
 
 def test_every_figure_is_told_and_parses(tell):
     assert read(tell(lambda: FIGURES)) == SAMPLES
 
 
-def test_between_two_trainings_there_is_nothing_to_tell(tell):
+def test_before_it_listens_there_is_nothing_to_tell(tell):
     assert read(tell(lambda: None)) == {}
 
 
 def test_a_server_counts_what_comes_and_goes(tell):
     machine = Adder(2)
-    with running(machine, 2) as shell:
-        endpoint = tell(lambda: figures_of(shell, machine))
-        worker = connect(shell)
+    with running(machine, 2) as host:
+        endpoint = tell(lambda: figures_of(host.host))
+        worker = connect(host)
         sent = torch.ones(10, dtype=DTYPES["float32"])
         assert worker.request(Load(bucket=0), sent).wait() == Done()
         worker.request(Pull(bucket=0), into=torch.ones(10)).wait()
         with pytest.raises(UsageError):
-            connect(shell, token="of another job")
+            connect(host, token="of another job")
         found = read(endpoint)
         worker.close()
     assert found["paceline_workers",] == 2
@@ -121,93 +115,66 @@ def test_a_server_counts_what_comes_and_goes(tell):
     assert ("paceline_steps",) not in found, "this one holds no parameters"
 
 
-def test_a_server_of_one_training_after_the_other_tells_of_the_one_it_serves():
-    listener = Listener("127.0.0.1", 0, workers=1)
-    shell = make_shell(1, listener, TOKEN)
-    dedicated = shell.server
+def test_figures_are_those_of_the_service_that_holds_parameters_now():
+    host = ServerHost(ServerListener(workers=1, token=TOKEN))
     try:
-        dedicated.machine.counts["gradients applied"] += 5
-        assert figures_of(shell, dedicated).counts == {"gradients applied": 5}
-        words = Introduce(kind="group-server", services=["server 0"], number=0)
-        [answer] = dedicated.on_message(Sender(0, 0, "", 0, 0), words, None, 0.0)
-        assert answer.message == Done(), "it is of another kind now"
-        dedicated.machine.counts["gradients applied"] += 7
-        assert figures_of(shell, dedicated).counts == {"gradients applied": 7}
+        assert figures_of(host).counts == {}
+        for kind in ("server", "group-server"):
+            words = Describe(kind=kind, services=["server 0"])
+            service = make_service(words, 1)
+            hosted = host.add(service)
+            holder = service if kind == "server" else service.local
+            holder.counts["gradients applied"] += 7
+            assert figures_of(host).counts == {"gradients applied": 7}
+            host.services.pop(hosted.key).peers.close(well=True)
+            assert figures_of(host).counts == {}
     finally:
-        shell.close()
-        listener.close()
+        host.close()
 
 
 def test_a_snapshot_has_an_age(tell, tmp_path):
     path = tmp_path / "snapshot"
-    job = SurvivingJob(1, "127.0.0.1", 0, TOKEN, snapshot=path)
+    job = SurvivingJob(
+        ServerListener(workers=1, token=TOKEN, numbers=True), snapshot=path
+    )
     try:
-        endpoint = tell(job.figures)
+        endpoint = tell(lambda: figures_of(job.host, path))
         assert ("paceline_snapshot_age_seconds",) not in read(endpoint)
         path.touch()
         assert read(endpoint)["paceline_snapshot_age_seconds",] >= 0
     finally:
-        job.close()
+        job.host.close()
 
 
 def test_it_listens_where_it_was_told_and_ends_with_its_server(tell):
-    endpoint = tell(lambda: FIGURES)
-    with pytest.raises(UsageError, match="cannot listen there"):
-        Endpoint(f"127.0.0.1:{endpoint.port}", lambda: FIGURES)
+    host, port = tell(lambda: FIGURES)
+    assert host == "127.0.0.1", "a port alone is one of loopback"
+    with (
+        pytest.raises(UsageError, match="cannot listen there"),
+        serve_metrics(f"{host}:{port}", lambda: FIGURES),
+    ):
+        raise AssertionError("the port is taken")
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(f"http://127.0.0.2:{endpoint.port}/metrics")
+        read(("127.0.0.2", port))
+    with serve_metrics("[::1]:0", lambda: FIGURES) as (host, port):
+        assert read((f"[{host}]", port)) == SAMPLES
+    with pytest.raises(urllib.error.URLError):
+        read((f"[{host}]", port))
 
 
-@pytest.mark.parametrize("silent", [0.05, float(SECONDS)])
-def test_who_opens_connections_and_says_nothing_uses_up_nothing(
-    tell, monkeypatch, silent
-):
-    monkeypatch.setattr(metrics._Handler, "timeout", silent)
-    endpoint = tell(lambda: FIGURES)
-    address = ("127.0.0.1", endpoint.port)
-    callers = [
-        socket.create_connection(address, SECONDS)
-        for _ in range(metrics.MOST_AT_ONCE + 1)
-    ]
-    assert callers[-1].recv(1) == b"", "there are few places, or none for the silent"
-    for caller in callers:
-        caller.close()
-    assert eventually(lambda: _samples(endpoint), bool, 1000) == SAMPLES
-
-
-def test_who_sends_a_byte_now_and_then_is_shown_out(tell, monkeypatch):
-    monkeypatch.setattr(metrics._Handler, "timeout", 0.5)
-    address = ("127.0.0.1", tell(lambda: FIGURES).port)
-    with socket.create_connection(address, SECONDS) as caller:
-        caller.settimeout(0.05)
-        for _ in range(400):
-            try:
-                caller.send(b"G")
-                assert caller.recv(1) == b""
-                break
-            except TimeoutError:
-                pass
-            except OSError:
-                break
-        else:
-            raise AssertionError("it may stay for ever")
-
-
-def _samples(endpoint):
-    """Nothing while all places are taken."""
-    try:
-        return read(endpoint)
-    except OSError:
-        return {}
-
-
-@pytest.mark.parametrize("address", ["", "9100", "host", "host:", ":1", "a:99999"])
+@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "a:99999", "99999"])
 def test_what_is_no_address(address):
-    with pytest.raises(UsageError, match="--metrics: expected HOST:PORT"):
-        Endpoint(address, lambda: None)
+    with (
+        pytest.raises(UsageError, match="--metrics: expected HOST:PORT or PORT"),
+        serve_metrics(address, lambda: None),
+    ):
+        raise AssertionError("it is none")
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(UsageError, match=r"pip install 'paceline\[prometheus\]'"):
-        Endpoint("127.0.0.1:0", lambda: None)
+    with (
+        pytest.raises(UsageError, match=r"pip install 'paceline\[prometheus\]'"),
+        serve_metrics("127.0.0.1:0", lambda: None),
+    ):
+        raise AssertionError("it is not installed")

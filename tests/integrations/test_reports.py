@@ -31,7 +31,7 @@ if "mlflow" in sys.argv:
 paceline.init()
 model = torch.nn.Linear(6, 1)
 optimizer = paceline.distribute(
-    model, torch.optim.SGD(model.parameters(), lr=0.1), method="local-sgd:every=4"
+    model, torch.optim.SGD(model.parameters(), lr=0.1), method="local-sgd:sync_every=4"
 )
 for step in range({STEPS}):
     optimizer.zero_grad()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent / "scripts"
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
 """With what `forked` sets: by these Lightning knows that torchrun has started its processes."""
-METHODS = ("osp:budget=constant", "ssp", "local-sgd:every=4")
+METHODS = ("osp:budget=constant", "ssp", "local-sgd:sync_every=4")
 TO_THE_END = 12 * 8
 """Steps, or more, where nobody stops early."""
 Lines = dict[tuple[str, int], dict[str, Any]]

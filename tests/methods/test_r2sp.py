@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Sender
+from paceline.interfaces import Reply, Sender
 from paceline.interfaces.server_messages import (
     Join,
     Leave,
     Load,
     Parameters,
     Push,
-    Refused,
+    Rejected,
     Request,
     Unit,
 )
@@ -62,7 +62,7 @@ class Talk:
         self.join, self.numbers = join(buckets, shard), dict[tuple[int, int], int]()
         self.ring = method.server(workers)
         assert isinstance(self.ring, RoundRobin)
-        self.server = ParameterServer(workers, self.ring)
+        self.server = ParameterServer(workers, lambda _: self.ring)
         for worker in range(workers):
             self.ask(0.0, worker, self.join)
         for bucket in range(buckets):
@@ -75,13 +75,13 @@ class Talk:
         message: Request,
         payload: torch.Tensor | None = None,
         life: int = 0,
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         number = self.numbers.get((worker, life), 0)
         self.numbers[worker, life] = number + 1
-        sender = Sender(worker, life, "", number, 0)
-        answers = self.server.on_message(sender, message, payload, now)
+        sender = Sender(worker, life, "", number)
+        answers = self.server.on_request(sender, message, payload, now)
         for answer in answers:
-            assert not isinstance(answer.message, Refused), answer.message.reason
+            assert not isinstance(answer.message, Rejected), answer.message.reason
         return answers
 
     def push(self, now: float, worker: int, step: int, bucket: int = 0) -> list[int]:
@@ -92,7 +92,7 @@ class Talk:
         return went_on(self.server.on_timer(now))
 
 
-def went_on(answers: list[Answer]) -> list[int]:
+def went_on(answers: list[Reply]) -> list[int]:
     """Workers, as they were answered."""
     return [a.to.worker for a in answers if isinstance(a.message, Parameters)]
 
@@ -201,7 +201,7 @@ def test_who_leaves_instead_of_waiting_is_answered() -> None:
 def test_who_is_lost_has_no_turn_until_it_is_back() -> None:
     talk = warm(3)
     talk.push(21.0, 2, 2)
-    assert went_on(talk.server.on_lost(1, 0, 30.0)) == [2]
+    assert went_on(talk.server.on_worker_lost(1, 0, 30.0)) == [2]
     assert talk.push(40.0, 0, 2) == [0]
     talk.ask(41.0, 1, talk.join, life=1)
     talk.push(42.0, 2, 3)
@@ -212,7 +212,7 @@ def test_who_is_lost_has_no_turn_until_it_is_back() -> None:
 def test_what_a_worker_does_while_it_is_away_is_no_step() -> None:
     talk = warm(2)
     talk.push(25.0, 1, 2)  # worker 0 computes
-    talk.server.on_lost(0, 0, 26.0)
+    talk.server.on_worker_lost(0, 0, 26.0)
     talk.ask(1000.0, 0, talk.join, life=1)
     talk.push(1000.0, 1, 3)
     went = went_on(talk.ask(1001.0, 0, push(3), one(), life=1))
@@ -226,7 +226,7 @@ def test_if_worker_0_goes_the_next_one_is_measured() -> None:
     talk = Talk(R2SP(warm_up=2), 3)
     talk.push(1.0, 0, 0)
     talk.push(2.0, 1, 0)
-    talk.server.on_lost(0, 0, 3.0)
+    talk.server.on_worker_lost(0, 0, 3.0)
     assert talk.push(4.0, 2, 0) == [2]  # still warming up
     assert talk.push(6.0, 1, 1) == [1]  # the second of worker 1, after 4 s
     assert talk.push(6.5, 2, 1) == [2]  # it has caught up: the ring begins
@@ -259,20 +259,20 @@ def test_the_ring_begins_where_all_have_done_equally_many_steps() -> None:
 
 
 def test_who_has_not_joined_yet_is_waited_for() -> None:
-    server = ParameterServer(2, R2SP(warm_up=2).server(2))
+    server = ParameterServer(2, lambda _: R2SP(warm_up=2).server(2))
     requests: list[tuple[Request, torch.Tensor | None]] = [
         (join(), None),
         (Load(bucket=0), one()),
     ]
     requests += [(push(step), one()) for step in range(3)]
     for number, (request, payload) in enumerate(requests):
-        answers = server.on_message(Sender(0, 0, "", number), request, payload, 1.0)
+        answers = server.on_request(Sender(0, 0, "", number), request, payload, 1.0)
         # It goes on twice; then worker 1 has yet to do as much.
         assert bool(answers) == (number < 4)
-    server.on_message(Sender(1, 0, "", 0), join(), None, 2.0)
-    first = server.on_message(Sender(1, 0, "", 1), push(0), one(), 3.0)
+    server.on_request(Sender(1, 0, "", 0), join(), None, 2.0)
+    first = server.on_request(Sender(1, 0, "", 1), push(0), one(), 3.0)
     assert went_on(first) == [1]
-    second = server.on_message(Sender(1, 0, "", 2), push(1), one(), 4.0)
+    second = server.on_request(Sender(1, 0, "", 2), push(1), one(), 4.0)
     assert went_on(second)[0] == 1
 
 
@@ -295,11 +295,11 @@ def test_a_restored_server_warms_up_again() -> None:
     talk = warm(2)
     talk.push(21.0, 1, 2)
     method = R2SP(warm_up=2)
-    server = ParameterServer(2, method.server(2))
+    server = ParameterServer(2, lambda _: method.server(2))
     assert server.restore(talk.server.snapshot()) == 2  # worker 0 has done two steps
     for worker in range(2):
-        server.on_message(Sender(worker, 1, "", 0), join(), None, 30.0)
-    answers = server.on_message(Sender(1, 1, "", 1), push(3), one(), 31.0)
+        server.on_request(Sender(worker, 1, "", 0), join(), None, 30.0)
+    answers = server.on_request(Sender(1, 1, "", 1), push(3), one(), 31.0)
     assert went_on(answers) == [1]
     assert server.next_deadline() is None
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.interfaces import Answer
+from paceline.interfaces import Reply
 from paceline.interfaces.server_messages import Done, Joined, Leave, Parameters
 from paceline.methods.r2sp import R2SP, RoundRobin
 from tests.methods.test_r2sp import Talk, one, push
@@ -120,7 +120,7 @@ class Scene:
         life = self.lives[worker] = Life(
             worker, before.number + 1, left=True, done=True
         )
-        self.take(self.talk.server.on_lost(worker, before.number, now), now)
+        self.take(self.talk.server.on_worker_lost(worker, before.number, now), now)
         if absent is not None:
             self.after(now + absent, lambda at: self.come_back(life, at))
 
@@ -130,7 +130,7 @@ class Scene:
             answers = self.talk.ask(now, life.worker, self.talk.join, None, life.number)
             self.take(answers, now)
 
-    def take(self, answers: list[Answer], now: float) -> None:
+    def take(self, answers: list[Reply], now: float) -> None:
         """Messages from the server, all of one moment."""
         parts: dict[int, list[Parameters]] = {}
         ring = self.talk.ring
@@ -149,7 +149,7 @@ class Scene:
         for worker, mine in parts.items():
             assert self.missing[worker] == 0, "it goes on in the middle of its step"
             assert {message.bucket for message in mine} == set(range(self.buckets))
-            here = frozenset(self.talk.server.shard.expected(10**9))
+            here = frozenset(self.talk.server.shard.active_workers(10**9))
             # All turns but the last of a moment come from gaps of no time.
             gap = ring._step_seconds / (self.slack * len(here))
             turn = Turn(now, worker, self.came[worker], here, gap, ring._is_warm)

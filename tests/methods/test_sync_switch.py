@@ -16,7 +16,7 @@ import torch
 import paceline
 from paceline.core.settings import parse_method
 from paceline.errors import UsageError
-from paceline.interfaces import HeldPush
+from paceline.interfaces import PushedGradient
 from paceline.methods.sync_switch import BSPThenASP
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing.problems import Counting, flat_parameters
@@ -189,7 +189,7 @@ def test_fewer_steps_than_none_are_refused() -> None:
 @pytest.mark.parametrize("words", [b"x", b"-1", b"1" * 19])
 def test_a_report_that_is_no_number_of_steps_is_refused(words: bytes) -> None:
     with pytest.raises(UsageError, match="number of steps"):
-        BSPThenASP(3).read_report(ParameterServer(2).shard, words)
+        BSPThenASP(3).decode_report(ParameterServer(2).shard, words)
 
 
 class OneBucket:
@@ -201,16 +201,16 @@ class OneBucket:
         self.applied: list[int] = []
         self.answered: list[int] = []
 
-    def fastest(self) -> int:
+    def next_unstarted_step(self) -> int:
         return 5
 
-    def expected(self, step: int) -> list[int]:
+    def active_workers(self, step: int) -> list[int]:
         return [0]
 
-    def apply(self, push: HeldPush) -> None:
+    def apply(self, push: PushedGradient) -> None:
         self.applied.append(push.step)
 
-    def answer(self, push: HeldPush) -> None:
+    def reply(self, push: PushedGradient) -> None:
         self.answered.append(push.step)
 
 
@@ -219,6 +219,6 @@ def test_a_gradient_of_a_step_that_has_ended_without_it_is_applied_alone() -> No
     came back meanwhile is a step behind."""
     discipline, shard = BSPThenASP(9), OneBucket()
     discipline.resume(cast(Any, shard), 4)
-    late = HeldPush(1, 3, 0, 1.0, [True], [], torch.ones(1), 7)
-    discipline.pushed(cast(Any, shard), late)
+    late = PushedGradient(1, 3, 0, 1.0, [True], [], torch.ones(1), 7)
+    discipline.on_push(cast(Any, shard), late)
     assert shard.applied == shard.answered == [3]

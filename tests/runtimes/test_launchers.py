@@ -180,6 +180,43 @@ def test_mpi_on_one_machine(environment):
     assert find(environment | {"PMIX_NAMESPACE": "a", "HYDRA_JOBID": "a"}) != place
 
 
+@pytest.mark.parametrize("mapping", ["by slot", "by node"])
+@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "srun"])
+def test_a_nodes_number_is_what_its_launcher_says_or_nobody_does(launcher, mapping):
+    """Two nodes with two workers each: rank divided by workers of a node is right for one mapping alone."""
+    for rank in range(4):
+        node, local = (
+            (rank // 2, rank % 2) if mapping == "by slot" else (rank % 2, rank // 2)
+        )
+        environment = {
+            "mpirun": {
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "OMPI_COMM_WORLD_NODE_RANK": str(local),
+            },
+            "mpiexec": {
+                "PMI_RANK": str(rank),
+                "PMI_SIZE": "4",
+                "MPI_LOCALRANKID": str(local),
+                "MPI_LOCALNRANKS": "2",
+            },
+            "srun": {
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(local),
+                "SLURM_NODEID": str(node),
+            },
+        }[launcher]
+        place = find(environment | {"MASTER_ADDR": "node0"})
+        assert (place.rank, place.local_rank, place.local_size) == (rank, local, 2)
+        assert place.node == (node if launcher == "srun" else None)
+        assert ("GROUP_RANK" in place.to_environment()) == (launcher == "srun")
+
+
 @pytest.mark.parametrize(
     "environment",
     [

@@ -53,7 +53,6 @@ class Engine:
         """Something that is not started again."""
         everything = {
             "PACELINE_SERVERS_TOKEN": TOKEN,
-            "PACELINE_SERVER_COUNTS": str(self.folder / "counts"),
             **self.environment,
             **environment,
         }

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from paceline.runtimes import exec_with_parent
 from tests.support import forked
 
 FOLDER = "PACELINE_TEST_FORKED"
@@ -54,6 +55,7 @@ class ForkedChild(subprocess.Popen[bytes]):
         # Popen's own has these places in Python 3.10 to 3.14.
         environment: Mapping[str, str] = rest[5] or os.environ
         p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[9:15]
+        args = _without_shim(args)
         assert args[0] == sys.executable, args
         assert len(os.listdir("/proc/self/task")) == 1, "forking leaves threads behind"
         sys.stdout.flush()
@@ -67,6 +69,13 @@ class ForkedChild(subprocess.Popen[bytes]):
         self._close_pipe_fds(  # type: ignore[attr-defined]
             p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
         )
+
+
+def _without_shim(command: Sequence[str]) -> Sequence[str]:
+    """What `ends_with_this` starts: a forked process becomes that alone, without exec. Nothing ends it
+    with its launcher: that is tried with processes as people have them."""
+    path = exec_with_parent.__file__
+    return command[command.index(path) + 2 :] if path in command else command
 
 
 def _be(

@@ -51,3 +51,12 @@ def servers_of(job):
         if "paceline.parameter_server.process" in words:
             found[words[words.index("--name") + 1]] = process
     return [process for _, process in sorted(found.items())]
+
+
+def counts_in(lines):
+    """What the last server that ended has counted."""
+    words = [line for line in lines.splitlines() if " counted: " in line][-1]
+    counts = [
+        count.split(" ", 1) for count in words.partition(" counted: ")[2].split(", ")
+    ]
+    return {what: int(number) for number, what in counts}

@@ -11,20 +11,20 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from paceline.interfaces import Answer, Sender, UpdatesOnServer
+from paceline.interfaces import Discipline, Reply, Sender, UpdatesOnServer
 from paceline.interfaces.server_messages import (
-    Arrive,
+    BarrierPassed,
     Done,
+    EnterBarrier,
     Join,
     Joined,
+    KeepAlive,
     Leave,
     Load,
-    Met,
-    Note,
     Parameters,
     Pull,
     Push,
-    Refused,
+    Rejected,
     Request,
     Unit,
 )
@@ -78,7 +78,7 @@ class Life:
     """What the shards have said when it joined."""
     joined_at: int = 0
     pulls_from: list[int] = field(default_factory=list)
-    guest: bool = False
+    late_joiner: bool = False
     over: bool = False
     """An earlier life of it has done all of its steps: nobody waits for this one."""
     has_loaded: set[int] = field(default_factory=set)
@@ -96,10 +96,6 @@ class Life:
     """By shard: how many loads that has come through."""
     model: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     """By shard and bucket."""
-
-    def received(self, shard: int, channel: str) -> int:
-        mine = [n for s, c, n in self.unanswered if (s, c) == (shard, channel)]
-        return min(mine, default=self.numbers[shard, channel])
 
 
 @dataclass
@@ -130,8 +126,11 @@ class Training:
         self.elements = case.workers * LIVES * STEPS
         self.network = Network(
             [
-                ParameterServer(case.workers, case.method.server(case.workers))
-                for _ in range(case.shards)
+                ParameterServer(
+                    case.workers,
+                    lambda _, shard=shard: self.new_discipline(shard),  # type: ignore[misc]
+                )
+                for shard in range(case.shards)
             ]
         )
         self.lives = [self.born(w, 0) for w in range(case.workers)]
@@ -151,6 +150,10 @@ class Training:
         self.first_steps: dict[tuple[int, int, int], int] = {}
         for life in self.lives:
             self.enter(life)
+
+    def new_discipline(self, shard: int) -> Discipline:
+        """For a server that begins, or that has come through a load."""
+        return self.case.method.server(self.case.workers)
 
     # ---- a worker ----
 
@@ -194,7 +197,11 @@ class Training:
         elif life.phase in ("join", "load"):
             life.phase = "tell"
             life.to_send += [
-                (shard, Note(step=life.next_step, guest=life.guest), None)
+                (
+                    shard,
+                    KeepAlive(step=life.next_step, late_joiner=life.late_joiner),
+                    None,
+                )
                 for shard in self.holding()
             ]
         elif life.phase == "tell":
@@ -204,12 +211,12 @@ class Training:
             self.pull_the_next(life)
         elif life.phase in AT_A_LOAD:
             self.go_on_with_load(life)
-        elif life.phase == "pull" and self.behind(life):
+        elif life.phase == "pull" and not life.over and self.behind(life):
             # Others load just now, and not all shards are through with it.
             self.go_to_load(life, self.behind(life), brings=False)
         elif life.phase in ("pull", "train") and life.done < life.data:
             step = life.next_step
-            ignored = life.guest and not life.done
+            ignored = life.late_joiner and not life.done
             if step in self.case.loads - life.has_loaded and not ignored:
                 life.has_loaded.add(step)
                 self.go_to_load(life, self.holding(), brings=True)
@@ -251,7 +258,7 @@ class Training:
         life.leads, life.met = set(), set()
         life.phase = "arrive"
         for shard in shards:
-            life.to_send.append((shard, Arrive(purpose="load", brings=brings), None))
+            life.to_send.append((shard, EnterBarrier(kind="load", brings=brings), None))
 
     def may_go_on(self, life: Life) -> bool:
         """Whether all that it waits for is answered."""
@@ -274,7 +281,7 @@ class Training:
             life.to_send += [(shard, Pull(bucket=b), None) for b in buckets]
         elif life.phase == "take":
             life.phase = "pulled"
-            life.to_send.append((shard, Arrive(purpose="pulled"), None))
+            life.to_send.append((shard, EnterBarrier(kind="pulled"), None))
         elif others:
             life.phase, life.meets_on = "arrive", others
         else:
@@ -346,10 +353,9 @@ class Training:
         number = life.numbers[shard, channel]
         life.numbers[shard, channel] += 1
         life.unanswered.add((shard, channel, number))
-        if isinstance(message, Arrive) and message.purpose == "load":
+        if isinstance(message, EnterBarrier) and message.kind == "load":
             life.awaits.add((shard, channel, number))
-        received = life.received(shard, channel)
-        sender = Sender(life.worker, life.incarnation, channel, number, received)
+        sender = Sender(life.worker, life.incarnation, channel, number)
         self.network.send(Letter(shard, sender, message, payload))
 
     def deliver(self, index: int) -> None:
@@ -358,7 +364,7 @@ class Training:
             refused = any(
                 answer.to.number == letter.sender.number
                 and answer.to.worker == letter.sender.worker
-                and isinstance(answer.message, Refused)
+                and isinstance(answer.message, Rejected)
                 and " to load" not in answer.message.reason  # it was taken
                 for answer in answers
             )
@@ -383,7 +389,7 @@ class Training:
         if life.incarnation != answer.to.incarnation or life.dead:
             return
         message = answer.message
-        if isinstance(message, Refused):
+        if isinstance(message, Rejected):
             # Its script ends with an error, and may be started again.
             assert " to load" in message.reason, f"{life}: {message.reason}"
             self.refused += 1
@@ -400,7 +406,7 @@ class Training:
                 life.next_step = max(*life.first_steps, min(life.owns))
                 life.joined_at = life.next_step
             life.loaded = life.loaded and message.loaded
-            life.guest = life.guest or message.guest
+            life.late_joiner = life.late_joiner or message.late_joiner
             if message.over:
                 life.over, life.data = True, 0
             life.loads[shard] = message.load
@@ -414,7 +420,7 @@ class Training:
             life.loads[shard] = max(life.loads[shard], message.load)
             assert answer.payload is not None
             life.model[shard, message.bucket] = answer.payload
-        elif isinstance(message, Met):
+        elif isinstance(message, BarrierPassed):
             life.loads[shard] = max(life.loads[shard], message.load)
             life.met.add(shard)
             if message.leads:
@@ -455,12 +461,8 @@ class Training:
                     self.act(life, index // len(self.lives))
             elif kind < 10 and net.requests:
                 self.deliver(index % len(net.requests))
-            elif kind < 13 and net.answers:
+            elif kind < 14 and net.answers:
                 self.arrive(index % len(net.answers))
-            elif kind == 13 and net.answers and index % 2:
-                net.resend_for(index % len(net.answers))
-            elif kind == 13 and net.letters:
-                net.repeat(index)
             elif kind == 14 and net.losses:
                 self.lose(index % len(net.losses))
             elif kind == 15 and index % 2:
@@ -507,11 +509,11 @@ class Training:
                     completed += 1
                 assert life.step <= completed + staleness, (life, other)
 
-    def check_new(self, shard: int, answers: list[Answer]) -> None:
+    def check_new(self, shard: int, answers: list[Reply]) -> None:
         """What a server has just said to pushes is right at this moment."""
         server = self.network.servers[shard]
-        if server._meetings.loads > self.loads[shard]:
-            self.loads[shard] = server._meetings.loads
+        if server.shard.loads > self.loads[shard]:
+            self.loads[shard] = server.shard.loads
             for (where, bucket), taken in self.accepted.items():
                 if where == shard:
                     self.from_before.setdefault((shard, bucket), []).extend(taken)
@@ -523,7 +525,7 @@ class Training:
             letter = self.network.letters[(shard, *answer.to[:4])]
             if isinstance(letter.message, Push) and isinstance(self.case.method, SSP):
                 waited = answer is self.network.first[letter.key][0]
-                for worker in server.shard.expected(10**9) if waited else []:
+                for worker in server.shard.active_workers(10**9) if waited else []:
                     joined = (shard, worker) in self.members()
                     clock = server.shard.clock(worker) if joined else 0
                     ahead = letter.message.step + 1 - clock

@@ -1,4 +1,4 @@
-"""What the tests of the shells share: a tiny server, a job in a thread, a rude peer."""
+"""What the tests of server processes share: a tiny server, a job in a thread, a rude peer."""
 
 import contextlib
 import os
@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 import zmq
 
-from paceline.interfaces import Answer, Work
+from paceline.interfaces import Reply, Service, Work
 from paceline.interfaces.server_messages import (
     PROTOCOL,
+    Describe,
     Done,
     Leave,
     Load,
@@ -23,11 +24,14 @@ from paceline.interfaces.server_messages import (
     PullState,
     Reduce,
     Reduced,
-    Refused,
+    Rejected,
 )
+from paceline.parameter_server.process.host import ServerHost
 from paceline.transport import protocol
-from paceline.transport.connection import RemoteServer
-from paceline.transport.listener import Shell
+from paceline.transport.connection import ServerConnection
+from paceline.transport.listener import ServerListener
+from paceline.transport.peers import Route
+from paceline.transport.protocol import ONLY_SERVICE
 from paceline.transport.security import PLAIN
 from tests.support.hanging import SECONDS
 
@@ -51,7 +55,7 @@ def time_limit(seconds=SECONDS):
         signal.signal(signal.SIGALRM, before)
 
 
-class Adder:
+class Adder(Service):
     """Adds the payloads of the first *workers* in rank order, and answers with the sum;
     echoes loads into pulls; never answers `PullState`; dies of `Leave` if *mortal*."""
 
@@ -67,7 +71,7 @@ class Adder:
         self.timers = []
         self.taken = []
 
-    def on_message(self, sender, message, payload, now):
+    def on_request(self, sender, message, payload, now):
         self.taken.append(sender)
         if isinstance(message, Reduce) and sender.worker < self.workers:
             parts = self.parts.setdefault((sender.channel, message.number), {})
@@ -76,21 +80,21 @@ class Adder:
                 return []
             del self.parts[sender.channel, message.number]
             total = sum(parts[rank][1] for rank in range(self.workers))
-            return [Answer(to, Reduced(), total) for to, _ in parts.values()]
+            return [Reply(to, Reduced(), total) for to, _ in parts.values()]
         if isinstance(message, Load) and sender.worker < self.workers:
             self.buckets[message.bucket] = payload
-            return [Answer(sender, Done())]
+            return [Reply(sender, Done())]
         if isinstance(message, Pull) and message.bucket in self.buckets:
             payload = self.buckets[message.bucket]
-            return [Answer(sender, Parameters(bucket=0, version=0), payload)]
+            return [Reply(sender, Parameters(bucket=0, version=0), payload)]
         if isinstance(message, Leave) and self.mortal:
             os.kill(os.getpid(), signal.SIGKILL)
         if isinstance(message, PullState) and sender.worker < self.workers:
             self.silent.set()
             return []
-        return [Answer(sender, Refused(reason="this server only adds"))]
+        return [Reply(sender, Rejected(reason="this server only adds"))]
 
-    def on_lost(self, worker, incarnation, now):
+    def on_worker_lost(self, worker, incarnation, now):
         self.lost.append((worker, incarnation))
         self.news.set()
         return []
@@ -116,30 +120,61 @@ class Busy(Adder):
         super().__init__(workers)
         self.may_go_on = threading.Event()
 
-    def on_message(self, *arguments):
+    def on_request(self, *arguments):
         assert self.may_go_on.wait(SECONDS)
-        return super().on_message(*arguments)
+        return super().on_request(*arguments)
+
+
+class RunningHost:
+    """A server process of one *service*, to be run in a thread. *peers*: whom it may ask."""
+
+    def __init__(self, service, workers, until="departed", peers=(), **options):
+        options = {"security": PLAIN, "token": TOKEN} | options
+        self.listener = ServerListener(workers=workers, **options)
+        self.host = ServerHost(self.listener)
+        words = Describe(kind="", services=["this one", *peers])
+        self.hosted = self.host.add(service, until=until, description=words)
+        self.attendance = self.hosted.attendance
+        self.port, self.refused = self.listener.port, self.listener.refused
+        self.thread = None
+
+    def run(self, control=None):
+        for _ in self.host.serve(control):
+            pass
+        self.host.close()
+
+    def start(self):
+        """In a thread, until its training is over."""
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    @property
+    def present(self):
+        return self.attendance.workers_present
+
+    def meet(self, sender, peers, incarnation=0):
+        routes = {name: Route(ONLY_SERVICE, address) for name, address in peers.items()}
+        self.hosted.peers.meet(sender, routes, incarnation)
 
 
 @contextlib.contextmanager
-def running(server, workers, **options):
-    """A shell in a thread of its own, and its end."""
-    shell = Shell(
-        server, workers=workers, token=TOKEN, **({"security": PLAIN} | options)
-    )
+def running(service, workers, **options):
+    """A `RunningHost` in a thread of its own, and its end."""
+    host = RunningHost(service, workers, **options)
     read, write = os.pipe()
     failures = []
 
     def run():
         try:
-            shell.run(read)
+            host.run(read)
         except BaseException as failure:
             failures.append(failure)
+            host.host.close()
 
-    thread = shell.thread = threading.Thread(target=run)
+    thread = host.thread = threading.Thread(target=run)
     thread.start()
     try:
-        yield shell
+        yield host
     finally:
         os.close(write)
         thread.join(SECONDS)
@@ -148,11 +183,11 @@ def running(server, workers, **options):
     assert not failures, failures
 
 
-def connect(shell, worker=0, incarnation=0, port=None, **options):
-    return RemoteServer(
+def connect(host, worker=0, incarnation=0, port=None, **options):
+    return ServerConnection(
         "server 0",
         "127.0.0.1",
-        port or shell.port,
+        port or host.port,
         worker=worker,
         incarnation=incarnation,
         **({"token": TOKEN, "security": PLAIN} | options),
@@ -160,9 +195,10 @@ def connect(shell, worker=0, incarnation=0, port=None, **options):
 
 
 class Peer:
-    """A DEALER socket that says what it likes. *known*: it has said hello properly."""
+    """A DEALER socket that says what it likes. *known*: it has said hello properly, and has offered
+    its *memory* for requests."""
 
-    def __init__(self, port, worker=0, incarnation=0, known=True, queue=0):
+    def __init__(self, port, worker=0, incarnation=0, known=True, queue=0, memory=None):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
@@ -172,8 +208,10 @@ class Peer:
         self.socket.connect(f"tcp://127.0.0.1:{port}")
         self.liveness = None
         if known:
-            self.say(protocol.Hello(PROTOCOL, TOKEN, worker, incarnation, ""))
-            welcome = self.hear()
+            hello = protocol.Hello(PROTOCOL, TOKEN, worker, incarnation, "")
+            hello.memory = memory
+            self.say(hello)
+            self.welcome = welcome = self.hear()
             address = "127.0.0.1", welcome.port
             self.liveness = socket.create_connection(address, SECONDS)
             self.liveness.sendall(welcome.ticket.encode() + b"\n")
@@ -281,16 +319,16 @@ def ended(process):
 
 
 def serve_as_a_child():
-    shell = Shell(Adder(2, mortal=True), workers=2, token=TOKEN)
-    print(shell.port, flush=True)
-    shell.run(sys.stdin.fileno())
+    host = RunningHost(Adder(2, mortal=True), 2, security=None)
+    print(host.port, flush=True)
+    host.run(sys.stdin.fileno())
 
 
 def work_as_a_child():
-    server = RemoteServer(
+    server = ServerConnection(
         "server 0", "127.0.0.1", int(sys.argv[1]), worker=1, token=TOKEN
     )
-    server.request(Load(bucket=0), torch.ones(10)).wait()
+    server.request(Load(bucket=0), torch.ones(1 << 16)).wait()
     if os.fork() == 0:  # as a data loader's worker, which outlives it here
         sys.stdin.read()
         os._exit(0)

@@ -14,6 +14,9 @@ from paceline.interfaces.server_messages import (
     Push,
     Unit,
 )
+from paceline.parameter_server.process.monitors import MonitoredService
+from paceline.transport.listener import RequestArrived, WorkerLost
+from paceline.transport.protocol import ONLY_SERVICE
 
 METHODS = [
     *("asp", "r2sp", "ssp", "ssp:staleness=0", "backup", "backup:wait_for=2"),
@@ -42,6 +45,29 @@ HOW = {
 }
 
 
+class Watched:
+    """A service with monitors, called as one without is; and whom they have *evicted*."""
+
+    def __init__(self, service, monitors):
+        self.service = service
+        self.monitored = MonitoredService(service, monitors)
+        self.evicted = []
+        self.next_deadline = self.monitored.next_deadline
+
+    def on_request(self, *event):
+        *event, now = event
+        return self.monitored.handle(RequestArrived(ONLY_SERVICE, *event), now)
+
+    def on_worker_lost(self, *event):
+        *event, now = event
+        return self.monitored.handle(WorkerLost(ONLY_SERVICE, *event), now)
+
+    def on_timer(self, now):
+        outputs = self.monitored.on_timer(now)
+        self.evicted += self.monitored.take_evicted()
+        return outputs
+
+
 class Talk:
     """Three workers that talk to a server, one after the other, at times of their own."""
 
@@ -61,8 +87,8 @@ class Talk:
     def ask(self, worker, message, payload=None, life=0):
         number = self.numbers[worker, life]
         self.numbers[worker, life] += 1
-        sender = Sender(worker, life, "", number, number)
-        return self.server.on_message(sender, message, payload, self.now)
+        sender = Sender(worker, life, "", number)
+        return self.server.on_request(sender, message, payload, self.now)
 
     def begin(self, life=0):
         """All join, and the first one loads parameters; returns their first steps."""

@@ -31,7 +31,6 @@ def test_no_dotted_text_is_patched():
     assert not found
 
 
-@pytest.mark.slow
 def test_errors_are_known_by_key_and_value_and_not_by_their_sentences():
     """Sentences are in golden/messages.txt. A pattern has four plain words in a row at most."""
     found = [

@@ -133,7 +133,7 @@ def train(
             **settings,
         )
         after = (lambda: None) if prepare is None else prepare(wrapped)
-        seen, began = [], join_runtime().now()
+        seen, began = [], join_runtime().clock.now()
         for step in range(steps if isinstance(steps, int) else steps[rank]):
             if rates:
                 for group in wrapped.param_groups:
@@ -150,7 +150,7 @@ def train(
             if watch is not None:
                 watch(rank, step, model, wrapped)
         sent = [record.bytes_sent for record in join_runtime().recorder.steps]
-        seconds = join_runtime().now() - began
+        seconds = join_runtime().clock.now() - began
         wrapped.finish()
         return Trained(seen, flat(model), sent, seconds, model)
 

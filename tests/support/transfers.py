@@ -7,9 +7,8 @@ import math
 from collections.abc import Iterable
 from functools import partial
 
-from paceline.cluster.bandwidth import Sharing
+from paceline.cluster.bandwidth import BandwidthSharing, Flow
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.flow import Activity
 
 
 def transfer_times(
@@ -28,7 +27,7 @@ def transfer_times(
     for number, (start, *_) in enumerate(wanted):
         heapq.heappush(starts, (float(start), number))
 
-    sharing = Sharing(cluster.capacities)
+    sharing = BandwidthSharing(cluster.capacities)
 
     def arrived(number: int, now: float) -> None:
         _, source, destination, _ = wanted[number]
@@ -36,8 +35,8 @@ def transfer_times(
 
     now = 0.0
     while True:
-        for activity in sharing.settle(now):
-            activity.done(now)
+        for flow in sharing.advance(now):
+            flow.done(now)
         upcoming = min(starts[0][0] if starts else math.inf, sharing.next_end())
         if upcoming == math.inf:
             return ends
@@ -50,4 +49,4 @@ def transfer_times(
                 arrived(number, now)
                 continue
             done = partial(arrived, number)
-            sharing.start(Activity(dict.fromkeys(path, 1), size, done))
+            sharing.start(Flow(dict.fromkeys(path, 1), size, done))

@@ -23,10 +23,11 @@ from paceline.interfaces.server_messages import (
     Unit,
 )
 from paceline.methods.backup import Backup
-from paceline.methods.osp.reports import Measured, written_report
+from paceline.methods.osp.measurement import WorkerReport, encode_report
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.transport import protocol
-from paceline.transport.listener import REFUSALS_SAID
+from paceline.transport.listener import REFUSALS_LOGGED
+from paceline.transport.shared_memory import BLOCK_BYTES, BLOCKS, WorkerEnd
 from tests.support.hanging import SECONDS
 from tests.support.server_jobs import TOKEN, Adder, Peer, connect, running, time_limit
 
@@ -46,8 +47,8 @@ MESSAGES = [
         units=[0],
         used=[True],
         hyperparameters=[{"lr": 0.1}],
-        report=written_report(
-            Measured(
+        report=encode_report(
+            WorkerReport(
                 ready=[0.1], end=0.2, start_up=0.0, per_byte=1e-9, bytes=[16], part=0.5
             )
         ),
@@ -61,16 +62,12 @@ MESSAGES = [
 ]
 HEADERS = [
     *(
-        protocol.encode(protocol.Begin(0, 0, message, "float32", 4))
+        protocol.encode(protocol.RequestHeader(0, message, "float32", 4))
         for message in MESSAGES
     ),
-    *(protocol.encode(protocol.Begin(0, 0, message)) for message in MESSAGES),
+    *(protocol.encode(protocol.RequestHeader(0, message)) for message in MESSAGES),
     protocol.encode(protocol.Hello(PROTOCOL, TOKEN, ROGUE, 1 << 40, "x")),
     protocol.encode(protocol.Hello(PROTOCOL, TOKEN, 0, 0, "")),
-    protocol.encode(protocol.More(0)),
-    protocol.encode(protocol.More(0, 3)),
-    protocol.encode(protocol.Reads()),
-    protocol.encode(protocol.Share(protocol.Memory(1, 2, b"0123456789abcdef"))),
     protocol.encode(protocol.Bye()),
     protocol.encode(protocol.Welcome(1, "x")),
 ]
@@ -105,7 +102,7 @@ def message(rng):
     return frames
 
 
-def strangers(rng, shell, peer):
+def strangers(rng, host, peer):
     """A batch from a connection that has the token, and is nobody: each is answered."""
     for _ in range(BATCH):
         peer.socket.send_multipart(message(rng))
@@ -117,12 +114,25 @@ def strangers(rng, shell, peer):
     return True
 
 
-def rogues(rng, shell, incarnation):
+def place(rng, memory):
+    """Where a payload lies, or may seem to."""
+    put = memory.put(torch.zeros(BLOCK_BYTES))
+    block, size = put or (rng.randrange(BLOCKS), BLOCK_BYTES)
+    block = rng.choice((block, block, block + 1, 0, -1, BLOCKS - 1, BLOCKS, 1 << 62))
+    return block, rng.choice((16, 16, size, 0, -1, 1 << 30, 1 << 62))
+
+
+def rogues(rng, host, incarnation):
     """A batch from a worker that has gone mad; it is dropped soon, or leaves."""
-    with Peer(shell.port, ROGUE, incarnation) as peer:
+    memory = WorkerEnd()
+    with Peer(host.port, ROGUE, incarnation, memory=memory.offer()) as peer:
+        memory.open(peer.welcome.memory)
         for number in range(BATCH):
-            begin = protocol.Begin(number, number, rng.choice(MESSAGES), "float32", 4)
-            if rng.random() < 0.5:
+            begin = protocol.RequestHeader(number, rng.choice(MESSAGES), "float32", 4)
+            if rng.random() < 0.3:
+                begin.place = place(rng, memory)
+                peer.say(begin)
+            elif rng.random() < 0.5:
                 peer.say(begin, rng.randbytes(16))
             elif rng.random() < 0.9:
                 header = mutated(rng, protocol.encode(begin))
@@ -132,9 +142,9 @@ def rogues(rng, shell, incarnation):
         assert peer.socket.poll(1000 * SECONDS)
 
 
-def not_even_zeromq(rng, shell):
+def not_even_zeromq(rng, host):
     """Bytes at both ports."""
-    for port in (shell.port, shell._sessions.port):
+    for port in (host.port, host.listener._liveness.getsockname()[1]):
         for _ in range(3):
             with (
                 socket.create_connection(("127.0.0.1", port), 20) as connection,
@@ -163,12 +173,12 @@ class AddingJob:
         parts = [torch.full((1000,), rank + number % 7 + 0.5) for rank in range(HONEST)]
         expected = sum(part.clone() for part in parts)
         message = Reduce(channel="", number=number, operation="sum")
-        receptions = [
+        pending_replies = [
             server.request(message, part, part)
             for server, part in zip(self.servers, parts, strict=True)
         ]
-        for reception, part in zip(receptions, parts, strict=True):
-            reception.wait()
+        for pending_reply, part in zip(pending_replies, parts, strict=True):
+            pending_reply.wait()
             assert torch.equal(part, expected)
 
     def end(self):
@@ -179,7 +189,7 @@ class TrainingJob:
     """Two workers that train a model on the server, beside one that does it alone."""
 
     def __init__(self):
-        self.machine = ParameterServer(HONEST, Backup().server(HONEST))
+        self.machine = ParameterServer(HONEST, lambda _: Backup().server(HONEST))
         self.rng = torch.Generator().manual_seed(0)
         self.model = torch.nn.Parameter(torch.randn(1000, generator=self.rng))
         self.sgd = torch.optim.SGD([self.model], lr=0.1, momentum=0.9)
@@ -211,12 +221,12 @@ class TrainingJob:
             used=[True],
             hyperparameters=self.how,
         )
-        receptions = [
+        pending_replies = [
             server.request(push, gradient, gradient)
             for server, gradient in zip(self.servers, gradients, strict=True)
         ]
-        for reception, gradient in zip(receptions, gradients, strict=True):
-            reception.wait()
+        for pending_reply, gradient in zip(pending_replies, gradients, strict=True):
+            pending_reply.wait()
             assert torch.equal(gradient, self.model.detach())
 
     def end(self):
@@ -225,20 +235,20 @@ class TrainingJob:
 
 def fuzz(job, count, seed):
     rng = random.Random(seed)
-    with running(job.machine, HONEST + 1) as shell, contextlib.ExitStack() as stack:
-        servers = [connect(shell, rank) for rank in range(HONEST)]
+    with running(job.machine, HONEST + 1) as host, contextlib.ExitStack() as stack:
+        servers = [connect(host, rank) for rank in range(HONEST)]
         peer = None
         job.join(servers)
         job.step(0)
         before = None
         for batch in range(1, count // BATCH + 1):
             if batch % 4 == 0:
-                rogues(rng, shell, batch)
+                rogues(rng, host, batch)
             elif batch % 4 == 1:
-                not_even_zeromq(rng, shell)
+                not_even_zeromq(rng, host)
             if peer is None:
-                peer = stack.enter_context(Peer(shell.port, known=False))
-            if not strangers(rng, shell, peer):
+                peer = stack.enter_context(Peer(host.port, known=False))
+            if not strangers(rng, host, peer):
                 peer.close()
                 peer = None
             job.step(batch)
@@ -249,18 +259,18 @@ def fuzz(job, count, seed):
         for server in servers:
             server.close()
     for kind in ("stranger", "undecodable", "liveness", "order"):
-        assert shell.refused[kind], kind
+        assert host.refused[kind], kind
 
 
 @pytest.mark.parametrize("job", [AddingJob, TrainingJob])
-def test_a_few_thousand_messages(job, capfd):
+def test_a_few_thousand_messages(job, caplog):
     with time_limit():
         fuzz(job(), 4000, seed=1)
-    lines = capfd.readouterr().err.splitlines()
+    lines = caplog.messages
     kinds = Counter(line.partition("refused (")[2].partition(")")[0] for line in lines)
-    assert max(kinds.values()) == REFUSALS_SAID
+    assert max(kinds.values()) == REFUSALS_LOGGED
     told = [line for line in lines if line.endswith("more of these are only counted")]
-    assert len(told) == list(kinds.values()).count(REFUSALS_SAID)
+    assert len(told) == list(kinds.values()).count(REFUSALS_LOGGED)
     assert all(line.isprintable() for line in lines)
 
 
@@ -274,15 +284,15 @@ def test_a_million_messages_to_both(job):
 def test_messages_of_many_and_of_large_frames():
     with (
         time_limit(),
-        running(Adder(HONEST), HONEST + 1) as shell,
-        Peer(shell.port, ROGUE) as peer,
+        running(Adder(HONEST), HONEST + 1) as host,
+        Peer(host.port, ROGUE) as peer,
     ):
-        begin = protocol.Begin(0, 0, Load(bucket=0), "uint8", 1)
+        begin = protocol.RequestHeader(0, Load(bucket=0), "uint8", 1)
         peer.say(begin, *[b"x"] * 1000)
-        assert isinstance(peer.hear(), protocol.Answered)
-        assert shell.refused == {"payload": 1}
+        assert isinstance(peer.hear(), protocol.ReplyHeader)
+        assert host.refused == {"payload": 1}
         # More than a frame may hold: ZeroMQ itself ends the connection.
         monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        peer.socket.send(bytes(protocol.FRAME_BYTES + 1))
+        peer.socket.send(bytes(protocol.LARGEST_ON_THE_WIRE + 1))
         assert monitor.poll(1000 * SECONDS)
-        connect(shell, 0).close()
+        connect(host, 0).close()

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from paceline.errors import UsageError
-from paceline.runtimes.real.peer_monitor import Liveness
+from paceline.runtimes.real.peer_monitor import PeerMonitor
 from paceline.transport import liveness
 from tests.support.server_jobs import Adder, connect, running
 
@@ -34,17 +34,17 @@ def job():
     """Two ranks, and a server with one worker: all ends of their watched connections, what
     the hub has beside them, and the worker's connection for messages."""
     store = DictStore()
-    ranks = [Liveness(rank, 2, store, lambda _: None) for rank in range(2)]
+    ranks = [PeerMonitor(rank, 2, store, lambda _: None) for rank in range(2)]
     hub = ranks[0].hub
     with contextlib.ExitStack() as stack:
         for rank in reversed(ranks):
             stack.callback(rank.close)
-        shell = stack.enter_context(running(Adder(1), workers=1))
-        server = stack.enter_context(contextlib.closing(connect(shell)))
+        host = stack.enter_context(running(Adder(1), workers=1))
+        server = stack.enter_context(contextlib.closing(connect(host)))
         while len(list(hub._callers)) < 2:
             hub._thread.join(0.01)
         watched = [rank._socket for rank in ranks] + list(hub._callers)
-        watched += [server._liveness, *shell._sessions._owners]
+        watched += [server._liveness, *host.listener._sessions._owners]
         alone = [hub._listener, hub._wake, hub._waker]
         yield watched, alone, server._channels[""].socket
 

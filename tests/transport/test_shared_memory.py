@@ -4,33 +4,40 @@ import contextlib
 import fcntl
 import gc
 import os
+import signal
 import socket
+from pathlib import Path
 
 import pytest
 import torch
 
-from paceline.interfaces.server_messages import Done, Load, Parameters, Pull, Reduce
-from paceline.transport import payloads, protocol, shared_memory
-from paceline.transport.protocol import RefusalError
-from paceline.transport.shared_memory import (
-    ANSWERS,
-    PUSHES,
-    Answers,
-    Region,
-    ServerEnd,
-    WorkerEnd,
+from paceline.errors import UsageError
+from paceline.interfaces.server_messages import (
+    DTYPES,
+    Done,
+    Load,
+    Parameters,
+    Pull,
+    Reduce,
 )
+from paceline.transport import protocol, shared_memory
+from paceline.transport.protocol import ProtocolError
+from paceline.transport.shared_memory import BLOCKS, ServerMemory, WorkerEnd
 from tests.support.server_jobs import (
     SECONDS,
     Adder,
     Busy,
     Peer,
+    child,
     connect,
+    ended,
     running,
     time_limit,
 )
 
-CHUNK = protocol.CHUNK_BYTES
+BLOCK = shared_memory.BLOCK_BYTES
+MEMORY = shared_memory.MEMORY_BYTES
+FILE = shared_memory._PAGE + MEMORY
 
 
 @pytest.fixture(autouse=True)
@@ -39,271 +46,332 @@ def _limit():
         yield
 
 
-class Ends:
-    """Of a server, and of each of its workers, in one process."""
-
-    def __init__(self, workers=1):
-        self.region = Region.make(ANSWERS)
-        self.answers = Answers(self.region)
-        self.workers, self.servers = [], []
-        for _ in range(workers):
-            with contextlib.closing(Region.make(PUSHES)) as own:
-                theirs = Region.open(own.place, PUSHES)
-            self.servers.append(ServerEnd(theirs, self.answers))
-            answers = Region.open(self.region.place, ANSWERS)
-            self.workers.append(WorkerEnd(own, answers))
-
-    def read(self):
-        for server in self.servers:
-            server.reads = True
-
-
-@pytest.fixture
-def ends():
-    ends = Ends()
-    with contextlib.closing(ends.region):
-        ends.read()
-        yield ends.workers[0], ends.servers[0]
-
-
-def values(size):
-    return (torch.arange(size) % 251).to(torch.uint8)
-
-
-def descriptors_of_memory():
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if "paceline" in os.readlink(f"/proc/self/fd/{name}"):
-                found.append(name)
-    return found
-
-
-def test_what_is_put_at_one_end_is_taken_at_the_other(ends):
-    for sender, receiver in (ends, ends[::-1]):
-        sent = [values(size) + size for size in (1, 4095, CHUNK)]
-        slots = [sender.put(chunk, 0, chunk) for chunk in sent]
-        assert slots == [0, 1, 2]
-        for slot, chunk in zip(slots, sent, strict=True):
-            got = torch.zeros_like(chunk)
-            receiver.take(slot, got)
-            assert torch.equal(got, chunk)
-
-
-@pytest.mark.parametrize("way", ["pushes", "answers"])
-def test_a_slot_is_used_again_when_it_was_freed_and_not_before(ends, way):
-    sender, receiver = ends if way == "pushes" else ends[::-1]
-    count = PUSHES if way == "pushes" else ANSWERS
-
-    def put():
-        return sender.put(values(8), 0, values(8))
-
-    assert [put() for _ in range(count)] == list(range(count))
-    assert put() is None
-    assert receiver.put(values(8), 0, values(8)) == 0  # the other way is its own
-    receiver.free(count - 1)
-    receiver.free(2)
-    assert sorted(put() for _ in range(2)) == [2, count - 1]
-    assert put() is None
-
-
-@pytest.mark.parametrize("slot", [-1, PUSHES, 1 << 40])
-def test_slots_that_are_none(ends, slot):
-    with pytest.raises(RefusalError, match="slot"):
-        ends[1].take(slot, values(8))
-    ends[1].free(slot)
-
-
-def test_what_several_are_answered_at_once_is_copied_once():
-    ends = Ends(workers=3)
-    ends.read()
-    payload = values(2 * CHUNK)
-    halves = {0: payload[:CHUNK], CHUNK: payload[CHUNK:]}
-    for server in ends.servers:
-        slots = [server.put(payload, start, half) for start, half in halves.items()]
-        assert slots == [0, 1]
-    got = torch.zeros(CHUNK, dtype=torch.uint8)
-    for n, worker in enumerate(ends.workers):
-        assert ends.servers[0].put(values(1), 0, values(1)) == 2 + n  # 0 is in use
-        worker.take(0, got)
-        assert torch.equal(got, halves[0])
-        worker.free(0)
-    assert ends.servers[0].put(values(1), 0, values(1)) == 5  # 0 is still of this batch
-    ends.answers.batch_ended()
-    payload.zero_()
-    assert ends.servers[0].put(payload, 0, payload[:CHUNK]) == 0  # copied again
-    ends.workers[0].take(0, got)
-    assert not got.any()
-    ends.region.close()
-
-
-def test_an_answer_that_one_has_twice_is_in_two_slots():
-    ends = Ends(workers=2)
-    ends.read()
-    payload = values(8)
-    first, second = (ends.servers[0].put(payload, 0, payload) for _ in range(2))
-    assert first != second
-    assert ends.servers[1].put(payload, 0, payload) == second
-    ends.region.close()
-
-
-def test_a_batch_larger_than_the_memory_uses_slots_that_were_read():
-    ends = Ends(workers=2)
-    ends.read()
-    (one, other), (reader, _) = ends.servers, ends.workers
-    payload = values(ANSWERS * 8)
-    for start in range(0, ANSWERS * 8, 8):
-        assert one.put(payload, start, payload[start : start + 8]) is not None
-    more = values(8) + 1
-    assert one.put(more, 0, more) is None
-    reader.free(3)
-    assert one.put(more, 0, more) == 3
-    # What was there for the other one has to be copied for it again, or travels.
-    assert other.put(payload, 24, payload[24:32]) is None
-    reader.free(0)
-    assert other.put(payload, 24, payload[24:32]) == 0
-    ends.region.close()
-
-
-def test_a_worker_that_could_not_open_it_gets_nothing_in_the_servers_memory():
-    ends = Ends()
-    assert ends.servers[0].put(values(8), 0, values(8)) is None
-    ends.read()
-    assert ends.servers[0].put(values(8), 0, values(8)) == 0
-    ends.region.close()
-
-
-def test_memory_is_gone_with_its_ends():
-    gc.collect()  # what tests before this one have left goes now, and not meanwhile
-    before = descriptors_of_memory()
-    ends = Ends(workers=2)
-    # The server's own: workers, however many, keep none open, at either end.
-    assert len(descriptors_of_memory()) == len(before) + 1
-    ends.region.close()
-    while ends.servers:  # as a shell does when a worker has left
-        ends.servers.pop().close()
-    del ends
-    assert descriptors_of_memory() == before
-
-
-# ---- what is no memory of a worker's ----
-
-
-@contextlib.contextmanager
-def file(size, seals, nonce=b"n" * shared_memory.NONCE_BYTES):
-    descriptor = os.memfd_create("paceline test", os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, size)
-        os.pwrite(descriptor, nonce, 0)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
-        yield protocol.Memory(os.getpid(), descriptor, b"n" * shared_memory.NONCE_BYTES)
-    finally:
-        os.close(descriptor)
-
-
-SIZE = shared_memory._size(PUSHES)
-SEALS = shared_memory._seals()
-
-
-@pytest.mark.parametrize(
-    ("size", "seals", "nonce"),
-    [
-        (SIZE - 1, SEALS, b"n" * 16),
-        (SIZE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, b"n" * 16),
-        (SIZE, SEALS, b"m" * 16),
-    ],
-    ids=["another size", "could shrink", "another nonce"],
-)
-def test_memory_that_is_not_taken(size, seals, nonce):
-    with file(SIZE, SEALS) as place:
-        assert Region.open(place, PUSHES) is not None
-    with file(size, seals, nonce) as place:
-        assert Region.open(place, PUSHES) is None
-
-
-def test_descriptors_that_are_no_memory(tmp_path):
-    read, write = os.pipe()
-    plain = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    os.ftruncate(plain, SIZE)
-    with socket.socket() as peer, open("/dev/null", "r+b") as device:
-        for number in (read, write, plain, peer.fileno(), device.fileno(), 1 << 20, -1):
-            place = protocol.Memory(os.getpid(), number, bytes(16))
-            assert Region.open(place, PUSHES) is None, number
-    for process in (0, -1, 1 << 60):
-        assert Region.open(protocol.Memory(process, 0, bytes(16)), PUSHES) is None
-    for descriptor in (read, write, plain):
-        os.close(descriptor)
-
-
-# ---- through shell and client ----
-
-
-def echo(server, size):
-    sent, got = torch.arange(size // 4).float(), torch.zeros(size // 4)
-    assert server.request(Load(bucket=0), sent).wait() == Done()
-    reply = server.request(Pull(bucket=0), into=got).wait()
-    assert reply == Parameters(bucket=0, version=0)
-    assert torch.equal(got, sent)
-
-
 @pytest.fixture
 def frames(monkeypatch):
-    """Sizes of the chunks that went through sockets."""
+    """Sizes of the payloads that passed sockets."""
     seen = []
-    messages = payloads.messages
+    send = protocol.send
 
-    def noting(*arguments):
-        for header, chunk in messages(*arguments):
-            if chunk is not None:
-                seen.append(len(chunk))
-            yield header, chunk
+    def noting(socket, header, payload=None):
+        if payload is not None:
+            seen.append(protocol.size_of(payload))
+        send(socket, header, payload)
 
-    monkeypatch.setattr(payloads, "messages", noting)
+    monkeypatch.setattr(protocol, "send", noting)
     return seen
 
 
-def test_payloads_of_one_machine_pass_no_socket(frames):
-    with running(Adder(1), 1) as shell:
-        server = connect(shell)
-        for size in (4, CHUNK, 3 * CHUNK + 12):
+def values(size, first=0):
+    """A payload of *size* bytes."""
+    return torch.arange(first, first + size // 4, dtype=torch.int32)
+
+
+def load(server, bucket, payload):
+    assert server.request(Load(bucket=bucket), payload).wait() == Done()
+
+
+def pull(server, bucket, size):
+    got = torch.zeros(size // 4, dtype=torch.int32)
+    reply = server.request(Pull(bucket=bucket), into=got).wait()
+    assert reply == Parameters(bucket=0, version=0)
+    return got
+
+
+def echo(server, size):
+    load(server, 0, values(size))
+    assert torch.equal(pull(server, 0, size), values(size))
+
+
+def held():
+    """How many memories this process has mapped, and how many descriptors of such."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:paceline")
+    descriptors = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            descriptors += "paceline" in os.readlink(f"/proc/self/fd/{name}")
+    return maps, descriptors
+
+
+class Ends:
+    """A server's, and those of *workers* workers, in one process."""
+
+    def __init__(self, workers):
+        self.memory = ServerMemory()
+        self.workers = [WorkerEnd() for _ in range(workers)]
+        self.servers = [self.memory.share(worker.offer()) for worker in self.workers]
+        for worker, server in zip(self.workers, self.servers, strict=True):
+            worker.open(server.memory)
+
+
+# ---- what arrives ----
+
+
+def test_payloads_pass_no_socket_if_they_are_worth_a_block_and_have_room(frames):
+    with running(Adder(1), 1) as listener:
+        server = connect(listener)
+        for size in (BLOCK, BLOCK + 4, 5 * BLOCK, MEMORY // 2):
+            echo(server, size)
+        assert not frames
+        for size in (0, 4, BLOCK - 4, MEMORY + 4):
             echo(server, size)
         server.close()
+    assert frames == [
+        *(0, 0, 4, 4),
+        *(BLOCK - 4, BLOCK - 4, MEMORY + 4, MEMORY + 4),
+    ]
+    assert not listener.refused
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_payloads_of_all_types(dtype, frames):
+    sent = (torch.arange(BLOCK) % 97).to(dtype).requires_grad_(dtype.is_floating_point)
+    got = torch.zeros_like(sent, requires_grad=False)
+    with running(Adder(1), 1) as listener:
+        server = connect(listener)
+        load(server, 0, sent)
+        server.request(Pull(bucket=0), into=got).wait()
+        server.close()
+    assert torch.equal(got, sent)
     assert not frames
-    assert not shell.refused
+
+
+def test_blocks_are_free_when_the_payload_is_gone_and_not_before(frames):
+    quarter = MEMORY // 4
+    with running(Adder(1), 1) as listener:
+        server = connect(listener)
+        for bucket in range(4):
+            load(server, bucket, values(quarter, bucket))
+        assert not frames
+        load(server, 4, values(quarter, 4))  # all is in use
+        assert frames == [quarter]
+        for bucket in range(5):
+            assert torch.equal(pull(server, bucket, quarter), values(quarter, bucket))
+        load(server, 1, values(4))  # instead of what was there
+        load(server, 5, values(quarter, 5))
+        for bucket in (0, 2, 3, 4, 5):
+            assert torch.equal(pull(server, bucket, quarter), values(quarter, bucket))
+        server.close()
+    assert frames == [quarter, 4]
+
+
+def test_nobody_waits_for_room(frames):
+    """This server reads nothing while the worker sends."""
+    busy = Busy(1)
+    half = MEMORY // 2
+    with running(busy, 1) as listener:
+        server = connect(listener)
+        loads = [
+            server.request(Load(bucket=bucket), values(half, bucket))
+            for bucket in range(4)
+        ]
+        busy.may_go_on.set()
+        for loading in loads:
+            assert loading.wait() == Done()
+        for bucket in range(4):
+            assert torch.equal(pull(server, bucket, half), values(half, bucket))
+        server.close()
+    assert frames == [half] * 2
+
+
+def test_blocks_of_what_was_refused_are_free_again(frames):
+    half = MEMORY // 2
+    with running(Adder(1), 1, max_payload_bytes=half) as listener:
+        server = connect(listener)
+        for _ in range(3):
+            with pytest.raises(UsageError, match="at most"):
+                load(server, 0, values(half + 4))
+            load(
+                server, 1, values(4)
+            )  # the server has let go when it takes the next one
+        load(server, 0, values(half))
+        for _ in range(3):  # the other way
+            with pytest.raises(UsageError, match="handed over"):
+                pull(server, 0, 8)
+            assert server.request(Pull(bucket=0)).wait() == Parameters(
+                bucket=0, version=0
+            )
+        assert torch.equal(pull(server, 0, half), values(half))
+        server.close()
+    assert frames == [4] * 3
+
+
+def test_workers_of_one_machine_and_others_get_the_same_answers(frames, monkeypatch):
+    with running(Adder(3), 3) as listener:
+        near = [connect(listener, worker) for worker in range(2)]
+        monkeypatch.setenv(shared_memory.SWITCH, "0")
+        servers = [*near, connect(listener, 2)]
+        for number in range(3):
+            got = [torch.full((BLOCK,), float(number + rank)) for rank in range(3)]
+            message = Reduce(channel="", number=number, operation="sum")
+            pending_replies = [
+                server.request(message, own, into=own)
+                for server, own in zip(servers, got, strict=True)
+            ]
+            for pending_reply, own in zip(pending_replies, got, strict=True):
+                pending_reply.wait()
+                assert torch.equal(own, torch.full((BLOCK,), 3.0 * number + 3))
+        for server in servers:
+            server.close()
+    assert frames == [4 * BLOCK] * 6  # the third one's, both ways
+
+
+def test_a_reply_to_several_is_copied_once_a_batch():
+    ends = Ends(3)
+    payload = values(2 * BLOCK)
+    places = [server.put(payload) for server in ends.servers]
+    assert places == [(0, 2 * BLOCK)] * 3
+    for worker in ends.workers:
+        assert worker.lend(places[0]) == payload.view(torch.uint8).numpy().data
+    # It may be sent again, to one who has read it or, in another place, to one who has not.
+    assert ends.servers[0].put(values(BLOCK)) == (2, BLOCK)
+    assert [ends.servers[0].put(payload)[0] for _ in range(2)] == [0, 3]
+    ends.memory.batch_ended()
+    payload.zero_()
+    place = ends.servers[1].put(payload)
+    assert not any(ends.workers[1].lend(place))
+
+
+def test_blocks_of_replies_are_free_when_all_have_read_or_left():
+    ends = Ends(2)
+    payload = values(MEMORY)
+    place = ends.servers[0].put(payload)
+    assert ends.servers[1].put(payload) == place
+    ends.memory.batch_ended()
+    assert ends.servers[0].put(values(BLOCK)) is None
+    ends.workers[0].lend(place)
+    assert ends.servers[0].put(values(BLOCK)) is None
+    ends.servers[1].close()
+    assert ends.servers[0].put(values(BLOCK)) == (0, BLOCK)
+    assert ends.servers[1].put(values(BLOCK)) is None
+
+
+# ---- places where nothing lies ----
 
 
 @pytest.mark.parametrize(
-    "reason", ["switched off", "no such call", "forbidden", "no room", "else"]
+    "place",
+    [
+        (-1, BLOCK),
+        (BLOCKS, BLOCK),
+        (BLOCKS - 1, 2 * BLOCK),
+        (0, MEMORY + 1),
+        (0, 0),
+        (0, -1),
+        (1 << 62, 1 << 62),
+        (2, BLOCK),  # free
+        (1, 2 * BLOCK),  # half of it is
+    ],
 )
-def test_they_go_through_sockets_where_memory_cannot_be_shared(
-    frames, monkeypatch, reason
-):
-    before = len(descriptors_of_memory())
+def test_places_that_are_none(place):
+    ends = Ends(1)
+    [worker], [server] = ends.workers, ends.servers
+    for sender, receiver in ((worker, server), (server, worker)):
+        assert sender.put(values(2 * BLOCK)) == (0, 2 * BLOCK)
+        with pytest.raises(ProtocolError) as caught:
+            receiver.lend(place)
+        assert caught.value.kind == "payload"
+        receiver.lend((0, 2 * BLOCK))
+
+
+def test_a_place_is_lent_once_at_a_time():
+    ends = Ends(1)
+    [worker], [server] = ends.workers, ends.servers
+    place = worker.put(values(2 * BLOCK))
+    lent = torch.frombuffer(server.lend(place), dtype=torch.int32)
+    for overlapping in (place, (1, BLOCK)):
+        with pytest.raises(ProtocolError):
+            server.lend(overlapping)
+    part = lent[5:6]
+    del lent
+    assert worker.put(values(BLOCK)) == (2, BLOCK), "a view keeps it all"
+    assert part == 5
+    del part
+    assert worker.put(values(BLOCK)) == (0, BLOCK)
+
+
+def test_a_wrong_place_is_refused_and_harms_nobody():
+    memory = WorkerEnd()
+    with (
+        running(Adder(2), 2) as listener,
+        Peer(listener.port, 1, memory=memory.offer()) as peer,
+    ):
+        memory.open(peer.welcome.memory)
+        place = memory.put(values(BLOCK))
+        header = protocol.RequestHeader(0, Load(bucket=0), "int32", BLOCK // 4)
+        header.place = (7, BLOCK)
+        peer.say(header)
+        assert "block 7" in peer.hear().message.reason
+        for number, elements, frames in ((1, 4, []), (3, BLOCK // 4, [b"x"])):
+            # Other elements, and a frame beside it.
+            header.number, header.elements, header.place = number, elements, place
+            peer.say(header, *frames)
+            assert "payload" in peer.hear().message.reason
+            peer.say(protocol.RequestHeader(number + 1, Pull(bucket=1)))
+            assert "only adds" in peer.hear().message.reason
+            assert memory.put(values(BLOCK)) == place, "it is free again"
+        server = connect(listener)
+        echo(server, BLOCK)
+        server.close()
+    assert listener.refused == {"payload": 3}
+
+
+def test_a_place_without_memory_is_refused():
+    with running(Adder(1), 1) as listener, Peer(listener.port) as peer:
+        header = protocol.RequestHeader(0, Load(bucket=0), "uint8", BLOCK)
+        header.place = (0, BLOCK)
+        peer.say(header)
+        assert "no memory is shared" in peer.hear().message.reason
+    assert listener.refused == {"payload": 1}
+    with pytest.raises(ProtocolError):
+        WorkerEnd().lend((0, BLOCK))
+
+
+# ---- where memory cannot be shared ----
+
+
+@pytest.mark.parametrize(
+    "reason", ["switched off", "no such call", "forbidden", "no room", "another user"]
+)
+def test_payloads_are_frames_where_memory_cannot_be_shared(frames, monkeypatch, reason):
+    def forbidden(*_):
+        raise PermissionError("not in this sandbox")
+
+    before = held()
     if reason == "switched off":
         monkeypatch.setenv(shared_memory.SWITCH, "0")
     elif reason == "no such call":
         monkeypatch.delattr(os, "memfd_create")
     elif reason == "forbidden":
-
-        def memfd_create(*_):
-            raise PermissionError("not in this sandbox")
-
-        monkeypatch.setattr(os, "memfd_create", memfd_create)
+        monkeypatch.setattr(os, "memfd_create", forbidden)
     elif reason == "no room":
-
-        def ftruncate(*_):
-            raise OSError("a limit of this process")
-
-        monkeypatch.setattr(os, "ftruncate", ftruncate)
-    else:  # another user's process: what is under /proc is not to be opened
+        monkeypatch.setattr(os, "ftruncate", forbidden)
+    else:  # what is under /proc cannot be opened
         monkeypatch.setattr(os, "getpid", lambda: 1 << 30)
-    with running(Adder(1), 1) as shell:
-        server = connect(shell)
-        echo(server, CHUNK + 4)
+    with running(Adder(1), 1) as listener:
+        server = connect(listener)
+        echo(server, BLOCK)
+        assert held() == before
         server.close()
-    assert frames == [CHUNK, 4] * 2
-    assert not shell.refused
-    assert len(descriptors_of_memory()) <= before
+    assert frames == [BLOCK] * 2
+    assert not listener.refused
+
+
+def test_replies_are_frames_to_a_worker_that_cannot_open_the_servers_memory(
+    frames, monkeypatch
+):
+    opens = WorkerEnd.open
+
+    def open_another(end, memory):
+        memory.descriptor = 1 << 20
+        opens(end, memory)
+
+    monkeypatch.setattr(WorkerEnd, "open", open_another)
+    with running(Adder(1), 1) as listener:
+        server = connect(listener)
+        echo(server, BLOCK)
+        server.close()
+    assert frames == [BLOCK]
 
 
 def test_a_server_under_another_address_is_of_another_machine(frames, monkeypatch):
@@ -321,116 +389,120 @@ def test_a_server_under_another_address_is_of_another_machine(frames, monkeypatc
         return Elsewhere(fileno=one.detach())
 
     monkeypatch.setattr(socket, "create_connection", create_connection)
-    with running(Adder(1), 1) as shell:
-        server = connect(shell)
-        echo(server, 8)
+    with running(Adder(1), 1) as listener:
+        server = connect(listener)
+        echo(server, BLOCK)
         server.close()
-    assert frames == [8, 8]
+    assert frames == [BLOCK] * 2
 
 
-def test_more_chunks_than_slots(frames):
-    """Nobody waits for a slot: this server reads nothing while the worker sends."""
-    busy = Busy(1)
-    with running(busy, 1) as shell:
-        server = connect(shell)
-        sent = torch.arange((PUSHES + 5) * CHUNK // 4).float()
-        server.request(Load(bucket=1), torch.ones(1))
-        loading = server.request(Load(bucket=0), sent)
-        busy.may_go_on.set()
-        assert loading.wait() == Done()
-        got = torch.zeros_like(sent)
-        server.request(Pull(bucket=0), into=got).wait()
-        server.close()
-    assert torch.equal(got, sent)
-    # One slot may still have held the first request's.
-    assert frames[:5] == [CHUNK] * 5
+SEALS = shared_memory._seals()
 
 
-def test_slots_of_what_was_refused_are_free_again(frames):
-    limit = 4 * CHUNK
-    with running(Adder(1), 1, max_payload_bytes=limit) as shell:
-        server = connect(shell)
-        with pytest.raises(Exception, match="at most"):
-            server.request(Load(bucket=0), torch.zeros(limit // 4 + 1)).wait()
-        echo(server, 4 * CHUNK)
-        with pytest.raises(Exception, match="handed over"):  # the other way
-            server.request(Pull(bucket=0), into=torch.zeros(8)).wait()
-        for _ in range(PUSHES):
-            echo(server, 4 * CHUNK)
-        memory = server.shared
-        assert not any(memory._sent)
-        assert not any(memory._received)
-        server.close()
+@pytest.mark.parametrize(
+    ("size", "seals", "nonce"),
+    [
+        (FILE - 1, SEALS, b"n" * 16),
+        (FILE, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL, b"n" * 16),
+        (FILE, SEALS, b"m" * 16),
+    ],
+    ids=["another size", "could shrink", "another nonce"],
+)
+def test_memory_that_is_not_taken(size, seals, nonce):
+    def share(size, seals, nonce):
+        descriptor = os.memfd_create("paceline test", os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, size)
+            os.pwrite(descriptor, nonce, 0)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+            offer = protocol.Memory(os.getpid(), descriptor, b"n" * 16)
+            return ServerMemory().share(offer).memory
+        finally:
+            os.close(descriptor)
+
+    assert share(FILE, SEALS, b"n" * 16) is not None
+    assert share(size, seals, nonce) is None
+
+
+def test_descriptors_that_are_no_memory(tmp_path):
+    read, write = os.pipe()
+    plain = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(plain, FILE)
+    memory = ServerMemory()
+    with socket.socket() as peer, open("/dev/null", "r+b") as device:
+        for number in (read, write, plain, peer.fileno(), device.fileno(), 1 << 20, -1):
+            offer = protocol.Memory(os.getpid(), number, bytes(16))
+            assert memory.share(offer).memory is None, number
+    for process in (0, -1, 1 << 60):
+        assert memory.share(protocol.Memory(process, 0, bytes(16))).memory is None
+    for descriptor in (read, write, plain):
+        os.close(descriptor)
+
+
+# ---- what is left ----
+
+
+def test_memory_is_gone_with_its_ends(frames):
+    maps, descriptors = held()
+    with running(Adder(2), 2) as listener:
+        servers = [connect(listener, worker) for worker in range(2)]
+        for server in servers:
+            echo(server, BLOCK)
+        # In one process: each worker's own and the server's, at both ends but for the server's own.
+        assert held() == (maps + 2 + 2 + 2 + 1, descriptors + 1)
+        for server in servers:
+            server.close()
+    del listener, server, servers
+    assert held() == (maps, descriptors)
+    assert not frames
 
 
 def test_a_lost_worker_comes_back_with_memory_of_its_own(frames):
-    before = len(descriptors_of_memory())
-    with running(Adder(1), 1) as shell:
-        first = connect(shell)
-        echo(first, CHUNK)
-        with_one = len(descriptors_of_memory())
-        first._let_go(0.0)
-        second = connect(shell, incarnation=1)
-        echo(second, CHUNK)
-        assert len(descriptors_of_memory()) == with_one
-        second.close()
-    assert not frames
-    assert len(descriptors_of_memory()) == before
-
-
-def test_workers_keep_no_descriptor_of_memory_open(frames):
-    before = len(descriptors_of_memory())
-    with running(Adder(3), 3) as shell:
-        ends = []
-        for worker in range(3):
-            ends.append(connect(shell, worker))
-            echo(ends[-1], CHUNK)
-            assert len(descriptors_of_memory()) == before + 1, "the server's own"
-        for end in ends:
-            end.close()
-    assert not frames
-    assert len(descriptors_of_memory()) == before
-
-
-def test_a_slot_without_memory_is_refused():
-    with running(Adder(1), 1) as shell, Peer(shell.port) as peer:
-        peer.say(protocol.Reads())  # what was not offered
-        peer.say(protocol.Share(protocol.Memory(os.getpid(), 1 << 20, bytes(16))))
-        assert peer.hear() == protocol.Shared(None)
-        peer.say(protocol.Begin(0, 0, Load(bucket=0), "uint8", 1, slot=0))
-        assert "no memory is shared" in peer.hear().message.reason
-    assert shell.refused == {"payload": 1}
-
-
-def test_memory_is_taken_once():
+    before = held()
     adder = Adder(1)
-    with running(adder, 1) as shell, Peer(shell.port) as peer:
-        with contextlib.closing(Region.make(PUSHES)) as own:
-            peer.say(protocol.Share(own.place))
-            assert Region.open(peer.hear().memory, ANSWERS) is not None
-            peer.say(protocol.Share(own.place))
-            assert isinstance(peer.hear(), protocol.Rejected)
-        assert adder.news.wait(SECONDS)  # it was taken for lost
-    assert shell.refused == {"order": 1}
+    with running(adder, 1) as listener:
+        first = connect(listener)
+        echo(first, BLOCK)
+        with_one = held()
+        first.request(
+            Pull(bucket=0), into=torch.zeros(BLOCK // 4)
+        ).channel.socket.poll()
+        first.part(well=False)  # before it has read the answer
+        second = connect(listener, incarnation=1)
+        assert torch.equal(pull(second, 0, BLOCK), values(BLOCK)), "of the first one"
+        echo(second, MEMORY)
+        assert held() == with_one
+        second.close()
+    del listener, first, second, adder
+    assert not frames
+    assert held() == before
 
 
-def test_workers_of_one_machine_and_others_get_the_same_answers(frames, monkeypatch):
-    with running(Adder(3), 3) as shell:
-        near = [connect(shell, worker) for worker in range(2)]
-        monkeypatch.setenv(shared_memory.SWITCH, "0")
-        servers = [*near, connect(shell, 2)]
-        for number in range(3):
-            got = [torch.full((CHUNK,), float(number + rank)) for rank in range(3)]
-            receptions = [
-                server.request(
-                    Reduce(channel="", number=number, operation="sum"), own, into=own
-                )
-                for server, own in zip(servers, got, strict=True)
-            ]
-            for reception, own in zip(receptions, got, strict=True):
-                reception.wait()
-                assert torch.equal(own, torch.full((CHUNK,), 3.0 * number + 3))
-        for server in servers:
-            server.close()
-    assert frames == [CHUNK] * len(frames)  # the third one's, both ways
-    assert len(frames) >= 3 * 2 * 4
+def test_a_server_that_is_started_again_has_new_memory(frames):
+    before = held()
+    with running(Adder(1), 1) as listener:
+        first = connect(listener)
+        echo(first, BLOCK)
+    with running(Adder(1), 1, port=listener.port) as listener:
+        second = connect(listener)
+        echo(second, MEMORY)
+        second.close()
+    first.close()
+    del listener, first, second
+    assert not frames
+    assert held() == before
+
+
+def test_what_a_killed_worker_has_sent_stays():
+    adder = Adder(2)
+    with running(adder, 2) as listener:
+        server = connect(listener)
+        with ended(child("work_as_a_child()", str(listener.port))) as worker:
+            assert worker.stdout.readline() == "ready\n"
+            worker.send_signal(signal.SIGKILL)
+            assert adder.news.wait(SECONDS)
+        got = torch.zeros(1 << 16)
+        server.request(Pull(bucket=0), into=got).wait()
+        assert torch.equal(got, torch.ones(1 << 16))
+        echo(server, MEMORY)
+        server.close()

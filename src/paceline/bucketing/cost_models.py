@@ -1,8 +1,8 @@
-"""What an all-reduce costs by its size: formulas, and measured curves.
+"""The cost of an all-reduce by its size: formulas (`AffineCost`) and measured curves (`MeasuredCost`).
 
-A cost is a function from bytes to seconds. Where several all-reduces run at a time (lanes),
-a part of their start-up can pass side by side, while the wire is shared: a cost says how
-much in ``overlapping_seconds``. A plain function overlaps nothing.
+A cost is a function from bytes to seconds. Several all-reduces under way at a time share the
+wire, and a part of their start-ups passes side by side. The attribute ``overlappable_startup`` of a
+cost is that part, in seconds. A plain function overlaps nothing.
 """
 
 from __future__ import annotations
@@ -29,23 +29,35 @@ Seconds = NDArray[np.float64]
 class AffineCost:
     """``start_up + seconds_per_byte * bytes`` (MG-WFBP, equation 5: a and b).
 
-    *overlapping*: seconds of the start-up that pass beside other all-reduces (None: all of
-    it). Raises `UsageError` for negative figures.
+    Attributes:
+        start_up: Seconds of an all-reduce without data.
+        seconds_per_byte: Seconds that each byte adds.
+        overlappable_startup: Seconds of the start-up that pass beside other all-reduces; None: all
+            of it.
+
+    Raises:
+        UsageError: A figure is negative, or the overlappable part exceeds the start-up.
+
+    Example:
+        ::
+
+            AffineCost(start_up=1e-3, seconds_per_byte=8e-9)(1_000_000)  # 0.009 s
     """
 
     start_up: float
     seconds_per_byte: float
-    overlapping: float | None = None
+    overlappable_startup: float | None = None
 
     def __post_init__(self) -> None:
-        for key in ("start_up", "seconds_per_byte", "overlapping"):
+        for key in ("start_up", "seconds_per_byte", "overlappable_startup"):
             value = getattr(self, key)
             if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise UsageError(f"{key}: expected zero or more seconds, got {value}")
-        if self.overlapping is not None and self.overlapping > self.start_up:
+        overlap = self.overlappable_startup
+        if overlap is not None and overlap > self.start_up:
             raise UsageError(
-                f"overlapping: expected at most the start-up, {self.start_up} s, got "
-                f"{self.overlapping} s"
+                f"overlappable_startup: expected at most the start-up, {self.start_up} s, got "
+                f"{overlap} s"
             )
 
     def __call__(self, size: float) -> float:
@@ -55,25 +67,26 @@ class AffineCost:
         """The cost of each of *sizes*."""
         return self.start_up + self.seconds_per_byte * sizes
 
-    @property
-    def overlapping_seconds(self) -> float:
-        """Seconds that pass beside other all-reduces."""
-        return self.start_up if self.overlapping is None else self.overlapping
-
 
 @dataclass(frozen=True)
-class TableCost:
-    """A measured curve: *seconds* at *sizes* (bytes, rising), interpolated between them.
+class MeasuredCost:
+    """A measured curve, interpolated between its points.
 
-    Below the first size it is flat: what is left there is the start-up. Beyond the last it
-    goes on as steeply as between the last two. *overlapping* as in `AffineCost` (here
-    nothing unless said). Raises `UsageError` for a curve that is empty, falls or is
-    negative.
+    Below the first size the curve is flat: only the start-up is left there. Beyond the last size
+    it has the slope of the last two points.
+
+    Attributes:
+        sizes: Bytes, rising.
+        seconds: Seconds of an all-reduce at each size.
+        overlappable_startup: Seconds of the start-up that pass beside other all-reduces.
+
+    Raises:
+        UsageError: The curve is empty, falls or is negative.
     """
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
-    overlapping: float = 0.0
+    overlappable_startup: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", tuple(self.sizes))
@@ -92,10 +105,10 @@ class TableCost:
                     )
         if len(set(self.sizes)) < len(self.sizes):
             raise UsageError("a curve: the same size is there twice")
-        if not 0 <= self.overlapping <= self.seconds[0]:
+        if not 0 <= self.overlappable_startup <= self.seconds[0]:
             raise UsageError(
-                f"overlapping: expected zero to the curve's first time, "
-                f"{self.seconds[0]} s, got {self.overlapping} s"
+                f"overlappable_startup: expected zero to the curve's first time, "
+                f"{self.seconds[0]} s, got {self.overlappable_startup} s"
             )
 
     def __call__(self, size: float) -> float:
@@ -115,11 +128,6 @@ class TableCost:
         return inside + np.maximum(sizes - self.sizes[-1], 0.0) * self._last_slope
 
     @property
-    def overlapping_seconds(self) -> float:
-        """Seconds that pass beside other all-reduces."""
-        return self.overlapping
-
-    @property
     def _last_slope(self) -> float:
         if len(self.sizes) == 1:
             return self.seconds[0] / self.sizes[0] if self.sizes[0] else 0.0
@@ -128,7 +136,7 @@ class TableCost:
 
 
 def many(cost: Cost, sizes: Seconds) -> Seconds:
-    """*cost* of each of *sizes*, at once where the cost can do that."""
+    """The cost of each size, vectorized where the cost has a method ``many``."""
     at_once: Any = getattr(cost, "many", None)
     if at_once is not None:
         values: Seconds = at_once(sizes)
@@ -136,16 +144,20 @@ def many(cost: Cost, sizes: Seconds) -> Seconds:
     return np.array([cost(size) for size in sizes.tolist()], dtype=np.float64)
 
 
-def overlapping_seconds(cost: Cost) -> float:
-    """The part of each all-reduce that passes beside others."""
-    return float(getattr(cost, "overlapping_seconds", 0.0))
+def overlappable_startup(cost: Cost) -> float:
+    """Seconds of each all-reduce's start-up that pass beside other all-reduces."""
+    if isinstance(cost, AffineCost) and cost.overlappable_startup is None:
+        return cost.start_up
+    return float(getattr(cost, "overlappable_startup", 0.0))
 
 
 def lines_below(cost: Cost, most: float) -> list[AffineCost]:
-    """Affine costs that no messages undercut: whatever carries B of at most *most* bytes,
-    one message or many, takes ``start_up + seconds_per_byte * B`` of the wire at least,
-    beside the start-up that overlaps. The largest of them counts."""
-    overlap = overlapping_seconds(cost)
+    """Lower bounds of the wire's time, as affine costs.
+
+    One message or many that carry B of at most *most* bytes occupy the wire for at least
+    ``start_up + seconds_per_byte * B``, beside the overlappable start-up. The largest bound counts.
+    """
+    overlap = overlappable_startup(cost)
     points = _lower_hull(
         [(at, max(0.0, seconds - overlap)) for at, seconds in _points(cost, most)]
     )
@@ -162,12 +174,12 @@ def lines_below(cost: Cost, most: float) -> list[AffineCost]:
 
 
 SAMPLES = 64
-"""Where a cost is a plain function, it is looked at in so many places."""
+"""Points at which a cost that is a plain function is evaluated."""
 
 
 def _points(cost: Cost, most: float) -> list[tuple[float, float]]:
     """Points between which the *cost* of up to *most* bytes is nowhere below a line."""
-    if isinstance(cost, AffineCost | TableCost):
+    if isinstance(cost, AffineCost | MeasuredCost):
         inside = [] if isinstance(cost, AffineCost) else cost.sizes
         sizes = sorted({0.0, *(size for size in inside if size < most), most})
         return [(size, cost(size)) for size in sizes]
@@ -191,8 +203,10 @@ def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def fit(cost: Cost, sizes: Sequence[float]) -> AffineCost:
-    """The affine cost nearest to *cost* at *sizes* (least squares, never negative): what
-    MG-WFBP's rule needs. The fit depends on the range of the sizes."""
+    """Fit an affine cost, which MG-WFBP's rule needs: least squares at *sizes*, never negative.
+
+    The fit depends on the range of the sizes.
+    """
     if isinstance(cost, AffineCost):
         return cost
     at = np.unique(np.asarray(sizes, dtype=np.float64))

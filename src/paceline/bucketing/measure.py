@@ -1,21 +1,22 @@
-"""The cost of a mean, measured in place: on the communicator that training uses, through
-what its gradients are compressed with."""
+"""Measurements of the bucket tuner: a step's times (`StepTimer`), an all-reduce's cost."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from paceline.bucketing.cost_models import TableCost
-from paceline.interfaces import Comm, Pending, Stopwatch
+from paceline.bucketing.cost_models import MeasuredCost
+from paceline.interfaces import Comm, Pending, Runtime, Stopwatch
 
 SMALLEST_BYTES = 4096
 LARGEST_BYTES = 8 * 1024 * 1024
-"""Beyond it the curve goes on as steeply as it ends: a larger buffer would take a slow
-network longer than it tells."""
+"""The largest buffer measured: beyond it the curve keeps its slope, and a slow network would take
+long for little."""
 
 STEP = 4
 """Ratio of one size to the next."""
@@ -25,20 +26,168 @@ SECONDS_PER_SIZE = 0.05
 """Repeat, up to `REPEATS` times, for as long as this at each size."""
 
 
-def measure_mean(
-    comm: Comm,
-    largest: int,
-    device: torch.device,
-    stopwatch: Stopwatch,
-    blank: Callable[[int, torch.device], torch.Tensor],
-    mean: Callable[[torch.Tensor], Pending],
-) -> TableCost:
-    """The curve from `SMALLEST_BYTES` to *largest* bytes (at most `LARGEST_BYTES`).
+@dataclass
+class Pass:
+    """Marks of one backward pass and of the forward passes before it, on this rank.
 
-    The same on every rank: times are means over ranks of each rank's median. With several
-    lanes, pairs of small ones show how much of the start-up overlaps. *mean* forms one.
-    Collective.
+    It is empty where a rank is out of data and only shadows the others' collectives.
+
+    Attributes:
+        first: The start of the step's first forward pass.
+        start: The start of the step's last forward pass.
+        uses: Each parameter's first use, by index.
+        order: Indices of parameters in the order in which their gradients became ready.
+        marks: When each of these gradients became ready.
+        end: The end of the backward pass, and of waiting there.
     """
+
+    first: Any = None
+    start: Any = None
+    uses: dict[int, Any] = field(default_factory=dict)
+    order: list[int] = field(default_factory=list)
+    marks: list[Any] = field(default_factory=list)
+    end: Any = None
+
+
+class StepTimer:
+    """Times one worker's steps: when gradients become ready and when parameters are used.
+
+    It listens to a training's events (`paceline.core.step_listeners`).
+
+    Args:
+        stopwatch: Marks moments.
+        order: Indices of parameters in the order in which their gradients are expected.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, order: Sequence[int]) -> None:
+        self._stopwatch = stopwatch
+        self.order = list(order)
+        self.listening = True
+        self._now = Pass()
+        self._before: Any = None
+        """The end of the previous pass, if that was timed."""
+
+    # ---- events of a training ----
+
+    def step_begins(self) -> None:
+        """A forward pass begins that belongs to the next backward pass."""
+        if self.listening:
+            mark = self._stopwatch.mark()
+            first = mark if self._now.first is None else self._now.first
+            self._now = Pass(first, mark, self._now.uses)
+
+    def used(self, index: int) -> None:
+        """A parameter is used for the first time in this step."""
+        this = self._now
+        if this.first is not None and not this.order and index not in this.uses:
+            this.uses[index] = self._stopwatch.mark()
+
+    def gradient_ready(self, index: int) -> None:
+        """The gradient of a parameter is ready."""
+        if self.listening:
+            self._now.order.append(index)
+            self._now.marks.append(self._stopwatch.mark())
+
+    def ended(self) -> None:
+        """The backward pass has ended, and so has waiting there."""
+        if self.listening and self._now.start is not None:
+            self._now.end = self._stopwatch.mark()
+
+    def forget(self) -> None:
+        """Begin the next pass."""
+        self._before = self._now.end
+        self._now = Pass()
+
+    # ---- measurements of the last pass ----
+
+    def seen_order(self) -> list[int]:
+        """The ready order of this pass, empty if there was no gradient.
+
+        Tensors without a gradient are ready when the pass ends, in the order that they had before.
+        """
+        seen = set(self._now.order)
+        if not seen:
+            return []
+        return self._now.order + [i for i in self.order if i not in seen]
+
+    def ready_times(self) -> list[float] | None:
+        """Seconds from the last forward pass's start to each gradient, in ready order.
+
+        None if the order of this pass differs from `order`.
+        """
+        this = self._now
+        if this.start is None or self.seen_order() != self.order:
+            return None
+        times = self._stopwatch.seconds(this.start, this.marks)
+        return times + times[-1:] * (len(self.order) - len(times))
+
+    def use_times(self) -> list[float]:
+        """Seconds from the step's start to each parameter's first use, in ready order.
+
+        0 for a parameter whose use was not observed. The pass must not have waited for means. A
+        step of several passes starts with the first of them.
+        """
+        this = self._now
+        seen = dict(
+            zip(
+                this.uses,
+                self._stopwatch.seconds(this.first, list(this.uses.values())),
+                strict=True,
+            )
+        )
+        return [seen.get(index, 0.0) for index in self.order]
+
+    def use_order(self) -> list[int]:
+        """For each parameter a number that rises in the order of first uses.
+
+        0 for a parameter whose use was not observed.
+        """
+        places = {index: place for place, index in enumerate(self._now.uses)}
+        return [places.get(index, 0) for index in range(len(self.order))]
+
+    def duration(self) -> list[float]:
+        """Seconds from the last forward pass's start until backward and its waits ended.
+
+        A list of one, empty if this rank was out of data.
+        """
+        this = self._now
+        if this.start is None or not this.order:
+            return []
+        return self._stopwatch.seconds(this.start, [this.end])
+
+    def period(self) -> list[float]:
+        """Seconds from the end of the previous backward pass to the end of this one.
+
+        They include waits and updates between the two. A list of one, empty as in `duration`, and
+        where the previous pass was not timed.
+        """
+        this = self._now
+        if this.end is None or self._before is None or not this.order:
+            return []
+        return self._stopwatch.seconds(self._before, [this.end])
+
+
+def measure_all_reduce(
+    comm: Comm,
+    runtime: Runtime,
+    device: torch.device,
+    largest: int,
+    all_reduce: Callable[[torch.Tensor], Pending],
+) -> MeasuredCost:
+    """Measure the cost of an all-reduce in place. Collective.
+
+    Times are means over ranks of each rank's median, so all ranks return the same curve. Where
+    several may be under way, pairs of small all-reduces show how much of the start-up overlaps.
+
+    Args:
+        comm: The communicator that training uses.
+        runtime: Makes buffers, and a stopwatch.
+        device: Of the buffers.
+        largest: Bytes of all gradients. The curve goes from `SMALLEST_BYTES` to these, and to
+            `LARGEST_BYTES` at most.
+        all_reduce: Starts one as training does, compressed where gradients are.
+    """
+    stopwatch = runtime.clock.stopwatch(device)
     top = max(SMALLEST_BYTES, min(largest, LARGEST_BYTES))
     sizes = [SMALLEST_BYTES]
     while sizes[-1] * STEP < top:
@@ -47,9 +196,9 @@ def measure_mean(
         sizes.append(top)
 
     def timed(size: int, together: int) -> float:
-        buffers = [blank(size, device) for _ in range(together)]
+        buffers = [runtime.blank(size, device) for _ in range(together)]
         start = stopwatch.mark()
-        for pending in [mean(buffer) for buffer in buffers]:
+        for pending in [all_reduce(buffer) for buffer in buffers]:
             pending.wait()
         return stopwatch.seconds(start, [stopwatch.mark()])[0]
 
@@ -68,11 +217,11 @@ def measure_mean(
     seconds = [typical(size) for size in sizes]
     seconds = list(itertools.accumulate(seconds, max))  # noise may not make it fall
     overlapping = 0.0
-    if comm.lanes(device) > 1:
+    if comm.max_in_flight(device) > 1:
         both = typical(SMALLEST_BYTES, 2)
         # One alone: start-up + wire; two together: start-up + 2 wires, if it overlaps.
         overlapping = min(seconds[0], max(0.0, 2 * seconds[0] - both))
-    return TableCost(tuple(sizes), tuple(seconds), overlapping)
+    return MeasuredCost(tuple(sizes), tuple(seconds), overlapping)
 
 
 def _mean(comm: Comm, device: torch.device, value: float) -> float:

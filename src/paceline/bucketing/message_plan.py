@@ -1,152 +1,130 @@
-"""In which messages gradients travel, where the next forward pass waits for them.
+"""Message plans: in which messages gradients travel past the end of backward.
 
-Methods that end a step where backward ends wait for the last message; those that go past it
-wait for each bucket where its tensors are used again, so that what is used first should go
-first, and the rest moves beside the next forward pass (ByteScheduler, Peng et al., SOSP
-2019; P3, Jayarajan et al., MLSys 2019; US-Byte, Gao et al., 2023). `plan` says which
-tensors share a bucket, in which parts buckets are cut, and in which order these go;
-`period` says how long a step then takes, and `bound` how short it can be at best. All are
-pure functions of what was measured. See `paceline.bucketing.exposed_time` for what is minimised.
+Methods that wait for each bucket where the next forward pass uses it (`priority`, `dear`) need
+a plan: the buckets, the parts in which they are sent, and their order (ByteScheduler, Peng et al.,
+SOSP 2019; P3, Jayarajan et al., MLSys 2019; US-Byte, Gao et al., 2023). `period` predicts the
+time of a step under a plan, and `lower_bound` the shortest one of any plan.
+`paceline.bucketing.message_search` finds a plan. All are pure functions of measured times.
+
+A step's forward pass begins at 0, and its backward pass ends when the last gradient is
+ready: at E. The next forward pass then begins, and uses bucket b's first tensor u seconds
+later, unless it has to wait. If b arrives at C, its exposed time is C - E - u. Waiting for one
+bucket delays the uses that follow, so a step takes E plus the largest exposed time of a bucket.
+
+That is a shop with one machine, release times, delivery times and start-ups
+(1 | r, q | Cmax). Without start-ups, and where messages can be interrupted at any time,
+Jackson's rule is optimal: of the gradients that are ready, send the one that is used first.
 """
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-from paceline.bucketing import rules
-from paceline.bucketing.cost_models import Cost
-from paceline.bucketing.exposed_time import Group, Piece, Problem, least_lateness
-from paceline.bucketing.local_search import neighbours
-from paceline.bucketing.message_search import (
-    MOST_FOR_EXACT,
-    Grain,
-    InReadyOrder,
-    by_use,
-    grains,
-    groupings,
-    scatters_first,
-)
-from paceline.bucketing.timeline import check
+from paceline.bucketing.cost_models import Cost, lines_below, overlappable_startup
+from paceline.bucketing.timeline import arrivals, check_buckets, check_times
 from paceline.errors import UsageError
-from paceline.interfaces import Message
+from paceline.interfaces import Half, Message
 
-SPARE = 0.05
-"""A plan is good enough if every bucket is in so much of a step before its use: what is
-measured varies."""
-
-MOST_WORK = 1_000_000
-"""Messages that a search looks at: half a second to a second."""
-
-STARTS = 5
-"""Plans that are improved by small changes."""
-
-SAME = 0.002
-"""Of a step: plans that differ by less are as good, and the one of fewer messages is used."""
+CONCURRENT_COST = 20
+"""How much longer it takes to predict arrivals where several messages are under way at a time."""
 
 UNITS = 2**20
 """Parts of a bucket are multiples of 1 / UNITS, so that ranks can agree on whole numbers."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """*groups*: buckets, as positions in ready order, in the order in which they are ready;
-    *messages*: their parts, in the order in which they are sent."""
+class MessagePlan:
+    """Buckets, and the messages in which they are sent.
 
-    groups: list[list[int]]
+    Attributes:
+        buckets: Each bucket's tensors, as positions in ready order; buckets in the order in which
+            they become ready.
+        messages: Parts of buckets, in the order of sending.
+    """
+
+    buckets: list[list[int]]
     messages: tuple[Message, ...]
 
 
-def plan(
-    sizes: Sequence[float],
-    kinds: Sequence[Hashable],
-    ready: Sequence[float],
-    uses: Sequence[float],
-    cost: Cost,
-    *,
-    lanes: int = 1,
-    halves: bool = False,
-) -> Plan:
-    """The best plan that a search of bounded length finds.
-
-    *sizes* (bytes), *kinds* and *ready* (seconds from a step's start) are those of the
-    gradients in ready order, and *uses* the seconds from the start of a forward pass to each
-    tensor's first use, all of compute alone; 0 for what nobody is seen to use. *cost* is
-    that of an all-reduce. With *halves*, buckets are whole, and go in two messages each:
-    a reduce-scatter and an all-gather. Kinds never share a bucket.
-
-    In one lane, without *halves*, it predicts no longer period than any plan of `bucketing`
-    whose means are waited for where backward ends. Raises `UsageError` for sizes and times
-    that cannot be.
-    """
-    _check(sizes, ready, uses, lanes)
-    if len(kinds) != len(sizes):
-        raise UsageError(
-            f"kinds: expected one per tensor, {len(sizes)}, got {len(kinds)}"
-        )
-    if not sizes:
-        return Plan([], ())
-    problem = Problem(sizes, kinds, ready, uses, cost, lanes)
-    least = least_lateness(sizes, ready, uses, cost, halves=halves)
-    search = _Search(problem, max(least, -SPARE * problem.end))
-    (_search_halves if halves else _search_whole)(problem, search)
-    return _as_plan(search.simplest())
-
-
-def fixed(
-    groups: Sequence[Sequence[int]],
+def messages_of(
+    buckets: Sequence[Sequence[int]],
     uses: Sequence[float] = (),
     *,
     halves: bool = False,
-) -> Plan:
-    """The plan of given *groups*, in the order in which they are ready: each goes whole and
-    in that order; with *halves*, first halves in that order, and then second halves in the
-    order of their first use (DeAR, Zhang et al., 2023; the last bucket first, where *uses*
-    are not known)."""
-    count = len(groups)
+) -> MessagePlan:
+    """Plan messages of given buckets, without a search.
+
+    Args:
+        buckets: Positions of each bucket's tensors, in the order in which buckets are ready.
+        uses: Seconds to each tensor's first use, by position.
+        halves: Whether each bucket goes in two halves: first halves in ready order, then second halves
+            in the order of their first use (DeAR, Zhang et al., 2023). Where *uses* are not known,
+            second halves begin with the last bucket.
+
+    Returns:
+        The plan: each bucket goes whole and in ready order, or in halves.
+    """
+    count = len(buckets)
     order = list(range(count))
     if not halves:
-        return Plan(_lists(groups), tuple(Message(number) for number in order))
+        return MessagePlan(_lists(buckets), tuple(Message(number) for number in order))
     first_use = [
-        min(uses[position] for position in group) if uses else 0.0 for group in groups
+        min(uses[position] for position in bucket) if uses else 0.0
+        for bucket in buckets
     ]
     order.sort(key=lambda number: (first_use[number], -number))
     scatters = [Message(number, half="scatter") for number in range(count)]
     gathers = [Message(number, half="gather") for number in order]
-    return Plan(_lists(groups), (*scatters, *gathers))
+    return MessagePlan(_lists(buckets), (*scatters, *gathers))
 
 
 def period(
-    plan: Plan,
+    plan: MessagePlan,
     sizes: Sequence[float],
     ready: Sequence[float],
     uses: Sequence[float],
     cost: Cost,
     *,
-    lanes: int = 1,
+    max_in_flight: int = 1,
 ) -> float:
-    """Seconds from a step's start to the next one's, if all goes by *plan*: the end of
-    backward, and what is waited for in the next forward pass. Each half of an all-reduce
-    takes half its time. Raises `UsageError` for what cannot be, as `plan` does."""
-    _check(sizes, ready, uses, lanes)
-    positions = sorted(itertools.chain.from_iterable(plan.groups))
-    if positions != list(range(len(sizes))):
-        raise UsageError(
-            f"groups: expected each of the {len(sizes)} tensors once, got {plan.groups}"
-        )
+    """Predict the time of a step under a plan.
+
+    It is the end of backward plus the waits in the next forward pass. Each half of an all-reduce
+    takes half its time.
+
+    Args:
+        plan: Buckets and messages.
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        uses: Seconds from the start of a forward pass to each tensor's first use; 0 where unknown.
+        cost: Seconds of an all-reduce by its bytes.
+        max_in_flight: The number of messages that may be under way at a time.
+
+    Returns:
+        Seconds from a step's start to the next one's.
+
+    Raises:
+        UsageError: The plan does not hold each tensor once, or sizes or times are impossible.
+    """
+    check_uses(sizes, ready, uses, max_in_flight)
+    check_buckets(plan.buckets, len(sizes))
     if not sizes:
         return 0.0
-    problem = Problem(sizes, [None] * len(sizes), ready, uses, cost, lanes)
-    groups = [problem.group(group) for group in plan.groups]
-    pieces = [
-        problem.piece(groups[m.bucket], m.stop - m.start, m.half) for m in plan.messages
+    problem = MessageProblem(
+        sizes, [None] * len(sizes), ready, uses, cost, max_in_flight
+    )
+    buckets = [problem.bucket(bucket) for bucket in plan.buckets]
+    messages = [
+        problem.message(buckets[m.bucket], m.stop - m.start, m.half)
+        for m in plan.messages
     ]
-    return problem.end + max(0.0, *problem.lateness(pieces))
+    return problem.end + max(0.0, *problem.exposed_times(messages))
 
 
-def bound(
+def lower_bound(
     sizes: Sequence[float],
     ready: Sequence[float],
     uses: Sequence[float],
@@ -154,163 +132,197 @@ def bound(
     *,
     halves: bool = False,
 ) -> float:
-    """Seconds below which no plan's `period` is, on any number of lanes."""
-    _check(sizes, ready, uses, lanes=1)
+    """Seconds below which no plan's `period` is, however many messages are under way at a time."""
+    check_uses(sizes, ready, uses, max_in_flight=1)
     if not sizes:
         return 0.0
-    least = least_lateness(sizes, ready, uses, cost, halves=halves)
+    least = least_exposed_time(sizes, ready, uses, cost, halves=halves)
     return float(ready[-1]) + max(0.0, least)
 
 
-class _Search:
-    """The best plans so far. *goal*: a lateness that is good enough."""
+@dataclass(eq=False, slots=True)
+class BucketCandidate:
+    """A bucket that a plan may have.
 
-    def __init__(self, problem: Problem, goal: float) -> None:
-        self.problem, self.goal = problem, goal
-        self.late = self.most = math.inf
-        """The lateness of the best plan; and the most that any plan may have: that of the
-        first one that was offered."""
-        self._close = 1e-9 * (problem.end + abs(goal))
-        self._same = SAME * (problem.end + max(0.0, goal))
-        self._shortest: dict[int, tuple[float, list[Piece]]] = {}
-        """The best plan of so many messages."""
+    Attributes:
+        positions: Its tensors, as positions in ready order.
+        size: Bytes.
+        ready: Seconds from the step's start until all its gradients are ready.
+        due: Seconds from the step's start until the next forward pass uses it, without waits.
+        kind: Its tensors' kind.
+    """
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the goal is met, or the work done."""
-        met = self.late <= self.goal + self._same
-        return met or self.problem.worked > MOST_WORK
+    positions: tuple[int, ...]
+    size: float
+    ready: float
+    due: float
+    kind: Hashable = None
 
-    def offer(self, pieces: list[Piece]) -> tuple[float, float]:
-        """Keep this plan if it is among the best. Returns its lateness, and by how much all
-        of its messages are later than the goal: of equally late plans, the one in which
-        fewer are is nearer to something better."""
-        each = self.problem.lateness(pieces)
-        late, count = max(each), len(pieces)
-        if count not in self._shortest or late < self._shortest[count][0]:
-            self._shortest[count] = late, pieces
-        if self.most == math.inf:
-            self.most = late
-        self.late = min(self.late, late)
-        return late, sum(max(0.0, lateness - self.goal) for lateness in each)
 
-    def simplest(self) -> list[Piece]:
-        """The plan of fewest messages that is as good as the best one."""
-        most = min(self.most, max(self.late, self.goal) + self._same)
-        good = [n for n, (late, _) in self._shortest.items() if late <= most]
-        return self._shortest[min(good)][1]
+@dataclass(eq=False, slots=True)
+class PlannedMessage:
+    """A message: a *part* (0 to 1) of a bucket, which takes *seconds* if alone."""
 
-    def tune(self, groupings: Sequence[list[Group]]) -> None:
-        """Jackson's rule with several merges and grains: from each of a few, one of these
-        is changed after the other for as long as that helps."""
-        most, patience, gathered = grains(self.problem)
-        tried: dict[tuple[int, Grain], float] = {}
+    bucket: BucketCandidate
+    part: float
+    half: Half
+    seconds: float
 
-        def late(recipe: tuple[int, Grain]) -> float:
-            if recipe not in tried and not self.is_over:
-                number, grain = recipe
-                pieces = by_use(self.problem, groupings[number], grain)
-                tried[recipe], _ = self.offer(pieces)
-            return tried.get(recipe, math.inf)
 
-        def near(number: int, grain: Grain) -> list[list[tuple[int, Grain]]]:
+class MessageProblem:
+    """One step's gradients, in ready order, and the network.
+
+    Attribute `worked` counts the messages that a search has evaluated.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[float],
+        kinds: Sequence[Hashable],
+        ready: Sequence[float],
+        uses: Sequence[float],
+        cost: Cost,
+        max_in_flight: int,
+    ) -> None:
+        self.sizes, self.kinds = list(sizes), list(kinds)
+        self.ready, self.uses = list(ready), list(uses)
+        self.cost, self.max_in_flight = cost, max_in_flight
+        self.end = ready[-1]
+        self.overlap = overlappable_startup(cost)
+        self.worked = 0
+
+    def bucket(self, positions: Iterable[int]) -> BucketCandidate:
+        """A bucket of the tensors at *positions*."""
+        inside = tuple(sorted(positions))
+        return BucketCandidate(
+            inside,
+            sum(self.sizes[p] for p in inside),
+            self.ready[inside[-1]],
+            self.end + min(self.uses[p] for p in inside),
+            self.kinds[inside[0]],
+        )
+
+    def message(
+        self, bucket: BucketCandidate, part: float = 1.0, half: Half = "all"
+    ) -> PlannedMessage:
+        """A message of a bucket: a part of it, or a half of the all-reduce."""
+        seconds = self.cost(bucket.size * part)
+        # Each half of an all-reduce is taken to cost half of it, start-up included. So it is
+        # in a ring: n - 1 of its 2 (n - 1) rounds, of 1/n of the bytes each.
+        return PlannedMessage(
+            bucket, part, half, seconds if half == "all" else seconds / 2
+        )
+
+    def overlappable_startup(self, message: PlannedMessage) -> float:
+        """Seconds of a message's start-up that pass beside others."""
+        return self.overlap if message.half == "all" else self.overlap / 2
+
+    def ends(self, messages: Sequence[PlannedMessage]) -> list[float]:
+        """Seconds from the step's start until each message arrives."""
+        self.worked += len(messages) * (
+            1 if self.max_in_flight == 1 else CONCURRENT_COST
+        )
+        start_ups = [self.overlappable_startup(message) for message in messages]
+        scattered: dict[BucketCandidate, int] = {}
+        after = []
+        for number, message in enumerate(messages):
+            after.append(scattered[message.bucket] if message.half == "gather" else -1)
+            if message.half == "scatter":
+                scattered[message.bucket] = number
+        return arrivals(
+            [message.bucket.ready for message in messages],
+            [message.seconds for message in messages],
+            start_ups,
+            max_in_flight=self.max_in_flight,
+            after=after,
+        )
+
+    def exposed_times(self, messages: Sequence[PlannedMessage]) -> list[float]:
+        """Seconds by which each message arrives after its use; below zero: before."""
+        if self.max_in_flight > 1:
+            ends = self.ends(messages)
             return [
-                [(number, replace(grain, most=size)) for size in most],
-                [(other, grain) for other in range(len(groupings))],
-                [(number, replace(grain, patience=time)) for time in patience],
-                [(number, replace(grain, gathered=size)) for size in gathered],
+                end - message.bucket.due
+                for end, message in zip(ends, messages, strict=True)
             ]
-
-        middle = most[len(most) * 2 // 3]
-        for begin in (Grain(), Grain(most=middle), Grain(patience=patience[2])):
-            best = min(((n, begin) for n in range(len(groupings))), key=late)
-            before = math.inf
-            while late(best) < before:
-                before = late(best)
-                for number in range(4):
-                    best = min([best, *near(*best)[number]], key=late)
-
-    def improve(self) -> None:
-        """Make small changes to each of the best plans, for as long as one helps."""
-        starts = sorted(self._shortest.values(), key=lambda known: known[0])
-        for _, pieces in starts[:STARTS]:
-            best, climbing = self.offer(pieces), True
-            while climbing and not self.is_over:
-                climbing = False
-                for changed in neighbours(self.problem, pieces):
-                    late, more = self.offer(changed)
-                    less = late < best[0] - self._close
-                    as_late = late <= best[0] + self._close
-                    if less or (as_late and more < best[1] - self._close):
-                        pieces, best, climbing = changed, (late, more), True
-                    if climbing or self.is_over:
-                        break
+        self.worked += len(messages)
+        late, free = [], 0.0
+        for message in messages:
+            bucket = message.bucket
+            free = (free if free > bucket.ready else bucket.ready) + message.seconds
+            late.append(free - bucket.due)
+        return late
 
 
-def _search_whole(problem: Problem, search: _Search) -> None:
-    """Simple plans first: those that are waited for where backward ends are among them."""
-    known = []
-    for rule in ("optimal", "mg-wfbp"):
-        known.append(_by_rule(problem, rule))
-        search.offer([problem.piece(group) for group in known[-1]])
-    if search.is_over:
-        return
-    if len(problem.sizes) <= MOST_FOR_EXACT:
-        for apart in {0.0, problem.overlap if problem.lanes > 1 else 0.0}:
-            exact = InReadyOrder(problem, apart).least_late(search.goal, search.late)
-            if exact is not None:
-                known.append(exact)
-                search.offer([problem.piece(group) for group in exact])
-    search.tune([*known, *groupings(problem)])
-    search.improve()
+def least_exposed_time(
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    uses: Sequence[float],
+    cost: Cost,
+    *,
+    halves: bool = False,
+) -> float:
+    """A lower bound of any plan's largest exposed time, however many messages are under way.
+
+    Take any set of tensors. Its first message begins when its first tensor is ready, at best. All
+    of its messages take at least one start-up and the wire's time of their bytes. At best the tensor
+    that is used last arrives last. Jackson's rule gives the maximum of this over all sets.
+    """
+    if not ready:
+        return 0.0
+    # A first half can start up beside others while the second one still does.
+    apart = overlappable_startup(cost) / (2 if halves else 1)
+    return max(
+        _jackson(
+            [time + apart + line.start_up for time in ready],
+            [line.seconds_per_byte * size for size in sizes],
+            uses,
+        )
+        for line in lines_below(cost, sum(sizes))
+    ) - float(ready[-1])
 
 
-def _search_halves(problem: Problem, search: _Search) -> None:
-    for groups in itertools.chain([_by_rule(problem, "optimal")], groupings(problem)):
-        halves = [scatters_first(problem, [group]) for group in groups]
-        search.offer(list(itertools.chain(*halves)))
-        search.offer(scatters_first(problem, groups))
-        search.offer(by_use(problem, groups, halves=True))
-        if search.is_over:
-            return
-    search.improve()
+def _jackson(
+    released: Sequence[float], seconds: Sequence[float], uses: Sequence[float]
+) -> float:
+    """The most by which a job ends after its use, under Jackson's rule.
+
+    Jobs can be interrupted at no cost: of those *released*, the one used first goes on.
+    """
+    late, now = float("-inf"), 0.0
+    waiting: list[tuple[float, int, float]] = []  # (use, which, seconds left)
+    for number, (time, duration, use) in enumerate(
+        zip(released, seconds, uses, strict=True)
+    ):
+        while waiting and now < time:
+            first_use, which, left = heapq.heappop(waiting)
+            if now + left > time:
+                heapq.heappush(waiting, (first_use, which, left - (time - now)))
+                now = time
+            else:
+                now += left
+                late = max(late, now - first_use)
+        now = max(now, time)
+        heapq.heappush(waiting, (use, number, duration))
+    while waiting:
+        use, _, left = heapq.heappop(waiting)
+        now += left
+        late = max(late, now - use)
+    return late
 
 
-def _by_rule(problem: Problem, rule: str) -> list[Group]:
-    known = problem.sizes, problem.kinds, problem.ready, problem.cost
-    groups = rules.group(rule, *known, lanes=problem.lanes)
-    return [problem.group(group) for group in groups]
+def _lists(buckets: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(bucket) for bucket in buckets]
 
 
-def _as_plan(pieces: Sequence[Piece]) -> Plan:
-    groups: list[Group] = sorted(
-        {piece.group for piece in pieces}, key=lambda group: group.positions[-1]
-    )
-    number_of = {group: number for number, group in enumerate(groups)}
-    left = {(piece.group, piece.half): 0 for piece in pieces}
-    for piece in pieces:
-        left[piece.group, piece.half] += 1
-    sent = dict.fromkeys(left, 0.0)
-    messages = []
-    for piece in pieces:
-        key = piece.group, piece.half
-        left[key] -= 1
-        start = round(sent[key] * UNITS) / UNITS
-        sent[key] = sent[key] + piece.part if left[key] else 1.0
-        stop = round(sent[key] * UNITS) / UNITS
-        if stop > start:
-            messages.append(Message(number_of[piece.group], start, stop, piece.half))
-    return Plan(_lists([group.positions for group in groups]), tuple(messages))
-
-
-def _lists(groups: Sequence[Sequence[int]]) -> list[list[int]]:
-    return [list(group) for group in groups]
-
-
-def _check(
-    sizes: Sequence[float], ready: Sequence[float], uses: Sequence[float], lanes: int
+def check_uses(
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    uses: Sequence[float],
+    max_in_flight: int,
 ) -> None:
-    check(sizes, ready, lanes)
+    """Raise `UsageError` for sizes and times that cannot be."""
+    check_times(sizes, ready, max_in_flight)
     if len(uses) != len(sizes):
         raise UsageError(
             f"uses: expected one time per tensor, {len(sizes)}, got {len(uses)}"

@@ -1,159 +1,379 @@
-"""In which pieces the gradient travels.
+"""Bucket rules: which gradients travel in one all-reduce.
 
-`plan` turns gradients' sizes, their ready times and the cost of an all-reduce into bucket
-lengths; `timeline` says when the last all-reduce of a plan ends. Both are used alike by
-`distribute`, by the planner and by the benchmarks that hold them against virtual time.
+`plan_buckets` turns gradients' sizes, their ready times and the cost of an all-reduce into
+buckets; start here. `distribute`, the planner and the benchmarks use the same function.
 
 ==========  ===============================================================================
 wfbp        a bucket per tensor
 single      one bucket
 ddp         PyTorch DDP's: 1 MiB, then 25 MiB
 mg-wfbp     the paper's greedy rule (Shi et al., INFOCOM 2019), from measured times
-optimal     exact from measured times, for one lane and any cost
+optimal     exact from measured times, for one all-reduce at a time and any cost
 3+5+2       these lengths: 3 tensors, then 5, then 2, in gradient-ready order
 ==========  ===============================================================================
+
+MG-WFBP's Theorem 1 says that the greedy plan is optimal; docs/design.md has three tensors for
+which it is not.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
-from paceline.bucketing.cost_models import AffineCost, Cost, TableCost, fit
-from paceline.bucketing.fixed_rules import ddp, single, wfbp
-from paceline.bucketing.measured_rules import bound, mg_wfbp, optimal
-from paceline.bucketing.timeline import check, check_sizes, finish, finish_buckets
+import numpy as np
+
+from paceline.bucketing.cost_models import (
+    AffineCost,
+    Cost,
+    Seconds,
+    fit,
+    many,
+    overlappable_startup,
+)
+from paceline.bucketing.timeline import (
+    check_sizes,
+    check_times,
+    finish_buckets,
+    finish_time,
+)
 from paceline.errors import UsageError, unknown
+
+DDP_FIRST_BYTES = 1024 * 1024
+DDP_BYTES = 25 * 1024 * 1024
+
+SEARCH_TRIALS = 400
+"""Plans that `optimal` tries by small changes, where several all-reduces at a time make it inexact."""
+
+
+def plan_buckets(
+    rule: str,
+    sizes: Sequence[float],
+    kinds: Sequence[Hashable] | None = None,
+    ready: Sequence[float] = (),
+    cost: Cost | None = None,
+    *,
+    max_in_flight: int = 1,
+) -> list[list[int]]:
+    """Group gradients into buckets.
+
+    Each kind is planned by itself, and buckets are ordered by the tensor that completes
+    them. A measured rule also plans in ready order, ending a bucket wherever the kind changes,
+    and keeps the plan that ends first. Plans of alternating kinds are not exact; ``optimal``
+    still never ends later than another rule.
+
+    Args:
+        rule: One of `RULES`, or lengths such as ``"3+5+2"``.
+        sizes: Bytes of each gradient, in gradient-ready order.
+        kinds: The kind of each gradient (dtype and device): a bucket has one kind. None: all are
+            of one kind.
+        ready: Seconds from the step's start to each gradient. Rules that measure need them.
+        cost: Seconds of an all-reduce by its bytes. Rules that measure need it.
+        max_in_flight: The number of all-reduces that may be under way at a time.
+
+    Returns:
+        Positions of each bucket's tensors in ready order.
+
+    Raises:
+        UsageError: The rule is unknown, or sizes, times, kinds or lengths are impossible.
+
+    Example:
+        ::
+
+            plan_buckets("optimal", [4e6, 1e6], None, [0.1, 0.2], AffineCost(1e-3, 8e-9))
+    """
+    lengths = _explicit_lengths(check_rule(rule))
+    check_sizes(sizes)
+    if kinds is None:
+        kinds = [None] * len(sizes)
+    if len(kinds) != len(sizes):
+        raise UsageError(
+            f"kinds: expected one per tensor, {len(sizes)}, got {len(kinds)}"
+        )
+    if lengths is not None:
+        return _explicit_buckets(lengths, kinds)
+    members: dict[Hashable, list[int]] = {}
+    for position, kind in enumerate(kinds):
+        members.setdefault(kind, []).append(position)
+    buckets: list[list[int]] = []
+    if rule in FIXED:
+        for positions in members.values():
+            planned = _positions(FIXED[rule]([sizes[p] for p in positions]))
+            buckets += [[positions[i] for i in part] for part in planned]
+        return sorted(buckets, key=lambda bucket: bucket[-1])
+    if cost is None:
+        raise UsageError(f"bucket rule {rule!r}: expected ready times and a cost")
+    check_times(sizes, ready, max_in_flight)
+    for positions in members.values():
+        own = [sizes[p] for p in positions], [ready[p] for p in positions]
+        planned = _measured(rule, *own, cost, [0] * len(positions), max_in_flight)
+        buckets += [[positions[i] for i in part] for part in planned]
+    buckets.sort(key=lambda bucket: bucket[-1])
+    if len(members) < 2:
+        return buckets
+    candidates = [
+        buckets,
+        _measured(rule, sizes, ready, cost, _runs(kinds), max_in_flight),
+    ]
+    if rule == "optimal":  # each kind's plan ignores the messages of the others
+        others = [other for other in RULES if other != rule]
+        candidates += [
+            plan_buckets(other, sizes, kinds, ready, cost, max_in_flight=max_in_flight)
+            for other in others
+        ]
+    return min(
+        candidates,
+        key=lambda plan: finish_time(
+            plan, sizes, ready, cost, max_in_flight=max_in_flight
+        ),
+    )
+
+
+def check_rule(rule: str) -> str:
+    """Return *rule* if it exists; raise `UsageError` naming those that do."""
+    if rule not in RULES and _explicit_lengths(rule) is None:
+        known = unknown("bucket rule", rule, RULES)
+        raise UsageError(f"{known} Or bucket lengths, such as '3+5+2'.")
+    return rule
+
+
+def wfbp(sizes: Sequence[float]) -> list[int]:
+    """A bucket per tensor: wait-free backpropagation (Zhang et al., Poseidon, 2017)."""
+    return [1] * len(sizes)
+
+
+def single(sizes: Sequence[float]) -> list[int]:
+    """One bucket, sent when backward has ended."""
+    return [len(sizes)] if sizes else []
+
+
+def ddp(sizes: Sequence[float]) -> list[int]:
+    """PyTorch DDP's rule: a first bucket of 1 MiB, then buckets of 25 MiB.
+
+    A bucket is closed by the tensor that brings it to its limit (torch's
+    ``_compute_bucket_assignment_by_size`` over the ready order).
+    """
+    lengths = []
+    limit, count, total = DDP_FIRST_BYTES, 0, 0.0
+    for size in sizes:
+        count, total = count + 1, total + size
+        if total >= limit:
+            lengths.append(count)
+            limit, count, total = DDP_BYTES, 0, 0.0
+    if count:
+        lengths.append(count)
+    return lengths
+
 
 FIXED: dict[str, Callable[[Sequence[float]], list[int]]] = {
     "ddp": ddp,
     "single": single,
     "wfbp": wfbp,
 }
+"""Rules that need sizes alone."""
+
 MEASURED = ("mg-wfbp", "optimal")
+"""Rules that need ready times and a cost."""
+
 RULES = (*FIXED, *MEASURED)
 
 
-def plan(
+def _measured(
     rule: str,
-    gradient_bytes: Sequence[float],
-    ready_seconds: Sequence[float] = (),
-    cost: Cost | None = None,
-    *,
-    kinds: Sequence[Hashable] | None = None,
-    lanes: int = 1,
-) -> list[int]:
-    """Bucket lengths in gradient-ready order.
-
-    *ready_seconds* count from the start of the step, and *cost* gives the seconds of an
-    all-reduce of so many bytes; fixed rules need neither. A bucket never spans two
-    *kinds*. *lanes*: all-reduces that are under way at a time. Raises `UsageError` for an
-    unknown rule, and for sizes, times and kinds that cannot be.
-    """
-    check_rule(rule)
-    check_sizes(gradient_bytes)
-    if kinds is not None and len(kinds) != len(gradient_bytes):
-        raise UsageError(
-            f"kinds: expected one per tensor, {len(gradient_bytes)}, got {len(kinds)}"
-        )
-    runs = _runs(kinds or [None] * len(gradient_bytes))
-    if rule not in MEASURED:
-        return _split(_fixed(rule, gradient_bytes), runs, given=rule not in FIXED)
-    if cost is None:
-        raise UsageError(f"bucket rule {rule!r}: expected ready_seconds and a cost")
-    check(gradient_bytes, ready_seconds, lanes)
-    if not gradient_bytes:
-        return []
-    totals = list(itertools.accumulate(gradient_bytes))
-    greedy = mg_wfbp(
-        gradient_bytes, ready_seconds, fit(cost, [*gradient_bytes, *totals]), runs
-    )
-    if rule == "mg-wfbp":
-        return greedy
-    others = [_split(fixed(gradient_bytes), runs) for fixed in FIXED.values()]
-    return optimal(gradient_bytes, ready_seconds, cost, runs, lanes, [greedy, *others])
-
-
-def check_rule(rule: str) -> str:
-    """Return *rule* if it exists; raises `UsageError` naming those that do."""
-    if rule not in RULES and _lengths(rule) is None:
-        known = unknown("bucket rule", rule, RULES)
-        raise UsageError(f"{known} Or bucket lengths, such as '3+5+2'.")
-    return rule
-
-
-def group(
-    rule: str,
-    sizes: Sequence[float],
-    kinds: Sequence[Hashable],
-    ready: Sequence[float] = (),
-    cost: Cost | None = None,
-    *,
-    lanes: int = 1,
-) -> list[list[int]]:
-    """Buckets as lists of positions in ready order, also where kinds alternate.
-
-    Each kind is planned by itself, and buckets are ordered by the tensor that completes
-    them. Where times are known, and it ends earlier, buckets follow the ready order
-    instead, and end wherever the kind changes. Alternating kinds are planned by trial, not
-    exactly; ``optimal`` still never ends later than another rule.
-    """
-    if _lengths(check_rule(rule)) is not None:
-        return _positions(plan(rule, sizes, kinds=kinds))
-    members: dict[Hashable, list[int]] = {}
-    for position, kind in enumerate(kinds):
-        members.setdefault(kind, []).append(position)
-    groups: list[list[int]] = []
-    for positions in members.values():
-        lengths = plan(
-            rule,
-            [sizes[p] for p in positions],
-            [ready[p] for p in positions] if cost else (),
-            cost,
-            lanes=lanes,
-        )
-        groups += [[positions[i] for i in part] for part in _positions(lengths)]
-    groups.sort(key=lambda positions: positions[-1])
-    if cost is None or len(members) < 2 or rule not in MEASURED:
-        return groups
-    in_order = _positions(plan(rule, sizes, ready, cost, kinds=kinds, lanes=lanes))
-    candidates = [groups, in_order]
-    if rule == "optimal":  # each kind's plan knows nothing of the others' messages
-        others = [other for other in RULES if other != rule]
-        candidates += [group(o, sizes, kinds, ready, cost, lanes=lanes) for o in others]
-    return min(
-        candidates, key=lambda g: finish_groups(g, sizes, ready, cost, lanes=lanes)
-    )
-
-
-def finish_groups(
-    groups: Sequence[Sequence[int]],
     sizes: Sequence[float],
     ready: Sequence[float],
     cost: Cost,
-    *,
-    lanes: int = 1,
-) -> float:
-    """`finish` for what `group` gives."""
-    totals = [sum(sizes[p] for p in positions) for positions in groups]
-    times = [ready[positions[-1]] for positions in groups]
-    return finish_buckets(totals, times, cost, lanes=lanes)
+    runs: Sequence[int],
+    max_in_flight: int,
+) -> list[list[int]]:
+    """Buckets of neighbours in ready order, by a rule of `MEASURED`."""
+    totals = list(itertools.accumulate(sizes))
+    greedy = mg_wfbp(sizes, ready, fit(cost, [*sizes, *totals]), runs)
+    if rule == "mg-wfbp":
+        return _positions(greedy)
+    others = [_cut_at_runs(fixed(sizes), runs) for fixed in FIXED.values()]
+    return _positions(
+        optimal(sizes, ready, cost, runs, max_in_flight, [greedy, *others])
+    )
 
 
-def _fixed(rule: str, sizes: Sequence[float]) -> list[int]:
-    if rule in FIXED:
-        return FIXED[rule](sizes)
-    lengths = _lengths(rule)
-    assert lengths is not None
-    if sum(lengths) != len(sizes):
-        raise UsageError(
-            f"bucketing {rule!r}: expected lengths that sum to the {len(sizes)} gradients of "
-            f"the model, got {sum(lengths)}"
-        )
+def mg_wfbp(
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    cost: AffineCost,
+    runs: Sequence[int],
+) -> list[int]:
+    """MG-WFBP's Algorithm 1, in one pass.
+
+    A gradient is merged into the next one's message where that next gradient is ready
+    before this message could have passed its start-up: r(l-1) < tau_c(l) + a (Theorem 1).
+    The paper recomputes all tau_c after each merge, in O(L^2); the plans are the same.
+    ``runs[i]`` is where the run of tensors of one kind that holds tensor i began.
+    """
+    lengths = []
+    busy, waiting, count = 0.0, 0.0, 0  # busy: when the channel is free again
+    for i, size in enumerate(sizes):
+        waiting, count = waiting + size, count + 1
+        start = max(busy, ready[i])  # tau_c
+        more = i + 1 < len(sizes) and runs[i + 1] == runs[i]
+        if more and ready[i + 1] < start + cost.start_up:
+            continue
+        busy = start + cost(waiting)
+        lengths.append(count)
+        waiting, count = 0.0, 0
     return lengths
 
 
-def _lengths(rule: str) -> list[int] | None:
+def optimal(
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    cost: Cost,
+    runs: Sequence[int],
+    max_in_flight: int,
+    others: Sequence[list[int]],
+) -> list[int]:
+    """The plan that ends first; *others* are plans it must not be worse than.
+
+    One all-reduce at a time: exact, for any cost that does not fall. Several: exact where so
+    few plans exist that all can be tried. Else the best of *others*, of exact plans for one at a
+    time with more or less of the start-up counted as the wire's, and of small changes to the best
+    of these. The search stops early where it meets `lower_bound`.
+    """
+    if max_in_flight == 1:
+        return _exact(sizes, ready, cost, runs, 0.0)
+
+    totals = [0, *itertools.accumulate(sizes)]
+
+    def end(plan: Sequence[int]) -> float:
+        ends = list(itertools.accumulate(plan))
+        filled = [totals[b] - totals[a] for a, b in itertools.pairwise([0, *ends])]
+        times = [ready[stop - 1] for stop in ends]
+        return finish_buckets(filled, times, cost, max_in_flight=max_in_flight)
+
+    overlap = overlappable_startup(cost)
+    candidates = list(others)
+    for part in (0.0, 0.25, 0.5, 0.75, 1.0):
+        candidates.append(_exact(sizes, ready, cost, runs, part * overlap))
+    best = min(candidates, key=lambda plan: (end(plan), len(plan)))
+    least = lower_bound(sizes, ready, cost, runs)
+    best_end, trials, improved = end(best), 0, True
+    if best_end > least * (1 + 1e-12) and _count_plans(runs) <= SEARCH_TRIALS:
+        return min(_all_plans(runs), key=lambda plan: (end(plan), len(plan)))
+    while improved and trials < SEARCH_TRIALS and best_end > least * (1 + 1e-12):
+        improved = False
+        for plan in _neighbours(best, runs):
+            trials += 1
+            if (time := end(plan)) < best_end * (1 - 1e-12):
+                best, best_end, improved = plan, time, True
+                break
+            if trials >= SEARCH_TRIALS:
+                break
+    return best
+
+
+def lower_bound(
+    sizes: Sequence[float], ready: Sequence[float], cost: Cost, runs: Sequence[int]
+) -> float:
+    """Seconds below which no plan can end, however many all-reduces are under way at a time.
+
+    With all of them under way, every start-up passes beside the others. The wire never rests
+    while a bucket is ready, and the order does not change when it is done. So one queue for the
+    wire alone gives the end exactly. Fewer at a time only make buckets later.
+    """
+    overlap = overlappable_startup(cost)
+    plan = _exact(sizes, ready, cost, runs, overlap)
+    free, start = 0.0, 0
+    for length in plan:
+        stop = start + length
+        wire = cost(sum(sizes[start:stop])) - overlap
+        free = max(free, ready[stop - 1] + overlap) + wire
+        start = stop
+    return free
+
+
+def _exact(
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    cost: Cost,
+    runs: Sequence[int],
+    apart: float,
+) -> list[int]:
+    """The plan whose last all-reduce ends first where one moves at a time.
+
+    *apart*: seconds of each start-up that do not occupy the channel. With P the prefix
+    sums of sizes, the first j gradients are done at
+    ``f(j) = min over i < j of max(f(i), ready(j) + apart) + cost(P(j) - P(i)) - apart``:
+    ending later never helps what follows. Of all i with f(i) <= ready(j) + apart only the
+    last can be best, since its message is the smallest.
+    """
+    count = len(sizes)
+    prefix: Seconds = np.concatenate(([0.0], np.cumsum(np.asarray(sizes, np.float64))))
+    done: Seconds = np.zeros(count + 1)
+    came_from = [0] * (count + 1)
+    idle = 0  # the last i with f(i) <= ready(j) + apart
+    for j in range(1, count + 1):
+        released = ready[j - 1] + apart
+        while idle + 1 < j and done[idle + 1] <= released:
+            idle += 1
+        first = max(idle, runs[j - 1])
+        message = prefix[j] - prefix[first:j]
+        ends = np.maximum(done[first:j], released) + (many(cost, message) - apart)
+        best = int(np.argmin(ends))  # of equal ones the first: fewer messages
+        done[j] = ends[best]
+        came_from[j] = first + best
+    lengths = []
+    while count:
+        lengths.append(count - came_from[count])
+        count = came_from[count]
+    return lengths[::-1]
+
+
+def _forced_cuts(runs: Sequence[int]) -> set[int]:
+    """Where a bucket must end, because the kind changes."""
+    return {i for i in range(1, len(runs)) if runs[i] != runs[i - 1]}
+
+
+def _with_cuts(cuts: set[int], count: int) -> list[int]:
+    edges = [0, *sorted(cuts), count]
+    return [b - a for a, b in itertools.pairwise(edges)]
+
+
+def _count_plans(runs: Sequence[int]) -> int:
+    return 1 << (len(runs) - 1 - len(_forced_cuts(runs)))
+
+
+def _all_plans(runs: Sequence[int]) -> Iterator[list[int]]:
+    forced = _forced_cuts(runs)
+    free = [i for i in range(1, len(runs)) if i not in forced]
+    for cuts in itertools.product((False, True), repeat=len(free)):
+        chosen = set(itertools.compress(free, cuts))
+        yield _with_cuts(forced | chosen, len(runs))
+
+
+def _neighbours(plan: Sequence[int], runs: Sequence[int]) -> Iterator[list[int]]:
+    """Plans that differ in one boundary: moved, taken out or added."""
+    count = sum(plan)
+    cuts = list(itertools.accumulate(plan))[:-1]
+    forced = _forced_cuts(runs)
+
+    def with_cuts(new: set[int]) -> list[int]:
+        return _with_cuts(new, count)
+
+    now = set(cuts)
+    for cut in cuts:
+        if cut in forced:
+            continue
+        for moved in (cut - 1, cut + 1, cut - 4, cut + 4):
+            if 0 < moved < count and moved not in now:
+                yield with_cuts(now - {cut} | {moved})
+        yield with_cuts(now - {cut})
+    for a, b in itertools.pairwise([0, *cuts, count]):
+        if b - a > 1:
+            yield with_cuts(now | {(a + b) // 2})
+            yield with_cuts(now | {b - 1})
+
+
+def _explicit_lengths(rule: str) -> list[int] | None:
     """The lengths that ``"3+5+2"`` writes; None if it writes none."""
     words = rule.split("+")
     if not all(word.isascii() and word.isdigit() and int(word) for word in words):
@@ -174,39 +394,29 @@ def _runs(kinds: Sequence[Hashable]) -> list[int]:
     return runs
 
 
-def _split(
-    lengths: Sequence[int], runs: Sequence[int], given: bool = False
-) -> list[int]:
-    """*lengths*, cut wherever the kind changes; *given* lengths may not need that."""
-    result = []
-    for positions in _positions(lengths):
-        parts = [
-            len(list(same))
-            for _, same in itertools.groupby(positions, runs.__getitem__)
-        ]
-        if given and len(parts) > 1:
+def _cut_at_runs(lengths: Sequence[int], runs: Sequence[int]) -> list[int]:
+    """*lengths*, cut wherever the kind changes."""
+    return [
+        len(list(same))
+        for positions in _positions(lengths)
+        for _, same in itertools.groupby(positions, runs.__getitem__)
+    ]
+
+
+def _explicit_buckets(
+    lengths: Sequence[int], kinds: Sequence[Hashable]
+) -> list[list[int]]:
+    text = "+".join(map(str, lengths))
+    if sum(lengths) != len(kinds):
+        raise UsageError(
+            f"bucketing {text!r}: expected lengths that sum to the {len(kinds)} gradients of "
+            f"the model, got {sum(lengths)}"
+        )
+    buckets = _positions(lengths)
+    for positions in buckets:
+        if len({kinds[position] for position in positions}) > 1:
             raise UsageError(
-                f"bucketing {'+'.join(map(str, lengths))!r}: the bucket of tensors "
+                f"bucketing {text!r}: the bucket of tensors "
                 f"{positions[0]} to {positions[-1]} mixes dtypes or devices"
             )
-        result += parts
-    return result
-
-
-__all__ = [
-    "FIXED",
-    "MEASURED",
-    "RULES",
-    "AffineCost",
-    "Cost",
-    "TableCost",
-    "bound",
-    "check_rule",
-    "ddp",
-    "finish",
-    "finish_groups",
-    "group",
-    "plan",
-    "single",
-    "wfbp",
-]
+    return buckets

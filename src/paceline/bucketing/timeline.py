@@ -1,4 +1,4 @@
-"""When the messages of a plan are in."""
+"""Predicts when messages arrive: all-reduces in a given order, one or several at a time."""
 
 from __future__ import annotations
 
@@ -7,66 +7,76 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.bucketing.cost_models import Cost, overlapping_seconds
+from paceline.bucketing.cost_models import Cost, overlappable_startup
 from paceline.errors import UsageError
 
 
-def finish(
-    plan: Sequence[int],
-    gradient_bytes: Sequence[float],
-    ready_seconds: Sequence[float],
+def finish_time(
+    buckets: Sequence[Sequence[int]],
+    sizes: Sequence[float],
+    ready: Sequence[float],
     cost: Cost,
     *,
-    lanes: int = 1,
+    max_in_flight: int = 1,
 ) -> float:
-    """Seconds from the start of the step to the end of its last all-reduce.
+    """Predict when the last all-reduce of a step ends (MG-WFBP, section 4.1, one at a time).
 
-    *plan*: bucket lengths in gradient-ready order; bucket after bucket is sent when its
-    last gradient is ready and, of *lanes* all-reduces at a time, one has ended. What
-    several at a time have on the wire shares it fairly. MG-WFBP, section 4.1, for one
-    lane. Raises `UsageError` for a plan that does not fit, or times that cannot be.
+    A bucket is sent when all buckets before it are sent, its last gradient is ready, and fewer
+    than *max_in_flight* all-reduces are under way. Concurrent all-reduces share the wire fairly.
+
+    Args:
+        buckets: Positions of each bucket's tensors in ready order, rising, in the order of sending.
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        cost: Seconds of an all-reduce by its bytes.
+        max_in_flight: The number of all-reduces that may be under way at a time.
+
+    Returns:
+        Seconds from the step's start.
+
+    Raises:
+        UsageError: The buckets do not hold each tensor once, or sizes or times are impossible.
     """
-    check(gradient_bytes, ready_seconds, lanes)
-    if any(length < 1 for length in plan) or sum(plan) != len(gradient_bytes):
-        raise UsageError(
-            f"plan: expected lengths of 1 or more that sum to {len(gradient_bytes)} "
-            f"tensors, got {list(plan)}"
-        )
-    ends = list(itertools.accumulate(plan))
-    totals = [0, *itertools.accumulate(gradient_bytes)]
-    times = [ready_seconds[end - 1] for end in ends]
-    sizes = [totals[b] - totals[a] for a, b in itertools.pairwise([0, *ends])]
-    return finish_buckets(sizes, times, cost, lanes=lanes)
+    check_times(sizes, ready, max_in_flight)
+    check_buckets(buckets, len(sizes))
+    totals = [sum(sizes[p] for p in positions) for positions in buckets]
+    times = [ready[positions[-1]] for positions in buckets]
+    return finish_buckets(totals, times, cost, max_in_flight=max_in_flight)
 
 
 def finish_buckets(
-    sizes: Sequence[float], ready: Sequence[float], cost: Cost, *, lanes: int = 1
+    sizes: Sequence[float],
+    ready: Sequence[float],
+    cost: Cost,
+    *,
+    max_in_flight: int = 1,
 ) -> float:
-    """The same, for buckets of *sizes* bytes that are *ready* at those times, sent in
-    this order."""
+    """`finish_time` of buckets with these *sizes* (bytes) and *ready* times, unchecked."""
     seconds = [cost(size) for size in sizes]
-    start_ups = [overlapping_seconds(cost)] * len(seconds)
-    return max(arrivals(ready, seconds, start_ups, lanes=lanes), default=0.0)
+    startups = [overlappable_startup(cost)] * len(seconds)
+    return max(
+        arrivals(ready, seconds, startups, max_in_flight=max_in_flight), default=0.0
+    )
 
 
 def arrivals(
     ready: Sequence[float],
     seconds: Sequence[float],
-    start_ups: Sequence[float],
+    startups: Sequence[float],
     *,
-    lanes: int = 1,
+    max_in_flight: int = 1,
     after: Sequence[int] | None = None,
 ) -> list[float]:
     """When each message is in: they take *seconds* each if alone, and are sent in this
-    order, *lanes* at a time.
+    order, *max_in_flight* at a time.
 
-    *start_ups*: the part of each that passes beside others; the rest is the wire's, which
+    *startups*: the part of each that passes beside others; the rest is the wire's, which
     is shared fairly. ``after[i]``: the number of an earlier message that must be in before
-    message i moves, or -1; message i then has its lane only from that time, and those
+    message i moves, or -1; message i then starts only at that time, and those
     behind it wait, too.
     """
-    if lanes > 1:
-        return send(_InOrder(ready, seconds, start_ups, after), lanes)
+    if max_in_flight > 1:
+        return send(_InOrder(ready, seconds, startups, after), max_in_flight)
     ends: list[float] = []
     free = 0.0
     for time, duration in zip(ready, seconds, strict=True):
@@ -92,15 +102,15 @@ class Queue(Protocol):
         ...
 
 
-def send(queue: Queue, lanes: int) -> list[float]:
-    """When the messages of *queue* are in, as they were taken: *lanes* at a time, whose
+def send(queue: Queue, max_in_flight: int) -> list[float]:
+    """When the messages of *queue* are in, as they were taken: *max_in_flight* at a time, whose
     start-ups pass side by side, and which share the wire fairly."""
     ends: list[float] = []
     now = 0.0
     starting: list[tuple[float, int, float]] = []  # (when on the wire, which, wire)
     moving: list[tuple[float, int]] = []  # (seconds of wire left, if alone, which)
     while True:
-        while len(starting) + len(moving) < lanes:
+        while len(starting) + len(moving) < max_in_flight:
             taken = queue.take(now)
             if taken is None:
                 break
@@ -113,7 +123,7 @@ def send(queue: Queue, lanes: int) -> list[float]:
             moving.append((wire, message))
         moving.sort()
         # What happens next: a message is ready, one gets on the wire, one has arrived.
-        free = len(starting) + len(moving) < lanes
+        free = len(starting) + len(moving) < max_in_flight
         next_ready = queue.next_release(now) if free else math.inf
         next_start = starting[0][0] if starting else math.inf
         next_end = now + moving[0][0] * len(moving) if moving else math.inf
@@ -137,10 +147,10 @@ class _InOrder:
         self,
         ready: Sequence[float],
         seconds: Sequence[float],
-        start_ups: Sequence[float],
+        startups: Sequence[float],
         after: Sequence[int] | None,
     ) -> None:
-        self._ready, self._seconds, self._start_ups = ready, seconds, start_ups
+        self._ready, self._seconds, self._startups = ready, seconds, startups
         self._after = after
         self._next = 0
         self._ends = [math.inf] * len(ready)
@@ -149,7 +159,7 @@ class _InOrder:
         if self.next_release(now) > now:
             return None
         self._next += 1
-        return self._seconds[self._next - 1], self._start_ups[self._next - 1]
+        return self._seconds[self._next - 1], self._startups[self._next - 1]
 
     def next_release(self, now: float) -> float:
         if self._next == len(self._ready):
@@ -162,30 +172,38 @@ class _InOrder:
         self._ends[message] = now
 
 
-def check(
-    gradient_bytes: Sequence[float], ready_seconds: Sequence[float], lanes: int
+def check_buckets(buckets: Sequence[Sequence[int]], count: int) -> None:
+    """Raise `UsageError` unless *buckets* hold each of *count* tensors once."""
+    positions = sorted(itertools.chain.from_iterable(buckets))
+    if positions != list(range(count)) or not all(buckets):
+        raise UsageError(
+            f"buckets: expected each of the {count} tensors once, got {list(buckets)}"
+        )
+
+
+def check_times(
+    sizes: Sequence[float], ready: Sequence[float], max_in_flight: int
 ) -> None:
     """Raise `UsageError` for sizes and times that cannot be."""
-    if len(gradient_bytes) != len(ready_seconds):
+    if len(sizes) != len(ready):
         raise UsageError(
-            "ready_seconds: expected one time per tensor, "
-            f"{len(gradient_bytes)}, got {len(ready_seconds)}"
+            f"ready: expected one time per tensor, {len(sizes)}, got {len(ready)}"
         )
-    if lanes < 1:
-        raise UsageError(f"lanes: expected 1 or more, got {lanes}")
-    check_sizes(gradient_bytes)
+    if max_in_flight < 1:
+        raise UsageError(f"max_in_flight: expected 1 or more, got {max_in_flight}")
+    check_sizes(sizes)
     before = 0.0
-    for time in ready_seconds:
+    for time in ready:
         if not (math.isfinite(time) and time >= before):
             raise UsageError(
-                "ready_seconds: expected times of zero or more that do not fall, in "
+                "ready: expected times of zero or more that do not fall, in "
                 f"gradient-ready order, got {time} after {before}"
             )
         before = time
 
 
-def check_sizes(gradient_bytes: Sequence[float]) -> None:
+def check_sizes(sizes: Sequence[float]) -> None:
     """Raise `UsageError` for sizes that cannot be."""
-    for size in gradient_bytes:
+    for size in sizes:
         if not (size >= 0 and math.isfinite(size)):
-            raise UsageError(f"gradient_bytes: expected zero or more, got {size}")
+            raise UsageError(f"sizes: expected zero or more, got {size}")

@@ -1,257 +1,297 @@
-"""In which buckets one training sends its gradients: found out while it trains.
+"""The bucket tuner: finds out in which buckets one training sends its gradients, while it trains.
 
-The first backward pass shows the order in which gradients become ready; rank 0's counts
-for all. Rules that know only sizes are then settled. ``mg-wfbp`` and ``optimal`` measure:
-a few steps with DDP's buckets tell when each gradient is ready (medians over steps, then
-the maximum over ranks), a few all-reduces what a message costs, and rank 0 plans. For
-``optimal`` the plan and DDP's are then tried in turn, and the faster stays. Where a method
-goes past backward, the same steps tell when each tensor is used, rank 0 plans messages for
-that, and these and what was settled are tried in turn, too. Now and then
-ranks compare notes: where the order, or the time of a step, has changed for good, all of
-this happens again.
+The first backward pass shows the order in which gradients become ready; rank 0's order
+counts for all. Rules that need sizes alone are then settled. ``mg-wfbp`` and ``optimal`` measure:
 
-All ranks are at the same point of this program after the same backward pass, and all that
-they decide by is either the same on all of them or rank 0's.
+1. A few steps with DDP's buckets show when each gradient is ready: medians over steps, then the
+   maximum over ranks.
+2. A few all-reduces show the cost of a message.
+3. Rank 0 plans.
+4. For ``optimal``, the plan and DDP's buckets are tried in turn, and the faster one stays.
+5. Where a method waits in the next forward pass, rank 0 also plans messages, by when each tensor is
+   used. These and the buckets of before are tried in turn, too.
+6. Now and then ranks compare step times. Where the order of gradients or the time of a step has
+   changed for good, all of this happens again.
+
+Theory of operation
+-------------------
+`BucketTuner._run` is a generator: each ``yield`` is the end of one backward pass. All ranks are at the
+same line of it after the same backward pass. Every decision is made from numbers that are equal on all
+ranks, or is rank 0's.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
-from paceline.bucketing import message_plan, rules
-from paceline.bucketing.bucket_plan import (
-    Agreed,
-    Groups,
-    Side,
-    Trial,
-    from_numbers,
-    to_numbers,
-)
-from paceline.bucketing.measure import measure_mean
-from paceline.bucketing.rank_agreement import Ranks
-from paceline.bucketing.step_timer import Passes
-from paceline.bucketing.trial import REPEATABLE
-from paceline.interfaces import Comm, Message, Pending, Stopwatch
+from paceline.bucketing.cost_models import Cost, MeasuredCost
+from paceline.bucketing.measure import StepTimer, measure_all_reduce
+from paceline.bucketing.message_plan import UNITS, MessagePlan, messages_of, period
+from paceline.bucketing.message_search import plan_messages
+from paceline.bucketing.rules import MEASURED, check_rule, plan_buckets
+from paceline.bucketing.timeline import finish_time
+from paceline.interfaces import Comm, Half, Message, Pending, ReduceOperation, Runtime
 
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
-"""Steps with one side of a trial, the first of which does not count."""
-REPEATED_STEPS, PAST_BACKWARD_STEPS = 2, 3
-"""`TRIAL_STEPS` where times repeat exactly; the latter if the next step waits for what is under
-way. One profiled step is enough there."""
+"""Steps with one plan of a trial, the first of which does not count."""
+REPEATED_STEPS, FORWARD_WAIT_STEPS = 2, 3
+"""`TRIAL_STEPS` where times repeat exactly, and one profiled step is enough; the latter where the
+next forward pass waits."""
 
 
-@dataclasses.dataclass
+@dataclass
 class Watch:
-    """Plans are looked at anew every so many steps, by the last ones of them."""
+    """Step times are compared once in *every* steps, over the last *steps* of them."""
 
     every: int = 50
     steps: int = 8
 
 
 watch = Watch()
-"""That of all trainings of this process."""
+"""The watch of all trainings of this process."""
 CHANGED = 1.25
 """A step that takes longer, or is shorter, by this factor..."""
 
 CHANGED_WINDOWS = 2
 """...in so many windows in a row has changed for good."""
 
-GoesPast = Literal["no", "whole", "halves"]
-"""Whether a method goes past the end of backward, and in which messages: parts of means, or
-both halves of whole ones."""
+ROUNDS = 4
+REPEATABLE = 1e-6
+"""Relative spread below which times count as exact: a simulated runtime without jitter."""
+
+CLEAR = 3.0
+NOISE = 0.05
+"""A difference of so many times the spread, and of this part, ends a trial after its first
+round."""
+
+WORTH_IT = 0.97
+"""A plan must take less than this part of what it would replace, where times are not exact."""
+
+Mode = Literal["barrier", "whole", "halves"]
+"""Where means are waited for: where backward ends (``barrier``), or in the next forward pass, in
+parts of means (``whole``) or in both halves of them (``halves``)."""
+
+HALVES: tuple[Half, ...] = ("all", "scatter", "gather")
 
 
-class Planner:
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a model, by the index of their parameter.
+
+    Attributes:
+        sizes: Bytes of each.
+        kinds: Dtype and device of each, in any form: a bucket has one kind.
+        device: Where ranks agree on numbers.
+    """
+
+    sizes: Sequence[int]
+    kinds: Sequence[Hashable]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """A plan that can be used.
+
+    Attributes:
+        buckets: Each bucket's parameters, as indices, in the order of delivery.
+        messages: In which messages buckets travel past backward; None: they are waited for where
+            backward ends.
+    """
+
+    buckets: list[list[int]]
+    messages: tuple[Message, ...] | None = None
+
+    def __str__(self) -> str:
+        buckets = _counted(len(self.buckets), "bucket")
+        if self.messages is None:
+            return buckets
+        return f"{buckets} in {_counted(len(self.messages), 'message')}"
+
+
+class BucketTuner:
     """Decides the buckets of one training, in step on all ranks.
 
-    *sizes* (bytes) and *kinds* are those of the parameters, by index; *rule* is one of
-    `bucketing.RULES` or lengths. *blank* makes buffers to measure with; *planned* is told the
-    number of buckets and whether measuring is over, *say* what people should know. *mean*
-    forms one as training does, to be timed. *goes_past*: what the method makes of the time
-    after backward. It measures when *starts_after* steps have passed that are unlike those that follow.
-    Without *lock_step* ranks never meet:
-    buckets are those of the rule, or of DDP's where *rule* measures, for parameters in the
-    reverse of their order, and stay so.
+    Args:
+        comm: The communicator that training uses.
+        gradients: The model's gradients.
+        rule: One of `rules.RULES`, or lengths such as ``"3+5+2"``.
+        runtime: Its recorder counts buckets; its stopwatch and its buffers measure.
+        all_reduce: Starts one as training does, compressed where gradients are. It is timed.
+        report: Tells the user one sentence.
+        mode: Where the method waits for means.
+        every_step: Whether ranks meet in every step. Without, nothing is measured: buckets are the
+            rule's, or DDP's where the rule measures, for parameters in reverse order.
+        warmup: Steps before measuring begins, unlike those that follow.
+
+    Raises:
+        UsageError: The rule is unknown, or its lengths do not fit the model.
     """
 
     def __init__(
         self,
         comm: Comm,
+        gradients: Gradients,
         rule: str,
-        sizes: Sequence[int],
-        kinds: Sequence[Hashable],
-        device: torch.device,
-        stopwatch: Stopwatch,
-        blank: Callable[[int, torch.device], torch.Tensor],
-        planned: Callable[[int, bool], None],
-        say: Callable[[str], None],
-        mean: Callable[[torch.Tensor], Pending],
-        lock_step: bool = True,
-        goes_past: GoesPast = "no",
-        starts_after: int = 0,
+        runtime: Runtime,
+        all_reduce: Callable[[torch.Tensor], Pending],
+        report: Callable[[str], None],
+        *,
+        mode: Mode = "barrier",
+        every_step: bool = True,
+        warmup: int = 0,
     ) -> None:
-        self._comm, self._starts_after = comm, starts_after
-        self._rule = rules.check_rule(rule)
-        self._lock_step = lock_step
-        together = comm.size > 1 and lock_step
-        self._measures = rule in rules.MEASURED and together
-        self._fixed_rule = "ddp" if rule in rules.MEASURED else rule
-        self._goes_past: GoesPast = goes_past if together else "no"
-        self._sizes, self._kinds = list(sizes), list(kinds)
-        self._device, self._stopwatch, self._blank = device, stopwatch, blank
-        self._planned, self._say, self._mean = planned, say, mean
-        self._ranks = Ranks(comm, device)
-        self._passes = Passes(stopwatch, range(len(sizes))[::-1])
-        self.groups: Groups = []
-        """Each bucket's parameters, as indices, in the order of delivery."""
-        self.sending: tuple[Message, ...] | None = None
-        """In which messages buckets travel past backward; None: they are waited for where
-        backward ends."""
-        self.kept: Side | None = None
-        """What was measured and settled on last, if anything was: for `reuse`."""
-        self._reused: Side | None = None
-        self._use(Side(self._by_rule(self._fixed_rule)))
-        self._program = self._run() if lock_step else itertools.repeat(False)
-        if not lock_step:
-            self._passes.listening = False
-            planned(len(self.groups), True)
+        self._comm, self._gradients, self._rule = comm, gradients, check_rule(rule)
+        self._runtime, self._all_reduce, self._report = runtime, all_reduce, report
+        self._warmup = warmup
+        together = comm.size > 1 and every_step
+        self._measures = rule in MEASURED and together
+        self._fixed_rule = "ddp" if rule in MEASURED else rule
+        self._mode: Mode = mode if together else "barrier"
+        self._ranks = RankAgreement(comm, gradients.device)
+        stopwatch = runtime.clock.stopwatch(gradients.device)
+        self._repeats = stopwatch.repeats
+        self.timer = StepTimer(stopwatch, range(len(gradients.sizes))[::-1])
+        """Listens to the training's events."""
+        self.plan = BucketPlan([])
+        """The plan in use."""
+        self.adopted: BucketPlan | None = None
+        """The last plan that was measured and adopted: for `reuse`."""
+        self._reused: BucketPlan | None = None
+        self._use(BucketPlan(self._by_rule(self._fixed_rule)))
+        self._program = self._run() if every_step else itertools.repeat(False)
+        if not every_step:
+            self.timer.listening = False
+            self._record(settled=True)
 
-    def reuse(self, kept: Side | None) -> None:
-        """Begin with what another training of the same model, by the same spec, has settled on, and
-        measure again only when that has changed. Before the first pass, on all ranks."""
-        self._reused = kept
+    def reuse(self, plan: BucketPlan | None) -> None:
+        """Begin with the plan that another training of the same model and spec has adopted.
 
-    # ---- what training tells ----
-
-    @property
-    def listening(self) -> bool:
-        """Whether the next backward pass is timed."""
-        return self._passes.listening
-
-    def step_begins(self) -> None:
-        """A forward pass begins that belongs to the next backward pass."""
-        self._passes.step_begins()
-
-    def used(self, index: int) -> None:
-        """A parameter is used for the first time in this step."""
-        self._passes.used(index)
-
-    def gradient_ready(self, index: int) -> None:
-        """The gradient of a parameter is there."""
-        self._passes.gradient_ready(index)
+        It is measured again only when the training has changed. Call it before the first pass, on
+        all ranks.
+        """
+        self._reused = plan
 
     def backward_ended(self) -> bool:
-        """Every rank is through with a backward pass. Returns whether `groups` or `sending`
-        has changed. Collective."""
-        self._passes.ended()
+        """End a backward pass, on all ranks. Collective.
+
+        Returns:
+            Whether `plan` has changed.
+        """
+        self.timer.ended()
         changed = next(self._program)
-        self._passes.forget()
+        self.timer.forget()
         return changed
+
+    def measure_cost(self) -> MeasuredCost:
+        """Measure the cost of an all-reduce as training performs it. Collective."""
+        gradients = self._gradients
+        return measure_all_reduce(
+            self._comm,
+            self._runtime,
+            gradients.device,
+            sum(gradients.sizes),
+            self._all_reduce,
+        )
 
     # ---- the program: each yield is the end of one backward pass ----
 
     def _run(self) -> Iterator[bool]:
         changed = self._learn_order()
-        for _ in range(self._starts_after if self._measures else 0):
+        for _ in range(self._warmup if self._measures else 0):
             yield changed
             changed = False
         while self._measures:
             yield changed
             reused, self._reused = self._reused, None
             changed = self._use(reused) if reused else (yield from self._plan())
-            self.kept = Side(self.groups, self.sending)
-            self._planned(len(self.groups), True)
+            self.adopted = self.plan
+            self._record(settled=True)
             yield changed
             yield from self._watch()
             changed = self._learn_order()
-        self._planned(len(self.groups), True)
-        self._passes.listening = False
+        self._record(settled=True)
+        self.timer.listening = False
         while True:
             yield changed
             changed = False
 
     def _learn_order(self) -> bool:
-        """Take rank 0's ready order. Returns whether anything has changed."""
-        self._planned(len(self.groups), False)
-        passes = self._passes
-        mine = passes.seen_order()
-        theirs = self._ranks.from_rank_0(mine or passes.order)
+        """Take rank 0's ready order. Return whether anything has changed."""
+        self._record(settled=False)
+        timer = self.timer
+        mine = timer.seen_order()
+        theirs = self._ranks.from_rank_0(mine or timer.order)
         if self._measures and self._sum(float(bool(mine) and mine != theirs)):
-            self._say(
+            self._report(
                 "bucketing: gradients become ready in another order on some ranks than on "
                 "rank 0, so nothing can be planned for all: DDP's rule is used"
             )
             self._measures = False
-        passes.order = theirs
-        groups = self._by_rule(self._fixed_rule)
-        if self._goes_past == "no" or self._rule in rules.MEASURED:
-            return self._use(Side(groups))
+        timer.order = theirs
+        buckets = self._by_rule(self._fixed_rule)
+        if self._mode == "barrier" or self._rule in MEASURED:
+            return self._use(BucketPlan(buckets))
         uses: Sequence[float] = ()
-        if self._goes_past == "halves":
-            uses = self._ranks.from_rank_0(passes.use_order())
-        return self._use(self._fixed(groups, uses))
+        if self._mode == "halves":
+            uses = self._ranks.from_rank_0(timer.use_order())
+        return self._use(self._fixed(buckets, uses))
 
     def _plan(self) -> Generator[bool, None, bool]:
-        """Measure, plan, and try. Returns whether anything has changed."""
+        """Measure, plan, and try. Return whether anything has changed."""
         ready: list[list[float]] = []
         uses: list[list[float]] = []
-        steps = 1 if self._stopwatch.repeats else PROFILED_STEPS
+        steps = 1 if self._repeats else PROFILED_STEPS
         for step in range(steps):
-            times = self._passes.ready_times()
+            times = self.timer.ready_times()
             if times is not None:
                 ready.append(times)
-                uses.append(self._passes.use_times())
+                uses.append(self.timer.use_times())
             if step + 1 < steps:
                 yield False
         agreed = self._agreed_times(ready, uses)
         if agreed is None:
             return False
-        cost = measure_mean(
-            self._comm,
-            sum(self._sizes),
-            self._device,
-            self._stopwatch,
-            self._blank,
-            self._mean,
-        )
-        settled = Side(self._by_rule(self._rule, agreed.ready, cost))
+        cost = self.measure_cost()
+        settled = BucketPlan(self._by_rule(self._rule, agreed.ready, cost))
         if self._rule == "optimal":
             settled = yield from self._try_against_ddp(settled)
-            if self._goes_past != "no":
-                settled = yield from self._try_past_backward(settled, agreed, cost)
-        elif self._goes_past != "no":
-            by_index = dict(zip(self._passes.order, agreed.uses, strict=True))
+            if self._mode != "barrier":
+                settled = yield from self._try_forward_waits(settled, agreed, cost)
+        elif self._mode != "barrier":
+            by_index = dict(zip(self.timer.order, agreed.uses, strict=True))
             uses_of = [by_index[index] for index in range(len(by_index))]
-            settled = self._fixed(settled.groups, uses_of)
+            settled = self._fixed(settled.buckets, uses_of)
         return self._use(settled)
 
-    def _try_against_ddp(self, planned: Side) -> Generator[bool, None, Side]:
-        plain = Side(self._by_rule("ddp"))
+    def _try_against_ddp(
+        self, planned: BucketPlan
+    ) -> Generator[bool, None, BucketPlan]:
+        plain = BucketPlan(self._by_rule("ddp"))
         if planned == plain:
             return plain
         trial = yield from self._try(
-            planned, plain, self._passes.duration, "DDP's rule is kept"
+            planned, plain, self.timer.duration, "DDP's rule is kept"
         )
-        self._say(
+        self._report(
             f"bucketing: {planned} planned from measured times, {trial.new} a pass in a trial "
             f"(one forward, one backward, and waiting for its means); DDP's rule, {plain}, "
             f"{trial.old}: {trial.verdict.why}"
         )
         return planned if trial.verdict.better else plain
 
-    def _try_past_backward(
-        self, settled: Side, agreed: Agreed, cost: rules.Cost
-    ) -> Generator[bool, None, Side]:
-        """A plan of messages for the time after backward, too, against what is *settled*
-        for the time before its end."""
+    def _try_forward_waits(
+        self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
+    ) -> Generator[bool, None, BucketPlan]:
+        """Try a message plan for waits in the next forward pass against the plan *settled*."""
         planned = self._by_search(settled, agreed, cost)
         if planned is None:
             return settled
@@ -259,10 +299,10 @@ class Planner:
         trial = yield from self._try(
             planned,
             settled,
-            self._passes.period,
+            self.timer.period,
             "means are waited for where backward ends",
         )
-        self._say(
+        self._report(
             f"bucketing: {planned}, waited for where the next forward pass uses them, "
             f"{trial.new} a step in a trial (from one backward pass's end to the next "
             f"one's); waited for where backward ends, {settled}, {trial.old}: "
@@ -272,17 +312,17 @@ class Planner:
 
     def _try(
         self,
-        new: Side,
-        old: Side,
+        new: BucketPlan,
+        old: BucketPlan,
         seconds: Callable[[], list[float]],
         otherwise: str,
     ) -> Generator[bool, None, Trial]:
-        """Steps with each side in turn."""
+        """Take steps with each plan in turn."""
         trial = Trial(otherwise)
         while not trial.is_over:
             means, spread = [], 0.0
-            for side in (new, old):
-                yield self._use(side)  # the step that follows does not count
+            for plan in (new, old):
+                yield self._use(plan)  # the step that follows does not count
                 times = []
                 for _ in range(self._trial_steps - 1):
                     yield False
@@ -299,31 +339,33 @@ class Planner:
 
     @property
     def _trial_steps(self) -> int:
-        if not self._stopwatch.repeats:
+        if not self._repeats:
             return TRIAL_STEPS
-        return REPEATED_STEPS if self._goes_past == "no" else PAST_BACKWARD_STEPS
+        return REPEATED_STEPS if self._mode == "barrier" else FORWARD_WAIT_STEPS
 
     def _watch(self) -> Iterator[bool]:
-        """Returns when the order, or the time of a step, has changed for good."""
-        passes = self._passes
+        """Return when the order of gradients or the time of a step has changed for good."""
+        timer = self.timer
         usual: float | None = None
         strange = 0
         while strange < CHANGED_WINDOWS:
-            passes.listening = False
+            timer.listening = False
             for _ in range(watch.every - watch.steps):
                 yield False
-            passes.listening = True
+            timer.listening = True
             times: list[float] = []
             orders: Counter[tuple[int, ...]] = Counter()
             for _ in range(watch.steps):
                 yield False
-                times += passes.duration() if self.sending is None else passes.period()
-                orders[tuple(passes.seen_order())] += 1
+                times += (
+                    timer.duration() if self.plan.messages is None else timer.period()
+                )
+                orders[tuple(timer.seen_order())] += 1
             middle = statistics.median(times) if times else 0.0
             # A model whose order varies has not changed it for good: most passes must
             # agree on another one.
             order, count = orders.most_common(1)[0]
-            other = count > watch.steps / 2 and list(order) not in ([], passes.order)
+            other = count > watch.steps / 2 and list(order) not in ([], timer.order)
             total, disordered, ranks = self._ranks.sums(
                 middle, float(other), float(bool(times))
             )
@@ -334,7 +376,7 @@ class Planner:
                 usual = time
             longer = max(time, usual) / max(min(time, usual), 1e-9)
             strange = strange + 1 if longer > CHANGED or disordered else 0
-        self._say(
+        self._report(
             "bucketing: the order of gradients or the time of a step has changed: measuring "
             "again"
         )
@@ -343,87 +385,287 @@ class Planner:
 
     def _agreed_times(
         self, ready: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]
-    ) -> Agreed | None:
-        """Medians over steps, then the maximum over ranks: all go at the slowest one's
-        pace."""
-        count = len(self._passes.order)
+    ) -> AgreedTimes | None:
+        """Medians over steps, then the maximum over ranks: all go at the slowest one's pace."""
+        count = len(self.timer.order)
         mine = [statistics.median(times) for times in zip(*ready, strict=True)]
-        if self._goes_past != "no":
+        if self._mode != "barrier":
             mine += [statistics.median(times) for times in zip(*uses, strict=True)]
-        both = count if self._goes_past == "no" else 2 * count
-        times = self._ranks.largest(mine or [-1.0] * both)
+        both = count if self._mode == "barrier" else 2 * count
+        times = self._ranks.maxima(mine or [-1.0] * both)
         if times[0] < 0:
             return None
-        return Agreed(list(itertools.accumulate(times[:count], max)), times[count:])
+        return AgreedTimes(
+            list(itertools.accumulate(times[:count], max)), times[count:]
+        )
 
     def _by_rule(
-        self, rule: str, times: Sequence[float] = (), cost: rules.Cost | None = None
-    ) -> Groups:
-        order = self._passes.order
-        groups = rules.group(
-            rule, *self._in_order, times, cost, lanes=self._lanes if cost else 1
+        self, rule: str, times: Sequence[float] = (), cost: Cost | None = None
+    ) -> list[list[int]]:
+        order = self.timer.order
+        buckets = plan_buckets(
+            rule,
+            *self._in_order,
+            times,
+            cost,
+            max_in_flight=self._max_in_flight if cost else 1,
         )
-        groups = [[order[position] for position in group] for group in groups]
+        buckets = [[order[position] for position in bucket] for bucket in buckets]
         if cost is None:
-            return groups  # from what is equal on all ranks
+            return buckets  # from what is equal on all ranks
         bucket_of = [0] * len(order)
-        for number, group in enumerate(groups):
-            for index in group:
+        for number, bucket in enumerate(buckets):
+            for index in bucket:
                 bucket_of[index] = number
         bucket_of = self._ranks.from_rank_0(bucket_of)
-        agreed: Groups = [[] for _ in range(max(bucket_of) + 1)]
+        agreed: list[list[int]] = [[] for _ in range(max(bucket_of) + 1)]
         for index in order:
             agreed[bucket_of[index]].append(index)
         return agreed
 
     def _by_search(
-        self, settled: Side, agreed: Agreed, cost: rules.Cost
-    ) -> Side | None:
-        """Rank 0's plan of messages; None where it predicts nothing better than what is
-        *settled*."""
-        order, (sizes, kinds) = self._passes.order, self._in_order
-        ready, uses, lanes = agreed.ready, agreed.uses, self._lanes
+        self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
+    ) -> BucketPlan | None:
+        """Rank 0's message plan; None where it predicts nothing better than the plan *settled*."""
+        order, (sizes, kinds) = self.timer.order, self._in_order
+        ready, uses, max_in_flight = agreed.ready, agreed.uses, self._max_in_flight
         numbers: list[int] = []
         if self._comm.rank == 0:
-            halves = self._goes_past == "halves"
-            plan = message_plan.plan(
-                sizes, kinds, ready, uses, cost, lanes=lanes, halves=halves
+            halves = self._mode == "halves"
+            plan = plan_messages(
+                sizes,
+                kinds,
+                ready,
+                uses,
+                cost,
+                max_in_flight=max_in_flight,
+                halves=halves,
             )
-            ours = message_plan.period(plan, sizes, ready, uses, cost, lanes=lanes)
+            ours = period(plan, sizes, ready, uses, cost, max_in_flight=max_in_flight)
             place = {index: position for position, index in enumerate(order)}
-            groups = [[place[index] for index in group] for group in settled.groups]
-            theirs = rules.finish_groups(groups, sizes, ready, cost, lanes=lanes)
+            buckets = [[place[index] for index in bucket] for bucket in settled.buckets]
+            theirs = finish_time(
+                buckets, sizes, ready, cost, max_in_flight=max_in_flight
+            )
             if ours < theirs * (1 - REPEATABLE):
                 numbers = to_numbers(plan)
-        numbers = self._ranks.told_by_rank_0(numbers)
+        numbers = self._ranks.list_from_rank_0(numbers)
         if not numbers:
             return None
         plan = from_numbers(numbers, len(order))
-        groups = [[order[position] for position in group] for group in plan.groups]
-        return Side(groups, plan.messages)
+        buckets = [[order[position] for position in bucket] for bucket in plan.buckets]
+        return BucketPlan(buckets, plan.messages)
 
-    def _fixed(self, groups: Groups, uses: Sequence[float]) -> Side:
+    def _fixed(self, buckets: list[list[int]], uses: Sequence[float]) -> BucketPlan:
         """Each bucket as one message, or in halves; *uses* by index."""
-        halves = self._goes_past == "halves"
-        return Side(groups, message_plan.fixed(groups, uses, halves=halves).messages)
+        halves = self._mode == "halves"
+        return BucketPlan(buckets, messages_of(buckets, uses, halves=halves).messages)
 
-    def _use(self, side: Side) -> bool:
-        """Returns whether that changes anything."""
-        if side == Side(self.groups, self.sending):
+    def _use(self, plan: BucketPlan) -> bool:
+        """Return whether that changes anything."""
+        if plan == self.plan:
             return False
-        self.groups, self.sending = side.groups, side.sending
-        self._planned(len(side.groups), False)
+        self.plan = plan
+        self._record(settled=False)
         return True
+
+    def _record(self, *, settled: bool) -> None:
+        self._runtime.recorder.planned(len(self.plan.buckets), settled)
 
     @property
     def _in_order(self) -> tuple[list[int], list[Hashable]]:
         """Sizes and kinds in ready order."""
-        order = self._passes.order
-        return [self._sizes[i] for i in order], [self._kinds[i] for i in order]
+        order, sizes, kinds = (
+            self.timer.order,
+            self._gradients.sizes,
+            self._gradients.kinds,
+        )
+        return [sizes[i] for i in order], [kinds[i] for i in order]
 
     @property
-    def _lanes(self) -> int:
-        return self._comm.lanes(self._device)
+    def _max_in_flight(self) -> int:
+        return self._comm.max_in_flight(self._gradients.device)
 
     def _sum(self, value: float) -> float:
         return self._ranks.sums(value)[0]
+
+
+@dataclass(frozen=True)
+class AgreedTimes:
+    """Seconds that ranks have agreed on, in ready order.
+
+    Attributes:
+        ready: When gradients are ready.
+        uses: When tensors are first used; empty where means are waited for when backward ends.
+    """
+
+    ready: list[float]
+    uses: list[float]
+
+
+class Trial:
+    """Rounds in which a new plan and the one in use took turns.
+
+    Args:
+        otherwise: What stays if the new plan is not used.
+    """
+
+    def __init__(self, otherwise: str) -> None:
+        self._otherwise = otherwise
+        self._rounds: list[tuple[float, float]] = []
+        self._verdict: Verdict | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is decided."""
+        return self._verdict is not None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The decision, once it is over."""
+        assert self._verdict is not None
+        return self._verdict
+
+    def add_round(self, new: float, old: float, spread: float) -> None:
+        """Add the seconds of both plans, and the relative *spread* of the times behind them."""
+        self._rounds.append((new, old))
+        ratios = [new / old if old else 1.0 for new, old in self._rounds]
+        self._verdict = decide(ratios, spread, self._otherwise)
+
+    @property
+    def new(self) -> str:
+        """The time of the new plan, as text."""
+        return _milliseconds([new for new, _ in self._rounds])
+
+    @property
+    def old(self) -> str:
+        """The time of the plan in use, as text."""
+        return _milliseconds([old for _, old in self._rounds])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the new plan is *better*, and *why*: a sentence that names the plan in use."""
+
+    better: bool
+    why: str
+
+
+def decide(
+    ratios: Sequence[float],
+    spread: float,
+    otherwise: str = "DDP's rule is kept",
+    what: str = "the plan",
+) -> Verdict | None:
+    """Decide a trial of a new plan against the one in use.
+
+    Both are used for some steps in turn, round after round. Where times repeat exactly, one
+    round decides. Where they do not, a plan must win every round, and clearly: small gains in
+    a noisy trial are luck as often as not.
+
+    Args:
+        ratios: The new plan's time over the other one's, a round each.
+        spread: The relative spread of times in the last round.
+        otherwise: What stays if the new plan is not used.
+        what: The new plan's name.
+
+    Returns:
+        None: another round is needed.
+    """
+    won = sum(ratio < 1 for ratio in ratios)
+    if spread < REPEATABLE:
+        if ratios[-1] < 1 - REPEATABLE:
+            return Verdict(True, f"{what} is used")
+        return Verdict(False, f"{what} is no faster, and {otherwise}")
+    if len(ratios) == 1 and abs(ratios[0] - 1) > max(CLEAR * spread, NOISE):
+        if won:
+            return Verdict(True, f"{what} is clearly faster, and is used")
+        return Verdict(False, f"{what} is clearly slower, and {otherwise}")
+    if len(ratios) < ROUNDS:
+        return None
+    if won < ROUNDS:
+        return Verdict(
+            False,
+            f"{what} was faster in {won} of {ROUNDS} rounds and must be in all of "
+            f"them, so {otherwise}",
+        )
+    gain = 100 * (1 - statistics.median(ratios))
+    if statistics.median(ratios) < WORTH_IT:
+        return Verdict(True, f"{what} was faster in all {ROUNDS} rounds, and is used")
+    return Verdict(
+        False,
+        f"{what} was faster in all {ROUNDS} rounds, but by {gain:.1f} %, and must be "
+        f"by {100 * (1 - WORTH_IT):.0f} %, so {otherwise}",
+    )
+
+
+class RankAgreement:
+    """Numbers that all ranks of *comm* agree on. Every method is collective."""
+
+    def __init__(self, comm: Comm, device: torch.device) -> None:
+        self._comm, self._device = comm, device
+
+    def from_rank_0(self, values: Sequence[int]) -> list[int]:
+        """Rank 0's *values*, as many as each rank's own.
+
+        This is a sum with zeros and no broadcast: all ranks leave it together, so their places in a
+        broadcast's tree do not skew the next steps.
+        """
+        numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
+        if self._comm.rank != 0:
+            numbers.zero_()
+        self._comm.all_reduce(numbers, "sum").wait()
+        agreed: list[int] = numbers.tolist()
+        return agreed
+
+    def list_from_rank_0(self, values: Sequence[int]) -> list[int]:
+        """Rank 0's *values*, where only rank 0 knows how many."""
+        (count,) = self.from_rank_0([len(values)])
+        mine = values if self._comm.rank == 0 else [0] * count
+        return self.from_rank_0(mine) if count else []
+
+    def sums(self, *values: float) -> list[float]:
+        """Each value's sum over ranks."""
+        return self._all(values, "sum")
+
+    def maxima(self, values: Sequence[float]) -> list[float]:
+        """Each value's maximum over ranks."""
+        return self._all(values, "max")
+
+    def _all(self, values: Sequence[float], operation: ReduceOperation) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self._comm.all_reduce(numbers, operation).wait()
+        agreed: list[float] = numbers.tolist()
+        return agreed
+
+
+def to_numbers(plan: MessagePlan) -> list[int]:
+    """A plan as whole numbers: the bucket of each position, then four of each message."""
+    bucket_of = {
+        p: number for number, bucket in enumerate(plan.buckets) for p in bucket
+    }
+    numbers = [bucket_of[position] for position in range(len(bucket_of))]
+    for message in plan.messages:
+        parts = round(message.start * UNITS), round(message.stop * UNITS)
+        numbers += [message.bucket, *parts, HALVES.index(message.half)]
+    return numbers
+
+
+def from_numbers(numbers: Sequence[int], count: int) -> MessagePlan:
+    """The plan of *count* tensors that `to_numbers` wrote."""
+    buckets: list[list[int]] = [[] for _ in range(max(numbers[:count]) + 1)]
+    for position, number in enumerate(numbers[:count]):
+        buckets[number].append(position)
+    messages = []
+    for at in range(count, len(numbers), 4):
+        bucket, start, stop, half = numbers[at : at + 4]
+        messages.append(Message(bucket, start / UNITS, stop / UNITS, HALVES[half]))
+    return MessagePlan(buckets, tuple(messages))
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.4g} ms"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}" + ("s" if count != 1 else "")

@@ -49,8 +49,9 @@ from paceline.cli import (
 from paceline.cli import list as list_command
 from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
+from paceline.parameter_server.process.logs import log_to_stderr
 from paceline.runtimes.processes import reader_has_gone
-from paceline.runtimes.temporary_folder import ToldToEnd, told_to_end
+from paceline.runtimes.temporary_folder import LauncherInterrupted, told_to_end
 
 _RUNS_SCRIPTS = str(Path("paceline", "runtimes", "simulated"))
 
@@ -78,6 +79,7 @@ def paceline(
     ] = False,
 ) -> None:
     """Data-parallel PyTorch training over slow, shared or uneven networks."""
+    log_to_stderr()
 
 
 app.command(cls=LaunchCommand)(run.run)
@@ -102,7 +104,7 @@ def main() -> None:
     try:
         with told_to_end():
             _run()
-    except ToldToEnd as told:
+    except LauncherInterrupted as told:
         print(f"paceline: {told.name}: interrupted", file=sys.stderr)
         raise
     except SystemExit as ended:

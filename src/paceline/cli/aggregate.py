@@ -8,11 +8,11 @@ import secrets
 import signal
 import sys
 import time
-from collections import Counter
 from typing import Annotated, Any
 
 import typer
 
+from paceline import units
 from paceline.cli import options as o
 from paceline.errors import UsageError
 
@@ -21,44 +21,36 @@ _TOLD_SECONDS = 1.0
 
 def aggregate(
     listen: Annotated[
-        str, typer.Option(help="HOST:PORT, for TCP and UDP; port 0: a free one.")
+        str, typer.Option(help="HOST:PORT; port 0: a free one.")
     ] = "127.0.0.1:29700",
-    slots: Annotated[
-        int, typer.Option(help="Sums under way at a time, of all jobs together.")
-    ] = 1024,
-    best_effort: Annotated[
-        int,
-        typer.Option(help="Places that jobs without slots of their own compete for."),
-    ] = 1024,
-    mtu: Annotated[
-        int, typer.Option(help="Bytes of the largest packet on the way to workers.")
-    ] = 1500,
+    memory: Annotated[
+        str, typer.Option(help="For sums under way, of all jobs together.")
+    ] = "256 MB",
     json: o.Json = False,
 ) -> None:
-    """Add up what workers send, datagram by datagram, until Ctrl-C.
+    """Add up what workers send, chunk by chunk, until Ctrl-C.
 
     Without PACELINE_SECRET or PACELINE_SERVERS_TOKEN it prints a line that exports its token:
-    run that where workers are started. Datagrams are signed, not encrypted: beyond
-    loopback say PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the
-    training.
+    run that where workers are started. Numbers are not encrypted: beyond loopback say
+    PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the training.
     """
-    from paceline.collectives.in_network.server import UserSpaceAggregator
+    from paceline.collectives.in_network.server import AggregatorServer
     from paceline.transport.security import TOKEN, dedicated_token
 
     host, port = _host_and_port(listen)
     token = dedicated_token()
     made = token is None
     token = token or secrets.token_hex(16)
-    aggregator = UserSpaceAggregator(
-        host, port, token=token, slots=slots, places=best_effort, mtu=mtu
-    )
+    aggregator = AggregatorServer(host, port, token=token, memory=units.size(memory))
     stop, stopper = os.pipe()
     before = {
         number: signal.signal(number, lambda *_: os.write(stopper, b"."))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        print(f"paceline: aggregating at {host}:{aggregator.port}", file=sys.stderr)
+        print(
+            f"paceline: aggregating at {host}:{aggregator.address[1]}", file=sys.stderr
+        )
         if made:
             print(
                 f"export {TOKEN}={token}",
@@ -93,15 +85,15 @@ class _Progress:
         seconds = now - self._told_at
         if seconds < _TOLD_SECONDS:
             return
-        jobs, counts = self._aggregator.jobs, Counter(self._aggregator.summary())
-        datagrams, data = counts["datagrams in"], counts["bytes in"]
-        rate = (datagrams - self._before[0]) / seconds
+        counts = self._aggregator.counts
+        chunks, data = counts["contributions"], counts["bytes in"]
+        rate = (chunks - self._before[0]) / seconds
         bits = 8 * (data - self._before[1]) / seconds
-        self._told_at, self._before = now, (datagrams, data)
-        dropped = sum(n for word, n in counts.items() if word.startswith("dropped: "))
+        self._told_at, self._before = now, (chunks, data)
+        pool = self._aggregator.pool
         print(
-            f"\r{len(list(jobs))} jobs, {jobs.free_slots} slots free, {rate:,.0f} packets/s "
-            f"({bits / 1e9:.3f} Gbit/s) in, {dropped} dropped \033[K",
+            f"\r{len(pool.jobs)} jobs, {units.show_bytes(pool.free)} free, {rate:,.0f} chunks/s "
+            f"({bits / 1e9:.3f} Gbit/s) in, {pool.passed_on} passed on \033[K",
             end="",
             file=sys.stderr,
             flush=True,

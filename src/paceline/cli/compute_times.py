@@ -16,9 +16,12 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
 from paceline.runtimes.simulated.compute import StaleProfileError, UnmeasuredCodeError
-from paceline.runtimes.simulated.profile import profile_script
-from paceline.runtimes.simulated.profile_cache import find_profile, keep_profile
-from paceline.runtimes.simulated.script import run_script
+from paceline.runtimes.simulated.launch import run_script
+from paceline.runtimes.simulated.profile_cache import (
+    find_profile,
+    keep_profile,
+    profile_script,
+)
 from paceline.units import show_age
 
 

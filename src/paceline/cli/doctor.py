@@ -207,10 +207,10 @@ class _Job:
 
     def emulated(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.runtimes.emulated.launch import EmulatedJob
-        from paceline.runtimes.emulated.network import Fabric
+        from paceline.runtimes.emulated.network import EmulatedNetwork
 
         options = replace(self._options, pace=workload)
-        with scratch_folder() as scratch, Fabric(network) as fabric:
+        with scratch_folder() as scratch, EmulatedNetwork(network) as fabric:
             file = Path(scratch) / "evidence.json"
             for warning in fabric.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)

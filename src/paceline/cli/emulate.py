@@ -16,7 +16,7 @@ from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import forget_workers, merge_workers
 
 if TYPE_CHECKING:
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
 
 def emulate(
@@ -46,7 +46,7 @@ def emulate(
     --pace, workers share this machine's cores. paceline check says what it can emulate.
     """
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
     from paceline.runtimes.results import read_result
 
     o.check_job(script, method)
@@ -75,7 +75,7 @@ def emulate(
             records=None if records is None else str(records.resolve()),
         )
         print(f"network: {described.describe()}", file=sys.stderr)
-        with Fabric(described) as fabric:
+        with EmulatedNetwork(described) as fabric:
             for warning in fabric.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)
             if check_links:
@@ -95,7 +95,7 @@ def emulate(
     sys.exit(status)
 
 
-def _check_links(fabric: Fabric, json: bool) -> None:
+def _check_links(fabric: EmulatedNetwork, json: bool) -> None:
     with telling(json, "measuring the links"):
         report = fabric.measure()
     for link in report.off():

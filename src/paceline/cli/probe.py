@@ -49,10 +49,10 @@ def probe(
     In the real runtime torchrun's options are passed through: run the same command on each
     machine. The file that is written can be simulated and emulated.
     """
-    from paceline.cluster.probe import Findings, infer_cluster
+    from paceline.cluster.probe import ProbeResult, infer_cluster
     from paceline.cluster.probe.tables import comment_on, print_findings
     from paceline.runtimes.emulated.launch import EmulatedJob
-    from paceline.runtimes.emulated.network import Fabric
+    from paceline.runtimes.emulated.network import EmulatedNetwork
     from paceline.runtimes.real.launch import launch
     from paceline.runtimes.simulated import Simulation
 
@@ -90,7 +90,7 @@ def probe(
             )
             servers = len(described.servers)
             if runtime == "emulated":
-                with Fabric(described) as fabric:
+                with EmulatedNetwork(described) as fabric:
                     for warning in fabric.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
                     job = EmulatedJob(fabric, SCRIPT, arguments, RunOptions())
@@ -103,7 +103,7 @@ def probe(
             sys.exit(status)
         if not found.exists():
             return  # another machine's rank 0 has it
-        findings = msgspec.json.decode(found.read_bytes(), type=Findings)
+        findings = msgspec.json.decode(found.read_bytes(), type=ProbeResult)
         inferred = infer_cluster(findings)
         if servers:
             # No worker runs there to measure from: a link as the first rack's.

@@ -55,13 +55,13 @@ def profile(
     arguments = script_arguments or []
     o.check_job(script, None)
     from paceline.cluster.profiling import (
-        KeptGradients,
-        Price,
-        Unsuited,
+        CompressorCost,
+        GradientDump,
+        NotApplicable,
         coding_times,
         price,
     )
-    from paceline.compression import COMPRESSORS, Identity, make
+    from paceline.compression import COMPRESSORS, NoCompression, make
     from paceline.runtimes.real.launch import launch
     from paceline.runtimes.simulated.profile_cache import profile_name
     from paceline.tools.report.compressor_table import print_prices
@@ -69,7 +69,7 @@ def profile(
 
     specs = compression or []
     if "all" in specs:
-        specs = [name for name, cls in COMPRESSORS.items() if cls is not Identity]
+        specs = [name for name, cls in COMPRESSORS.items() if cls is not NoCompression]
     for spec in specs:
         make(spec)  # complain before anything is run
     path = output or Path(profile_name(script))
@@ -100,10 +100,10 @@ def profile(
                 "paceline.distribute"
             )
         workload = Workload.load(measured)
-        rows: list[Price | Unsuited] = []
+        rows: list[CompressorCost | NotApplicable] = []
         among = workers if workers is not None and workers > 1 else o.DESCRIBED_WORKERS
         if specs:
-            kept = KeptGradients(scratch)
+            kept = GradientDump(scratch)
             with telling(json) as told:
                 begun = itertools.count()
 
@@ -113,7 +113,9 @@ def profile(
                 rows = list(price(specs, kept, among, tell))
                 told("timing compressors")
                 suited = [
-                    make(row.compression) for row in rows if isinstance(row, Price)
+                    make(row.compression)
+                    for row in rows
+                    if isinstance(row, CompressorCost)
                 ]
                 workload = replace(workload, coding=coding_times(suited, kept))
         workload.save(path)

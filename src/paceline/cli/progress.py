@@ -30,11 +30,11 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from paceline.runtimes.progress import FILE_VARIABLE, Standing, read
+from paceline.runtimes.progress import FILE_VARIABLE, WorkerProgress, read
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.units import show_seconds
 
-Look = Callable[[], Standing | None]
+Look = Callable[[], WorkerProgress | None]
 
 _EVERY_SECONDS = 10.0
 
@@ -87,7 +87,7 @@ def _print_until(
             sys.stderr.flush()
 
 
-def describe(standing: Standing, steps: int | None = None) -> str:
+def describe(standing: WorkerProgress, steps: int | None = None) -> str:
     """In one line how far a training is, what a step takes, and by what plan."""
     words = [
         f"step {standing.step}" + f" of {steps}" * bool(steps)

@@ -130,7 +130,7 @@ def _with_codes(
     """The same, with what codes take that are in front: the script was measured on this machine, and
     so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
-    from paceline.runtimes.simulated.profile import measured_codes
+    from paceline.runtimes.simulated.profile_cache import measure_compressors
     from paceline.tools.plan.compression_times import (
         codes_in_front,
         revised,
@@ -150,7 +150,7 @@ def _with_codes(
             break
         told(f"measuring {', '.join(codes)}", None, None)
         with o.standard_output_for_result(True), redirect_checkpoints(o.SCRATCH):
-            coding = measured_codes(str(script), arguments, codes, cores)
+            coding = measure_compressors(str(script), arguments, codes, cores)
         if not coding:  # nothing is predicted again
             budget.left += sum(prices[code] for code in codes)
             break
@@ -194,7 +194,7 @@ def _workload(
     """A step's times: from the file that is named, or what the model stands for, or as the script
     paces itself, or measured; and what its training is charged in virtual time."""
     from paceline.cli.compute_times import profiled
-    from paceline.runtimes.simulated.profile import paced_workload
+    from paceline.runtimes.simulated.profile_cache import paced_workload
 
     if compute.workload is not None:
         facts.check(compute.workload, compute.what)

@@ -14,7 +14,16 @@ def serve(
     context: typer.Context,
     workers: Annotated[int, typer.Option(help="Workers of the job.")],
     bind: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 29600,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0: a free one.")
+    ] = 29600,
+    liveness_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Port for liveness connections, by which the server notices ended workers. Let workers "
+            "through to both ports. \\[default: the port after --port]",
+        ),
+    ] = None,
     once: Annotated[
         bool, typer.Option(help="End after one training, instead of waiting for more.")
     ] = False,
@@ -53,12 +62,12 @@ def serve(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Tell Prometheus there, at that address alone: steps, gradients, staleness, "
-            "workers, bytes, refusals, the snapshot's age. \\[default: nowhere]",
+            help="Tell Prometheus there, at that address alone (PORT: at 127.0.0.1): steps, "
+            "gradients, staleness, workers, bytes, refusals, snapshot's age. \\[default: nowhere]",
         ),
     ] = None,
 ) -> None:
-    """Serve one training after the other; what each does is its method's to say.
+    """Serve trainings; their workers say which method each has. Without --survive several may run at once.
 
     Workers name it: --method NAME:servers=HOST:PORT. Without PACELINE_SECRET it prints a
     line that exports its token: run that where workers are started, and before further
@@ -71,7 +80,7 @@ def serve(
     """
     import torch
 
-    from paceline.parameter_server.process.host import Serving
+    from paceline.parameter_server.process import serve as servers
 
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
@@ -82,11 +91,27 @@ def serve(
     if snapshot is None and _was_typed(context, "snapshot_seconds"):
         raise UsageError("--snapshot-seconds means nothing without --snapshot")
     torch.set_num_threads(1)
-    with Serving(workers, bind, port, metrics) as serving:
-        if survive:
-            serving.survive(snapshot, snapshot_seconds, evict_silent, once=once)
-        else:
-            serving.serve(once=once)
+    if survive:
+        servers.serve_surviving(
+            workers,
+            bind,
+            port,
+            liveness_port=liveness_port,
+            metrics=metrics,
+            once=once,
+            snapshot=snapshot,
+            snapshot_seconds=snapshot_seconds,
+            evict_silent=evict_silent,
+        )
+    else:
+        servers.serve(
+            workers,
+            bind,
+            port,
+            liveness_port=liveness_port,
+            metrics=metrics,
+            once=once,
+        )
 
 
 def _was_typed(context: typer.Context, parameter: str) -> bool:

@@ -11,7 +11,7 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.progress import describe, telling
 from paceline.run_options import RunOptions
-from paceline.runtimes.progress import Standing, place
+from paceline.runtimes.progress import WorkerProgress, place
 from paceline.tools.report.run_files import make_folder, write_run
 
 if TYPE_CHECKING:
@@ -33,6 +33,13 @@ def simulate(
     forward: o.Forward = None,
     backward: o.Backward = None,
     jitter: o.Jitter = 0.0,
+    representatives: Annotated[
+        bool,
+        typer.Option(
+            "--representatives",
+            help="Run two workers of each kind for all: for methods whose workers do the same.",
+        ),
+    ] = False,
     patience: Annotated[
         float, typer.Option(help="Real seconds without progress before giving up.")
     ] = 20.0,
@@ -53,7 +60,7 @@ def simulate(
     o.check_workers(method, described.workers, described.groups)
     from paceline.cli.compute_times import profiled, run_or_profile_anew
     from paceline.runtimes.simulated import Simulation
-    from paceline.runtimes.simulated.script import result_of
+    from paceline.runtimes.simulated.launch import result_of
 
     there = place()
     compute = o.make_compute(workload, forward, backward, jitter, seed)
@@ -68,7 +75,7 @@ def simulate(
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
-                    standing = Standing.of(simulation.runtime_of(0).recorder)
+                    standing = WorkerProgress.of(simulation.runtime_of(0).recorder)
                     told(f"virtual time {now:.3f} s · {describe(standing, steps)}")
                     if there is not None:
                         standing.write(there)
@@ -81,6 +88,7 @@ def simulate(
                     patience=patience,
                     look=look,
                     output=output,
+                    workers="classes" if representatives else "all",
                 )
                 return simulation
 
@@ -97,6 +105,8 @@ def simulate(
         result = result_of(outcome, described.workers, steps)
         result.network = described.describe()
         result.notes += sorted(outcome.guessed)
+        if outcome.representatives:
+            result.notes.append(outcome.representatives)
         if described.processor is None:
             result.notes.append(
                 "messages cost processors nothing here, as the cluster does not say what "

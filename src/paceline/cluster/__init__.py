@@ -1,27 +1,23 @@
 """The network and the model's load on it, described; no I/O, and no time but what callers bring.
 
-- `cluster`, `rack`: a `Cluster`: racks of hosts, their links and speeds.
+- `cluster`: a `Cluster`: racks of hosts, their links and speeds, and rules of what happens to them.
 - `cluster_file`: clusters as TOML files.
-- `network_rules`: changes during a run: links that slow down, workers that die.
 - `workload`: a `Workload`: what a training step computes, tensor by tensor.
 - `flop_counter`: the same, counted from a module's operations.
 - `stand_in`: a model with a workload's tensors and times, and nothing else.
 - `links`: messages over links, first in, first out; start here for simulated networks.
-- `bandwidth`: how concurrent transfers share links: max-min fairness.
-- `flow`, `flow_table`: one transfer, and many of them as columns of numbers.
+- `bandwidth`: how concurrent flows share links: max-min fairness.
 - `probe`: measures a network and describes it as a cluster.
 - `profiling`: measures compute times and compression times.
 """
 
-from paceline.cluster.cluster import Cluster, Processor, ServerHost
+from paceline.cluster.cluster import Cluster, Processor, Rack, Rule, ServerHost
 from paceline.cluster.cluster_file import (
     cluster_toml,
     load_cluster,
     parse_cluster,
     uniform_cluster,
 )
-from paceline.cluster.network_rules import Rule
-from paceline.cluster.rack import Rack
 from paceline.cluster.workload import Workload
 
 __all__ = [

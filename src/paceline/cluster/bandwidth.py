@@ -2,30 +2,29 @@
 
 Theory of operation
 -------------------
-An `Activity` is one transfer, or one collective whose connections all move at the same
+A `Flow` is one transfer, or one collective whose connections all move at the same
 rate. It counts on a link as its number of connections there (its *demand*): a ring whose
-ranks cross an uplink three times has demand 3 on it. All connections of an activity have
+ranks cross an uplink three times has demand 3 on it. All connections of a flow have
 one rate, the smallest fair share over its links; what it cannot use elsewhere is given
 to the others (progressive filling: find the tightest link, freeze what crosses it,
 repeat). This is the model of SimGrid's parallel tasks (bottleneck max-min fairness).
 
-Rates change only when an activity starts or ends or a capacity changes, so between those
-instants every activity has one predicted end. A change reaches what shares a link with it, and what
-shares one with these, and so on: all others go on as before. `Sharing` holds no clock: its driver calls
-`settle(now)` once per such instant and asks for `next_end()`.
+Rates change only when a flow starts or ends or a capacity changes, so between those
+instants every flow has one predicted end. A change reaches what shares a link with it, and what
+shares one with these, and so on: all others go on as before. `BandwidthSharing` holds no clock: its driver calls
+`advance(now)` once per such instant and asks for `next_end()`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from paceline.cluster.flow import Activity
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from paceline.cluster.flow_table import Crowd
-
+Numbers = NDArray[np.float64]
+Indices = NDArray[np.int64]
 
 # Ends that differ by rounding alone are one instant; without this a symmetric pattern
 # falls apart into one instant per flow.
@@ -33,14 +32,46 @@ _SAME_INSTANT = 1e-12
 
 
 MANY = 64
-"""From so many activities on they are a crowd, whose rates are shared all at once."""
+"""From so many flows on they are a table, whose rates are shared all at once."""
 MOST_NEAR = 16
 """Rates are shared anew among those alone that a change can reach, where it reaches so few."""
 
 
-class Sharing:
-    """Activities on links of given capacities, in bytes per second. No connection is faster than
-    *most*, as no thread uses more than one core. From *many* activities on they are a crowd,
+class Flow:
+    """A transfer in progress: *size* bytes still to go on each of its connections.
+
+    *demand* maps a directed link to this flow's number of connections on it; the
+    driver calls *done* with the instant at which the last byte has left.
+    """
+
+    __slots__ = (
+        *("table", "demand", "done", "end"),
+        *("number", "own_rate", "remaining", "slot"),
+    )
+
+    def __init__(
+        self, demand: Mapping[int, float], size: float, done: Callable[[float], None]
+    ) -> None:
+        self.demand = demand
+        self.remaining = float(size)
+        self.done = done
+        self.own_rate = 0.0
+        self.end = math.inf
+        self.table: FlowTable | None = None
+        self.slot = 0
+        self.number = 0
+        """Its place among all that have started."""
+
+    @property
+    def rate(self) -> float:
+        """Of each of its connections."""
+        table = self.table
+        return self.own_rate if table is None else table.rate_of(self.slot)
+
+
+class BandwidthSharing:
+    """Flows on links of given capacities, in bytes per second. No connection is faster than
+    *most*, as no thread uses more than one core. From *many* flows on they are a table,
     until half as many are left; rates are shared anew among *near* of them at most, or all."""
 
     def __init__(
@@ -53,126 +84,124 @@ class Sharing:
         self.capacities = list(capacities)
         self._most = most
         self._many, self._near = many, near
-        self._active: dict[Activity, None] = {}  # insertion-ordered: deterministic
-        self._crowd: Crowd | None = None
+        self._active: dict[Flow, None] = {}  # insertion-ordered: deterministic
+        self._table: FlowTable | None = None
         """The same ones, where they are many; what is known of each is there then."""
-        self._on: dict[int, dict[Activity, None]] = {}
+        self._on: dict[int, dict[Flow, None]] = {}
         """Which are on a link."""
         self._changed: set[int] = set()
         """Links whose load, or capacity, is another one than when rates were shared last."""
         self._freed: set[int] = set()
         """Those among them that have just become endless: they were the limit until now."""
-        self._new: list[Activity] = []
+        self._new: list[Flow] = []
         self._started = 0
-        self._settled = 0.0
+        self._advanced = 0.0
 
-    def start(self, activity: Activity) -> None:
-        """Add *activity* from the instant of the next `settle` on."""
-        self._active[activity] = None
-        activity.number = self._started
+    def start(self, flow: Flow) -> None:
+        """Add *flow* from the instant of the next `advance` on."""
+        self._active[flow] = None
+        flow.number = self._started
         self._started += 1
-        for link in activity.demand:
-            self._on.setdefault(link, {})[activity] = None
-        self._new.append(activity)
-        if self._crowd is not None:
-            self._crowd.add(activity)
+        for link in flow.demand:
+            self._on.setdefault(link, {})[flow] = None
+        self._new.append(flow)
+        if self._table is not None:
+            self._table.add(flow)
 
     def set_capacity(self, link: int, rate: float) -> None:
-        """Change a link's capacity from the instant of the next `settle` on."""
+        """Change a link's capacity from the instant of the next `advance` on."""
         self.capacities[link] = rate
         self._changed.add(link)
         if rate == math.inf:
             self._freed.add(link)
 
-    def settle(self, now: float) -> list[Activity]:
+    def advance(self, now: float) -> list[Flow]:
         """Move time to *now*; take out and return what ended, and share anew if needed.
 
         What `start` added since the last call moves from *now* on.
         """
-        elapsed = now - self._settled
+        elapsed = now - self._advanced
         assert elapsed >= 0, "time can't go backwards"
-        self._settled = now
+        self._advanced = now
         horizon = now + _SAME_INSTANT * abs(now)
-        crowd = self._crowd
-        if crowd is None:
+        table = self._table
+        if table is None:
             ended = [a for a in self._active if a.end <= horizon]
         else:
-            ended = crowd.take_ended(horizon)
-        for activity in ended:
-            del self._active[activity]
-            for link in activity.demand:
-                del self._on[link][activity]
+            ended = table.take_ended(horizon)
+        for flow in ended:
+            del self._active[flow]
+            for link in flow.demand:
+                del self._on[link][flow]
                 self._changed.add(link)
         if elapsed:
             self._move(elapsed)
         if self._changed or self._new:
             self._count()
-            self._share(now, self._reached())
+            self._share(now, self._affected())
             self._changed.clear()
             self._freed.clear()
             self._new.clear()
         return ended
 
     def _move(self, seconds: float) -> None:
-        if self._crowd is not None:
-            self._crowd.move(seconds)
+        if self._table is not None:
+            self._table.move(seconds)
             return
-        for activity in self._active:
-            if activity.own_rate:
-                activity.remaining -= activity.own_rate * seconds
+        for flow in self._active:
+            if flow.own_rate:
+                flow.remaining -= flow.own_rate * seconds
 
     def next_end(self) -> float:
-        """When the next activity ends if nothing changes; infinite if none does."""
-        if self._crowd is not None:
-            return self._crowd.next_end()
+        """When the next flow ends if nothing changes; infinite if none does."""
+        if self._table is not None:
+            return self._table.next_end()
         return min((a.end for a in self._active), default=math.inf)
 
     def _count(self) -> None:
-        """Make a crowd of many, and of few none."""
-        if self._crowd is None and len(self._active) >= self._many:
-            from paceline.cluster.flow_table import Crowd  # numpy, where it pays
+        """Make a table of many, and of few none."""
+        if self._table is None and len(self._active) >= self._many:
+            self._table = FlowTable(self._active)
+        elif self._table is not None and len(self._active) <= self._many // 2:
+            self._table.dissolve()
+            self._table = None
 
-            self._crowd = Crowd(self._active)
-        elif self._crowd is not None and len(self._active) <= self._many // 2:
-            self._crowd.dissolve()
-            self._crowd = None
-
-    def _reached(self) -> list[Activity] | None:
+    def _affected(self) -> list[Flow] | None:
         """Those whose rates may change, in the order in which they started; None where they are many."""
         if len(self._new) > self._near:
             return None
         found = dict.fromkeys(self._new)
-        links = self._changed.union(*(activity.demand for activity in self._new))
+        links = self._changed.union(*(flow.demand for flow in self._new))
         following = list(links)
         while following:
             link = following.pop()
             if self.capacities[link] == math.inf and link not in self._freed:
                 continue  # nobody is slower for others on it
-            for activity in self._on.get(link, ()):
-                if activity in found:
+            for flow in self._on.get(link, ()):
+                if flow in found:
                     continue
-                found[activity] = None
+                found[flow] = None
                 if len(found) > self._near:
                     return None
-                following += activity.demand.keys() - links
-                links |= activity.demand.keys()
-        return sorted(found, key=lambda activity: activity.number)
+                following += flow.demand.keys() - links
+                links |= flow.demand.keys()
+        return sorted(found, key=lambda flow: flow.number)
 
-    def _share(self, now: float, among: list[Activity] | None) -> None:
+    def _share(self, now: float, among: list[Flow] | None) -> None:
         """Rates anew, of all or *among* some that share no link with others."""
-        if self._crowd is not None and among is None:
-            self._crowd.share(self.capacities, self._most, now, _SAME_INSTANT)
+        if self._table is not None and among is None:
+            self._table.share(self.capacities, self._most, now, _SAME_INSTANT)
             return
-        if self._crowd is not None:
-            self._crowd.take_in()
+        if self._table is not None:
+            self._table.take_in()
         waiting = list(self._active) if among is None else among
         left: dict[int, float] = {}
         load: dict[int, float] = {}
         users: dict[
             int, int
         ] = {}  # loads need not be whole numbers: count, to end at 0
-        for activity in waiting:
-            for link, connections in activity.demand.items():
+        for flow in waiting:
+            for link, connections in flow.demand.items():
                 load[link] = load.get(link, 0.0) + connections
                 users[link] = users.get(link, 0) + 1
                 left[link] = self.capacities[link]
@@ -180,8 +209,8 @@ class Sharing:
             shares = {link: left[link] / load[link] for link in load if users[link]}
             tightest = min(shares.values(), default=math.inf)
             if tightest >= self._most:
-                for activity in waiting:
-                    self._set_rate(activity, self._most, now)
+                for flow in waiting:
+                    self._set_rate(flow, self._most, now)
                 return
             tight = {
                 link
@@ -189,26 +218,211 @@ class Sharing:
                 if share <= tightest * (1 + _SAME_INSTANT)
             }
             still_waiting = []
-            for activity in waiting:
-                if tight.isdisjoint(activity.demand):
-                    still_waiting.append(activity)
+            for flow in waiting:
+                if tight.isdisjoint(flow.demand):
+                    still_waiting.append(flow)
                     continue
-                self._set_rate(activity, max(0.0, tightest), now)
-                for link, connections in activity.demand.items():
+                self._set_rate(flow, max(0.0, tightest), now)
+                for link, connections in flow.demand.items():
                     load[link] -= connections
                     users[link] -= 1
                     left[link] = max(0.0, left[link] - tightest * connections)
             waiting = still_waiting
 
     @staticmethod
-    def _set_rate(activity: Activity, rate: float, now: float) -> None:
-        if activity.crowd is not None:
-            activity.crowd.set_rate(activity.slot, rate, now)
+    def _set_rate(flow: Flow, rate: float, now: float) -> None:
+        if flow.table is not None:
+            flow.table.set_rate(flow.slot, rate, now)
             return
-        if rate == activity.own_rate and activity.end < math.inf:
+        if rate == flow.own_rate and flow.end < math.inf:
             return  # same rate, same end: do not let rounding move it
-        activity.own_rate = rate
-        if activity.remaining <= 0 or rate == math.inf:
-            activity.end = now
+        flow.own_rate = rate
+        if flow.remaining <= 0 or rate == math.inf:
+            flow.end = now
         else:
-            activity.end = now + activity.remaining / rate if rate else math.inf
+            flow.end = now + flow.remaining / rate if rate else math.inf
+
+
+class FlowTable:
+    """Many flows at once, as columns of numbers: what `BandwidthSharing` does one by one, for all of them.
+
+    Each flow is in a slot; what it demands of links are entries. A worker that sends to 64
+    servers, beside 63 others, makes 4,096 flows, and each that ends changes rates of others.
+    The arithmetic is that of `BandwidthSharing`; sums are formed in another order.
+    """
+
+    def __init__(self, flows: Iterable[Flow]) -> None:
+        self._new: list[Flow] = []
+        self._free: list[int] = []
+        self._members: list[Flow | None] = []
+        self._started = 0
+        self._taken: NDArray[np.bool_] = np.zeros(0, bool)
+        self._order: Indices = np.zeros(0, np.int64)
+        self._remaining: Numbers = np.zeros(0)
+        self._rate: Numbers = np.zeros(0)
+        self._end: Numbers = np.zeros(0)
+        self._entries = 0
+        self._slot: Indices = np.zeros(0, np.int64)
+        self._link: Indices = np.zeros(0, np.int64)
+        self._demand: Numbers = np.zeros(0)
+        for flow in flows:
+            self.add(flow)
+
+    def add(self, flow: Flow) -> None:
+        """One more takes part, from the next `take_in` on, in the state in which it is."""
+        self._new.append(flow)
+
+    def take_in(self) -> None:
+        """Those that were added take part: all at once, since writing one number into a column takes as long as
+        writing many."""
+        new, self._new = self._new, []
+        if not new:
+            return
+        while len(self._free) < len(new):
+            self._grow()
+        slots = [self._free.pop() for _ in new]
+        for slot, flow in zip(slots, new, strict=True):
+            self._members[slot] = flow
+            flow.table, flow.slot = self, slot
+        self._taken[slots] = True
+        self._order[slots] = range(self._started, self._started + len(new))
+        self._started += len(new)
+        self._remaining[slots] = [flow.remaining for flow in new]
+        self._rate[slots] = [flow.own_rate for flow in new]
+        self._end[slots] = [flow.end for flow in new]
+        counts = [len(flow.demand) for flow in new]
+        if self._entries + sum(counts) > len(self._slot):
+            self._make_room(sum(counts))
+        first, last = self._entries, self._entries + sum(counts)
+        self._slot[first:last] = np.repeat(slots, counts)
+        self._link[first:last] = [link for one in new for link in one.demand]
+        self._demand[first:last] = [n for one in new for n in one.demand.values()]
+        self._entries = last
+
+    def _grow(self) -> None:
+        had = len(self._members)
+        more = max(64, had)
+        self._free.extend(range(had + more - 1, had - 1, -1))
+        self._members.extend([None] * more)
+        self._taken = np.concatenate([self._taken, np.zeros(more, bool)])
+        self._order = np.concatenate([self._order, np.zeros(more, np.int64)])
+        self._remaining = np.concatenate([self._remaining, np.zeros(more)])
+        self._rate = np.concatenate([self._rate, np.zeros(more)])
+        self._end = np.concatenate([self._end, np.full(more, np.inf)])
+
+    def _make_room(self, wanted: int) -> None:
+        """Entries of flows that have ended are left out; twice as many as there are fit."""
+        slot, link, demand = (column[self._alive()] for column in self._columns())
+        kept = len(slot)
+        room = 2 * (kept + wanted) + 64
+        self._slot = np.concatenate([slot, np.zeros(room - kept, np.int64)])
+        self._link = np.concatenate([link, np.zeros(room - kept, np.int64)])
+        self._demand = np.concatenate([demand, np.zeros(room - kept)])
+        self._entries = kept
+
+    def _columns(self) -> tuple[Indices, Indices, Numbers]:
+        n = self._entries
+        return self._slot[:n], self._link[:n], self._demand[:n]
+
+    def _alive(self) -> NDArray[np.bool_]:
+        """Which entries are of flows that have not ended."""
+        return self._slot[: self._entries] >= 0
+
+    # ---- time ----
+
+    def take_ended(self, horizon: float) -> list[Flow]:
+        """Take out what ends until *horizon*; in the order in which they started."""
+        slots = np.flatnonzero(self._end <= horizon)
+        if not len(slots):
+            return []
+        slots = slots[np.argsort(self._order[slots])]
+        ended = []
+        for slot in slots.tolist():
+            flow = self._members[slot]
+            assert flow is not None
+            flow.table = None
+            ended.append(flow)
+            self._members[slot] = None
+            self._free.append(slot)
+        gone = np.zeros(len(self._members), bool)
+        gone[slots] = True
+        entries = self._slot[: self._entries]
+        entries[(entries >= 0) & gone[entries]] = -1
+        self._taken[slots] = False
+        self._end[slots], self._rate[slots] = np.inf, 0.0
+        return ended
+
+    def move(self, seconds: float) -> None:
+        """All go on for so long at their rates."""
+        finite = np.isfinite(self._rate)
+        self._remaining[finite] -= self._rate[finite] * seconds
+
+    def next_end(self) -> float:
+        """When the next one ends."""
+        return float(self._end.min())
+
+    def rate_of(self, slot: int) -> float:
+        """Of the flow that has *slot*."""
+        return float(self._rate[slot])
+
+    def dissolve(self) -> None:
+        """Each is on its own again."""
+        for flow in self._members:
+            if flow is not None:
+                self._put_back(flow)
+
+    def _put_back(self, flow: Flow) -> None:
+        slot = flow.slot
+        flow.remaining = float(self._remaining[slot])
+        flow.own_rate = float(self._rate[slot])
+        flow.end = float(self._end[slot])
+        flow.table = None
+
+    # ---- rates ----
+
+    def share(
+        self, capacities: list[float], most: float, now: float, same: float
+    ) -> None:
+        """Give each its rate, *most* or less; *same*: shares that differ by less, relatively, are equal."""
+        self.take_in()
+        slot, link, demand = (column[self._alive()] for column in self._columns())
+        left = np.array(capacities)
+        load = np.bincount(link, weights=demand, minlength=len(left))
+        users = np.bincount(link, minlength=len(left))
+        rate = np.full(len(self._members), most)
+        while len(slot):
+            share = np.full(len(left), np.inf)
+            np.divide(left, load, out=share, where=users > 0)
+            tightest = share.min()
+            if tightest >= most:
+                break
+            frozen = np.zeros(len(self._members), bool)
+            frozen[slot[(share <= tightest * (1 + same))[link]]] = True
+            rate[frozen] = max(0.0, tightest)
+            mine = frozen[slot]
+            taken = np.bincount(link[mine], weights=demand[mine], minlength=len(left))
+            load -= taken
+            users -= np.bincount(link[mine], minlength=len(left))
+            left = np.maximum(0.0, left - tightest * taken)
+            slot, link, demand = slot[~mine], link[~mine], demand[~mine]
+        self._set_rates(rate, now)
+
+    def set_rate(self, slot: int, rate: float, now: float) -> None:
+        """Give one its rate."""
+        if rate == self._rate[slot] and self._end[slot] < np.inf:
+            return  # same rate, same end: rounding must not move it
+        self._rate[slot] = rate
+        remaining = float(self._remaining[slot])
+        if remaining <= 0 or rate == np.inf:
+            self._end[slot] = now
+        else:
+            self._end[slot] = now + remaining / rate if rate else np.inf
+
+    def _set_rates(self, rate: Numbers, now: float) -> None:
+        # Same rate, same end: rounding must not move it.
+        new = self._taken & ((rate != self._rate) | (self._end == np.inf))
+        self._rate[new] = rate[new]
+        with np.errstate(divide="ignore"):
+            end = now + self._remaining[new] / rate[new]
+        over = (self._remaining[new] <= 0) | (rate[new] == np.inf)
+        self._end[new] = np.where(over, now, end)

@@ -1,8 +1,35 @@
-"""A cluster: racks of hosts, their links, their speeds.
+"""A cluster: racks of hosts, their links, their speeds, and what happens to them during a run.
 
 Topology: host -- link -- rack switch -- uplink -- core switch. A path inside a rack has
 the rack's latency; a path between two racks has half of each rack's latency plus each
 rack's ``uplink_latency``.
+
+A `Rule` is one thing that happens: a link slows down, breaks or comes back, a worker dies. The same objects in the
+simulated and, but for paths, in the emulated runtime.
+
+::
+
+    [[rule]]
+    step = 20                  # after worker 0's 20th step; or: at = "5 s"
+    throttle = "worker 3"      # both directions; "worker 3 out" is one
+    rate = "25 Mbit/s"
+
+    [[rule]]
+    at = "10 s"                # from the start of training on worker 0
+    cut = "rack 1 up"          # packets are lost, nobody is told
+
+    [[rule]]
+    at = "15 s"
+    repair = "rack 1 up"       # flows again, at the rate that the cluster gives it
+
+    [[rule]]
+    at = "0 s"
+    throttle = "worker 1 to worker 2"  # this path alone: what no others share, such as a bad
+    rate = "25 Mbit/s"         # route; simulated alone
+
+    [[rule]]
+    step = 30
+    kill = 2                   # a worker
 """
 
 from __future__ import annotations
@@ -11,11 +38,135 @@ import itertools
 import math
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
 
 from paceline import units
-from paceline.cluster.network_rules import Rule
-from paceline.cluster.rack import PACKET_BYTES, Rack
 from paceline.errors import ClusterError
+
+MAX_WORKERS = 100_000
+"""More workers than any runtime here can hold: a typing mistake, not a cluster."""
+
+PACKET_BYTES = 1432
+"""Of numbers, in a packet of an aggregator on an Ethernet (MTU 1500)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rack:
+    """Hosts behind one switch.
+
+    *link* (one for all hosts, or one each) and *uplink* are goodput in bytes per second, each direction (*uplink* None:
+    never the limit); *latency* and *uplink_latency* are one-way seconds; *speed* holds a
+    factor per worker, 1 for normal and 0.5 for half as fast; *cores* is the number of
+    cores of each host, *workers_per_host* how many workers share a host and its link;
+    *names*, what the hosts call themselves, tells a real job whether these are its own;
+    *group* (one for all workers, or one each) names the group that a worker is in, for methods
+    with groups. *aggregates*: at its switch stands what adds up workers' numbers;
+    *aggregation_rate* is what that takes in, all workers' contributions together, in bytes per second
+    (None: as much as comes), and *slots* how many packets' sums it has under way (None: enough).
+    """
+
+    workers: int
+    link: float | tuple[float, ...]
+    latency: float
+    uplink: float | None = None
+    uplink_latency: float = 0.0
+    speed: tuple[float, ...] = ()
+    cores: int = 1
+    workers_per_host: int = 1
+    names: tuple[str, ...] = ()
+    group: str | tuple[str, ...] = ""
+    aggregates: bool = False
+    aggregation_rate: float | None = None
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= MAX_WORKERS:
+            raise ClusterError(
+                f"key 'workers': expected 1 to {MAX_WORKERS}, got {self.workers}"
+            )
+        if self.workers_per_host < 1 or self.workers % self.workers_per_host:
+            raise ClusterError(
+                f"key 'workers_per_host': expected a divisor of the {self.workers} "
+                f"workers, got {self.workers_per_host}"
+            )
+        for key, rates in (
+            ("link", self.links),
+            ("uplink", (self.uplink,)),
+            ("aggregation_rate", (self.aggregation_rate,)),
+        ):
+            for rate in rates:
+                if rate is not None and not (rate > 0 and math.isfinite(rate)):
+                    raise ClusterError(
+                        f"key {key!r}: expected a rate above zero, got {rate:g} bytes/s"
+                    )
+        for key in ("latency", "uplink_latency"):
+            value = getattr(self, key)
+            if not (value >= 0 and math.isfinite(value)):
+                raise ClusterError(
+                    f"key {key!r}: expected a time of zero or more, got {value:g} s"
+                )
+        if not self.speed:
+            object.__setattr__(self, "speed", (1.0,) * self.workers)
+        if len(self.speed) != self.workers:
+            raise ClusterError(
+                f"key 'speed': expected {self.workers} factors, one per worker, "
+                f"got {len(self.speed)}"
+            )
+        for factor in self.speed:
+            if not (factor > 0 and math.isfinite(factor)):
+                raise ClusterError(
+                    f"key 'speed': expected factors above zero, got {factor:g}"
+                )
+        if self.cores < 1:
+            raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
+        if self.slots is not None and self.slots < 1:
+            raise ClusterError(f"key 'slots': expected 1 or more, got {self.slots}")
+        for key in ("aggregation_rate", "slots"):
+            if getattr(self, key) is not None and not self.aggregates:
+                raise ClusterError(
+                    f"key {key!r}: of a switch that adds nothing up; set aggregates = true, "
+                    "or leave it out"
+                )
+
+        if len(self.links) != self.hosts:
+            raise ClusterError(
+                f"key 'link': expected one rate, or {self.hosts}, one per host, got "
+                f"{len(self.links)}"
+            )
+
+        if len(self.names) not in (0, self.hosts):
+            raise ClusterError(
+                f"key 'names': expected {self.hosts} names, one per host, got "
+                f"{len(self.names)}"
+            )
+
+        if len(self.groups) != self.workers or not (
+            all(self.groups) or not any(self.groups)
+        ):
+            raise ClusterError(
+                f"key 'group': expected a name, or {self.workers}, one per worker, got "
+                f"{self.group!r}"
+            )
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts in the rack."""
+        return self.workers // self.workers_per_host
+
+    @property
+    def links(self) -> tuple[float, ...]:
+        """Goodput of each host's link, bytes per second."""
+        if isinstance(self.link, tuple):
+            return self.link
+        return (self.link,) * self.hosts
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The name of each worker's group; empty ones where nobody has said it."""
+        if isinstance(self.group, tuple):
+            return self.group
+        return (self.group,) * self.workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +192,7 @@ class Processor:
         if self.cores is not None and self.cores < 1:
             raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
 
-    def crowd(self, workers: int) -> float:
+    def oversubscription(self, workers: int) -> float:
         """How many of so many workers are on each core where all are busy at once: 1 where
         every host has cores of its own."""
         return 1.0 if self.cores is None else max(1.0, workers / self.cores)
@@ -244,12 +395,17 @@ class Cluster:
         """The rack that a worker's host stands in."""
         return self._rack_of[self._host_of[worker]]
 
+    @cached_property
+    def racks_of_workers(self) -> tuple[int, ...]:
+        """The rack of each worker."""
+        return tuple(self.rack_of(worker) for worker in range(self.workers))
+
     def rack_of_host(self, host: int) -> int:
         """The rack that a host, or a switch, stands in."""
         beyond = host - len(self._rack_of)
         return self._rack_of[host] if beyond < 0 else beyond % len(self.racks)
 
-    @property
+    @cached_property
     def speeds(self) -> tuple[float, ...]:
         """Relative compute speed of each worker."""
         return tuple(s for rack in self.racks for s in rack.speed)
@@ -391,3 +547,79 @@ class Cluster:
         if self.processor is not None:
             parts.append(self.processor.describe())
         return "; ".join(parts)
+
+
+# ---- what happens during a run ----
+
+Action = Literal["throttle", "cut", "repair", "kill"]
+ACTIONS: tuple[Action, ...] = ("throttle", "cut", "repair", "kill")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One thing that happens once.
+
+    *target*: a link's name, or a path's, for `throttle`, `cut` and `repair` (without a direction: both),
+    a worker's number for `kill`. *at* is seconds from the start of training on worker 0,
+    *step* one of its steps; one of the two. *rate*: goodput in bytes per second, for
+    `throttle` alone.
+    """
+
+    action: Action
+    target: str | int
+    at: float | None = None
+    step: int | None = None
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.at is None) == (self.step is None):
+            raise ClusterError("a rule: expected one of 'at' and 'step'")
+        if self.at is not None and not (self.at >= 0 and math.isfinite(self.at)):
+            raise ClusterError(
+                f"key 'at': expected a time of zero or more, got {self.at}"
+            )
+        if self.step is not None and self.step < 1:
+            raise ClusterError(f"key 'step': expected 1 or more, got {self.step}")
+        if (self.action == "throttle") != (self.rate is not None):
+            raise ClusterError("key 'rate': expected with 'throttle', and only there")
+        if self.rate is not None and not (self.rate > 0 and math.isfinite(self.rate)):
+            raise ClusterError(
+                f"key 'rate': expected a rate above zero, got {self.rate:g} bytes/s; to "
+                "let nothing through, write cut"
+            )
+        if (self.action == "kill") != isinstance(self.target, int):
+            raise ClusterError(
+                f"key {self.action!r}: expected "
+                + ("a worker's number" if self.action == "kill" else "a link's name")
+                + f", got {self.target!r}"
+            )
+
+    def describe(self) -> str:
+        """One line for people."""
+        when = f"step {self.step}" if self.at is None else units.show_seconds(self.at)
+        if self.action == "kill":
+            return f"{when}: kill worker {self.target}"
+        rate = "" if self.rate is None else f" to {units.show_rate(self.rate)}"
+        return f"{when}: {self.action} {self.target}{rate}"
+
+
+def throttle(
+    link: str, rate: float, *, at: float | None = None, step: int | None = None
+) -> Rule:
+    """Give a link another goodput, in bytes per second."""
+    return Rule(action="throttle", target=link, rate=rate, at=at, step=step)
+
+
+def cut(link: str, *, at: float | None = None, step: int | None = None) -> Rule:
+    """Lose everything on a link, without a word to anybody."""
+    return Rule(action="cut", target=link, at=at, step=step)
+
+
+def repair(link: str, *, at: float | None = None, step: int | None = None) -> Rule:
+    """Give a link back the goodput that the cluster has for it."""
+    return Rule(action="repair", target=link, at=at, step=step)
+
+
+def kill(worker: int, *, at: float | None = None, step: int | None = None) -> Rule:
+    """End a worker without notice."""
+    return Rule(action="kill", target=worker, at=at, step=step)

@@ -27,7 +27,8 @@
 
 ``link`` may be a list with a rate for each host.
 
-What happens during a run is written as ``[[rule]]`` tables: see `paceline.cluster.network_rules`.
+What happens during a run is written as ``[[rule]]`` tables: see `paceline.cluster.cluster`.
+``docs/reference/cluster-file.md`` describes every key.
 """
 
 from __future__ import annotations
@@ -39,9 +40,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline import units
-from paceline.cluster.cluster import Cluster, Processor, ServerHost
-from paceline.cluster.network_rules import ACTIONS, Rule
-from paceline.cluster.rack import Rack
+from paceline.cluster.cluster import ACTIONS, Cluster, Processor, Rack, Rule, ServerHost
 from paceline.errors import ClusterError, UsageError, unknown
 
 T = TypeVar("T")
@@ -76,10 +75,9 @@ def parse_cluster(text: str) -> Cluster:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"not TOML: {error}") from error
-    known = ["rack", "rule", "processor", "server"]
     for key in data:
-        if key not in known:
-            raise ClusterError(unknown("top-level key", key, known))
+        if key not in TABLE_KEYS:
+            raise ClusterError(unknown("top-level key", key, TABLE_KEYS))
     processor = None
     if "processor" in data:
         processor = _read(Processor, data["processor"], "processor")
@@ -239,6 +237,17 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
 _REQUIRED: dict[Callable[..., object], tuple[str, ...]] = {
     Rack: ("workers", "link", "latency")
 }
+
+TABLE_KEYS = {
+    name: tuple(_READERS[make])
+    for name, make in (
+        ("rack", Rack),
+        ("processor", Processor),
+        ("server", ServerHost),
+        ("rule", _rule),
+    )
+}
+"""By the name of a table: the keys that it may have."""
 
 
 # ---- writing ----

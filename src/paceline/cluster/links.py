@@ -1,4 +1,4 @@
-"""Messages over a cluster's links: a clock drives `Sharing`; connections are first in, first
+"""Messages over a cluster's links: a clock drives `BandwidthSharing`; connections are first in, first
 out.
 
 Links and processors are shared each by itself: connections share a link's bytes per second, and
@@ -17,9 +17,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from paceline.cluster.bandwidth import Sharing
+from paceline.cluster.bandwidth import BandwidthSharing, Flow
 from paceline.cluster.cluster import Cluster
-from paceline.cluster.flow import Activity
 
 
 class Events(Protocol):
@@ -36,7 +35,7 @@ class Events(Protocol):
         ...
 
 
-class Agenda:
+class EventQueue:
     """A clock that nobody lives by: `run` goes from event to event until none is left."""
 
     def __init__(self) -> None:
@@ -76,9 +75,9 @@ class Links:
         self.cluster = cluster
         self._clock = clock
         self._wires = _Shared(
-            clock, Sharing([*cluster.capacities, *cluster.aggregation])
+            clock, BandwidthSharing([*cluster.capacities, *cluster.aggregation])
         )
-        self._cores = _Shared(clock, Sharing(_processors(cluster), most=1.0))
+        self._cores = _Shared(clock, BandwidthSharing(_processors(cluster), most=1.0))
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
 
@@ -113,7 +112,7 @@ class Links:
                 done()
 
         if moves:
-            self._wires.start(Activity(demand, size, part_done))
+            self._wires.start(Flow(demand, size, part_done))
         if work:
             self._cores.start(_computation(work, self._core_of, part_done))
 
@@ -185,48 +184,48 @@ class Links:
 
 
 class _Shared:
-    """A `Sharing` that a clock drives: rates are shared anew once per instant."""
+    """A `BandwidthSharing` that a clock drives: rates are shared anew once per instant."""
 
-    def __init__(self, clock: Events, sharing: Sharing) -> None:
+    def __init__(self, clock: Events, sharing: BandwidthSharing) -> None:
         self._clock = clock
         self._sharing = sharing
-        self._settle_at: float | None = None
+        self._advance_at: float | None = None
 
-    def start(self, activity: Activity) -> None:
-        self._sharing.start(activity)
-        self._settle_by(self._clock.now)
+    def start(self, flow: Flow) -> None:
+        self._sharing.start(flow)
+        self._advance_by(self._clock.now)
 
     def set_capacity(self, index: int, rate: float) -> None:
         self._sharing.set_capacity(index, rate)
-        self._settle_by(self._clock.now)
+        self._advance_by(self._clock.now)
 
-    def _settle_by(self, time: float) -> None:
-        if time < math.inf and (self._settle_at is None or time < self._settle_at):
-            self._settle_at = time
-            self._clock.at(time, partial(self._settle, time), last=True)
+    def _advance_by(self, time: float) -> None:
+        if time < math.inf and (self._advance_at is None or time < self._advance_at):
+            self._advance_at = time
+            self._clock.at(time, partial(self._advance, time), last=True)
 
-    def _settle(self, planned: float) -> None:
-        if planned != self._settle_at:
-            return  # an earlier settle has made this one void
-        self._settle_at = None
-        for activity in self._sharing.settle(planned):
-            activity.done(planned)
-        self._settle_by(self._sharing.next_end())
+    def _advance(self, planned: float) -> None:
+        if planned != self._advance_at:
+            return  # an earlier one has made this one void
+        self._advance_at = None
+        for flow in self._sharing.advance(planned):
+            flow.done(planned)
+        self._advance_by(self._sharing.next_end())
 
 
 def _computation(
     work: Sequence[tuple[int, float]],
     core_of: Callable[[int], int],
     done: Callable[[float], None],
-) -> Activity:
-    """Work of threads, each on its host and in core-seconds, as one activity: they end together,
+) -> Flow:
+    """Work of threads, each on its host and in core-seconds, as one flow: they end together,
     and the one that has most to do uses a whole core where it finds one."""
     most = max(seconds for _, seconds in work)
     demand: dict[int, float] = {}
     for host, seconds in work:
         core = core_of(host)
         demand[core] = demand.get(core, 0.0) + seconds / most
-    return Activity(demand, most, done)
+    return Flow(demand, most, done)
 
 
 def _processors(cluster: Cluster) -> list[float]:

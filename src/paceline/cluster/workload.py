@@ -24,7 +24,7 @@ ELEMENT_BYTES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodingTimes:
+class CompressorTimes:
     """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1.
 
     Attributes:
@@ -94,7 +94,7 @@ class Workload:
     batch: float | None = None
     source: str = ""
     shapes: tuple[tuple[int, ...], ...] = ()
-    coding: Mapping[str, CodingTimes] = field(default_factory=dict, hash=False)
+    coding: Mapping[str, CompressorTimes] = field(default_factory=dict, hash=False)
     passes: int | None = None
     uses_gradients: bool | None = None
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
 from paceline.collectives import schedules
-from paceline.collectives.composition import InTurn
-from paceline.collectives.halving_doubling import HalvingDoubling as Halves
-from paceline.collectives.hierarchical import hierarchical, racks_or_rows
+from paceline.collectives.schedules import hierarchical, racks_or_rows, sequential
 from paceline.interfaces import (
     CollectiveSummary,
     Comm,
+    Needs,
     Pending,
+    Placement,
     ReduceOperation,
     Schedule,
 )
 from paceline.interfaces.buckets import stands_in, wire_bytes
+
+if TYPE_CHECKING:
+    from paceline.collectives.communicator import Communicator
 
 
 class Native:
@@ -33,20 +35,37 @@ class Native:
         sends="2 (n - 1) / n of the buffer per rank",
         good_for="most networks; CUDA under NCCL, which takes a tree where that is faster",
     )
-    needs_servers: ClassVar[bool] = False
+    needs: ClassVar[Needs] = "nothing"
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        return schedules.Ring(comm.size, size)
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        return schedules.Ring(at.size, size)
 
-    def run(
+    def all_reduce(
         self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
     ) -> Pending:
-        return comm.all_reduce(
-            buffer, operation
-        )  # on a Comm without another collective
+        return cast("Communicator", comm).all_reduce_natively(buffer, operation)
 
 
-class ParameterServer:
+class Scheduled:
+    """An all-reduce that performs its schedule between the workers."""
+
+    needs: ClassVar[Needs] = "nothing"
+
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        raise NotImplementedError
+
+    def all_reduce(
+        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> Pending:
+        elements = buffer.numel() * (2 if buffer.is_complex() else 1)
+        schedule = self.schedule(elements, comm.placement)
+        timed = None
+        if stands_in(buffer):
+            timed = self.schedule(wire_bytes(buffer), comm.placement)
+        return comm.perform(schedule, buffer, operation, timed)
+
+
+class ParameterServer(Scheduled):
     """Servers that add up a part of the buffer each."""
 
     name: ClassVar[str] = "parameter-server"
@@ -55,38 +74,14 @@ class ParameterServer:
         sends="the buffer once per rank, and as often back from the servers",
         good_for="servers with links of their own, or bits that are those of rank order",
     )
-    needs_servers: ClassVar[bool] = True
+    needs: ClassVar[Needs] = "servers"
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+    def schedule(self, size: int, at: Placement) -> Schedule:
         """As if one server stood beside rank 0."""
-        n = comm.size
-        return InTurn(
-            (schedules.Star(n, size, gather=True, adds=True), schedules.Star(n, size))
+        n = at.size
+        return sequential(
+            schedules.Star(n, size, gather=True, adds=True), schedules.Star(n, size)
         )
-
-    def run(
-        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
-    ) -> Pending:
-        return comm.all_reduce(buffer, operation)  # a Comm over servers
-
-
-class Scheduled:
-    """A collective that is its schedule."""
-
-    needs_servers: ClassVar[bool] = False
-
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        raise NotImplementedError
-
-    def run(
-        self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
-    ) -> Pending:
-        elements = buffer.numel() * (2 if buffer.is_complex() else 1)
-        schedule = self.schedule(elements, comm, comm.racks)
-        timed = None
-        if stands_in(buffer):
-            timed = self.schedule(wire_bytes(buffer), comm, comm.racks)
-        return comm.perform(schedule, buffer, operation, timed)
 
 
 class Ring(Scheduled):
@@ -99,8 +94,8 @@ class Ring(Scheduled):
         good_for="large buffers",
     )
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        return schedules.Ring(comm.size, size)
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        return schedules.Ring(at.size, size)
 
 
 class Tree(Scheduled):
@@ -113,9 +108,9 @@ class Tree(Scheduled):
         good_for="small buffers where latency is all",
     )
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        n = comm.size
-        return InTurn((schedules.Tree(n, size, reduce=True), schedules.Tree(n, size)))
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        n = at.size
+        return sequential(schedules.Tree(n, size, reduce=True), schedules.Tree(n, size))
 
 
 class HalvingDoubling(Scheduled):
@@ -131,8 +126,8 @@ class HalvingDoubling(Scheduled):
         good_for="large buffers and latency, on switches that pass everything",
     )
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        return Halves(comm.size, size)
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        return schedules.HalvingDoubling(at.size, size)
 
 
 class Hierarchical(Scheduled):
@@ -153,5 +148,5 @@ class Hierarchical(Scheduled):
         good_for="uplinks that are thinner than their hosts' links together",
     )
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        return hierarchical(size, racks_or_rows(comm.size, racks))
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        return hierarchical(size, racks_or_rows(at.size, at.racks))

@@ -4,7 +4,7 @@ Where the cluster is known, the candidates' schedules are priced on it: the same
 and in all runtimes. Where it is not, they are timed once, when training begins, and all ranks go
 by the slowest one's times. ``native`` is kept unless another one is cheaper by `MARGIN`.
 
-``rina`` is a candidate for what switches form (`aggregated.suits_switches`), where the cluster is
+``rina`` is a candidate for what switches form (`suits_switches`), where the cluster is
 known, switches add up, and no rack has more workers than one takes; in real jobs where what does is
 found.
 """
@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
-from paceline.bucketing import TableCost
+from paceline.bucketing.cost_models import MeasuredCost
 from paceline.cluster import Cluster
 from paceline.collectives.algorithms import (
     HalvingDoubling,
@@ -29,16 +29,20 @@ from paceline.collectives.algorithms import (
     Ring,
     Tree,
 )
-from paceline.collectives.in_network.algorithms import exponent_bytes, suits_switches
-from paceline.collectives.in_network.packets import MOST_WORKERS
-from paceline.collectives.in_network.rina import Rina
-from paceline.collectives.placement import aggregating_racks
-from paceline.collectives.pricing import seconds
-from paceline.collectives.send_receive import real
+from paceline.collectives.communicator import real
+from paceline.collectives.in_network.aggregator_addresses import aggregators_of
+from paceline.collectives.in_network.algorithms import (
+    Rina,
+    suits_switches,
+)
+from paceline.collectives.timing import seconds
 from paceline.interfaces import (
+    AllReduceAlgorithm,
     CollectiveSummary,
     Comm,
+    Needs,
     Pending,
+    Placement,
     ReduceOperation,
     Runtime,
     Schedule,
@@ -47,9 +51,9 @@ from paceline.interfaces.buckets import wire_bytes
 from paceline.units import show_bytes
 
 if TYPE_CHECKING:
-    from paceline.collectives.communicator import TorchComm
+    from paceline.collectives.communicator import Communicator
 
-CANDIDATES: Mapping[str, Any] = {
+CANDIDATES: Mapping[str, AllReduceAlgorithm] = {
     cls.name: cls() for cls in (Native, Ring, Tree, HalvingDoubling, Hierarchical)
 }
 
@@ -80,91 +84,76 @@ class Auto:
         sends="what the one that it takes sends",
         good_for="messages of different sizes, and networks that one has not measured",
     )
-    needs_servers: ClassVar[bool] = False
+    needs: ClassVar[Needs] = "nothing"
 
     def __init__(self) -> None:
-        self._measured: dict[str, TableCost] = {}
-        self._known: dict[tuple[tuple[int, ...], int, bool], str] = {}
+        self._measured: dict[str, MeasuredCost] = {}
+        self._known: dict[tuple[Sequence[int], int, bool], str] = {}
         self._rina = Rina()
         self._adds_up = False
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+    def schedule(self, size: int, at: Placement) -> Schedule:
         """Of *size* bytes."""
-        row = self.row(self.choice(size, cast("TorchComm", comm)))
-        found: Schedule = row.schedule(size, comm, racks)
-        return found
+        return self.row(self.choice(size, at)).schedule(size, at)
 
-    def row(self, name: str) -> Any:
+    def row(self, name: str) -> AllReduceAlgorithm:
         """The candidate of that name."""
         return self._rina if name == Rina.name else CANDIDATES[name]
 
-    def run(
+    def all_reduce(
         self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
     ) -> Pending:
-        own = cast("TorchComm", comm)
+        own = cast("Communicator", comm)
         name = Native.name
         if not (buffer.is_cuda and own.follows_streams):  # NCCL chooses by itself
             at_switches = suits_switches(real(buffer).dtype, operation)
-            name = self.choice(wire_bytes(buffer), own, at_switches=at_switches)
-        if name == Native.name:
-            return own.all_reduce_natively(buffer, operation)
-        pending: Pending = self.row(name).run(comm, buffer, operation)
-        return pending
+            size = wire_bytes(buffer)
+            name = self.choice(size, comm.placement, at_switches=at_switches)
+        return self.row(name).all_reduce(comm, buffer, operation)
 
-    def choice(self, size: int, comm: TorchComm, *, at_switches: bool = True) -> str:
-        """The row for a message of *size* bytes among the ranks of *comm*. *at_switches*: whether
-        switches could form it. Sizes up to the next power of two are one."""
+    def choice(self, size: int, at: Placement, *, at_switches: bool = True) -> str:
+        """The row for a message of *size* bytes. *at_switches*: whether switches could form it.
+        Sizes up to the next power of two are one."""
         size = 1 << max(0, size - 1).bit_length()
-        places = comm.places
         switches = self._adds_up and at_switches
-        key = places.workers, size, switches
+        key = at.workers, size, switches
         if key not in self._known:
-            if places.cluster is not None:
-                self._known[key] = cheapest(
-                    places.cluster, places.workers, size, switches
-                )
+            if at.cluster is not None:
+                self._known[key] = cheapest(at.cluster, at.workers, size, switches)
             else:
                 self._known[key] = _least(
                     {name: curve(size) for name, curve in self._measured.items()}
                 )
         return self._known[key]
 
-    def begin(self, comm: TorchComm, runtime: Runtime, device: torch.device) -> str:
-        """Measure, where nothing is known. Returns what to tell people. Collective."""
+    def setup(self, comm: Communicator, runtime: Runtime, device: torch.device) -> str:
+        """Measure, where nothing is known. Return a message for people. Collective."""
         if comm.size == 1 or (device.type == "cuda" and comm.follows_streams):
             return ""
-        how = "as priced on the cluster"
+        at, how = comm.placement, "as priced on the cluster"
         self._adds_up = self._found(comm, runtime)
-        if comm.places.cluster is None:
+        if at.cluster is None:
             self._measured = measure(comm, runtime, device)
             sizes = next(iter(self._measured.values())).sizes
             how = f"as measured up to {show_bytes(sizes[-1])}"
-        elif self._adds_up and Rina.name in [self.choice(n, comm) for n in SHOWN]:
-            self._rina.begin(comm, runtime)
+        elif self._adds_up and Rina.name in [self.choice(n, at) for n in SHOWN]:
+            self._rina.setup(comm, runtime)
         spans = []
         for name, of_span in itertools.groupby(
-            SHOWN, lambda size: self.choice(size, comm)
+            SHOWN, lambda size: self.choice(size, at)
         ):
             spans.append(f"{name} to {show_bytes(list(of_span)[-1])}")
         spans[-1] = spans[-1].partition(" to ")[0] + (
             " beyond" if len(spans) > 1 else " for all sizes"
         )
-        told = f"collective=auto: {', '.join(spans)}, {how}"
-        if comm.places.cluster is not None and not self._rina.has_room(comm):
-            told += (
-                f"; rina is left out, since a rack has more than {MOST_WORKERS} workers, the "
-                "most that one aggregator takes"
-            )
-        return told
+        return f"collective=auto: {', '.join(spans)}, {how}"
 
-    def _found(self, comm: TorchComm, runtime: Runtime) -> bool:
+    def _found(self, comm: Communicator, runtime: Runtime) -> bool:
         """Whether the switches that add up on this cluster can be used."""
-        if comm.places.cluster is None or self._rina.plain(comm):
+        at, addresses = comm.placement, aggregators_of(runtime)
+        if at.cluster is None or self._rina.uses_ring_only(at):
             return False
-        if not self._rina.has_room(comm):
-            return False
-        addresses = runtime.aggregators
-        return addresses is None or comm.aggregating <= addresses.keys()
+        return addresses is None or at.aggregating <= addresses.keys()
 
 
 @lru_cache(maxsize=4096)
@@ -173,23 +162,20 @@ def cheapest(
 ) -> str:
     """The cheapest row for *size* bytes among *workers* of *cluster*, on idle links; of
     those that need *switches* to add up, too."""
-    racks = [cluster.rack_of_host(cluster.host_of(worker)) for worker in workers]
-    adding = aggregating_racks(cluster) if switches else frozenset[int]()
-    shape = cast(
-        Comm, SimpleNamespace(size=len(workers), racks=racks, aggregating=adding)
-    )
     if len(workers) == 1:
         return Native.name
+    at = Placement.on(cluster, workers)
+    if not switches:
+        at = replace(at, aggregating=frozenset())
     times = {
-        name: seconds(row.schedule(size, shape, racks), cluster, workers)
+        name: seconds(row.schedule(size, at), cluster, workers)
         for name, row in CANDIDATES.items()
     }
     rina = Rina()
-    if not rina.plain(shape) and rina.has_room(shape):
-        exponents = exponent_bytes(size // 4)
-        agreeing = CANDIDATES[HalvingDoubling.name].schedule(exponents, shape, racks)
+    if not rina.uses_ring_only(at):
+        agreeing = rina.agreement(size // 4, at)
         times[rina.name] = seconds(agreeing, cluster, workers) + seconds(
-            rina.schedule(size, shape, racks), cluster, workers
+            rina.schedule(size, at), cluster, workers
         )
     return _least(times)
 
@@ -204,21 +190,17 @@ def _least(times: Mapping[str, float]) -> str:
 
 
 def measure(
-    comm: TorchComm, runtime: Runtime, device: torch.device
-) -> dict[str, TableCost]:
+    comm: Communicator, runtime: Runtime, device: torch.device
+) -> dict[str, MeasuredCost]:
     """Each candidate's seconds by its bytes, as the slowest rank found them: the same on
     all. A ring is what native is, and is not tried. Collective."""
-    stopwatch = runtime.stopwatch(device)
+    stopwatch = runtime.clock.stopwatch(device)
     rows = {name: row for name, row in CANDIDATES.items() if name != Ring.name}
 
-    def timed(row: Any, size: int) -> float:
+    def timed(row: AllReduceAlgorithm, size: int) -> float:
         buffer = runtime.blank(size, device)
         start = stopwatch.mark()
-        if isinstance(row, Native):
-            pending = comm.all_reduce_natively(buffer, "sum")
-        else:
-            pending = row.run(comm, buffer, "sum")
-        pending.wait()
+        row.all_reduce(comm, buffer, "sum").wait()
         return stopwatch.seconds(start, [stopwatch.mark()])[0]
 
     for row in rows.values():
@@ -237,7 +219,7 @@ def measure(
         curves.append(agreed.tolist())
         spent = REPEATS * sum(curves[-1])
     return {
-        name: TableCost(
+        name: MeasuredCost(
             MEASURED[: len(curves)], tuple(itertools.accumulate(times, max))
         )
         for name, times in zip(rows, zip(*curves, strict=True), strict=True)

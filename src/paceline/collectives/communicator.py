@@ -1,39 +1,54 @@
-"""The one `Comm`: over torch.distributed, whatever backend a runtime brings."""
+"""`Communicator`, the `Comm` over a torch.distributed process group, whatever its backend."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from paceline.collectives import continuations, execute
-from paceline.collectives.continuations import Chain
-from paceline.collectives.pending import AllOf, WorkPending
-from paceline.collectives.placement import Places
-from paceline.collectives.process_groups import group_beside
+from paceline.collectives import execute
+from paceline.collectives.in_network.aggregator_addresses import aggregators_of
+from paceline.collectives.pending import (
+    AllOf,
+    ContinuationChain,
+    Job,
+    OneWait,
+    WorkPending,
+    check_issued_here,
+    check_may_make,
+    current,
+)
+from paceline.collectives.process_groups import agreed_tag, group_beside
 from paceline.collectives.schedules import Ring, Tree, all_to_all
-from paceline.collectives.send_receive import Messages, real
 from paceline.errors import UsageError
 from paceline.interfaces import (
-    Collective,
+    AllReduceAlgorithm,
     Pending,
+    Placement,
     ReduceOperation,
+    Runner,
     Runtime,
     Schedule,
 )
 from paceline.interfaces.buckets import stand_alike, stand_in_for, stands_in, wire_bytes
+from paceline.interfaces.schedules import aggregating_racks
 from paceline.torch_internals import (
     all_gather_options,
     all_reduce_options,
     all_to_all_options,
     broadcast_options,
+    follows_streams,
     lanes_of,
     reduce_scatter_options,
     simulated_end,
 )
+
+_LANES = 2
+"""Schedules that a communicator performs at a time: as many collectives as gloo moves."""
 
 MOST_GROUPS = 16
 """Groups with threads and connections of their own that a worker keeps of a communicator."""
@@ -45,14 +60,14 @@ _OPERATIONS: dict[ReduceOperation, Any] = {
 }
 
 
-class TorchComm(Messages):
+class Communicator:
     """A `Comm` over a torch.distributed process group.
 
     Counts bytes and waits in *runtime*'s recorder. A group of one moves nothing. *name* is
     unique in the job and the same on all ranks. *chain* runs what follows results; groups
     share it with the communicator that they are of. *issuer*: the chain whose works issue
     all that is issued here; None: the training itself. *collective*: how averages are
-    formed; None: as torch.distributed does it. *places*: where its ranks are (None: all of the
+    formed; None: as torch.distributed does it. *placement*: where its ranks are (None: all of the
     runtime's workers, where they are).
     """
 
@@ -64,23 +79,27 @@ class TorchComm(Messages):
         runtime: Runtime,
         name: str = "training",
         group: dist.ProcessGroup | None = None,
-        chain: Chain | None = None,
-        issuer: Chain | None = None,
-        collective: Collective | None = None,
-        places: Places | None = None,
+        chain: ContinuationChain | None = None,
+        issuer: ContinuationChain | None = None,
+        collective: AllReduceAlgorithm | None = None,
+        placement: Placement | None = None,
     ) -> None:
-        super().__init__(runtime, name)
+        self._runtime = runtime
+        self.name = name
+        self._threads: dict[str, ScheduleThreads] = {}
+        self._tags: dict[tuple[str, str], Any] = {}
+        self._under_way: set[OneWait] = set()
         whole: Any = dist.group.WORLD
         self._group: Any = whole if group is None else group
-        self.chain = chain or Chain(runtime, name, thread=self.threads)
+        self.chain = chain or ContinuationChain(runtime, name, thread=self.threads)
         self._owns_chain = chain is None
         self.issuer = issuer
         self.collective = collective
-        self.places = Places.of(runtime) if places is None else places
-        self._channels: dict[str, TorchComm] = {}
-        self._groups: dict[tuple[int, ...], TorchComm] = {}
+        self.placement = placement_of(runtime) if placement is None else placement
+        self._channels: dict[str, Communicator] = {}
+        self._groups: dict[tuple[int, ...], Communicator] = {}
         self._times_made: dict[tuple[int, ...], int] = {}
-        self._rounds: dict[str, TorchComm] = {}
+        self._rounds: dict[str, Communicator] = {}
         self._at_close: list[Callable[[], None]] = []
         self._ring_bytes: dict[int, int] = {}
         self._reduce_options = {
@@ -89,6 +108,7 @@ class TorchComm(Messages):
         self.rank: int = self._group.rank()
         self.size: int = self._group.size()
         self._peers: Sequence[int] = range(self.size)
+        """Each rank's position in the process group."""
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -97,12 +117,26 @@ class TorchComm(Messages):
         return group
 
     @property
-    def racks(self) -> Sequence[int] | None:
-        return self.places.racks
+    def is_alone(self) -> bool:
+        """Whether there is no other worker in the whole job."""
+        return self._runtime.size == 1
 
     @property
-    def aggregating(self) -> Set[int]:
-        return self.places.aggregating
+    def follows_streams(self) -> bool:
+        """Whether results on CUDA are in the order of the device's streams."""
+        return follows_streams(self._group, torch.device("cuda"))
+
+    def chain_of(self, issuer: ContinuationChain | None) -> ContinuationChain:
+        """What follows the operations that *issuer* issues here."""
+        if issuer is self.issuer or issuer is None:
+            return self.chain
+        return issuer.nested
+
+    def wait_for(self, work: Any, name: str) -> None:
+        """Wait, and count it."""
+        start = self._runtime.clock.now()
+        self._runtime.recorder.block(name, work.wait)
+        self._runtime.recorder.waited(name, start, self._runtime.clock.now())
 
     def leave(self) -> None:
         """This worker's last all-reduce is over."""
@@ -111,11 +145,11 @@ class TorchComm(Messages):
         """Call *action* when this is closed, before anything else ends."""
         self._at_close.append(action)
 
-    def tell(self, sentence: str) -> None:
-        """Say it to people, and keep it beside the run's figures."""
-        self._runtime.recorder.add_note(sentence)
+    def log(self, message: str) -> None:
+        """Print a message on rank 0, and keep it beside the run's figures."""
+        self._runtime.recorder.add_note(message)
         if self.rank == 0:
-            print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+            print(f"paceline: {message}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Let go of the process groups, whose threads end with the last reference, and of
@@ -128,10 +162,11 @@ class TorchComm(Messages):
             for other in others.values():
                 other.close()
             others.clear()
-        self.close_lanes()
+        for threads in self._threads.values():
+            threads.close()
         self._group = None
 
-    def lanes(self, device: torch.device) -> int:
+    def max_in_flight(self, device: torch.device) -> int:
         return lanes_of(self._group, device)
 
     # ---- collectives ----
@@ -140,14 +175,14 @@ class TorchComm(Messages):
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
         if self.collective is not None:
-            return self.collective.run(self, buffer, operation)
+            return self.collective.all_reduce(self, buffer, operation)
         return self.all_reduce_natively(buffer, operation)
 
     def all_reduce_natively(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
         """`all_reduce` as torch.distributed does it."""
-        if continuations.current() is not self.issuer:
+        if current() is not self.issuer:
             return self._round().all_reduce_natively(buffer, operation)
         if self.size == 1:
             return WorkPending(self, self.issuer, None, "all_reduce")
@@ -162,7 +197,7 @@ class TorchComm(Messages):
         return WorkPending(self, self.issuer, work, "all_reduce", buffer.is_cuda)
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
-        if continuations.current() is not self.issuer:
+        if current() is not self.issuer:
             return self._round().broadcast(buffer, source)
         if self.size == 1:
             return WorkPending(self, self.issuer, None, "broadcast")
@@ -176,7 +211,7 @@ class TorchComm(Messages):
         buffer: torch.Tensor,
         operation: ReduceOperation = "mean",
     ) -> Pending:
-        if continuations.current() is not self.issuer:
+        if current() is not self.issuer:
             return self._round().reduce_scatter(output, buffer, operation)
         if self.size == 1:
             output.copy_(buffer)
@@ -187,7 +222,7 @@ class TorchComm(Messages):
         return WorkPending(self, self.issuer, work, "reduce_scatter", buffer.is_cuda)
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        if continuations.current() is not self.issuer:
+        if current() is not self.issuer:
             return self._round().all_gather(output, buffer)
         if self.size == 1:
             output.copy_(buffer)
@@ -199,7 +234,7 @@ class TorchComm(Messages):
         return WorkPending(self, self.issuer, work, "all_gather", buffer.is_cuda)
 
     def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
-        if continuations.current() is not self.issuer:
+        if current() is not self.issuer:
             return self._round().all_to_all(output, buffer)
         check_parts(self.size, output, buffer)
         if self.size == 1:
@@ -211,26 +246,158 @@ class TorchComm(Messages):
         )
         return WorkPending(self, self.issuer, work, "all_to_all", buffer.is_cuda)
 
+    # ---- messages and schedules ----
+    #
+    # What works issue (`Pending.then`) needs no queue of its own here: tags tell it from what the
+    # training issues, so a work may send to one neighbour while others issue nothing.
+
+    def send(self, buffer: torch.Tensor, to: int) -> Pending:
+        self._check_peer(to, "send(buffer, to)")
+        issuer = current()
+        self._runtime.recorder.count_bytes(wire_bytes(buffer))
+        flat = [stand_alike(flat_of(buffer), buffer)]
+        work = self._group.send(flat, self._peers[to], self._tag("", issuer))
+        return self._message(work, issuer, "send", buffer)
+
+    def receive(self, buffer: torch.Tensor, source: int) -> Pending:
+        self._check_peer(source, "receive(buffer, source)")
+        issuer = current()
+        flat = [flat_of(buffer)]
+        work = self._group.recv(flat, self._peers[source], self._tag("", issuer))
+        return self._message(work, issuer, "receive", buffer)
+
+    def perform(
+        self,
+        schedule: Schedule,
+        buffer: torch.Tensor,
+        operation: ReduceOperation = "sum",
+        timed: Schedule | None = None,
+    ) -> Pending:
+        issuer = current()
+        if self.size == 1:
+            return WorkPending(self, issuer, None, "perform")
+        if buffer.is_cuda and self.follows_streams:
+            raise UsageError(
+                "schedules are performed over gloo's sends and receives, and this tensor "
+                "is on CUDA under NCCL: use collective=native"
+            )
+        flat = flat_of(buffer)
+        unit = wire_bytes(buffer) / flat.numel()
+        if timed is None:
+            timed = schedule
+        else:
+            unit = 1.0
+        self._runtime.recorder.count_bytes(round(unit * timed.bytes_sent(self.rank)))
+        path = "" if issuer is self.issuer or issuer is None else issuer.path
+        end = simulated_end(self._group)
+        work: Any
+        if end is not None:
+            if path:
+                end = end.shared(f"{self.name}, after {path}", range(self.size))
+            work = end.perform(schedule, flat, operation, timed, unit)
+        else:
+            if not schedule.performable:
+                raise UsageError(
+                    "a schedule with nodes that are no ranks is performed in virtual time "
+                    "only: elsewhere programs do what these do (`paceline aggregate`)"
+                )
+            if path not in self._threads:
+                name = f"{self.name}{path}"
+                self._threads[path] = ScheduleThreads(self._runtime, name)
+            threads = self._threads[path]
+            tag = self._tag(f"lane {threads.next_lane}", issuer)
+            work = Job(partial(self._move, schedule, flat, operation, tag))
+            threads.start(work)
+        return WorkPending(self, issuer, work, "perform")
+
+    def perform_here(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        what: str,
+        operation: ReduceOperation = "sum",
+    ) -> None:
+        """Perform a schedule to its end in the caller's own thread, where there are real processes.
+
+        It is not counted. *what* names the stream of its messages: schedules of one stream are
+        performed one after the other, in the same order on all ranks.
+        """
+        self._move(schedule, flat, operation, self._tag(what, None))
+
+    def count_sent(self, size: int) -> None:
+        """So many bytes leave this rank otherwise than by this object's methods."""
+        self._runtime.recorder.count_bytes(size)
+
+    def _move(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        operation: ReduceOperation,
+        tag: Any,
+    ) -> None:
+        """This rank's part of a schedule, to its end."""
+        group, peers = self._group, self._peers
+        if group is None:
+            raise UsageError("the communicator was closed before this was performed")
+        execute.perform(
+            execute.steps_of(schedule, self.rank),
+            flat,
+            execute.reduce_function(operation),
+            lambda part, to: group.send([part], peers[to], tag),
+            lambda part, source: group.recv([part], peers[source], tag),
+        )
+        if operation == "mean":
+            flat.div_(self.size)
+
+    def _message(
+        self,
+        work: Any,
+        issuer: ContinuationChain | None,
+        name: str,
+        buffer: torch.Tensor,
+    ) -> Pending:
+        if simulated_end(self._group) is None:
+            work = OneWait(work, self._under_way)
+        return WorkPending(self, issuer, work, name, buffer.is_cuda)
+
+    def _tag(self, what: str, issuer: ContinuationChain | None) -> Any:
+        """The tag of one stream of messages, the same on all ranks and no other stream's.
+
+        Messages of one stream arrive in the order of issue; tags tell streams apart.
+        """
+        key = what, "" if issuer is None else issuer.path
+        if key not in self._tags:
+            stream = f"{self.name}|{key[1]}|{what}"
+            self._tags[key] = agreed_tag(self._group, stream)
+        return self._tags[key]
+
+    def _check_peer(self, rank: int, call: str) -> None:
+        if rank == self.rank or not 0 <= rank < self.size:
+            raise UsageError(
+                f"{call}: expected another rank of this group, 0 to {self.size - 1} but "
+                f"not {self.rank}, got {rank}"
+            )
+
     # ---- other communicators ----
 
-    def channel(self, name: str) -> TorchComm:
+    def channel(self, name: str) -> Communicator:
         if name not in self._channels:
-            continuations.check_may_make(f"channel {name!r}")
+            check_may_make(f"channel {name!r}")
             self._channels[name] = self._make_channel(name)
         return self._channels[name]
 
-    def _make_channel(self, name: str) -> TorchComm:
+    def _make_channel(self, name: str) -> Communicator:
         full_name, group = self._beside(f"channel {name}", range(self.size))
-        return TorchComm(
-            self._runtime, full_name, group, None, None, self.collective, self.places
+        return Communicator(
+            self._runtime, full_name, group, None, None, self.collective, self.placement
         )
 
-    def group(self, ranks: Sequence[int]) -> TorchComm:
+    def group(self, ranks: Sequence[int]) -> Communicator:
         key = tuple(ranks)
         known = self._groups.get(key)
         if known is not None and known.is_open:
             return known
-        continuations.check_may_make(f"group {key}")
+        check_may_make(f"group {key}")
         if self.rank not in key or len(set(key)) < len(key):
             raise UsageError(
                 f"group {key} asked for by rank {self.rank} of {self.size}: expected "
@@ -240,19 +407,19 @@ class TorchComm(Messages):
         self._times_made[key] = made + 1
         text = " ".join(str(rank) for rank in key) + (f", {made}" if made else "")
         if not self._all_have_room(key, text):
-            self._groups[key] = PointToPointComm(
+            self._groups[key] = ConnectionlessGroup(
                 self, key, f"{self.name}, group {text}"
             )
             return self._groups[key]
         name, group = self._beside(f"group {text}", key)
-        self._groups[key] = TorchComm(
+        self._groups[key] = Communicator(
             self._runtime,
             name,
             group,
             self.chain,
             self.issuer,
             self.collective,
-            self.places.among(key),
+            self.placement.subset(key),
         )
         return self._groups[key]
 
@@ -271,12 +438,12 @@ class TorchComm(Messages):
         kept = [group for group in self._groups.values() if group.has_own_group]
         full = torch.tensor([len(kept) >= MOST_GROUPS], dtype=torch.uint8)
         peers = [self._peers[member] for member in members]
-        tag = self._tag(f"room for {text}", None)
+        tag = self._tag("room", None)
         everybody = Ring(len(members), 1)
         execute.perform(
             execute.steps_of(everybody, members.index(self.rank)),
             full,
-            execute.combining("max"),
+            execute.reduce_function("max"),
             lambda part, to: self._group.send([part], peers[to], tag),
             lambda part, source: self._group.recv([part], peers[source], tag),
         )
@@ -292,25 +459,25 @@ class TorchComm(Messages):
         """Whether it holds threads and connections."""
         return self.is_open and self.size > 1
 
-    def _round(self) -> TorchComm:
+    def _round(self) -> Communicator:
         """Where the work that runs on this thread issues what it issues here."""
-        issuer = continuations.current()
-        continuations.check_issued_here(issuer or self.issuer)
+        issuer = current()
+        check_issued_here(issuer or self.issuer)
         assert issuer is not None
         if issuer.path not in self._rounds:
             self._rounds[issuer.path] = self._make_round(issuer)
         return self._rounds[issuer.path]
 
-    def _make_round(self, issuer: Chain) -> TorchComm:
+    def _make_round(self, issuer: ContinuationChain) -> Communicator:
         name, group = self._beside(f"after {issuer.path}", range(self.size))
-        return TorchComm(
+        return Communicator(
             self._runtime,
             name,
             group,
-            issuer.inner,
+            issuer.nested,
             issuer,
             self.collective,
-            self.places,
+            self.placement,
         )
 
     def _beside(self, what: str, ranks: Sequence[int]) -> tuple[str, dist.ProcessGroup]:
@@ -324,6 +491,57 @@ class TorchComm(Messages):
         self._runtime.recorder.count_bytes(schedule.bytes_sent(self.rank))
 
 
+class ScheduleThreads:
+    """Threads that perform schedules, in the order of issue."""
+
+    def __init__(self, runtime: Runtime, name: str) -> None:
+        self.next_lane = 0
+        self._runners: list[Runner] = [
+            runtime.runner(f"{name}, lane {lane}", thread=True)
+            for lane in range(_LANES)
+        ]
+
+    def start(self, job: Job) -> None:
+        self._runners[self.next_lane].put(None, job.run)
+        self.next_lane = (self.next_lane + 1) % _LANES
+
+    def close(self) -> None:
+        for runner in self._runners:
+            runner.close()
+
+
+def real(buffer: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers; any other as it is."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
+
+
+def flat_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The same memory, as real numbers in a row."""
+    flat = real(buffer)
+    return flat if flat.dim() == 1 else flat.view(-1)
+
+
+def placement_of(runtime: Runtime) -> Placement:
+    """Return where all workers of a job are, as far as *runtime* knows.
+
+    Raises `UsageError` where the cluster or the racks that were described are another job's.
+    """
+    cluster = runtime.cluster
+    if cluster is not None and cluster.workers != runtime.size:
+        raise UsageError(
+            f"the cluster that is described has room for {cluster.workers} workers, and this "
+            f"job has {runtime.size}: give the description of this job's hosts, with a worker "
+            "for each rank"
+        )
+    known = None if cluster is None else cluster.racks_of_workers
+    aggregating, found = aggregating_racks(cluster), aggregators_of(runtime)
+    if found is not None:
+        aggregating = frozenset(found)
+        if known is None and len(found) == 1:  # then it is everybody's
+            known = (*found,) * runtime.size
+    return Placement(range(runtime.size), known, cluster, aggregating)
+
+
 def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
     """Raise `UsageError` unless both can be cut into *size* equal parts."""
     if output.numel() != buffer.numel() or buffer.numel() % size:
@@ -333,14 +551,14 @@ def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
         )
 
 
-class PointToPointComm(TorchComm):
+class ConnectionlessGroup(Communicator):
     """A group without a process group: the *ranks* of *parent*, on connections that they have.
 
     Nothing is made, so nothing is kept: for groups beyond `MOST_GROUPS`. Collectives are schedules; sums are added as a ring adds them,
     or as the communicator's collective does. *name* is unique, and the same for all.
     """
 
-    def __init__(self, parent: TorchComm, ranks: Sequence[int], name: str) -> None:
+    def __init__(self, parent: Communicator, ranks: Sequence[int], name: str) -> None:
         self._parent = parent
         group = parent.process_group
         end = simulated_end(group)
@@ -354,7 +572,7 @@ class PointToPointComm(TorchComm):
             parent.chain,
             parent.issuer,
             parent.collective,
-            parent.places.among(ranks),
+            parent.placement.subset(ranks),
         )
         self.rank, self.size = list(ranks).index(parent.rank), len(ranks)
         if end is None:
@@ -366,7 +584,7 @@ class PointToPointComm(TorchComm):
     def has_own_group(self) -> bool:
         return False
 
-    def lanes(self, device: torch.device) -> int:
+    def max_in_flight(self, device: torch.device) -> int:
         return 2
 
     def all_reduce_natively(
@@ -416,17 +634,18 @@ class PointToPointComm(TorchComm):
             f"of a channel instead, comm.channel({name!r}).group(...)"
         )
 
-    def group(self, ranks: Sequence[int]) -> TorchComm:
+    def group(self, ranks: Sequence[int]) -> Communicator:
         raise UsageError(
             "a group of a group without connections of its own: take a group of the "
             "communicator that this one is of"
         )
 
-    def _make_round(self, issuer: Chain) -> NoReturn:
+    def _make_round(self, issuer: ContinuationChain) -> NoReturn:
         raise AssertionError("whatever is sent here is told apart by tags")
 
     def close(self) -> None:
-        self.close_lanes()
+        for threads in self._threads.values():
+            threads.close()
         self._group = None
 
 

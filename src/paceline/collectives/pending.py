@@ -1,16 +1,392 @@
-"""`Pending`s over what is under way: one operation, or several."""
+"""Handles of operations under way, and continuations: work that follows a result.
+
+`WorkPending` is the handle of one operation, `AllOf` of several. `ContinuationChain` runs what
+follows them, in the order of issue.
+
+Theory of operation
+-------------------
+`Pending.then` hands a work to a `ContinuationChain`. All operations of a training that are issued on
+one channel by the training itself share the first chain, whatever group they are of.
+A chain runs its works one after the other, first in, first out: each when the result that
+it follows is in. So ranks whose results come in different orders run equal works in the
+same order.
+
+What a work issues must not queue among what the training issues meanwhile: their order
+would differ between ranks, and collectives are matched by order. So a `Comm` asks `current`
+who issues, and keeps a queue (a process group) of its own for each chain. What follows
+*those* operations is a chain of its own again, the ``nested`` one; what follows the Pending
+that ``then`` gave back is the ``next`` one. Paths name them: equal on all ranks.
+
+Who runs the works is the runtime's to say, in a `Runner`: a thread per chain (`ThreadRunner`),
+an event at a virtual instant, or, where results can be taken only by the thread that asked
+for them, whoever waits (`WaitingRunner`).
+
+After an error nothing more of a chain is run: this rank has left out operations which the
+others have issued, and later ones would be taken for those.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
 
-from paceline.collectives import continuations
-from paceline.collectives.continuations import AtOnce, Chain, Work
-from paceline.interfaces import Pending
+from paceline.errors import UsageError
+from paceline.interfaces import Awaited, Pending, Runner, Runtime, Signal
+from paceline.timeouts import timeouts
+
+Callback = Callable[[], Pending | None]
+
+_here = threading.local()
+
+
+def current() -> ContinuationChain | None:
+    """The chain whose work runs on this thread, if one does."""
+    chain: ContinuationChain | None = getattr(_here, "chain", None)
+    return chain
+
+
+def check_may_wait() -> None:
+    """Raise `UsageError` within a work."""
+    if getattr(_here, "working", False):
+        raise UsageError(
+            "wait() in a work that follows a result (Pending.then): it would hold up all "
+            "that come after it. Return the Pending, or chain what needs its result: "
+            "return pending.then(...)"
+        )
+
+
+def check_may_make(what: str) -> None:
+    """Raise `UsageError` within a work."""
+    if getattr(_here, "working", False):
+        raise UsageError(
+            f"{what} in a work that follows a result (Pending.then): groups and channels "
+            "are made by all their members together; ask for it before, for example when "
+            "the method begins"
+        )
+
+
+@contextmanager
+def _working(chain: ContinuationChain | None) -> Iterator[None]:
+    before = current(), getattr(_here, "working", False)
+    _here.chain, _here.working = chain, True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _here.chain, _here.working = before
+
+
+class ContinuationChain:
+    """Works in the order of issue. *name* is that of the communicator whose operations they
+    follow, *steps* how it comes from there: together the same on all ranks. *thread*: see
+    `Runtime.runner`."""
+
+    def __init__(
+        self, runtime: Runtime, name: str, steps: str = "", *, thread: bool = True
+    ) -> None:
+        self.runtime = runtime
+        self.steps = steps
+        self._name = name
+        self._thread = thread
+        self._runner: Runner | None = None
+        self._others: dict[str, ContinuationChain] = {}
+        self._broken: BaseException | None = None
+
+    @property
+    def path(self) -> str:
+        """Names it: the same on all ranks."""
+        return self._name + self.steps
+
+    @property
+    def nested(self) -> ContinuationChain:
+        """The chain of what follows operations that works of this one issue."""
+        return self._other(">")
+
+    @property
+    def next(self) -> ContinuationChain:
+        """The chain of what follows the Pendings that this one gives."""
+        return self._other("+")
+
+    def _other(self, step: str) -> ContinuationChain:
+        if step not in self._others:
+            self._others[step] = ContinuationChain(
+                self.runtime, self._name, self.steps + step, thread=self._thread
+            )
+        return self._others[step]
+
+    def append(self, awaited: Awaited | None, work: Callback) -> Continuation:
+        """Run *work* when *awaited* is in, after the works that came before."""
+        if self._runner is None:
+            self._runner = self.runtime.runner(self.path, thread=self._thread)
+        chained = Continuation(
+            self, work, self._runner.signal(f"what follows {self.path}")
+        )
+        self._runner.put(awaited, chained.run)
+        return chained
+
+    def perform(self, work: Callback, error: BaseException | None) -> Awaited | None:
+        """Run *work* unless there was an error, here or before."""
+        if self._broken is None:
+            self._broken = error
+        if self._broken is not None:
+            raise self._broken
+        try:
+            with _working(self):
+                issued = work()
+            return None if issued is None else awaited(issued)
+        except BaseException as fault:
+            self._broken = fault
+            raise
+
+    def close(self) -> None:
+        """Drop the works that were not run: who waits for them gets a `UsageError`."""
+        if self._broken is None:
+            self._broken = UsageError(
+                "the communicator was closed before this result was in: wait for it first"
+            )
+        for other in self._others.values():
+            other.close()
+        if self._runner is not None:
+            self._runner.close()
+
+
+class Continuation:
+    """The `Pending` of a work: done when the work has run and what it issued is in."""
+
+    def __init__(self, chain: ContinuationChain, work: Callback, ran: Signal) -> None:
+        self._chain = chain
+        self._work: Callback | None = work
+        self._ran = ran
+        self._issued_in = current()
+        self._next: Awaited | None = None
+        self._error: BaseException | None = None
+        self._known_in = False
+
+    def run(self, error: BaseException | None) -> None:
+        """Called by the chain's runner, once."""
+        work, self._work = self._work, None
+        assert work is not None
+        try:
+            self._next = self._chain.perform(work, error)
+        except BaseException as fault:
+            self._error = fault
+        self._ran.set()
+
+    def wait(self) -> None:
+        if self._known_in:
+            return
+        check_may_wait()
+        runtime = self._chain.runtime
+        start = runtime.clock.now()
+        runtime.recorder.block("chained", self.settle)
+        runtime.recorder.waited("chained", start, runtime.clock.now())
+
+    def settle(self) -> None:
+        self._ran.wait()
+        if self._error is not None:
+            raise self._error
+        if self._next is not None:
+            self._next.settle()
+        self._known_in = True
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        def ran() -> None:
+            if self._next is None:
+                action()
+            else:
+                self._next.when_in(action)
+
+        self._ran.when_in(ran)
+
+    def then(self, work: Callback) -> Pending:
+        check_issued_here(self._issued_in)
+        return self._chain.next.append(self, work)
+
+
+def check_issued_here(issued_in: ContinuationChain | None) -> None:
+    """Raise `UsageError` where another chain has issued the operation that is followed."""
+    if current() is not issued_in:
+        raise UsageError(
+            "Pending.then: this operation was issued elsewhere (by another work, or outside "
+            "of this one), so the order of what follows it would differ between ranks. Call "
+            "then() where the operation is issued"
+        )
+
+
+class ImmediateContinuation:
+    """The `Pending` of a work that has run: of a worker alone, or on a CUDA stream."""
+
+    def __init__(self, awaited: Awaited | None, work: Callback) -> None:
+        self._next: Pending | None = None
+        self._error: BaseException | None = None
+        try:
+            if awaited is not None:
+                awaited.settle()
+            with _working(current()):
+                self._next = work()
+        except BaseException as fault:
+            self._error = fault
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._next is not None:
+            self._next.wait()
+
+    def settle(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._next is not None:
+            awaited(self._next).settle()
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        if self._next is None:
+            action()
+        else:
+            awaited(self._next).when_in(action)
+
+    def then(self, work: Callback) -> Pending:
+        return ImmediateContinuation(self, work)
+
+
+def awaited(pending: Pending) -> Awaited:
+    """What a runner needs of one of paceline's own Pendings; refuses others."""
+    if not isinstance(pending, Awaited):
+        raise UsageError(
+            "what follows a result (Pending.then) returned a "
+            f"{type(pending).__name__}; expected None or a Pending of a Comm"
+        )
+    return pending
+
+
+class _Flag:
+    """A `Signal` between threads."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        raise NotImplementedError("only virtual time calls back")
+
+
+_Item = tuple[Awaited | None, Callable[[BaseException | None], None]]
+
+
+class ThreadRunner:
+    """A `Runner` in a thread of its own, which starts with the first work.
+
+    The thread waits for results one after the other. It ends by `close`; one that is
+    caught in an operation which nobody else comes to does not keep the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[_Item | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._queue.put, None)
+
+    def put(
+        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+    ) -> None:
+        self._queue.put((awaited, run))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._queue,), name=self._name, daemon=True
+            )
+            self._thread.start()
+
+    def signal(self, what: str) -> Signal:
+        return _Flag()
+
+    def close(self) -> None:
+        # The thread may take what is left meanwhile: neither may wait for the other's.
+        with suppress(Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if item is not None:
+                    item[1](None)  # its chain is closed: it is told so
+        self._queue.put(None)
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeouts.chain_close)
+
+
+def _serve(queue: SimpleQueue[_Item | None]) -> None:
+    # A function that knows the queue only: a communicator that nobody closes can go.
+    while (item := queue.get()) is not None:
+        error: BaseException | None = None
+        try:
+            if item[0] is not None:
+                item[0].settle()
+        except BaseException as fault:
+            error = fault
+        item[1](error)
+        del item, error  # buffers are let go of before the next one comes
+
+
+class WaitingRunner:
+    """A `Runner` for results that only the thread which asked for them can take: works run
+    when that thread waits for one of them, those before it first."""
+
+    def __init__(self) -> None:
+        self._items: deque[_Item] = deque()
+
+    def put(
+        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+    ) -> None:
+        self._items.append((awaited, run))
+
+    def signal(self, what: str) -> Signal:
+        return _Turn(self)
+
+    def run_next(self) -> None:
+        """Run the first work."""
+        awaited, run = self._items.popleft()
+        error: BaseException | None = None
+        try:
+            if awaited is not None:
+                awaited.settle()
+        except BaseException as fault:
+            error = fault
+        run(error)
+
+    def close(self) -> None:
+        while self._items:
+            self._items.popleft()[1](None)
+
+
+class _Turn:
+    """A `Signal` of a work of a `WaitingRunner`."""
+
+    def __init__(self, runner: WaitingRunner) -> None:
+        self._runner = runner
+        self._happened = False
+
+    def set(self) -> None:
+        self._happened = True
+
+    def wait(self) -> None:
+        while not self._happened:
+            self._runner.run_next()
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        raise NotImplementedError("only virtual time calls back")
+
+
+# ---- handles of operations ----
 
 
 class Issuing(Protocol):
@@ -26,7 +402,7 @@ class Issuing(Protocol):
         """Whether results on CUDA are in the order of the device's streams."""
         ...
 
-    def chain_of(self, issuer: Chain | None) -> Chain:
+    def chain_of(self, issuer: ContinuationChain | None) -> ContinuationChain:
         """What follows the operations that *issuer* issues here."""
         ...
 
@@ -43,7 +419,7 @@ class WorkPending:
     def __init__(
         self,
         comm: Issuing,
-        issuer: Chain | None,
+        issuer: ContinuationChain | None,
         work: Any,
         name: str,
         on_cuda: bool = False,
@@ -57,18 +433,18 @@ class WorkPending:
     def wait(self) -> None:
         work = self._work
         if work is not None:
-            continuations.check_may_wait()
+            check_may_wait()
             try:
                 self._comm.wait_for(work, self._name)
             finally:
                 self._work = None
 
-    def then(self, work: Work) -> Pending:
-        continuations.check_issued_here(self._issuer)
+    def then(self, work: Callback) -> Pending:
+        check_issued_here(self._issuer)
         issued = None if self._work is None else _Issued(self, self._work)
         if self._comm.is_alone or (self._on_cuda and self._comm.follows_streams):
-            return AtOnce(issued, work)
-        return self._comm.chain_of(self._issuer).follow(issued, work)
+            return ImmediateContinuation(issued, work)
+        return self._comm.chain_of(self._issuer).append(issued, work)
 
     def settle(self) -> None:
         if self._work is not None:
@@ -107,29 +483,27 @@ class AllOf:
 
     def __init__(self, comm: Issuing, pendings: Sequence[Pending]) -> None:
         self._comm = comm
-        self._issuer = continuations.current()
+        self._issuer = current()
         self._pendings = pendings
 
     def wait(self) -> None:
         if self._pendings:
-            continuations.check_may_wait()
+            check_may_wait()
         for pending in self._pendings:
             pending.wait()
         self._pendings = ()
 
     def settle(self) -> None:
         for pending in self._pendings:
-            continuations.awaited(pending).settle()
+            awaited(pending).settle()
         self._pendings = ()
 
-    def then(self, work: Work) -> Pending:
-        continuations.check_issued_here(self._issuer)
-        return self._comm.chain_of(self._issuer).follow(self, work)
+    def then(self, work: Callback) -> Pending:
+        check_issued_here(self._issuer)
+        return self._comm.chain_of(self._issuer).append(self, work)
 
     def when_in(self, action: Callable[[], None]) -> None:
-        call_when_all_in(
-            [continuations.awaited(pending) for pending in self._pendings], action
-        )
+        call_when_all_in([awaited(pending) for pending in self._pendings], action)
 
 
 class CallsBack(Protocol):
@@ -218,7 +592,7 @@ class PutBack:
         self._pending.wait()
         self._put()
 
-    def then(self, work: Work) -> Pending:
+    def then(self, work: Callback) -> Pending:
         def put_and_work() -> Pending | None:
             self._put()
             return work()

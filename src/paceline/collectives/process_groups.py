@@ -4,7 +4,7 @@ torch's store has one connection per process, and a thread that waits there for 
 all threads of the process that want to set or read a key wait, too. What they would set may
 be what another process waits for, in the same way: then neither goes on. gloo itself waits in
 the store, for the addresses of a new group's members, so two threads that each make a group
-(`collectives.continuations`: works that issue something for the first time) were enough.
+(`collectives.pending`: works that issue something for the first time) were enough.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     store = dist.PrefixStore(  # type: ignore[attr-defined] # C++ has it
         f"{name}/{times}/", parent.get_group_store()
     )
-    patient = PatientStore(store)
+    patient = PollingStore(store)
     rank = list(ranks).index(parent.rank())
     what = f"process group {name!r}"
     meet(patient, rank, ranks, what, timeout, "before")
@@ -76,7 +76,7 @@ def _registered_group(
     return group
 
 
-class PatientStore(dist.Store):  # type: ignore[name-defined] # C++ has it
+class PollingStore(dist.Store):  # type: ignore[name-defined] # C++ has it
     """*store*, asked again and again where one would wait in it. gloo takes it for one of
     torch's own while a group is made; later it needs none."""
 
@@ -110,13 +110,30 @@ class PatientStore(dist.Store):  # type: ignore[name-defined] # C++ has it
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
-def default_store() -> PatientStore:
+def default_store() -> PollingStore:
     """The store by which the default process group was set up."""
-    return PatientStore(default_group_store())
+    return PollingStore(default_group_store())
+
+
+FIRST_TAG = 1 << 30
+"""Tags from here on are paceline's; smaller ones are left to ``dist.send`` and ``dist.recv``."""
+
+
+def agreed_tag(group: Any, stream: str) -> int | str:
+    """The tag of a stream of messages: the same on all ranks, and no other stream's.
+
+    The first rank that asks puts a number for *stream* into the job's store; gloo takes 31
+    bits. In virtual time the name itself is the tag.
+    """
+    if simulated_end(group) is not None:
+        return stream
+    store: Any = dist.PrefixStore("tags", default_group_store())  # type: ignore[attr-defined]
+    number = store.add("streams", 1)
+    return FIRST_TAG + int(store.compare_set(f"of {stream}", "", str(number)))
 
 
 def meet(
-    store: PatientStore,
+    store: PollingStore,
     rank: int,
     members: Sequence[int],
     what: str,

@@ -16,43 +16,36 @@ halves that are issued meanwhile never queue behind them.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
-
 import torch
 
 from paceline.collectives.algorithms import Native, Scheduled
 from paceline.collectives.autotune import CANDIDATES, Auto
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.composition import Among, InTurn, SideBySide, Some
-from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.communicator import Communicator, flat_of
 from paceline.collectives.pending import PutBack
-from paceline.collectives.schedules import Ring, Tree
-from paceline.collectives.send_receive import flat_of
-from paceline.collectives.server_communicator import ServerComm
+from paceline.collectives.server_communicator import ServerCommunicator
 from paceline.errors import UsageError
 from paceline.interfaces import (
-    Collective,
+    AllReduceAlgorithm,
     Comm,
     Pending,
     ReduceOperation,
-    Scattered,
+    ReduceScatter,
     Schedule,
 )
 from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
 from paceline.torch_internals import simulated_end
 
 
-def scatter(
+def reduce_scatter(
     comm: Comm, buffer: torch.Tensor, operation: ReduceOperation = "mean"
-) -> Scattered:
+) -> ReduceScatter:
     """Begin the mean, sum or maximum of *buffer* over the ranks of *comm*, in place: the half
-    that adds. `Scattered.gather` is the other half.
+    that adds. `ReduceScatter.gather` is the other half.
 
     Both are collective: all ranks issue them in the same orders. Raises `UsageError` where
     the collective of *comm* has no halves.
     """
-    if not isinstance(comm, TorchComm) or isinstance(comm, ServerComm):
+    if not isinstance(comm, Communicator) or isinstance(comm, ServerCommunicator):
         raise UsageError(
             "a reduce-scatter where workers meet only at servers: expected a collective "
             "among workers; use collective='native' or 'ring', without --survive"
@@ -60,13 +53,13 @@ def scatter(
     on_cuda = buffer.is_cuda and simulated_end(comm.process_group) is None
     if on_cuda and comm.size > 1:
         _check_on_cuda(comm)
-        return OwnHalves(comm, buffer, operation)
-    return _Performed(comm, buffer, operation)
+        return NativeReduceScatter(comm, buffer, operation)
+    return ScheduledReduceScatter(comm, buffer, operation)
 
 
-def check_halves(collective: Collective) -> None:
+def check_halves(collective: AllReduceAlgorithm) -> None:
     """Raise `UsageError` for a collective that has no halves."""
-    if collective.needs_servers or not isinstance(
+    if collective.needs == "servers" or not isinstance(
         collective, Native | Scheduled | Auto
     ):
         raise UsageError(
@@ -75,7 +68,7 @@ def check_halves(collective: Collective) -> None:
         )
 
 
-def _check_on_cuda(comm: TorchComm) -> None:
+def _check_on_cuda(comm: Communicator) -> None:
     row = comm.collective
     if not comm.follows_streams:
         raise UsageError(
@@ -89,57 +82,27 @@ def _check_on_cuda(comm: TorchComm) -> None:
         )
 
 
-def halved(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """An all-reduce's transfers that add, and then those that only spread the sum.
-
-    Raises `UsageError` for a schedule that nobody has told how to cut.
-    """
-    halves = _half(schedule, adds=True), _half(schedule, adds=False)
-    assert None not in halves, f"{schedule} is a half itself"
-    return cast("tuple[Schedule, Schedule]", halves)
+def both_halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
+    """See `Schedule.halves`, of a whole all-reduce."""
+    adding, spreading = schedule.halves()
+    assert adding is not None, f"{schedule} is a half itself"
+    assert spreading is not None, f"{schedule} is a half itself"
+    return adding, spreading
 
 
-def _half(schedule: Schedule, *, adds: bool) -> Schedule | None:
-    """The part of *schedule* that *adds*, or the other; None where there is none."""
-    match schedule:
-        case Ring(rounds=2):
-            # The second round goes on where the first has ended: n - 1 segments further.
-            shift = schedule.shift if adds else schedule.shift - 1
-            return replace(schedule, rounds=1, gather=not adds, shift=shift)
-        case Ring():
-            return schedule if adds is not schedule.gather else None
-        case Tree():
-            return schedule if adds is schedule.reduce else None
-        case HalvingDoubling():
-            cut = schedule.steps // 2
-            return Some(schedule, *((0, cut) if adds else (cut, schedule.steps)))
-        case Among():
-            part = _half(schedule.schedule, adds=adds)
-            return None if part is None else replace(schedule, schedule=part)
-        case InTurn() | SideBySide():
-            parts = [_half(part, adds=adds) for part in schedule.parts]
-            found = tuple(part for part in parts if part is not None)
-            return replace(schedule, parts=found) if found else None
-        case _:
-            raise UsageError(
-                f"a reduce-scatter by {type(schedule).__name__}, of which nobody has told "
-                "which steps add and which only spread the sum: use collective='ring'"
-            )
-
-
-class _Performed:
+class ScheduledReduceScatter:
     """By a schedule, over sends and receives."""
 
     def __init__(
-        self, comm: TorchComm, buffer: torch.Tensor, operation: ReduceOperation
+        self, comm: Communicator, buffer: torch.Tensor, operation: ReduceOperation
     ) -> None:
         self._comm, self._buffer = comm, buffer
         row = _row(comm, buffer)
         elements = buffer.numel() * (2 if buffer.is_complex() else 1)
         sizes = [elements, wire_bytes(buffer)] if stands_in(buffer) else [elements]
         # The schedule, and where a stand-in takes other bytes, the one that is timed.
-        wholes = [row.schedule(size, comm, comm.racks) for size in sizes]
-        first, self._second = zip(*map(halved, wholes), strict=True)
+        wholes = [row.schedule(size, comm.placement) for size in sizes]
+        first, self._second = zip(*map(both_halves, wholes), strict=True)
         self._pending = comm.perform(first[0], buffer, operation, *first[1:])
 
     def gather(self) -> Pending:
@@ -150,19 +113,17 @@ class _Performed:
         return self._comm.perform(schedule, self._buffer, "sum", *timed)
 
 
-def _row(comm: TorchComm, buffer: torch.Tensor) -> Collective:
+def _row(comm: Communicator, buffer: torch.Tensor) -> AllReduceAlgorithm:
     """By which *buffer* is added up."""
     row = comm.collective or Native()
     check_halves(row)
     if isinstance(row, Auto):
-        chosen: Collective = CANDIDATES[
-            row.choice(wire_bytes(buffer), comm, at_switches=False)
-        ]
-        return chosen
+        size = wire_bytes(buffer)
+        return CANDIDATES[row.choice(size, comm.placement, at_switches=False)]
     return row
 
 
-class OwnHalves:
+class NativeReduceScatter:
     """By torch.distributed's own reduce-scatter and all-gather, which want equal parts: what
     is no multiple of them goes through a copy with zeros behind it.
 
@@ -171,7 +132,7 @@ class OwnHalves:
     """
 
     def __init__(
-        self, comm: TorchComm, buffer: torch.Tensor, operation: ReduceOperation
+        self, comm: Communicator, buffer: torch.Tensor, operation: ReduceOperation
     ) -> None:
         self._comm = comm
         self._on_stream = buffer.is_cuda and comm.follows_streams

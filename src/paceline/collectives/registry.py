@@ -1,13 +1,12 @@
 """The registry of all-reduce algorithms, one row each, and the `Comm` over them.
 
-``COLLECTIVES`` maps a collective's name to its class. `make` finds one by name, and `over`
+``COLLECTIVES`` maps a collective's name to its class. `make` finds one by name, and `attach`
 makes a training's communicator form its averages so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,19 +19,20 @@ from paceline.collectives.algorithms import (
     Tree,
 )
 from paceline.collectives.autotune import Auto
-from paceline.collectives.in_network.algorithms import Aggregated
-from paceline.collectives.in_network.atp import ATP
-from paceline.collectives.in_network.rina import Rina
-from paceline.collectives.in_network.switchml import SwitchML
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.in_network.algorithms import (
+    ATP,
+    InNetworkAllReduce,
+    Rina,
+    SwitchML,
+)
+from paceline.collectives.server_communicator import ServerCommunicator
 from paceline.errors import UnknownNameError, unknown
-from paceline.interfaces import Collective, Endpoint, Runtime
-
-if TYPE_CHECKING:
-    from paceline.collectives.communicator import TorchComm
+from paceline.interfaces import AllReduceAlgorithm, Endpoint, Runtime
 
 CPU = torch.device("cpu")
 
-COLLECTIVES: dict[str, type[Collective]] = {
+COLLECTIVES: dict[str, type[AllReduceAlgorithm]] = {
     ATP.name: ATP,
     Auto.name: Auto,
     HalvingDoubling.name: HalvingDoubling,
@@ -46,52 +46,49 @@ COLLECTIVES: dict[str, type[Collective]] = {
 }
 
 
-def make(name: str) -> Collective:
+def make(name: str) -> AllReduceAlgorithm:
     """The collective of that name; raises `UsageError` for one that there is not."""
     if name not in COLLECTIVES:
         raise UnknownNameError(unknown("value for collective", name, COLLECTIVES))
     return COLLECTIVES[name]()
 
 
-def over(
-    collective: Collective,
+def attach(
+    collective: AllReduceAlgorithm,
     runtime: Runtime,
-    comm: TorchComm,
+    comm: Communicator,
     endpoints: Sequence[Endpoint] = (),
     device: torch.device = CPU,
-) -> TorchComm:
+) -> Communicator:
     """*comm*'s workers, whose averages are formed by *collective*; *endpoints* are this
     worker's ends of the servers, where it needs some, *device* where buffers will be. Use
     this one and no more *comm*. Collective."""
-    from paceline.collectives.communicator import TorchComm
-    from paceline.collectives.server_communicator import ServerComm
-
-    if collective.needs_servers:
-        return ServerComm(runtime, comm.name, endpoints, comm.process_group)
+    if collective.needs == "servers":
+        return ServerCommunicator(runtime, comm.name, endpoints, comm.process_group)
     if isinstance(collective, Native):
         return comm
     on_streams = device.type == "cuda" and comm.follows_streams
     if isinstance(collective, Hierarchical) and on_streams and comm.size > 1:
-        comm.tell(
+        comm.log(
             "collective=hierarchical is native under NCCL, which performs no schedules and "
             "picks an algorithm for the topology by itself"
         )
         return comm
-    made = TorchComm(
+    made = Communicator(
         runtime,
         comm.name,
         comm.process_group,
         collective=collective,
-        places=comm.places,
+        placement=comm.placement,
     )
-    told = ""
+    message = ""
     if isinstance(collective, Auto):
-        told = collective.begin(made, runtime, device)
-    elif isinstance(collective, Aggregated):
-        told = collective.begin(made, runtime)
-    if told:
-        made.tell(told)
+        message = collective.setup(made, runtime, device)
+    elif isinstance(collective, InNetworkAllReduce):
+        message = collective.setup(made, runtime)
+    if message:
+        made.log(message)
     return made
 
 
-__all__ = ["COLLECTIVES", "make", "over"]
+__all__ = ["COLLECTIVES", "attach", "make"]

@@ -1,26 +1,23 @@
-"""The schedules that others are made of: see `interfaces.Schedule` for what one is."""
+"""The schedules that collectives are made of: see `interfaces.Schedule` for what one is.
+
+`Ring`, `Tree`, `Star`, `Exchange` and `HalvingDoubling` are one algorithm each. `sequential`,
+`parallel`, `on_ranks` and `step_range` make schedules of schedules, `hierarchical` among them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from itertools import chain, islice, pairwise, zip_longest
+from typing import ClassVar
 
-from paceline.interfaces import Schedule, Transfer
+from paceline.errors import UsageError
+from paceline.interfaces import Activity, Schedule, Transfer
 
-
-def transfers_of(schedule: Schedule, number: int, rank: int) -> Iterator[Transfer]:
-    """The transfers of step *number* that *rank* sends or receives, in the schedule's order.
-
-    A schedule of many steps has a method ``step_of(number, rank)`` that makes no others: n ranks
-    that look through all transfers of n steps take time in proportion to n^2 each.
-    """
-    own: Callable[[int, int], Iterator[Transfer]] | None = getattr(
-        schedule, "step_of", None
-    )
-    if own is not None:
-        return own(number, rank)
-    return (t for t in schedule.step(number) if rank in (t.source, t.destination))
+OneWay = Callable[[int, int], float]
 
 
 def offset_of(size: int, parts: int, index: int) -> int:
@@ -38,7 +35,7 @@ def segment(size: int, parts: int, index: int) -> int:
 
 
 @dataclass(frozen=True)
-class Ring:
+class Ring(Schedule):
     """Rings of ``rounds`` times n-1 steps over *size* units cut into n segments.
 
     All-reduce is two rounds (reduce-scatter, then all-gather), reduce-scatter and
@@ -48,7 +45,6 @@ class Ring:
     segment r + 1 - *shift* at rank r.
     """
 
-    ranks: int
     size: int
     rounds: int = 2
     gather: bool = False
@@ -61,10 +57,10 @@ class Ring:
     def step(self, number: int) -> Iterator[Transfer]:
         return (self._sent_by(rank, number) for rank in range(self.ranks))
 
-    def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
-        """See `transfers_of`."""
-        yield self._sent_by((rank - 1) % self.ranks, number)
-        yield self._sent_by(rank, number)
+    def own_steps(self, rank: int) -> Iterator[Sequence[Transfer]]:
+        before = (rank - 1) % self.ranks
+        for number in range(self.steps):
+            yield self._sent_by(before, number), self._sent_by(rank, number)
 
     def _sent_by(self, rank: int, number: int) -> Transfer:
         n = self.ranks
@@ -81,42 +77,27 @@ class Ring:
             for r in range(self.rounds)
         )
 
-    @property
-    def priced(self) -> Sequence[Sequence[Ring]]:
-        return ((self,),)
+    def phases(self) -> Sequence[Sequence[Activity]]:
+        """One: the largest segment sets the pace. It travels all steps, and what is smaller
+        waits behind it."""
+        largest = -(-self.size // self.ranks)
+        activity = Activity(
+            key=(Ring, self.rounds),
+            ranks=range(self.ranks),
+            traffic=self._traffic,
+            bytes=self.steps * largest,
+            messages=self.steps,
+            latency=self._latency,
+        )
+        return ((activity,),)
 
-    @property
-    def members(self) -> Sequence[int]:
-        return range(self.ranks)
-
-    @property
-    def pattern(self) -> Hashable:
-        return Ring, self.rounds
-
-    @property
-    def connections(self) -> Iterable[tuple[int, int]]:
+    def _traffic(self) -> dict[tuple[int, int], float]:
         n = self.ranks
-        return ((rank, (rank + 1) % n) for rank in range(n if n > 1 else 0))
+        return {(rank, (rank + 1) % n): 1 for rank in range(n if n > 1 else 0)}
 
-    @property
-    def messages_sent(self) -> int:
-        return self.steps
-
-    @property
-    def bytes_per_connection(self) -> int:
-        """What the busiest connection carries: every step's largest segment.
-
-        The largest segment sets the pace: it travels all steps, and what is smaller waits
-        behind it.
-        """
-        return self.steps * -(-self.size // self.ranks)
-
-    def latency(self, one_way: Callable[[int, int], float]) -> float:
-        """Seconds of latency on the longest chain of dependent messages.
-
-        The segment that starts at rank k crosses ``steps`` edges in a row; the slowest
-        start counts. *one_way* gives seconds between two ranks.
-        """
+    def _latency(self, one_way: OneWay) -> float:
+        """The segment that starts at rank k crosses ``steps`` edges in a row; the slowest
+        start counts."""
         n, steps = self.ranks, self.steps
         edges = [one_way(rank, (rank + 1) % n) for rank in range(n)]
         if steps <= 0:
@@ -130,16 +111,24 @@ class Ring:
             longest = max(longest, chain)
         return laps * math.fsum(edges) + longest
 
+    def halves(self) -> tuple[Ring | None, Ring | None]:
+        if self.rounds == 1:
+            return (None, self) if self.gather else (self, None)
+        # The second round goes on where the first has ended: n - 1 segments further.
+        return (
+            replace(self, rounds=1),
+            replace(self, rounds=1, gather=True, shift=self.shift - 1),
+        )
+
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(Schedule):
     """A binomial tree from *root*: broadcast, or with *reduce* the same towards it.
 
     In step s of a broadcast the ranks nearer than 2^s to the root (counted from it, mod n)
     send to those 2^s further. Each pair starts as soon as its two ends are ready.
     """
 
-    ranks: int
     size: int
     root: int = 0
     reduce: bool = False
@@ -157,10 +146,6 @@ class Tree:
                 a, b = b, a
             yield Transfer(a, b, self.size, 0, self.reduce)
 
-    @property
-    def priced(self) -> None:
-        return None
-
     def bytes_sent(self, rank: int) -> int:
         place = (rank - self.root) % self.ranks
         if self.reduce:
@@ -171,31 +156,27 @@ class Tree:
             place + (1 << s) < self.ranks for s in range(first, self.steps)
         )
 
+    def halves(self) -> tuple[Tree | None, Tree | None]:
+        return (self, None) if self.reduce else (None, self)
+
 
 @dataclass(frozen=True)
-class Star:
+class Star(Schedule):
     """*root* sends *size* units to each other rank, or with *gather* receives them, and
     *adds* them up."""
 
-    ranks: int
     size: int
     root: int = 0
     gather: bool = False
     adds: bool = False
 
-    @property
-    def steps(self) -> int:
-        return 1
+    steps: ClassVar[int] = 1
 
     def step(self, number: int) -> Iterator[Transfer]:
         for rank in range(self.ranks):
             if rank != self.root:
                 a, b = (rank, self.root) if self.gather else (self.root, rank)
                 yield Transfer(a, b, self.size, 0, self.adds)
-
-    @property
-    def priced(self) -> None:
-        return None
 
     def bytes_sent(self, rank: int) -> int:
         if self.gather:
@@ -204,14 +185,13 @@ class Star:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Schedule):
     """Every rank sends *size* units to each other one, at distance s + 1 in step s.
 
     All-to-all; with a size of zero bytes and doubling distances it is a barrier
     (dissemination, Hensgen, Finkel and Manber 1988): see `barrier`.
     """
 
-    ranks: int
     size: int
     distances: tuple[int, ...]
 
@@ -224,15 +204,13 @@ class Exchange:
         for rank in range(self.ranks):
             yield Transfer(rank, (rank + distance) % self.ranks, self.size)
 
-    def step_of(self, number: int, rank: int) -> Iterator[Transfer]:
-        """See `transfers_of`."""
-        n, distance = self.ranks, self.distances[number]
-        yield Transfer((rank - distance) % n, rank, self.size)
-        yield Transfer(rank, (rank + distance) % n, self.size)
-
-    @property
-    def priced(self) -> None:
-        return None
+    def own_steps(self, rank: int) -> Iterator[Sequence[Transfer]]:
+        n = self.ranks
+        for distance in self.distances:
+            yield (
+                Transfer((rank - distance) % n, rank, self.size),
+                Transfer(rank, (rank + distance) % n, self.size),
+            )
 
     def bytes_sent(self, rank: int) -> int:
         return self.size * len(self.distances)
@@ -246,3 +224,346 @@ def all_to_all(ranks: int, size: int) -> Exchange:
 def barrier(ranks: int) -> Exchange:
     """Nobody leaves before everybody came: ceil(log2 n) empty messages a rank."""
     return Exchange(ranks, 0, tuple(1 << i for i in range((ranks - 1).bit_length())))
+
+
+@dataclass(frozen=True)
+class HalvingDoubling(Schedule):
+    """All-reduce by recursive halving and doubling, over *size* units.
+
+    Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+    MPICH" (2005), section 4.5 (Rabenseifner's algorithm). Of n ranks the p = 2^k lowest take
+    part; each of the n - p others first gives its buffer to one of them, and gets the result
+    from there. In k steps two ranks exchange halves of what they both still hold, at half the
+    distance and half the size each time; k steps more put it together again. It moves as much
+    as a ring, in 2 log2 n messages instead of 2 (n - 1), for p = n.
+    """
+
+    size: int
+
+    @property
+    def _levels(self) -> int:
+        return self.ranks.bit_length() - 1
+
+    @property
+    def _surplus(self) -> int:
+        """How many ranks only give and get."""
+        return self.ranks - (1 << self._levels)
+
+    @property
+    def steps(self) -> int:
+        return 2 * self._levels + (2 if self._surplus else 0)
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        inner = 1 << self._levels
+        if self._surplus:
+            if number in (0, self.steps - 1):
+                for given in range(self._surplus):
+                    ends = (
+                        (inner + given, given) if not number else (given, inner + given)
+                    )
+                    yield Transfer(*ends, self.size, 0, not number)
+                return
+            level = number - 1
+        else:
+            level = number
+        halving = level < self._levels
+        depth = level if halving else 2 * self._levels - 1 - level
+        for rank in range(inner):
+            partner = rank ^ (inner >> (depth + 1))
+            # Halving gives what the partner is to hold; doubling what this rank holds.
+            start, stop = self._held(partner if halving else rank, depth + 1)
+            yield Transfer(rank, partner, stop - start, start, halving)
+
+    def _held(self, rank: int, depth: int) -> tuple[int, int]:
+        """The part that *rank* is left with after so many halvings."""
+        start, stop = 0, self.size
+        for level in range(depth):
+            middle = start + -(-(stop - start) // 2)
+            if rank & (1 << (self._levels - 1 - level)):
+                start = middle
+            else:
+                stop = middle
+        return start, stop
+
+    def bytes_sent(self, rank: int) -> int:
+        inner = 1 << self._levels
+        if rank >= inner:
+            return self.size
+        sent = self.size if rank < self._surplus else 0
+        for depth in range(self._levels):
+            partner = rank ^ (inner >> (depth + 1))
+            for holder in (partner, rank):
+                start, stop = self._held(holder, depth + 1)
+                sent += stop - start
+        return sent
+
+    def halves(self) -> tuple[Schedule, Schedule]:
+        cut = self.steps // 2
+        return step_range(self, 0, cut), step_range(self, cut, self.steps)
+
+
+# ---- schedules of schedules ----
+
+
+def sequential(*parts: Schedule) -> Schedule:
+    """All steps of the first part, then all of the next."""
+    return Sequential(parts[0].ranks, parts)
+
+
+def parallel(*parts: Schedule) -> Schedule:
+    """The first steps of all parts, then their second ones.
+
+    Parts share no rank, or no part of the buffer.
+    """
+    return Parallel(parts[0].ranks, parts)
+
+
+def on_ranks(
+    schedule: Schedule, ranks: int, members: tuple[int, ...], offset: int = 0
+) -> Schedule:
+    """*schedule* among *members*, some of *ranks* ranks: its rank i is ``members[i]``, and its
+    first unit the one at *offset* of their buffers."""
+    return OnRanks(ranks, members, schedule, offset)
+
+
+def step_range(schedule: Schedule, first: int, stop: int) -> Schedule:
+    """The steps of *schedule* from *first* to before *stop*."""
+    return StepRange(schedule.ranks, schedule, first, stop)
+
+
+@dataclass(frozen=True)
+class Sequential(Schedule):
+    """See `sequential`."""
+
+    parts: tuple[Schedule, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(part.steps for part in self.parts)
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        before = 0
+        for part in self.parts:
+            if number - before < part.steps:
+                yield from part.step(number - before)
+                return
+            before += part.steps
+
+    def own_steps(self, rank: int) -> Iterable[Sequence[Transfer]]:
+        return chain.from_iterable(part.own_steps(rank) for part in self.parts)
+
+    def bytes_sent(self, rank: int) -> int:
+        return sum(part.bytes_sent(rank) for part in self.parts)
+
+    def phases(self) -> Sequence[Sequence[Activity]] | None:
+        phases: list[Sequence[Activity]] = []
+        for part in self.parts:
+            found = part.phases()
+            if found is None:
+                return None
+            phases += found
+        return phases
+
+    def halves(self) -> tuple[Schedule | None, Schedule | None]:
+        return _halves_of(self.parts, sequential)
+
+
+@dataclass(frozen=True)
+class Parallel(Schedule):
+    """See `parallel`."""
+
+    parts: tuple[Schedule, ...]
+
+    @property
+    def steps(self) -> int:
+        return max(part.steps for part in self.parts)
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        for part in self.parts:
+            if number < part.steps:
+                yield from part.step(number)
+
+    def own_steps(self, rank: int) -> Iterator[Sequence[Transfer]]:
+        of_parts = [part.own_steps(rank) for part in self.parts]
+        for together in zip_longest(*of_parts, fillvalue=()):
+            yield [transfer for own in together for transfer in own]
+
+    def bytes_sent(self, rank: int) -> int:
+        return sum(part.bytes_sent(rank) for part in self.parts)
+
+    def phases(self) -> Sequence[Sequence[Activity]] | None:
+        """One, of parts of one phase each that share no rank: others do not move as if they
+        were alone, or wait for each other in between."""
+        activities: list[Activity] = []
+        seen: set[int] = set()
+        for part in self.parts:
+            found = part.phases()
+            if found is None or len(found) > 1:
+                return None
+            for activity in chain.from_iterable(found):
+                if not seen.isdisjoint(activity.ranks):
+                    return None
+                seen.update(activity.ranks)
+                activities.append(activity)
+        return (activities,)
+
+    def halves(self) -> tuple[Schedule | None, Schedule | None]:
+        return _halves_of(self.parts, parallel)
+
+
+def _halves_of(
+    parts: tuple[Schedule, ...], combine: Callable[..., Schedule]
+) -> tuple[Schedule | None, Schedule | None]:
+    """Those parts' halves that there are, combined as the parts are."""
+    both = zip(*(part.halves() for part in parts), strict=True)
+    found = [[half for half in halves if half is not None] for halves in both]
+    adding, spreading = (combine(*halves) if halves else None for halves in found)
+    return adding, spreading
+
+
+@dataclass(frozen=True)
+class OnRanks(Schedule):
+    """See `on_ranks`."""
+
+    members: tuple[int, ...]
+    schedule: Schedule
+    offset: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        return map(self._relabelled, self.schedule.step(number))
+
+    def own_steps(self, rank: int) -> Iterator[Sequence[Transfer]]:
+        if rank in self.members:
+            for step in self.schedule.own_steps(self.members.index(rank)):
+                yield [self._relabelled(transfer) for transfer in step]
+        else:
+            yield from [()] * self.steps
+
+    def _relabelled(self, transfer: Transfer) -> Transfer:
+        return transfer._replace(
+            source=self.members[transfer.source],
+            destination=self.members[transfer.destination],
+            offset=self.offset + transfer.offset,
+        )
+
+    def bytes_sent(self, rank: int) -> int:
+        if rank not in self.members:
+            return 0
+        return self.schedule.bytes_sent(self.members.index(rank))
+
+    def phases(self) -> Sequence[Sequence[Activity]] | None:
+        phases = self.schedule.phases()
+        if phases is None:
+            return None
+        return [[one.relabel(self.members) for one in phase] for phase in phases]
+
+    def halves(self) -> tuple[Schedule | None, Schedule | None]:
+        adding, spreading = (
+            None if half is None else replace(self, schedule=half)
+            for half in self.schedule.halves()
+        )
+        return adding, spreading
+
+
+@dataclass(frozen=True)
+class StepRange(Schedule):
+    """See `step_range`."""
+
+    schedule: Schedule
+    first: int
+    stop: int
+
+    @property
+    def steps(self) -> int:
+        return self.stop - self.first
+
+    def step(self, number: int) -> Iterator[Transfer]:
+        return self.schedule.step(self.first + number)
+
+    def own_steps(self, rank: int) -> Iterator[Sequence[Transfer]]:
+        return islice(self.schedule.own_steps(rank), self.first, self.stop)
+
+    def bytes_sent(self, rank: int) -> int:
+        return _sent_in_range(self, rank)
+
+
+@lru_cache(maxsize=256)
+def _sent_in_range(some: StepRange, rank: int) -> int:
+    return Schedule.bytes_sent(some, rank)
+
+
+# ---- hierarchical ----
+
+
+def racks_or_rows(ranks: int, racks: Sequence[int] | None) -> tuple[int, ...]:
+    """*racks*; where nobody knows them, rows of about the root of n *ranks* each.
+
+    Raises `UsageError` where they are not of so many ranks.
+    """
+    if racks is None:
+        width = math.isqrt(ranks - 1) + 1 if ranks > 1 else 1
+        return tuple(rank // width for rank in range(ranks))
+    if len(racks) != ranks:
+        raise UsageError(
+            f"racks: expected one for each of {ranks} ranks, got {len(racks)}: the cluster "
+            "that was described has another number of workers"
+        )
+    return tuple(racks)
+
+
+@lru_cache(maxsize=256)
+def hierarchical(size: int, racks: tuple[int, ...]) -> Schedule:
+    """All-reduce over *size* units in three stages; ``racks[i]`` is the rack of rank i.
+
+    1. Reduce-scatter in each rack: of its g ranks, each holds the rack's sum of one g-th.
+    2. All-reduce across racks: the ranks that hold the same part form a ring; all of these
+       rings run side by side.
+    3. All-gather in each rack.
+
+    Rings in all stages. Over the uplink of a rack 2 (r - 1) / r of the buffer leave for r racks,
+    however many ranks are in it, as in "Massively Distributed SGD: ImageNet/ResNet-50 Training in
+    a Flash" (Mikami et al. 2018), whose torus is the same for racks of equal size. In racks of
+    different sizes ranks hold parts of different lengths: the buffer is cut where any
+    rack's parts end, and each piece has a holder, and so one member of its ring, in each rack.
+    """
+    ranks, groups = len(racks), _ranks_by_rack(racks)
+    if len(groups) in (1, ranks) or not size:
+        return Ring(ranks, size)
+
+    def in_racks(gather: bool) -> Schedule:
+        # A reduce-scatter with a shift of one leaves part i at rank i of the rack, where
+        # an all-gather without shift takes it from.
+        ring = partial(Ring, size=size, rounds=1, gather=gather, shift=int(not gather))
+        return parallel(
+            *(on_ranks(ring(len(m)), ranks, m) for m in groups if len(m) > 1)
+        )
+
+    starts = [[offset_of(size, len(m), i) for i in range(len(m))] for m in groups]
+    cuts = sorted({start for parts in starts for start in parts} | {size})
+    across = parallel(
+        *(
+            on_ranks(
+                Ring(len(groups), stop - start),
+                ranks,
+                tuple(
+                    m[bisect_right(parts, start) - 1]
+                    for m, parts in zip(groups, starts, strict=True)
+                ),
+                start,
+            )
+            for start, stop in pairwise(cuts)
+        )
+    )
+    return sequential(in_racks(False), across, in_racks(True))
+
+
+def _ranks_by_rack(racks: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ranks of each rack, in the order of racks' first ranks."""
+    members: dict[int, list[int]] = {}
+    for rank, rack in enumerate(racks):
+        members.setdefault(rack, []).append(rank)
+    return [tuple(ranks) for ranks in members.values()]

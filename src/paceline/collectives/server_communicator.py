@@ -1,4 +1,4 @@
-"""Averages formed by a parameter server, for any method that averages."""
+"""Communicators of workers with servers: averages formed by servers, and no collectives at all."""
 
 from __future__ import annotations
 
@@ -9,18 +9,31 @@ from typing import ClassVar, NoReturn
 import torch
 import torch.distributed as dist
 
-from paceline.collectives import continuations
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.continuations import Chain, Work
-from paceline.collectives.pending import call_when_all_in
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.pending import (
+    Callback,
+    ContinuationChain,
+    call_when_all_in,
+    check_issued_here,
+    check_may_wait,
+    current,
+)
 from paceline.errors import UsageError
-from paceline.interfaces import Endpoint, Pending, Reception, ReduceOperation, Runtime
+from paceline.interfaces import (
+    Endpoint,
+    Pending,
+    PendingReply,
+    Placement,
+    ReduceOperation,
+    Runtime,
+    Schedule,
+)
 from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.interfaces.server_messages import Leave, Reduce
 from paceline.transport.protocol import SMALL_BYTES
 
 
-class ServerComm(TorchComm):
+class ServerCommunicator(Communicator):
     """A `Comm` whose all-reduces are requests to *endpoints*, each of which adds up its
     part of the buffer in rank order; all else goes through torch.distributed.
 
@@ -35,8 +48,8 @@ class ServerComm(TorchComm):
         endpoints: Sequence[Endpoint],
         group: dist.ProcessGroup | None = None,
         channel: str = "",
-        chain: Chain | None = None,
-        issuer: Chain | None = None,
+        chain: ContinuationChain | None = None,
+        issuer: ContinuationChain | None = None,
     ) -> None:
         super().__init__(runtime, name, group, chain, issuer)
         self._endpoints = endpoints
@@ -49,17 +62,17 @@ class ServerComm(TorchComm):
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
-        if continuations.current() is not self.issuer:
+        if current() is not self.issuer:
             return self._round().all_reduce(buffer, operation)
         if buffer.is_complex():
             buffer = torch.view_as_real(buffer).view(-1)
         number, self._numbers = self._numbers, self._numbers + 1
         message = Reduce(channel=self._channel, number=number, operation=operation)
-        receptions = [
+        pending_replies = [
             endpoint.request(message, part, part, channel=self._channel)
             for endpoint, part in self._parts(number, _flat(buffer))
         ]
-        return Receptions(self, receptions)
+        return PendingReplies(self, pending_replies)
 
     def leave(self) -> None:
         for endpoint in self._endpoints:
@@ -67,12 +80,14 @@ class ServerComm(TorchComm):
                 Leave()
             )  # answered when all have left: nobody waits for that
 
-    def lanes(self, device: torch.device) -> int:
+    def max_in_flight(self, device: torch.device) -> int:
         return 1
 
-    def _make_channel(self, name: str) -> TorchComm:
+    def _make_channel(self, name: str) -> Communicator:
         full_name, group = self._beside(f"channel {name}", range(self.size))
-        return ServerComm(self._runtime, full_name, self._endpoints, group, name)
+        return ServerCommunicator(
+            self._runtime, full_name, self._endpoints, group, name
+        )
 
     def group(self, ranks: Sequence[int]) -> NoReturn:
         raise UsageError(
@@ -81,11 +96,11 @@ class ServerComm(TorchComm):
             "collective=native for example"
         )
 
-    def _make_round(self, issuer: Chain) -> TorchComm:
+    def _make_round(self, issuer: ContinuationChain) -> Communicator:
         name, group = self._beside(f"after {issuer.path}", range(self.size))
         channel = self._channel + issuer.steps
-        return ServerComm(
-            self._runtime, name, self._endpoints, group, channel, issuer.inner, issuer
+        return ServerCommunicator(
+            self._runtime, name, self._endpoints, group, channel, issuer.nested, issuer
         )
 
     def _parts(
@@ -108,26 +123,90 @@ def _flat(buffer: torch.Tensor) -> torch.Tensor:
     return buffer if buffer.dim() == 1 else buffer.view(-1)
 
 
-class Receptions:
-    """A `Pending` over several receptions."""
+class PendingReplies:
+    """A `Pending` over several pending_replies."""
 
-    def __init__(self, comm: TorchComm, receptions: Sequence[Reception]) -> None:
+    def __init__(
+        self, comm: Communicator, pending_replies: Sequence[PendingReply]
+    ) -> None:
         self._comm = comm
-        self._receptions = receptions
+        self._receptions = pending_replies
 
     def wait(self) -> None:
         if self._receptions:
-            continuations.check_may_wait()
+            check_may_wait()
             self.settle()
 
     def settle(self) -> None:
-        for reception in self._receptions:
-            reception.wait()
+        for pending_reply in self._receptions:
+            pending_reply.wait()
         self._receptions = ()
 
-    def then(self, work: Work) -> Pending:
-        continuations.check_issued_here(self._comm.issuer)
-        return self._comm.chain.follow(self, work)
+    def then(self, work: Callback) -> Pending:
+        check_issued_here(self._comm.issuer)
+        return self._comm.chain.append(self, work)
 
     def when_in(self, action: Callable[[], None]) -> None:
         call_when_all_in(self._receptions, action)
+
+
+class NoCollectives:
+    """Knows its rank and the number of workers, and refuses every collective: in a job that
+    survives deaths, nobody may wait for a worker that a server has not evicted."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.rank, self.size = runtime.rank, runtime.size
+        self.placement = Placement(tuple(range(self.size)))
+
+    def max_in_flight(self, device: torch.device) -> int:
+        return 1
+
+    def all_reduce(self, buffer: torch.Tensor, operation: str = "mean") -> NoReturn:
+        self._refuse("all_reduce")
+
+    def broadcast(self, buffer: torch.Tensor, source: int = 0) -> NoReturn:
+        self._refuse("broadcast")
+
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, operation: str = "mean"
+    ) -> NoReturn:
+        self._refuse("reduce_scatter")
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:
+        self._refuse("all_gather")
+
+    def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> NoReturn:
+        self._refuse("all_to_all")
+
+    def send(self, buffer: torch.Tensor, to: int) -> NoReturn:
+        self._refuse("send")
+
+    def receive(self, buffer: torch.Tensor, source: int) -> NoReturn:
+        self._refuse("receive")
+
+    def perform(
+        self,
+        schedule: Schedule,
+        buffer: torch.Tensor,
+        operation: str = "sum",
+        timed: Schedule | None = None,
+    ) -> NoReturn:
+        self._refuse("perform")
+
+    def channel(self, name: str) -> NoCollectives:
+        return self
+
+    def group(self, ranks: Sequence[int]) -> NoReturn:
+        self._refuse("a group")
+
+    def leave(self) -> None:
+        """Nobody waits."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} under --survive: workers meet only at their servers, so that the death "
+            "of one stops no other; leave out --survive for what needs collectives"
+        )

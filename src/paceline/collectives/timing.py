@@ -1,90 +1,130 @@
-"""Schedules in time, over links: played message by message, or priced as a few activities.
+"""Schedules in time, over links: simulated message by message, or priced as a few activities.
 
-The simulated runtime moves its collectives so, on its clock; `pricing` does the same on an
+The simulated runtime moves its collectives so, on its clock. `seconds` does the same on an
 agenda of its own, without a runtime.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
 from paceline.cluster import Cluster
-from paceline.cluster.links import Events, Links
-from paceline.interfaces import Priced, Schedule, Transfer, servers_of, switches_of
+from paceline.cluster.links import EventQueue, Events, Links
+from paceline.errors import UsageError
+from paceline.interfaces import Activity, Schedule, Transfer
 
 
-class Price(NamedTuple):
+def seconds(
+    schedule: Schedule,
+    cluster: Cluster,
+    ranks: Sequence[int] | None = None,
+    *,
+    unit: float = 1,
+    play: bool = False,
+) -> float:
+    """Return the seconds from a common start to the last rank's end, on idle links.
+
+    One unit of *schedule*'s sizes is *unit* bytes. ``ranks[i]`` is the worker of *cluster* that is its rank i
+    (None: all workers, in order). It is what the simulated runtime charges where nothing else
+    moves: links are shared max-min fairly, messages take their latency, and the processors'
+    time where *cluster* says what it costs. *play*: message by message, also what has
+    activities, where ranks can perform it. The cluster's rules count for nothing. Raises `UsageError` for other ranks
+    than *schedule* has, and for workers that there are not.
+    """
+    workers = tuple(range(cluster.workers) if ranks is None else ranks)
+    strangers = [worker for worker in workers if not 0 <= worker < cluster.workers]
+    if len(workers) != schedule.ranks or strangers:
+        raise UsageError(
+            f"a schedule of {schedule.ranks} ranks: expected as many workers, each 0 to "
+            f"{cluster.workers - 1}, got {list(workers)}"
+        )
+    agenda = EventQueue()
+    links = Links(agenda, cluster)
+    ends: list[float] = []
+    phases = phases_of(schedule, play=play)
+    if phases is not None:
+        PhaseSimulation(
+            phases,
+            ActivityCosts(cluster, workers),
+            agenda,
+            links,
+            unit,
+            lambda: ends.append(agenda.now),
+        ).start()
+    else:
+        played = MessageSimulation(
+            schedule, workers, links, unit, "", lambda position: ends.append(agenda.now)
+        )
+        for position in range(len(workers)):
+            played.present(position)
+    agenda.run()
+    return ends[-1]
+
+
+def phases_of(schedule: Schedule, *, play: bool) -> Sequence[Sequence[Activity]] | None:
+    """The activities that *schedule* is charged as; None: its messages are simulated. *play*:
+    those of all schedules that ranks can perform."""
+    return None if play and schedule.performable else schedule.phases()
+
+
+class ActivityCost(NamedTuple):
     """What an activity is on a cluster: seconds of *latency*, connections on each link
-    (*demand*), and of each member that sends its host and how many *messages*."""
+    (*demand*), and of each rank that sends its host and how many *messages*."""
 
     latency: float
     demand: Mapping[int, float]
     messages: Sequence[tuple[int, float]]
 
 
-class Prices:
-    """Of activities among *workers* of *cluster*: each is worked out once per pattern."""
+class ActivityCosts:
+    """Of activities among *workers* of *cluster*: each is worked out once per key."""
 
     def __init__(self, cluster: Cluster, workers: Sequence[int]) -> None:
         self._cluster, self._workers = cluster, workers
-        self._known: dict[Hashable, Price] = {}
+        self._known: dict[Hashable, ActivityCost] = {}
 
-    def of(self, activity: Priced, schedule: Schedule) -> Price:
-        """The price of *activity* of *schedule*, of whatever size."""
-        pattern = activity.pattern, switches_of(schedule), servers_of(schedule)
-        if pattern not in self._known:
-            hosts = hosts_of(schedule, self._cluster, self._workers)
-            self._known[pattern] = self._work_out(activity, hosts)
-        return self._known[pattern]
+    def of(self, activity: Activity) -> ActivityCost:
+        """The cost of *activity*, of whatever size."""
+        if activity.key not in self._known:
+            self._known[activity.key] = self._work_out(activity)
+        return self._known[activity.key]
 
-    def _work_out(self, activity: Priced, hosts: Sequence[int]) -> Price:
+    def _work_out(self, activity: Activity) -> ActivityCost:
         cluster = self._cluster
+        hosts = [
+            *(cluster.host_of(worker) for worker in self._workers),
+            *(cluster.aggregator_of(rack) for rack in activity.switches),
+            *(cluster.host_of_server(server) for server in activity.servers),
+        ]
         demand: defaultdict[int, float] = defaultdict(float)
-        streams: Mapping[tuple[int, int], float] | None
-        streams = getattr(activity, "streams", None)
-        if streams is None:
-            streams = Counter(activity.connections)
-        for (source, destination), count in streams.items():
+        for (source, destination), count in activity.traffic().items():
             for link in cluster.host_path(hosts[source], hosts[destination]):
                 demand[link] += count
-        count = activity.messages_sent
-        senders = activity.members if count else ()
-        messages = [(hosts[member], float(count)) for member in senders]
+        senders = activity.ranks if activity.messages else ()
+        messages = [(hosts[rank], float(activity.messages)) for rank in senders]
         latency = activity.latency(
             lambda a, b: cluster.host_latency(hosts[a], hosts[b])
         )
-        return Price(latency, demand, messages)
+        return ActivityCost(latency, demand, messages)
 
 
-def hosts_of(schedule: Schedule, cluster: Cluster, workers: Sequence[int]) -> list[int]:
-    """Where the nodes of *schedule* are: its ranks, which are *workers*, what adds up at its
-    switches, its servers. Numbers of hosts, as `Cluster` has them."""
-    return [
-        *(cluster.host_of(worker) for worker in workers),
-        *(cluster.aggregator_of(rack) for rack in switches_of(schedule)),
-        *(cluster.host_of_server(server) for server in servers_of(schedule)),
-    ]
-
-
-class Phases:
-    """The activities of *schedule*, its *phases* one by one, from `start` on. One unit of them is
+class PhaseSimulation:
+    """The activities of a schedule, its *phases* one by one, from `start` on. One unit of them is
     *unit* bytes; *done* is called when the last has ended."""
 
     def __init__(
         self,
-        schedule: Schedule,
-        phases: Sequence[Sequence[Priced]],
-        prices: Prices,
+        phases: Sequence[Sequence[Activity]],
+        costs: ActivityCosts,
         clock: Events,
         links: Links,
         unit: float,
         done: Callable[[], None],
     ) -> None:
-        self._phases, self._prices, self._done = phases, prices, done
-        self._schedule = schedule
+        self._phases, self._costs, self._done = phases, costs, done
         self._clock, self._links, self._unit = clock, links, unit
         self._next = self._under_way = 0
 
@@ -97,15 +137,15 @@ class Phases:
         self._next += 1
         self._under_way = len(phase)
         for activity in phase:
-            price = self._prices.of(activity, self._schedule)
-            start = self._clock.now + price.latency
-            self._clock.at(start, partial(self._move, activity, price))
+            cost = self._costs.of(activity)
+            start = self._clock.now + cost.latency
+            self._clock.at(start, partial(self._move, activity, cost))
         if not phase:
             self.start()
 
-    def _move(self, activity: Priced, price: Price) -> None:
-        size = self._unit * activity.bytes_per_connection
-        self._links.start(price.demand, size, self._ended, price.messages)
+    def _move(self, activity: Activity, cost: ActivityCost) -> None:
+        size = self._unit * activity.bytes
+        self._links.start(cost.demand, size, self._ended, cost.messages)
 
     def _ended(self) -> None:
         self._under_way -= 1
@@ -113,13 +153,13 @@ class Phases:
             self.start()
 
 
-class Play:
+class MessageSimulation:
     """One schedule among *workers*, message by message. One unit of it is *unit* bytes;
     *name* tells its connections from others'; *done* is called for each position whose
     messages all have left and come.
 
     A message starts when both its ends are present and what its source must have received
-    has arrived. Nodes that are no ranks are always present.
+    has arrived.
     """
 
     def __init__(
@@ -133,13 +173,10 @@ class Play:
     ) -> None:
         self._links, self._name = links, name
         self._unit, self._done = unit, done
-        self._ranks = len(workers)
-        self._hosts = hosts_of(schedule, links.cluster, workers)
-        others = len(self._hosts) - len(workers)
-        self._ends = [*workers, *(-1 - node for node in range(others))]  # by name
-        n = len(self._hosts)
-        self._present = [position >= self._ranks for position in range(n)]
-        out, expected = _in_order(schedule, n)
+        self._workers, n = workers, len(workers)
+        self._hosts = [links.cluster.host_of(worker) for worker in workers]
+        self._present = [False] * n
+        out, expected = _in_order(schedule)
         self._out = [deque(mine) for mine in out]
         self._unsent = [len(mine) for mine in out]
         self._expected = expected
@@ -170,13 +207,12 @@ class Play:
             and self._received[position] == self._expected[position]
         ):
             self._unsent[position] = -1  # done once
-            if position < self._ranks:
-                self._done(position)
+            self._done(position)
 
     def _send(self, place: int, transfer: Transfer) -> None:
         source, destination = transfer.source, transfer.destination
         self._links.send(
-            (self._name, self._ends[source], self._ends[destination]),
+            (self._name, self._workers[source], self._workers[destination]),
             self._hosts[source],
             self._hosts[destination],
             self._unit * transfer.size,
@@ -199,17 +235,17 @@ class Play:
 
 @lru_cache(maxsize=16)
 def _in_order(
-    schedule: Schedule, nodes: int
+    schedule: Schedule,
 ) -> tuple[Sequence[Sequence[tuple[int, int, Transfer]]], Sequence[int]]:
-    """Each node's messages out, in order: how many of the messages into the node must have
+    """Each rank's messages out, in order: how many of the messages into the rank must have
     arrived before, and the message's own place among those into its destination. And how many come into
-    each node.
+    each rank.
 
     Places count in step order: a message of a later step may arrive earlier, and counts only when what
     comes before it is in.
     """
-    out: list[list[tuple[int, int, Transfer]]] = [[] for _ in range(nodes)]
-    expected = [0] * nodes
+    out: list[list[tuple[int, int, Transfer]]] = [[] for _ in range(schedule.ranks)]
+    expected = [0] * schedule.ranks
     for number in range(schedule.steps):
         before = expected.copy()
         for transfer in schedule.step(number):

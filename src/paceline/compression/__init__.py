@@ -1,46 +1,55 @@
-"""What is sent of a mean: the registry of compressors, one row each.
+"""Compression of gradients: the registry of compressors, and the specs that name them.
 
-``COMPRESSORS`` maps a compressor's name to its class, `make` turns a spec into a compressor.
-Every lossy one may begin later (`Later`), and all but those with a memory of their own may
-have residuals (`ErrorFeedback`): the practical wraps the pure.
+`make` turns a spec such as ``"int8:error_feedback=true"`` into a `GradientCompression`: a compressor
+of `COMPRESSORS`, with error feedback and uncompressed first steps where it has them.
 
-- `no_compression`, `casts`: all of it, or 16 bits of each number.
-- `quantization`, `quantizer`, `blocks`: int8 and int4, block by block.
-- `top_k`, `gd_top_k`, `dgc`: the largest elements.
+- `base`: `Compressor` and its base classes; a bucket as one flat tensor.
+- `error_feedback`: `GradientCompression`.
+- `casts`: bf16 and fp16.
+- `quantization`: int8 and int4.
+- `top_k`, `gd_top_k`, `dgc`: the largest elements; `sparse`: how these are selected and encoded.
 - `powersgd`: products of thin factors.
-- `sparse`, `selection`, `value_bins`: values with their places, and how these are chosen and packed.
-- `per_worker`: base of compressors whose output can be decompressed per worker.
-- `packing`: a bucket's tensors in one flat buffer.
-- `wrapper`, `error_feedback`, `dense_warmup`: wrappers: error feedback, dense first steps.
-- `counter_random`: random numbers from a key and a counter.
 - `contrib`: compressors that researchers compare with.
-- `docs_table`: the docs' table of compressors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from paceline.compression.base import (
+    COMMON,
+    AllToAll,
+    Compressor,
+    CompressorSummary,
+    Gather,
+    GatheredCompressor,
+    Leg,
+    NoCompression,
+    PerWorkerCompressor,
+    RankInfo,
+    Request,
+    Rounds,
+    Shape,
+    SkipsSmallTensors,
+    State,
+    StateKind,
+    Sum,
+)
 from paceline.compression.casts import BF16, FP16
 from paceline.compression.contrib.ef21 import EF21
 from paceline.compression.contrib.ef_sign import EFSign
 from paceline.compression.contrib.qsgd import QSGD
-from paceline.compression.dense_warmup import Later
 from paceline.compression.dgc import DGC
-from paceline.compression.error_feedback import ErrorFeedback
+from paceline.compression.error_feedback import GradientCompression
 from paceline.compression.gd_top_k import GDTopK
-from paceline.compression.no_compression import Identity
 from paceline.compression.powersgd import PowerSGD
 from paceline.compression.quantization import Int4, Int8
 from paceline.compression.top_k import TopK
-from paceline.compression.wrapper import Wrapper, pure
 from paceline.errors import UnknownNameError, UsageError, unknown
-from paceline.interfaces import Compressor, Shape
 from paceline.spec import (
     Spec,
     changed,
@@ -53,25 +62,41 @@ from paceline.spec import (
 
 __all__ = [
     "BF16",
+    "COMMON",
     "COMPRESSORS",
     "CONTRIB",
     "DGC",
     "EF21",
     "FP16",
     "QSGD",
+    "AllToAll",
+    "Compressor",
+    "CompressorSummary",
     "EFSign",
     "GDTopK",
-]
-__all__ += ["ErrorFeedback", "Identity", "Int4", "Int8", "Later", "PowerSGD", "TopK"]
-__all__ += [
-    "Exactly",
-    "as_by_default",
+    "Gather",
+    "GatheredCompressor",
+    "GradientCompression",
+    "Int4",
+    "Int8",
+    "Leg",
+    "NoCompression",
+    "PerWorkerCompressor",
+    "PowerSGD",
+    "RankInfo",
+    "Request",
+    "Rounds",
+    "Shape",
+    "SkipsSmallTensors",
+    "State",
+    "StateKind",
+    "Sum",
+    "TopK",
     "full_spec",
     "keys_of",
     "make",
-    "pure",
     "shared_keys",
-    "warm_up_of",
+    "warm_up_message",
 ]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
@@ -81,7 +106,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     EFSign.name: EFSign,
     FP16.name: FP16,
     GDTopK.name: GDTopK,
-    Identity.name: Identity,
+    NoCompression.name: NoCompression,
     Int4.name: Int4,
     Int8.name: Int8,
     PowerSGD.name: PowerSGD,
@@ -97,7 +122,7 @@ ERROR_FEEDBACK, DECAY, WARMUP_STEPS = "error_feedback", "decay", "warmup_steps"
 
 def shared_keys(cls: Any) -> dict[str, str]:
     """The keys that a registered class takes beside its own fields, with their defaults."""
-    if cls is Identity:
+    if cls is NoCompression:
         return {}
     keys = {WARMUP_STEPS: str(cls.warmup_steps_by_default)}
     if cls.takes_error_feedback:
@@ -108,11 +133,12 @@ def shared_keys(cls: Any) -> dict[str, str]:
     return keys
 
 
-def make(spec: str | Spec) -> Compressor:
-    """The compressor that a spec such as ``"int8:error_feedback=true"`` names.
+def make(spec: str | Spec) -> GradientCompression:
+    """Make the compression that a spec such as ``"int8:error_feedback=true"`` names.
 
-    Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type or
-    out of its range.
+    Raises:
+        UsageError: A name or a key is unknown, or a value is of the wrong type or out of its
+            range.
     """
     spec = parse(spec) if isinstance(spec, str) else spec
     if spec.name not in COMPRESSORS:
@@ -123,120 +149,86 @@ def make(spec: str | Spec) -> Compressor:
     own = {key: text for key, text in spec.values.items() if key not in shared}
     known = set(field_types(cls)) | set(shared)
     for key in own:
-        if key in (ERROR_FEEDBACK, DECAY) and cls is not Identity:
+        if key in (ERROR_FEEDBACK, DECAY) and cls is not NoCompression:
             raise UsageError(
-                f"{owner}: {key}={own[key]}, but it takes no residuals: it has a memory of "
-                "its own, or its codes are right in the mean; leave that key out"
+                f"{owner}: {key}={own[key]}, but it takes no error feedback: it has a memory "
+                "of its own, or its codes are right in the mean; leave that key out"
             )
         if key not in known:
             raise UsageError(f"{owner}: {unknown('key', key, known)}")
     values = shared | spec.values
     try:
-        code: Compressor = cls(**convert_fields(cls, own))
-        if values.get(ERROR_FEEDBACK) is not None:
-            code = _with_residuals(code, values)
-        steps = convert(WARMUP_STEPS, values.get(WARMUP_STEPS, "0"), int)
-        if steps < 0:
-            raise UsageError(f"{WARMUP_STEPS}: expected 0 or more, got {steps}")
+        return GradientCompression(
+            cls(**convert_fields(cls, own)),
+            convert(ERROR_FEEDBACK, values.get(ERROR_FEEDBACK, "false"), bool),
+            convert(DECAY, values.get(DECAY, "1.0"), float),
+            convert(WARMUP_STEPS, values.get(WARMUP_STEPS, "0"), int),
+        )
     except UsageError as error:
         raise UsageError(f"{owner}: {error}") from None
-    return Later(code, steps) if steps else code
 
 
-@dataclass(frozen=True)
-class Exactly:
-    """A compressor object as it is, for ``distribute(compression=Exactly(TopK()))``: without
-    the error feedback, and the first steps without compression, that it has by default."""
+def full_spec(compression: GradientCompression) -> str:
+    """Return a spec with every key, by which what compression takes is measured and looked up.
 
-    code: Compressor
-
-
-def as_by_default(given: Compressor | Exactly) -> Compressor:
-    """The compressor that a user's object stands for.
-
-    Error feedback and first dense steps go with its class by default, as for a name: see
-    `make`. An object in a wrapper of one's own (`ErrorFeedback`, `Later`) says itself what it has.
+    First steps and the length of an epoch are no part of it: times are those in the middle of an
+    epoch, in steady state.
     """
-    if isinstance(given, Exactly):
-        return given.code
-    if isinstance(given, type) or not isinstance(given, Compressor):
-        raise UsageError(
-            "compression: expected a name, a spec or a compressor object, got "
-            f"{given!r}; an object is made as in TopK(density=0.01)"
-        )
-    if isinstance(given, Wrapper):
-        return given
-    feedback = given.error_feedback_by_default and given.takes_error_feedback
-    code = ErrorFeedback(given) if feedback else given
-    steps = given.warmup_steps_by_default
-    return Later(code, steps) if steps else code
+    code = compression.code.steady_state().with_epoch(None)
+    shared = _shared_values(compression)
+    del shared[WARMUP_STEPS]
+    if shared.get(ERROR_FEEDBACK) == "false":
+        del shared[DECAY]
+    return str(Spec(code.name, spec_of(code.name, code).values | shared))
 
 
-def _with_residuals(code: Compressor, values: dict[str, str]) -> Compressor:
-    decay = convert(DECAY, values[DECAY], float)
-    if convert(ERROR_FEEDBACK, values[ERROR_FEEDBACK], bool):
-        return ErrorFeedback(code, decay)
-    if decay != 1.0:
-        raise UsageError(
-            f"{DECAY}={decay} is of residuals, and there are none: add error_feedback=true"
-        )
-    return code
+def keys_of(compression: GradientCompression) -> dict[str, str]:
+    """Return the keys of a method's spec that name the compression and what is not as by default.
 
-
-def full_spec(compressor: Compressor) -> str:
-    """What `make` makes the same of, with every key: also those that are as by default. How
-    many steps come first is no part of it, and how many an epoch has neither: it is what it is long
-    after its start, in the middle of an epoch."""
-    settled = compressor.settled().in_epochs(None)
-    code, said = pure(settled), _said(settled)
-    del said[WARMUP_STEPS]
-    if said.get(ERROR_FEEDBACK) == "false":
-        del said[DECAY]
-    return str(Spec(code.name, spec_of(code.name, code).values | said))
-
-
-def warm_up_of(
-    compressor: Compressor, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
-) -> str:
-    """A sentence on how much more *compressor* sends in its first steps, of gradients of these
-    *shapes*; empty where it does not."""
-    stages = compressor.warm_up_traffic(shapes, dtype, workers)
-    steps = sum(count for count, _ in stages)
-    whole = sum(map(math.prod, shapes)) * dtype.itemsize
-    if not steps or not whole:
-        return ""
-    later = sum(leg.size for leg in compressor.traffic(shapes, dtype, workers))
-    early = sum(count * leg.size for count, legs in stages for leg in legs) / steps
-    return (
-        f"compression {pure(compressor).name} sends more in its first {steps} steps: "
-        f"{early / whole:.1%} of a gradient's bytes, and {later / whole:.1%} later"
-    )
-
-
-def keys_of(compressor: Compressor) -> dict[str, str]:
-    """The keys of a method's full spec that say which compressor this is, and what of it is
-    not as by default; nothing for `Identity`."""
-    if compressor == Identity():
+    Empty without compression.
+    """
+    if not compression.compresses:
         return {}
-    code = pure(compressor)
-    shared, said = shared_keys(type(code)), _said(compressor)
+    code = compression.code
+    defaults = shared_keys(type(code))
     values = changed(code)
-    values |= {key: text for key, text in said.items() if text != shared.get(key)}
+    for key, text in _shared_values(compression).items():
+        if text != defaults.get(key):
+            values[key] = text
     nested = {f"compression.{key}": value for key, value in values.items()}
     return {"compression": code.name} | nested
 
 
-def _said(compressor: Compressor) -> dict[str, str]:
-    """What its wrappers say, in the keys that compressors share."""
-    code = pure(compressor)
-    said = {WARMUP_STEPS: "0"}
-    if ERROR_FEEDBACK in shared_keys(type(code)):
-        said |= {ERROR_FEEDBACK: "false", DECAY: "1.0"}
-    wrapped: Any = compressor
-    while wrapped is not code:
-        if isinstance(wrapped, Later):
-            said[WARMUP_STEPS] = str(wrapped.steps)
-        else:
-            said |= {ERROR_FEEDBACK: "true", DECAY: str(wrapped.decay)}
-        wrapped = wrapped.code
-    return said
+def warm_up_message(
+    compression: GradientCompression,
+    shapes: Sequence[Shape],
+    dtype: torch.dtype,
+    workers: int,
+) -> str:
+    """Say how much more is sent in the first steps, of gradients of these *shapes*.
+
+    Empty where it is no more than later.
+    """
+    code = compression.code
+    stages = code.warm_up_wire_bytes(shapes, dtype, workers)
+    steps = sum(count for count, _ in stages)
+    whole = sum(map(math.prod, shapes)) * dtype.itemsize
+    if not steps or not whole:
+        return ""
+    later = sum(leg.size for leg in code.wire_bytes(shapes, dtype, workers))
+    early = sum(count * leg.size for count, legs in stages for leg in legs) / steps
+    return (
+        f"compression {code.name} sends more in its first {steps} steps: "
+        f"{early / whole:.1%} of a gradient's bytes, and {later / whole:.1%} later"
+    )
+
+
+def _shared_values(compression: GradientCompression) -> dict[str, str]:
+    """The values of the keys that compressors share."""
+    values = {WARMUP_STEPS: str(compression.warmup_steps)}
+    if ERROR_FEEDBACK in shared_keys(type(compression.code)):
+        values |= {
+            ERROR_FEEDBACK: str(compression.error_feedback).lower(),
+            DECAY: str(compression.decay),
+        }
+    return values

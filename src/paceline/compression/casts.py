@@ -17,46 +17,41 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import (
+from paceline.compression.base import (
+    CompressorSummary,
+    Leg,
+    PerWorkerCompressor,
+    RankInfo,
     Reader,
+    Rounds,
+    Shape,
+    State,
+    Sum,
     dense,
     elements,
     flat,
-    places,
     put,
     real_type,
     reals,
+    sum_uncompressed,
     to_bytes,
-)
-from paceline.compression.per_worker import Alone
-from paceline.interfaces import (
-    Coding,
-    CompressorSummary,
-    Leg,
-    Place,
-    Shape,
-    State,
-    StateKind,
-    Sum,
+    views_of,
 )
 
 
-class Cast(Alone):
+class Cast(PerWorkerCompressor):
     """Subclasses say to which type."""
 
     to: ClassVar[torch.dtype]
 
     linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    state: ClassVar[StateKind] = "none"
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         # Of a float32 gradient's bytes: 1 is read and 0.5 written for a code, 0.5 read and 1
         # written for a result.
         return 1.5, 1.5
 
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         kept, kind = real_type(shapes, dtype)
@@ -66,13 +61,13 @@ class Cast(Alone):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
+    ) -> Rounds:
         parts = reals(parts)
         sent = None if sent is None else reals(sent)
         if not parts or self._type(parts[0].dtype) == parts[0].dtype:
-            yield from summed(parts, sent)
+            yield from sum_uncompressed(parts, sent)
             return
         code = flat(parts).to(self.to)
         if sent is not None:
@@ -110,7 +105,7 @@ class Cast(Alone):
         if not add:
             put(whole, parts)
             return
-        for part, value in zip(parts, places(whole, parts), strict=True):
+        for part, value in zip(parts, views_of(whole, parts), strict=True):
             part.add_(value)
 
 

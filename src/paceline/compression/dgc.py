@@ -12,8 +12,8 @@ added to what has come in, and none of it is compressed.
 Differs from the paper and its published code in that:
 
 - of v what was sent is subtracted, so that what a value of 16 bits has lost by rounding is kept;
-- exactly k elements are sent, the largest; the code cuts at a sampled threshold, and what is too
-  much of that by place;
+- exactly k elements are sent, the largest; the code cuts at a sampled threshold, and removes an
+  excess by index;
 - gradients are not clipped;
 - a tensor whose gradient is zero in every element sends nothing and keeps u and v: it was not used
   in this step, or its worker is out of data. Where a result is not finite they stay as they
@@ -30,39 +30,48 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import extremes, is_lossy, is_small
-from paceline.compression.selection import Cut, cut, pick, require_density
-from paceline.compression.sparse import (
-    Picked,
-    Row,
-    add_at,
-    add_everybodys,
-    all_finite,
-    keep_where,
-    passes_to_add_up,
-    rows_of,
-    traffic_of,
-)
-from paceline.errors import UsageError
-from paceline.interfaces import (
+from paceline.compression.base import (
     COMMON,
-    Coding,
-    Compressor,
     CompressorSummary,
     Leg,
-    Place,
+    RankInfo,
+    Rounds,
     Shape,
+    SkipsSmallTensors,
     State,
     StateKind,
+    extremes,
+    flat_zeros,
+    is_lossy,
+    is_small,
+    real_type,
+    require_at_least,
+    sum_uncompressed,
 )
+from paceline.compression.sparse import (
+    IndicesAndValues,
+    TensorRow,
+    TopKShape,
+    add_at,
+    all_finite,
+    keep_where,
+    owns_of,
+    passes_of_gathered,
+    require_density,
+    rows_of,
+    select,
+    sparse_wire_bytes,
+    sum_gathered,
+    top_k_shape,
+)
+from paceline.errors import UsageError
 
 STAGES = 5
 """Of the warm-up: the paper's epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DGC(Compressor):
+class DGC(SkipsSmallTensors):
     """The largest elements of each tensor's velocity, which is what its momentum adds up to. Small
     tensors, those of one dimension, and whole numbers are summed as they are. One worker by
     itself keeps nothing back.
@@ -81,62 +90,49 @@ class DGC(Compressor):
     """An element that was sent loses it: it is that of old gradients by then. At density 1 that is
     plain SGD."""
 
-    small: int = 1024
-    """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
-    none."""
-
     name: ClassVar[str] = "dgc"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
             "the part `density` of the elements in their own type, and 1 to 4 bytes "
-            "for the place of each, to every other worker; more in the first "
+            "for the index of each, to every other worker; more in the first "
             "`warm_up_steps`"
         ),
         loses="nothing for good; an element that is not sent waits in the velocity",
     )
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"
     takes_error_feedback: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_density(self.density)
         if not 0 <= self.momentum < 1:
             raise UsageError(
                 f"momentum: expected 0 or more and below 1, got {self.momentum}"
             )
-        if self.warm_up_steps < 0:
-            raise UsageError(
-                f"warm_up_steps: expected 0 or more, got {self.warm_up_steps}"
-            )
-
-    @property
-    def rounds(self) -> int:
-        """One for codes, and one for what is sent as it is."""
-        return 2 if self.small else 1
+        require_at_least(0, "warm_up_steps", self.warm_up_steps)
 
     @property
     def modifies_gradients(self) -> bool:
         return self.momentum > 0
 
-    def passes(self, workers: int) -> tuple[float, float]:
-        return 28.0, 8.0 + passes_to_add_up(self.density, workers)
+    def memory_passes(self, workers: int) -> tuple[float, float]:
+        return 28.0, 8.0 + passes_of_gathered(self.density, workers)
 
-    def settled(self) -> DGC:
+    def steady_state(self) -> DGC:
         return replace(self, warm_up_steps=0)
 
-    def warm_up_traffic(
+    def warm_up_wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[tuple[int, Sequence[Leg]]]:
         if workers == 1:
             return ()
         densities = Counter(map(self._density, range(self.warm_up_steps)))
         return [
-            (steps, traffic_of(shapes, dtype, self.small, density))
+            (steps, sparse_wire_bytes(shapes, dtype, self.small, density))
             for density, steps in densities.items()
         ]
 
-    def suits(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if not self.momentum:
             return
         for group in optimizer.param_groups:
@@ -149,7 +145,7 @@ class DGC(Compressor):
                     "SGD(momentum=0), or compression.momentum=0"
                 )
 
-    def suits_differences(self) -> None:
+    def check_differences(self) -> None:
         if self.momentum:
             raise UsageError(
                 f"compression 'dgc' with momentum={self.momentum}, and what local updates "
@@ -157,19 +153,18 @@ class DGC(Compressor):
                 "has that already. Take top-k, or compression.momentum=0"
             )
 
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         density = self.density if workers > 1 else 1.0
-        return traffic_of(shapes, dtype, self.small, density)
+        return sparse_wire_bytes(shapes, dtype, self.small, density)
 
-    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
-        real = torch.view_as_real(like) if like.is_complex() else like
-        if not is_lossy(real.dtype) or not real.numel():
+    def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
+        kept, kind = real_type([like.shape], like.dtype)
+        if not kept or not is_lossy(kind):
             return {}
-        wide = torch.promote_types(real.dtype, torch.float32)
-        empty = torch.zeros(real.numel(), dtype=wide, device=real.device)
-        if is_small(real.shape, self.small):
+        empty = flat_zeros(like)
+        if is_small(kept[0], self.small):
             return {COMMON: {"momentum": empty}} if self.momentum else {}
         own: State = {"velocity": empty}
         if self.momentum:
@@ -180,11 +175,11 @@ class DGC(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
-        plain: list[Row] = []
-        large: list[Row] = []
+    ) -> Rounds:
+        plain: list[TensorRow] = []
+        large: list[TensorRow] = []
         for row in rows_of(parts, states, sent):
             (large if "velocity" in row.state else plain).append(row)
         if large:  # first: it is coded beside the backward pass then
@@ -192,7 +187,9 @@ class DGC(Compressor):
         if plain:
             yield from self._dense(plain, place)
 
-    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
+    def inherit_state(
+        self, state: State, former: Sequence[State], workers: int
+    ) -> None:
         """The sums of all momenta and velocities stay what they were: each worker has an equal
         part. What is common goes on."""
         for key, kept in state.get(COMMON, {}).items():
@@ -209,11 +206,10 @@ class DGC(Compressor):
         stage = steps * STAGES // self.warm_up_steps
         return math.pow(self.density, (stage + 1) / (STAGES + 1))
 
-    def _dense(self, rows: Sequence[Row], place: Place) -> Coding:
+    def _dense(self, rows: Sequence[TensorRow], place: RankInfo) -> Rounds:
         """A sum of whole tensors, and then their momentum."""
         parts = [part for part, _, _ in rows]
-        owns = [own for _, _, own in rows if own is not None]
-        yield from summed(parts, owns or None)
+        yield from sum_uncompressed(parts, owns_of(rows))
         for part, state, own in rows:
             if COMMON not in state:  # no momentum
                 continue
@@ -228,23 +224,23 @@ class DGC(Compressor):
             part.copy_((new * speaks).view(part.shape))
             common["momentum"] = torch.where(speaks & bounds.isfinite().all(), new, old)
 
-    def _sparse(self, rows: Sequence[Row], place: Place) -> Coding:
+    def _sparse(self, rows: Sequence[TensorRow], place: RankInfo) -> Rounds:
         """Everybody's largest elements of v, added up."""
-        cuts, tries = [], []
+        top_ks, tries = [], []
         for part, state, _ in rows:
             steps = state[COMMON]["steps"]
             state[COMMON]["steps"] = steps + 1
             density = self._density(steps) if place.workers > 1 else 1.0
-            cuts.append(cut(part.numel(), density))
+            top_ks.append(top_k_shape(part.numel(), density))
             tries.append(_Step(self, part, state, place))
         dtype, wide = rows[0].part.dtype, tries[0].velocity.dtype
-        picked = [one.take(of, dtype) for one, of in zip(tries, cuts, strict=True)]
-        for (_, _, own), (places, values) in zip(rows, picked, strict=True):
+        selected = [one.take(of, dtype) for one, of in zip(tries, top_ks, strict=True)]
+        for (_, _, own), (indices, values) in zip(rows, selected, strict=True):
             if own is not None:
-                add_at(own, places, values, add=False)
+                add_at(own, indices, values, add=False)
         parts = [part for part, _, _ in rows]
         totals = [part.zero_().to(wide) for part in parts]  # itself, where it is wide
-        yield from add_everybodys(picked, cuts, totals)
+        yield from sum_gathered(selected, top_ks, totals)
         for part, total in zip(parts, totals, strict=True):
             part.copy_(total)
         finite = all_finite(parts)
@@ -256,7 +252,7 @@ class _Step:
     """What momentum and velocity of one tensor become, if the step counts."""
 
     def __init__(
-        self, method: DGC, part: torch.Tensor, state: State, place: Place
+        self, method: DGC, part: torch.Tensor, state: State, place: RankInfo
     ) -> None:
         self._state = state
         self._masking = place.workers > 1
@@ -269,14 +265,14 @@ class _Step:
         self.momentum = (state["momentum"] * m).add_(share)  # u = m u + g
         self.velocity = state["velocity"] + self.momentum  # v = v + u
 
-    def take(self, of: Cut, dtype: torch.dtype) -> Picked:
+    def take(self, of: TopKShape, dtype: torch.dtype) -> IndicesAndValues:
         """Places and values that are sent, which are nought where the tensor is silent."""
-        places = pick(self.velocity, of)
-        values = (self.velocity[places] * self._speaks).to(dtype)
-        self.velocity[places] -= values.to(self.velocity.dtype)
+        indices = select(self.velocity, of)
+        values = (self.velocity[indices] * self._speaks).to(dtype)
+        self.velocity[indices] -= values.to(self.velocity.dtype)
         if self._masking and self.momentum is not None:
-            self.momentum[places] = 0
-        return places, values
+            self.momentum[indices] = 0
+        return indices, values
 
     def keep(self, finite: torch.Tensor) -> None:
         """Go on with them, where all that was sent is *finite*."""

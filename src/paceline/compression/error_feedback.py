@@ -1,141 +1,286 @@
-"""Residuals (error feedback): what a lossy code left out is added to the next gradient.
+"""`GradientCompression`: a compressor with error feedback and uncompressed first steps.
 
+Error feedback
+--------------
 Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); analysed by
 Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes"
 (ICML 2019), algorithm 2. Per tensor, with g this worker's share of the mean and C its code:
 
     a = g + e;  send C(a);  e = a - decoded C(a)
 
-so that at every step the sum of all results plus the sum of all residuals is the sum of all
-gradients: what is sent late is not lost.
-
-How this differs from the paper stands in docs/compressors.md (`compression.docs_table`).
+So at every step the sum of all results plus the sum of all residuals e is the sum of all
+gradients: what is sent late is not lost. docs/compressors.md says how this differs from the
+paper.
 
 With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for
 momentum (local updates with sparse differences): then the sums above no longer agree.
+
+Uncompressed first steps
+------------------------
+Published compressors start late: torch's PowerSGD hook after 1,000 steps, deep gradient
+compression after a warm-up of epochs. Early gradients are large and change their direction
+quickly, and what a code leaves out of them comes back at a learning rate that has grown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, cast
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from paceline.compression.packing import extremes
-from paceline.compression.wrapper import Wrapper
-from paceline.errors import UsageError
-from paceline.interfaces import (
-    Coding,
+from paceline.compression.base import (
+    COMMON,
+    Compressor,
+    NoCompression,
     PerWorkerCompressor,
-    Place,
+    RankInfo,
+    Rounds,
     Shape,
     State,
     StateKind,
+    at_least_float32,
+    extremes,
+    reals,
+    require_at_least,
+    sum_uncompressed,
 )
+from paceline.errors import UsageError
+from paceline.interfaces import SpeedClass
+
+_FEEDBACK_PASSES = 10.0
+"""Of error feedback, when a bucket is encoded and again when it is decoded: measured on one core of
+a CPU, beside a copy of a tensor (2 passes)."""
 
 
 @dataclass(frozen=True)
-class ErrorFeedback(Wrapper):
-    """Any lossy compressor (*code*), with a residual for each tensor: as many elements
-    again, in float32 at least. *decay*: what of a residual is kept from one step to the
-    next."""
+class GradientCompression:
+    """How a training compresses its gradients.
 
+    Each tensor's state has the compressor's own under ``"code"``, a residual where there is error
+    feedback, and how many sums there were where the first ones are uncompressed.
+
+    Args:
+        code: The compressor.
+        error_feedback: Whether what a code leaves out of a tensor is added to the next one. It
+            keeps as many elements again, in float32 at least.
+        decay: What of a residual is kept from one step to the next.
+        warmup_steps: How many first sums of a tensor are uncompressed.
+
+    Raises:
+        UsageError: A value is out of range, or the compressor takes no error feedback.
+
+    Example:
+        >>> paceline.distribute(model, optimizer, compression=GradientCompression(Int4()))
+    """
+
+    code: Compressor = field(default_factory=NoCompression)
+    error_feedback: bool = False
     decay: float = 1.0
-
-    unbiased: ClassVar[bool] = False
-    state: ClassVar[StateKind] = "own"
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
+        """Check the values."""
         if not 0 <= self.decay <= 1:
             raise UsageError(
                 f"decay: expected a part of a residual, 0 to 1, got {self.decay}"
             )
-        if not self.code.takes_error_feedback:
+        if self.error_feedback and not self.code.takes_error_feedback:
             raise UsageError(
-                f"residuals: {self.code.name!r}, as it is here, takes none: it has a memory of "
-                "its own, or its codes are right in the mean; add error_feedback=false"
+                f"error_feedback: {self.code.name!r} takes none: it has a memory of its own, or "
+                "its codes are right in the mean; add error_feedback=false"
             )
+        if self.decay != 1.0 and not self.error_feedback:
+            raise UsageError(
+                f"decay={self.decay} is of residuals, and there are none: add error_feedback=true"
+            )
+        require_at_least(0, "warmup_steps", self.warmup_steps)
+
+    @classmethod
+    def by_default(cls, code: Compressor) -> GradientCompression:
+        """Return a compressor with the error feedback and first steps that its name has."""
+        return cls(
+            code,
+            code.error_feedback_by_default and code.takes_error_feedback,
+            warmup_steps=code.warmup_steps_by_default,
+        )
 
     @property
     def name(self) -> str:
-        return f"{self.code.name}+error feedback"
+        """The compressor's name."""
+        return self.code.name
 
-    def passes(self, workers: int) -> tuple[float, float]:
-        # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
-        coding, decoding = self.code.passes(workers)
-        return coding + 10.0, decoding + 10.0
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is compressed."""
+        return self.code != NoCompression()
 
-    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
-        state: State = {"code": self.code.init(like, name, rank)}
-        if _is_lossy(like):
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expected result is the sum itself."""
+        return self.code.unbiased and not self.error_feedback
+
+    @property
+    def decodes_per_worker(self) -> bool:
+        """Whether one worker's code can be decoded by itself, from the first step on."""
+        return isinstance(self.code, PerWorkerCompressor) and not self.warmup_steps
+
+    @property
+    def state(self) -> StateKind:
+        """What is kept between steps."""
+        if self.error_feedback:
+            return "own"
+        if self.warmup_steps and self.code.state == "none":
+            return "common"
+        return self.code.state
+
+    def memory_passes(self, workers: int) -> tuple[float, float]:
+        """See `Compressor.memory_passes`."""
+        encoding, decoding = self.code.memory_passes(workers)
+        more = _FEEDBACK_PASSES if self.error_feedback else 0.0
+        return encoding + more, decoding + more
+
+    def with_epoch(self, steps: int | None) -> GradientCompression:
+        """See `Compressor.with_epoch`."""
+        return replace(self, code=self.code.with_epoch(steps))
+
+    def for_speed(self, speed: SpeedClass) -> GradientCompression:
+        """See `Compressor.for_speed`."""
+        return replace(self, code=self.code.for_speed(speed))
+
+    def for_replies(self) -> GradientCompression:
+        """See `Compressor.for_replies`: replies need no error feedback, and have no first steps."""
+        return GradientCompression(self.code.for_replies())
+
+    def steady_state(self) -> GradientCompression:
+        """Return it without first steps in which more is sent."""
+        return replace(self, code=self.code.steady_state(), warmup_steps=0)
+
+    def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
+        """See `Compressor.init_state`."""
+        state: State = {}
+        code = self.code.init_state(like, name, rank)
+        if code:
+            state["code"] = code
+        if self.error_feedback and (like.is_floating_point() or like.is_complex()):
+            # Residuals are small beside what they are added to: 16 bits would lose them.
             state["residual"] = torch.zeros_like(
-                like, dtype=_precise(like.dtype), memory_format=torch.contiguous_format
+                like,
+                dtype=at_least_float32(like.dtype),
+                memory_format=torch.contiguous_format,
             )
+        if self.warmup_steps:
+            state[COMMON] = {"sums": 0}
         return state
+
+    def inherit_state(
+        self, state: State, former: Sequence[State], workers: int
+    ) -> None:
+        """See `Compressor.inherit_state`.
+
+        The sum of all residuals stays what it was: each worker has an equal part. First steps go
+        on.
+        """
+        codes = [_of_code(old) for old in former]
+        self.code.inherit_state(_of_code(state), codes, workers)
+        if "residual" in state:
+            for old in former:
+                state["residual"].add_(old["residual"].to(state["residual"]) / workers)
+        if self.warmup_steps and former:
+            state[COMMON]["sums"] = max(old[COMMON]["sums"] for old in former)
 
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
+    ) -> Rounds:
+        """See `Compressor.average`."""
+        if self.warmup_steps:
+            early = [state[COMMON]["sums"] < self.warmup_steps for state in states]
+            for state in states:
+                sums = state[COMMON]["sums"] + 1
+                state[COMMON]["sums"] = min(sums, self.warmup_steps)
+            own = None if sent is None else reals(_chosen(sent, early))
+            yield from sum_uncompressed(reals(_chosen(parts, early)), own)
+            if all(early):
+                return
+            late = [not one for one in early]
+            parts, states = _chosen(parts, late), _chosen(states, late)
+            sent = None if sent is None else _chosen(sent, late)
+        codes = [_of_code(state) for state in states]
+        if not self.error_feedback:
+            yield from self.code.average(parts, codes, place, sent)
+            return
         if sent is None:
             sent = [torch.empty_like(part) for part in parts]
-        given = _Given(parts, states)
-        codes = [state["code"] for state in states]
+        corrected = _Corrected(parts, states)
         yield from self.code.average(parts, codes, place, sent)  # C(a)
-        given.keep(sent, parts, self.decay)
+        corrected.keep(sent, parts, self.decay)
+
+    # ---- one worker's code ----
 
     def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
         """See `PerWorkerCompressor.code_bytes`."""
-        return cast(PerWorkerCompressor, self.code).code_bytes(shapes, dtype)
+        return self._per_worker.code_bytes(shapes, dtype)
 
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
         """See `PerWorkerCompressor.encode`."""
-        code = cast(PerWorkerCompressor, self.code)
+        codes = [_of_code(state) for state in states]
+        if not self.error_feedback:
+            return self._per_worker.encode(parts, codes)
         whole = [part.clone() for part in parts]
-        given = _Given(whole, states)
-        encoded = code.encode(whole, [state["code"] for state in states])
+        corrected = _Corrected(whole, states)
+        code = self._per_worker.encode(whole, codes)
         sent = [torch.empty_like(part) for part in parts]
-        code.decode(encoded, sent)
-        given.keep(sent, sent, self.decay)
-        return encoded
+        self._per_worker.decode(code, sent)
+        corrected.keep(sent, sent, self.decay)
+        return code
 
     def decode(
         self, code: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool = False
     ) -> None:
         """See `PerWorkerCompressor.decode`."""
-        cast(PerWorkerCompressor, self.code).decode(code, parts, add=add)
+        self._per_worker.decode(code, parts, add=add)
 
-    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
-        """The sum of all residuals stays what it was: each worker has an equal part."""
-        super().inherit(state, former, workers)
-        if "residual" in state:
-            for old in former:
-                state["residual"].add_(old["residual"].to(state["residual"]) / workers)
+    @property
+    def _per_worker(self) -> PerWorkerCompressor:
+        assert isinstance(self.code, PerWorkerCompressor)
+        return self.code
 
 
-class _Given:
-    """*parts* (g) become what is to be sent (a = g + e)."""
+def _of_code(state: State) -> State:
+    code: State = state.get("code", {})
+    return code
+
+
+def _chosen(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
+    return [value for value, one in zip(values, which, strict=True) if one]
+
+
+class _Corrected:
+    """*parts* (g) become what is to be sent (a = g + e).
+
+    A tensor whose gradient is zero in every element sends nothing and keeps its residual.
+    """
 
     def __init__(self, parts: Sequence[torch.Tensor], states: Sequence[State]) -> None:
-        self._rows: list[tuple[State, torch.Tensor, Truth, int]] = []
+        self._rows: list[tuple[State, torch.Tensor, _Truth, int]] = []
         for number, (part, state) in enumerate(zip(parts, states, strict=True)):
             if "residual" not in state:
                 continue
-            speaks = _truth(extremes(part).any())
+            is_used = _truth(extremes(part).any())
             whole = state["residual"]
-            if speaks is not False:
+            if is_used is not False:
                 whole = whole + part
                 part.copy_(whole)
-            if not isinstance(speaks, bool):
-                part.mul_(speaks)
-            self._rows.append((state, whole, speaks, number))
+            if not isinstance(is_used, bool):
+                part.mul_(is_used)
+            self._rows.append((state, whole, is_used, number))
 
     def keep(
         self,
@@ -143,40 +288,34 @@ class _Given:
         results: Sequence[torch.Tensor],
         decay: float,
     ) -> None:
-        """What is left of it after *sent*: e = a - decoded C(a). Of what nothing was to be sent
-        (a = e) there may have been something all the same: an owner's rounding."""
+        """Keep what is left after *sent*: e = a - decoded C(a).
+
+        Of an unused tensor (a = e) something may have been sent all the same: an owner's rounding.
+        Where a result is not finite residuals stay as they were.
+        """
         if not self._rows:
             return
         every = torch.stack([extremes(part) for part in results])
         finite = _truth(every.isfinite().all())
         if finite is False:
             return
-        for state, whole, speaks, number in self._rows:
-            if speaks is False:
+        for state, whole, is_used, number in self._rows:
+            if is_used is False:
                 left = whole - sent[number]
             else:
                 left = whole.sub_(sent[number])
                 if decay != 1.0:
                     left.mul_(
-                        decay if speaks is True else torch.where(speaks, decay, 1)
+                        decay if is_used is True else torch.where(is_used, decay, 1)
                     )
             if finite is not True:
                 left = torch.where(finite, left, state["residual"])
             state["residual"] = left
 
 
-Truth = bool | torch.Tensor
+_Truth = bool | torch.Tensor
 
 
-def _truth(value: torch.Tensor) -> Truth:
+def _truth(value: torch.Tensor) -> _Truth:
     """*value* for Python to decide by, where nobody waits for a device then."""
     return bool(value) if value.device.type == "cpu" else value
-
-
-def _is_lossy(like: torch.Tensor) -> bool:
-    return like.is_floating_point() or like.is_complex()
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    """Residuals are small beside what they are added to: 16 bits would lose them."""
-    return torch.promote_types(dtype, torch.float32)

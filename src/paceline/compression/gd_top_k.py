@@ -9,16 +9,16 @@ this epoch:
 
 The ratios fall from 0.35 in the first epoch to what the class keeps from the fifth on. The
 fastest workers send least: they push more often, and what they send in a second is then about
-what the slowest do. `direction` turns that round.
+what the slowest do.
 
 Differs from the code in that:
 
 - momentum stays with the optimizer, as there, and so does clipping: there the residual is clipped;
 - exactly the largest are sent, of those above a sampled threshold; the code repairs a threshold up
-  to ten times, and cuts what is too much of it by place, or sends less;
+  to ten times, and removes an excess by index, or sends less;
 - epochs are counted in steps, each tensor's own: as many as the sampler's have that `distribute`
   was given, else `EPOCH_STEPS`, unless `epoch_steps` says how many;
-- a place is a whole number of 1 to 4 bytes, and not a float32.
+- an index is a whole number of 1 to 4 bytes, and not a float32.
 """
 
 from __future__ import annotations
@@ -26,45 +26,48 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import (
+from paceline.compression.base import (
+    COMMON,
+    Compressor,
+    CompressorSummary,
+    GatheredCompressor,
+    Leg,
+    RankInfo,
     Reader,
+    Rounds,
+    Shape,
+    SkipsSmallTensors,
+    State,
+    StateKind,
     dense,
     elements,
+    is_encoded,
     is_lossy,
-    is_small,
     real_type,
+    require_at_least,
+    sum_uncompressed,
 )
-from paceline.compression.per_worker import Alone
-from paceline.compression.selection import Cut, cut, pick
 from paceline.compression.sparse import (
-    Row,
+    TensorRow,
+    TopKShape,
     add_at,
-    coded,
-    opened,
-    passes_to_add_up,
+    decode_sparse,
+    encode_sparse,
+    owns_of,
+    passes_of_gathered,
     rows_of,
-    size_of,
-    traffic_of,
+    select_largest,
+    sparse_bytes,
+    sparse_wire_bytes,
+    top_k_shape,
 )
 from paceline.compression.top_k import TopK
 from paceline.errors import UsageError
-from paceline.interfaces import (
-    COMMON,
-    Coding,
-    Compressor,
-    CompressorSummary,
-    Leg,
-    Place,
-    Shape,
-    SpeedClass,
-    State,
-    StateKind,
-)
+from paceline.interfaces import SpeedClass
 
 RATIOS: dict[SpeedClass, Sequence[float]] = {
     "fastest": (0.35, 0.25, 0.0625, 0.015625, 0.004),
@@ -81,15 +84,9 @@ _EVERY_RATIO = sorted({_ALL}.union(*RATIOS.values()))
 """A tensor's code begins with its ratio's number in here: whoever decodes it, as a server that has
 groups of all classes, need not know which worker it is from."""
 
-_OTHER_WAY: dict[SpeedClass, SpeedClass] = {
-    "fastest": "slowest",
-    "middle": "middle",
-    "slowest": "fastest",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
-class GDTopK(Alone):
+class GDTopK(SkipsSmallTensors, GatheredCompressor):
     """The largest elements of each tensor, fewer in each of the first five epochs; all of them in
     the step that ends an epoch. Small tensors, those of one dimension, and whole numbers are
     summed as they are.
@@ -103,45 +100,35 @@ class GDTopK(Alone):
     """The class of this worker's group, until a method with groups has found it. Workers whose
     mean is formed have the same."""
 
-    direction: Literal["slowest-most", "fastest-most"] = "slowest-most"
-    """Which class sends most: the slowest, as published, or the fastest, so that the slowest need
-    not wait for the network as well."""
-
     epoch_steps: int = 0
     """Steps in an epoch; 0: those of the sampler that `distribute` is given, else 100."""
-
-    warm_up: bool = True
-    """Whether the first epochs send more."""
-
-    small: int = 1024
-    """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
-    none."""
 
     name: ClassVar[str] = "gd-top-k"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
             "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5"
             " % (`slowest`) of the elements in their own type, and 1 to 4 bytes for "
-            "the place of each, to every other worker; 35, 30, 9 and 2.7 % (`middle`) "
+            "the index of each, to every other worker; 35, 30, 9 and 2.7 % (`middle`) "
             "in the first four; all of them in the last step of an epoch"
         ),
         loses="all other elements, until residuals have made them large, or the epoch ends",
     )
-    unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "common"
     error_feedback_by_default: ClassVar[bool] = True
+    epochs_before: ClassVar[int] = 0
+    """Epochs of training before the first average."""
 
     def __post_init__(self) -> None:
-        if self.epoch_steps < 0:
-            raise UsageError(f"epoch_steps: expected 0 or more, got {self.epoch_steps}")
+        super().__post_init__()
+        require_at_least(0, "epoch_steps", self.epoch_steps)
 
-    def passes(self, workers: int) -> tuple[float, float]:
-        return 14.0, passes_to_add_up(self._ratios[-1], workers)
+    def memory_passes(self, workers: int) -> tuple[float, float]:
+        return 14.0, passes_of_gathered(self._ratios[-1], workers)
 
-    def settled(self) -> GDTopK:
-        return replace(self, warm_up=False)
+    def steady_state(self) -> GDTopK:
+        return _SteadyGDTopK(**vars(self))
 
-    def in_epochs(self, steps: int | None) -> GDTopK:
+    def with_epoch(self, steps: int | None) -> GDTopK:
         if steps is None:
             return replace(self, epoch_steps=0)
         return self if self.epoch_steps else replace(self, epoch_steps=steps)
@@ -152,20 +139,19 @@ class GDTopK(Alone):
     def for_replies(self) -> Compressor:
         return TopK(density=self._ratios[-1], small=self.small)
 
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         """Over an epoch, the mean of a step."""
-        within = super().traffic(shapes, dtype, workers)
+        within = super().wire_bytes(shapes, dtype, workers)
         return self._over_epoch(shapes, dtype, within)
 
-    def warm_up_traffic(
+    def warm_up_wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[tuple[int, Sequence[Leg]]]:
-        if not self.warm_up:
-            return ()
         epochs = [
-            traffic_of(shapes, dtype, self.small, ratio) for ratio in self._ratios[:-1]
+            sparse_wire_bytes(shapes, dtype, self.small, ratio)
+            for ratio in self._ratios[self.epochs_before : -1]
         ]
         return [
             (self._epoch, self._over_epoch(shapes, dtype, within)) for within in epochs
@@ -185,36 +171,37 @@ class GDTopK(Alone):
         legs = Leg("sum", plain), Leg("gather", code)
         return tuple(leg for leg in legs if leg.size)
 
-    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
+    def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
         kept, kind = real_type([like.shape], like.dtype)
-        if not kept or not is_lossy(kind) or is_small(kept[0], self.small):
-            return {}
-        return {COMMON: {"steps": 0}}
+        encoded = [s for s in kept if is_encoded(s, kind, self.small)]
+        return {COMMON: {"steps": 0}} if encoded else {}
 
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
-        """What ends its epoch is summed, and not gathered: much less, among many workers."""
-        ending: list[Row] = []
-        others: list[Row] = []
+    ) -> Rounds:
+        """What ends its epoch is summed uncompressed, and not gathered: much less, among many workers."""
+        ending: list[TensorRow] = []
+        others: list[TensorRow] = []
         for row in rows_of(parts, states, sent):
             ends = row.state and self._ratio(row.state) == _ALL
             (ending if ends else others).append(row)
         for row in ending:
             row.state[COMMON]["steps"] += 1
-        yield from summed([row.part for row in ending], _owns(ending))
+        yield from sum_uncompressed([row.part for row in ending], owns_of(ending))
         yield from super().average(
             [row.part for row in others],
             [row.state for row in others],
             place,
-            _owns(others),
+            owns_of(others),
         )
 
-    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
+    def inherit_state(
+        self, state: State, former: Sequence[State], workers: int
+    ) -> None:
         """Epochs go on."""
         if state:
             state[COMMON]["steps"] = former[0][COMMON]["steps"]
@@ -226,41 +213,39 @@ class GDTopK(Alone):
     @property
     def _ratios(self) -> Sequence[float]:
         """Of this class, epoch by epoch."""
-        flips = self.direction == "fastest-most"
-        return RATIOS[_OTHER_WAY[self.speed] if flips else self.speed]
+        return RATIOS[self.speed]
 
     def _ratio(self, state: State) -> float:
         """Of the next step."""
         steps = state[COMMON]["steps"]
         if (steps + 1) % self._epoch == 0:
             return _ALL
-        epoch = steps // self._epoch
-        settled = not self.warm_up or epoch >= len(self._ratios)
-        return self._ratios[-1 if settled else epoch]
+        epoch: int = self.epochs_before + steps // self._epoch
+        return self._ratios[min(epoch, len(self._ratios) - 1)]
 
-    def _cuts(self, shapes: Sequence[Shape], ratios: Sequence[float]) -> list[Cut]:
+    def _cuts(
+        self, shapes: Sequence[Shape], ratios: Sequence[float]
+    ) -> list[TopKShape]:
         sizes = map(math.prod, shapes)
-        return [cut(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)]
+        return [
+            top_k_shape(size, ratio) for size, ratio in zip(sizes, ratios, strict=True)
+        ]
 
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
         """In the middle of a late epoch."""
         ratios = [self._ratios[-1]] * len(shapes)
-        return len(shapes) + size_of(self._cuts(shapes, ratios), dtype)
+        return len(shapes) + sparse_bytes(self._cuts(shapes, ratios), dtype)
 
     def _encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
         ratios = [self._ratio(state) for state in states]
-        cuts = self._cuts([part.shape for part in parts], ratios)
-        picked = []
-        for part, state, of in zip(parts, states, cuts, strict=True):
+        top_ks = self._cuts([part.shape for part in parts], ratios)
+        for state in states:
             state[COMMON]["steps"] += 1
-            values = part.reshape(-1)
-            places = pick(values, of)
-            picked.append((places, values.index_select(0, places)))
         numbers = [_EVERY_RATIO.index(ratio) for ratio in ratios]
         head = torch.tensor(numbers, dtype=torch.uint8, device=parts[0].device)
-        return torch.cat([head, coded(picked, cuts)])
+        return torch.cat([head, encode_sparse(select_largest(parts, top_ks), top_ks)])
 
     def _decode(
         self,
@@ -277,12 +262,15 @@ class GDTopK(Alone):
                 f"{len(_EVERY_RATIO)}; take the same version everywhere"
             )
         ratios = [_EVERY_RATIO[number] for number in numbers]
-        cuts = self._cuts([part.shape for part in parts], ratios)
-        for part, (places, values) in zip(
-            parts, opened(reader.rest(), cuts, dtype), strict=True
+        top_ks = self._cuts([part.shape for part in parts], ratios)
+        for part, (indices, values) in zip(
+            parts, decode_sparse(reader.rest(), top_ks, dtype), strict=True
         ):
-            add_at(part, places, values, add)
+            add_at(part, indices, values, add)
 
 
-def _owns(rows: Sequence[Row]) -> list[torch.Tensor] | None:
-    return [row.own for row in rows if row.own is not None] or None
+@dataclass(frozen=True, kw_only=True)
+class _SteadyGDTopK(GDTopK):
+    """GDTopK of a training that is past its warm-up."""
+
+    epochs_before: ClassVar[int] = len(RATIOS["middle"]) - 1

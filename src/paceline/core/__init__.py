@@ -12,7 +12,7 @@
 - `averages`, `compressed_average`: the averages that a method asks for, and those of compressors.
 - `run`: the `Run` that a method sees, one kind for each kind of method.
 - `method_hooks`: calls the hooks of a method's worker.
-- `server_loads`: what the script loads, where servers update.
+- `load_hooks`: notices what the script loads, where servers update.
 - `sampler`: `Sampler`: each worker's share of every batch.
 - `broadcast`: whole tensors from one rank to all, and actions on all ranks.
 - `module_buffers`: BatchNorm's statistics, and other buffers of the model.

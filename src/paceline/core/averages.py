@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from paceline.collectives import reduce_scatter
 from paceline.collectives.pending import PutBack
+from paceline.collectives.reduce_scatter import reduce_scatter
 from paceline.core.compressed_average import CompressedAverage
 from paceline.core.context import TrainingContext
 from paceline.core.participation import GroupParticipation, GroupVote, Participation
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Pending, Scattered
+from paceline.interfaces import Comm, Pending, ReduceScatter
 from paceline.interfaces.buckets import Bucket, stand_alike
 
 
@@ -65,7 +65,7 @@ class Averages:
 
     def scatter_mean(
         self, gradients: Bucket | torch.Tensor, *, of: Bucket | None = None
-    ) -> Scattered:
+    ) -> ReduceScatter:
         """See `Run.scatter_mean`."""
         if self._compression is not None:
             raise UsageError(
@@ -81,13 +81,13 @@ class Averages:
         if participation.is_resolved:
             if participation.gradient_factor != 1.0:
                 buffer.mul_(participation.gradient_factor)
-            return reduce_scatter.scatter(self._comm, buffer, "sum")
+            return reduce_scatter(self._comm, buffer, "sum")
         # One rank alone holds the element that carries the question, and its answer, until
         # the second half has told all.
         asks = (of is None or of.last) and participation.can_attach(buffer)
         if asks:
             participation.attach(buffer)
-        scattered = reduce_scatter.scatter(self._comm, buffer, "sum")
+        scattered = reduce_scatter(self._comm, buffer, "sum")
         return _ScatteredMean(participation, scattered, buffer, asks)
 
     def average(
@@ -185,7 +185,7 @@ class Averages:
         compression = self._compression
         if compression is None or not (named or bucket):
             return comm.all_reduce(buffer, "sum")
-        if comm.size == 1 and not compression.compressor.modifies_gradients:
+        if comm.size == 1 and not compression.compression.code.modifies_gradients:
             return comm.all_reduce(buffer, "sum")
         if bucket is not None:
             named = dict(zip(bucket.names, bucket.views, strict=True))
@@ -198,7 +198,7 @@ class Averages:
         """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then
         its gather: to be timed."""
         if in_halves:
-            return reduce_scatter.scatter(self._comm, buffer, "sum").gather()
+            return reduce_scatter(self._comm, buffer, "sum").gather()
         if self._compression is None or self._comm.size == 1:
             return self._comm.all_reduce(buffer, "sum")
         return self._compression.benchmark(self._comm, buffer) or DonePending()
@@ -215,13 +215,13 @@ class DonePending:
 
 
 class _ScatteredMean:
-    """The `Scattered` of a sum whose other half becomes a mean once it is known who takes part;
+    """The `ReduceScatter` of a sum whose other half becomes a mean once it is known who takes part;
     *asks*: that travels in it."""
 
     def __init__(
         self,
         participation: Participation,
-        scattered: Scattered,
+        scattered: ReduceScatter,
         buffer: torch.Tensor,
         asks: bool,
     ) -> None:

@@ -18,7 +18,7 @@ from paceline.core.reducer import Slot
 from paceline.core.sampler import Sampler
 from paceline.core.step import StepDriver
 from paceline.errors import UsageError
-from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.client.remote_model import RemoteModel
 from paceline.torch_internals import (
     Uncopied,
     accumulator_of,
@@ -48,7 +48,7 @@ class BackwardPasses:
         self,
         context: TrainingContext,
         driver: StepDriver,
-        servers: RemoteParameters | None,
+        servers: RemoteModel | None,
     ) -> None:
         self._context, self._driver, self._reducer = context, driver, driver.reducer
         self._servers, self._listeners = servers, context.listeners
@@ -114,9 +114,9 @@ class BackwardPasses:
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
         runtime = self._context.runtime
-        if self._servers is not None and runtime.alone:
+        if self._servers is not None and runtime.server_only:
             # An evaluation takes long, and sends nothing else.
-            self._servers.note(runtime.now())
+            self._servers.keep_alive(runtime.clock.now())
         training = torch.is_grad_enabled()
         if training and inside_function_transform():
             raise UsageError(

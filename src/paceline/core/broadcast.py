@@ -99,7 +99,7 @@ def run_on_all(runtime: Runtime, what: str, action: Callable[[], T]) -> T:
         UsageError: The action raised one, on any worker.
         PacelineError: The action raised another error on another worker.
     """
-    if runtime.alone:
+    if runtime.server_only:
         return action()
     result: list[T] = []
     error: Exception | None = None

@@ -17,22 +17,21 @@ from typing import Any
 
 import torch
 
-from paceline.core.context import TrainingContext
-from paceline.errors import UsageError
-from paceline.interfaces import (
+from paceline.compression import (
     COMMON,
-    Asked,
-    Coding,
-    Comm,
-    Compressor,
-    Exchange,
+    AllToAll,
     Gather,
+    GradientCompression,
     Leg,
-    Pending,
-    Place,
+    RankInfo,
+    Request,
+    Rounds,
     State,
     Sum,
 )
+from paceline.core.context import TrainingContext
+from paceline.errors import UsageError
+from paceline.interfaces import Comm, Pending
 from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes, wire_shape
 
 
@@ -41,7 +40,7 @@ class CompressedAverage:
     by name. Listeners are told what was compressed and decompressed, see `Compute.coded`."""
 
     def __init__(self, context: TrainingContext) -> None:
-        self.compressor = context.settings.compression
+        self.compression = context.settings.compression
         self._workers, self._rank = context.workers, context.comm.rank
         self._charge = context.listeners.coded
         self.states: dict[str, State] = {}
@@ -79,17 +78,17 @@ class CompressedAverage:
             earlier = max((self._sums[name] for name in names), default=0)
             self._sums.update(names)
         pending = self._begin(comm, buffer, parts, states, earlier)
-        if pending is not None and self.compressor.state != "none":
+        if pending is not None and self.compression.state != "none":
             pending.settles(self._under_way, names)
         return pending
 
     def benchmark(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
         """The same, of a *buffer* whose contents do not matter, as of one large matrix: it
         leaves no state, and what is different in first steps is left out."""
-        settled = self.compressor.settled()
+        steady = self.compression.steady_state()
         parts = [buffer] if stands_in(buffer) else _as_matrix(buffer)
-        states = [settled.init(part, "", self._rank) for part in parts]
-        return self._begin(comm, buffer, parts, states, None, settled)
+        states = [steady.init_state(part, "", self._rank) for part in parts]
+        return self._begin(comm, buffer, parts, states, None, steady)
 
     def _begin(
         self,
@@ -98,24 +97,24 @@ class CompressedAverage:
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
         earlier: int | None,
-        compressor: Compressor | None = None,
+        compression: GradientCompression | None = None,
     ) -> _Decoded | None:
         """*earlier*: sums of a stand-in before this one; None: long after its first steps."""
-        compressor = compressor or self.compressor
+        compression = compression or self.compression
         size = wire_bytes(buffer)
         legs: Sequence[Leg] | None = None
         if stands_in(buffer):
             legs = self._traffic(buffer, parts, comm.size, earlier)
             rounds = _summed_in(legs, buffer, comm.size)
         else:
-            place = Place(comm.rank, comm.size)
-            rounds = compressor.average(parts, states, place)
-        self._charge(compressor, comm.size, size, "encode")
+            place = RankInfo(comm.rank, comm.size)
+            rounds = compression.average(parts, states, place)
+        self._charge(compression, comm.size, size, "encode")
         pending = _Chain(rounds, comm, legs).begin()
         if pending is None:
             return None
         return _Decoded(
-            pending, lambda: self._charge(compressor, comm.size, size, "decode")
+            pending, lambda: self._charge(compression, comm.size, size, "decode")
         )
 
     def _traffic(
@@ -131,8 +130,9 @@ class CompressedAverage:
         shapes = tuple(wire_shape(part) for part in parts)
         key = shapes, parts[0].dtype, workers
         if key not in self._legs:
-            self._early[key] = self.compressor.warm_up_traffic(*key)
-            self._legs[key] = self.compressor.settled().traffic(*key)
+            code = self.compression.code
+            self._early[key] = code.warm_up_wire_bytes(*key)
+            self._legs[key] = code.steady_state().wire_bytes(*key)
         if earlier is not None:
             for steps, legs in self._early[key]:
                 if earlier < steps:
@@ -141,23 +141,23 @@ class CompressedAverage:
         return self._legs[key]
 
     def _state(self, name: str, part: torch.Tensor, counts: bool) -> State:
-        kind = self.compressor.state
+        kind = self.compression.state
         if kind == "none":
             return {}
         if not name:
             raise UsageError(
-                f"compression {self.compressor.name!r} keeps something of each tensor from "
+                f"compression {self.compression.name!r} keeps something of each tensor from "
                 "step to step, and this method sends parts of buckets, which change: take "
                 "one without state (bf16, fp16, int8), or bsp"
             )
         if name not in self.states:
-            self.states[name] = self.compressor.init(part, name, self._rank)
+            self.states[name] = self.compression.init_state(part, name, self._rank)
         kept = self.states[name]
-        speaks = counts or self.compressor.contributes_without_data
+        speaks = counts or self.compression.code.contributes_without_data
         if kind == "own" and not speaks:
             # A worker that only keeps company sends zeros, and nothing that it kept back:
             # sizes of codes are still those of everybody's common state.
-            fresh = self.compressor.init(part, name, self._rank)
+            fresh = self.compression.init_state(part, name, self._rank)
             _share_common(fresh, kept)
             return fresh
         return kept
@@ -179,7 +179,7 @@ def _as_matrix(buffer: torch.Tensor) -> list[torch.Tensor]:
     return [square.view(side, side), *([rest] if rest.numel() else [])]
 
 
-def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Coding:
+def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Rounds:
     """*buffer*, which stands for a larger one, becomes its sum in collectives like these
     *legs*."""
     total: torch.Tensor | None = None
@@ -190,7 +190,7 @@ def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Codin
         elif leg.kind == "gather":
             answer = (yield Gather(buffer.clone())).sum(0)
         else:
-            answer = (yield Exchange(buffer.repeat(workers))).sum(0)
+            answer = (yield AllToAll(buffer.repeat(workers))).sum(0)
         total = answer if total is None else total
     if total is not None:
         buffer.copy_(total)
@@ -200,7 +200,7 @@ class _Chain:
     """One sum under way. *legs*: what its rounds are to count as on the network, where the
     gradient stands for a larger one."""
 
-    def __init__(self, rounds: Coding, comm: Comm, legs: Sequence[Leg] | None) -> None:
+    def __init__(self, rounds: Rounds, comm: Comm, legs: Sequence[Leg] | None) -> None:
         self._rounds, self._comm = rounds, comm
         self._legs = None if legs is None else iter(legs)
         self._result: torch.Tensor | None = None
@@ -208,7 +208,7 @@ class _Chain:
     def begin(self) -> Pending | None:
         return self._next(lambda: next(self._rounds))
 
-    def _next(self, go_on: Callable[[], Asked]) -> Pending | None:
+    def _next(self, go_on: Callable[[], Request]) -> Pending | None:
         try:
             with torch.no_grad():
                 message = go_on()
@@ -221,7 +221,7 @@ class _Chain:
         assert result is not None
         return self._next(lambda: self._rounds.send(result))
 
-    def _send(self, message: Asked) -> Pending:
+    def _send(self, message: Request) -> Pending:
         code = self._counting_as(message.code)
         if isinstance(message, Sum):
             self._result = code

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.no_collectives import AloneComm
-from paceline.compression import Identity
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.server_communicator import NoCollectives
 from paceline.core.sampler import Sampler
 from paceline.core.settings import Settings
 from paceline.core.step_listeners import StepListeners
@@ -31,7 +30,7 @@ class ActiveWorkers:
     """This worker's part in a mean of gradients."""
     active: bool = True
     """Whether this worker has data."""
-    participants: list[int] = field(default_factory=list)
+    participants: Sequence[int] = ()
     """Ranks that took part in the last round."""
     left_before_step: list[int] = field(default_factory=list)
     """Of the others those that have left between ``backward()`` and ``step()``."""
@@ -43,7 +42,7 @@ class ActiveWorkers:
     """Steps done since the last round."""
 
     def __post_init__(self) -> None:
-        self.participants = list(range(self.size))
+        self.participants = range(self.size)
 
     @property
     def counts(self) -> bool:
@@ -64,7 +63,7 @@ class TrainingContext:
     parameters: Sequence[tuple[str, torch.nn.Parameter]]
     method: Method
     settings: Settings
-    comm: TorchComm | AloneComm
+    comm: Communicator | NoCollectives
     sampler: Sampler | None = None
     optimizer: torch.optim.Optimizer | None = None
     number: int = 0
@@ -82,7 +81,7 @@ class TrainingContext:
     def __post_init__(self) -> None:
         size = self.comm.size
         self.workers = ActiveWorkers(size, weight=1.0 / size)
-        self.stopwatch = self.runtime.stopwatch(self.device)
+        self.stopwatch = self.runtime.clock.stopwatch(self.device)
         self.rounds: Rounds = self.method.rounds
 
     @property
@@ -99,7 +98,7 @@ class TrainingContext:
     @property
     def compressed(self) -> bool:
         """Whether gradients, or averages with a name, are compressed."""
-        return self.settings.compression != Identity()
+        return self.settings.compression.compresses
 
     @property
     def clips_own(self) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.compression import Exactly, as_by_default, make
+from paceline.compression import Compressor, GradientCompression, make
 from paceline.core.misuse import check_not_parallel
 from paceline.core.optimizer import DistributedOptimizer
 from paceline.core.sampler import Sampler
@@ -23,7 +23,7 @@ from paceline.core.settings import (
 from paceline.core.step_loggers import report_as_asked
 from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import UsageError
-from paceline.interfaces import Compressor, Method, Runtime
+from paceline.interfaces import Method, Runtime
 from paceline.interfaces.server_messages import Replies
 from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.config import (
@@ -50,7 +50,7 @@ def distribute(
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
     collective: str = "native",
-    compression: str | Compressor | Exactly | None = None,
+    compression: str | Compressor | GradientCompression | None = None,
     servers: str = "auto",
     sampler: Sampler | None = None,
     clip_norm: float | None = None,
@@ -84,8 +84,8 @@ def distribute(
         compression: How gradients are compressed where workers average them or push them to servers,
             and parameter changes where workers average models (docs/compressors.md). A name
             (``"bf16"``), a spec (``"int8:error_feedback=true"``), or a compressor object. An object
-            has the error feedback that its name has by default: ``Exactly(TopK())`` has none, and
-            ``ErrorFeedback(Int8())`` has it. The default is ``"none"``, except for methods with a
+            has the error feedback that its name has by default: ``GradientCompression(TopK())`` has
+            none, and ``GradientCompression(Int8(), error_feedback=True)`` has it. The default is ``"none"``, except for methods with a
             compression of their own. A worker alone sends nothing, and compresses nothing.
         servers: Where servers run: ``"embedded"`` (one beside rank 0), ``"per-node"``,
             ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where there are any, else
@@ -124,7 +124,7 @@ def distribute(
         buffers=buffers,
         check_finite=check_finite,
         collective=collective,
-        compression=_as_compressor(compression),
+        compression=_as_compression(compression),
         servers=servers,
         clip_norm=math.inf if clip_norm is None else clip_norm,
         replies=replies,
@@ -224,9 +224,18 @@ def _read_method(
     return parse_method(text, settings)
 
 
-def _as_compressor(compression: str | Compressor | Exactly | None) -> Compressor:
-    if compression is None:
+def _as_compression(
+    given: str | Compressor | GradientCompression | None,
+) -> GradientCompression:
+    if given is None:
         return UNSET
-    if isinstance(compression, str):
-        return make(compression)
-    return as_by_default(compression)
+    if isinstance(given, str):
+        return make(given)
+    if isinstance(given, GradientCompression):
+        return given
+    if not isinstance(given, Compressor):
+        raise UsageError(
+            "compression: expected a name, a spec, a compressor or a GradientCompression, got "
+            f"{given!r}; a compressor is made as in TopK(density=0.01)"
+        )
+    return GradientCompression.by_default(given)

@@ -31,6 +31,15 @@ def check_declared(method: Method) -> None:
         )
 
 
+def check_symmetric(method: Method) -> None:
+    """Raise `UsageError` unless *method* declares that all workers have equal parts in it."""
+    if not getattr(method, "symmetric", False):
+        raise UsageError(
+            f"representatives with method {method.name!r}: it does not declare symmetric = True, so "
+            "its workers may differ in what they send, or when; simulate all workers"
+        )
+
+
 def check_hooks(method: Method, worker: object) -> None:
     """Raise `UsageError` for a public function of *worker* that is no hook, or that has other
     arguments than the hook: it would never be called, or fail in the middle of a step."""

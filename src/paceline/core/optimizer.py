@@ -195,8 +195,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if training.remote is None or training.loads is None or training.finished:
             with self._settled():
                 return self._inner.state_dict()
-        loaded = training.loads.state
-        state_now = training.remote.state() if loaded is None else loaded
+        loaded, remote = training.loads.state, training.remote
+        state_now = remote.optimizer_state.pull() if loaded is None else loaded
         self._inner.state.update(state_now)
         state: dict[str, Any] = self._inner.state_dict()
         self._inner.state.clear()
@@ -307,7 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         job, rank = self._runtime.registry, self._runtime.rank
         steps = job.options.steps or math.inf
         remote = self._training.remote
-        was_left = remote is not None and remote.is_over
+        was_left = remote is not None and remote.synchronizer.had_finished
         if not was_left and self.first_step < steps:
             return
         self.finish()

@@ -18,7 +18,7 @@ import math
 
 import torch
 
-from paceline.collectives.no_collectives import AloneComm
+from paceline.collectives.server_communicator import NoCollectives
 from paceline.core.context import TrainingContext
 from paceline.errors import UsageError
 from paceline.interfaces import Bucket, Comm, Pending
@@ -62,6 +62,7 @@ class Participation:
             # Ranks that are out of data vote at another place in the program.
             self._ballots = comm.channel("ballots")
         self._device = control_device(context)
+        self._represented = context.runtime.weights
         self.gradient_factor = self.equal_factor = 1.0
         """What turns sums into means once participants are known: of gradients, and of what counts
         equally. Not 1 where some ranks take no part."""
@@ -136,7 +137,7 @@ class Participation:
                 raise UsageError(
                     "a mean was waited for before the last bucket of its step was gathered: "
                     "who takes part in it travels in that half. Issue the gather of the last "
-                    "bucket (Scattered.gather) before the first wait"
+                    "bucket (ReduceScatter.gather) before the first wait"
                 )
             self._ask_beside(self._comm)
         assert self._pending is not None
@@ -190,20 +191,30 @@ class Participation:
 
         if self._element is not None:
             self._element.copy_(ballot[-1:])
-        votes = ballot.tolist()
-        last = [rank for rank in range(n) if votes[rank] == _LAST]
-        trains = [rank for rank in range(n) if votes[rank] > 0]
-        workers.participants = sorted(trains + last)
-        workers.left_before_step = [
-            rank for rank in range(n) if votes[rank] == _LEFT_BEFORE_STEP
-        ]
-        workers.anyone_active = bool(trains)
-        flags = iter(votes[n:-1])
+        # By whole tensors: each of n workers reads n votes.
+        votes = ballot[:n]
+        represented = self._represented
+        if represented is not None:  # such a worker's vote came once for each
+            for rank, times in represented.items():
+                votes[rank] /= times
+        trains = votes > 0
+        weights = votes[trains].tolist()
+        workers.participants = _ranks(trains | (votes == _LAST))
+        workers.left_before_step = _ranks(votes == _LEFT_BEFORE_STEP)
+        workers.anyone_active = bool(weights)
+        flags = iter(ballot[n:-1].tolist())
         for bucket in buckets:
             bucket.used[:] = [next(flags) > 0 for _ in bucket.used]
-        whole = math.fsum(votes[rank] for rank in trains)
         count = len(workers.participants)
-        self.gradient_factor = 1 / whole if 0 < len(trains) < n else 1.0
+        if represented is not None:
+            count = sum(represented[rank] for rank in workers.participants)
+            weights = [
+                float(votes[rank]) * times
+                for rank, times in represented.items()
+                if votes[rank] > 0
+            ]
+        whole = math.fsum(weights)
+        self.gradient_factor = 1 / whole if 0 < len(weights) < n else 1.0
         self.equal_factor = n / count if 0 < count < n else 1.0
 
     def _vote(self) -> float:
@@ -338,8 +349,12 @@ def control_device(context: TrainingContext) -> torch.device:
     """Where control messages are: the host, which does not disturb a device that computes; the
     device where only NCCL was initialized."""
     comm = context.comm
-    on_host = isinstance(comm, AloneComm) or moves_host_tensors(comm.process_group)
+    on_host = isinstance(comm, NoCollectives) or moves_host_tensors(comm.process_group)
     return torch.device("cpu") if on_host else context.device
+
+
+def _ranks(chosen: torch.Tensor) -> list[int]:
+    return chosen.nonzero().view(-1).tolist()
 
 
 def _last_element(buffer: torch.Tensor) -> torch.Tensor:

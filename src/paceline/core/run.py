@@ -11,11 +11,11 @@ from paceline.core.context import TrainingContext
 from paceline.core.step import StepDriver
 from paceline.errors import UsageError
 from paceline.interfaces import Bucket, Message
-from paceline.parameter_server.client.remote_model import RemoteParameters
-from paceline.parameter_server.optim.partitioned import (
+from paceline.optim.partitioned import (
     PartitionedOptimizer,
     split_pieces,
 )
+from paceline.parameter_server.client.remote_model import RemoteModel
 
 
 class WorkerRun:
@@ -120,7 +120,7 @@ class ServedRun(WorkerRun):
         context: TrainingContext,
         averages: Averages,
         driver: StepDriver,
-        remote: RemoteParameters,
+        remote: RemoteModel,
     ) -> None:
         super().__init__(context, averages, driver)
         self.remote = remote
@@ -130,7 +130,7 @@ def make_run(
     context: TrainingContext,
     averages: Averages,
     driver: StepDriver,
-    remote: RemoteParameters | None,
+    remote: RemoteModel | None,
 ) -> WorkerRun:
     """Make the `Run` of the method's kind."""
     if remote is not None:

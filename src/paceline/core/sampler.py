@@ -84,12 +84,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
                 "waits for slow workers, equal parts cost no time)"
             )
         if shares == "speed":
-            if runtime.speeds is None:
+            if runtime.cluster is None:
                 raise UsageError(
                     'shares="speed": this runtime does not know its workers\' speeds; give '
                     "a list of numbers, one per worker"
                 )
-            shares = runtime.speeds
+            shares = runtime.cluster.speeds
         self.batch_size = batch_size
         self.rank = runtime.rank
         self._shares = _normalized(shares, workers)

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from paceline import compression, methods, spec
-from paceline.bucketing import RULES, check_rule
+from paceline.bucketing.rules import RULES, check_rule
 from paceline.collectives import registry as collectives
-from paceline.compression import COMPRESSORS, Identity
+from paceline.compression import COMPRESSORS, GradientCompression
 from paceline.errors import UsageError, unknown
-from paceline.interfaces import Compressor, Method
+from paceline.interfaces import Method
 from paceline.interfaces.server_messages import Replies
-from paceline.parameter_server.optim.clipping import check_clip_norm
+from paceline.optim.clipping import check_clip_norm
 
 ModuleBuffers = Literal["rank0", "local"]
 """Whose values the model's buffers (BatchNorm's statistics) take once a step."""
 
-UNSET = Identity()
+UNSET = GradientCompression()
 """The compression that a user gets who names none. Only this object gives way to the default
 compression of a method."""
 
@@ -42,7 +42,7 @@ class Settings:
     """The arguments of `distribute` that all methods share, and that specs can name.
 
     Attributes:
-        buckets: The rule that groups gradients into buckets: a name in `paceline.bucketing`, or
+        buckets: The rule that groups gradients into buckets: a name in `paceline.bucketing.rules`, or
             bucket lengths in tensors, such as ``"3+5+2"``.
         buffers: ``"rank0"``: once a step every rank takes rank 0's buffers, as under DDP.
             ``"local"``: each rank keeps its own.
@@ -71,7 +71,7 @@ class Settings:
     servers: str = "auto"
     clip_norm: float = math.inf
     replies: Replies = "full"
-    compression: Compressor = UNSET
+    compression: GradientCompression = UNSET
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -113,7 +113,7 @@ class Settings:
             return settings
         return replace(settings, compression=compression.make(chosen))
 
-    def as_keys(self, default: Compressor = UNSET) -> dict[str, str]:
+    def as_keys(self, default: GradientCompression = UNSET) -> dict[str, str]:
         """Return the keys of a full spec: buckets, compression, and what differs from its default.
 
         *default* is the method's default compression.
@@ -121,7 +121,7 @@ class Settings:
         keys = {"buckets": self.buckets} | self.changed_keys(default)
         return keys | compression.keys_of(self.compression)
 
-    def changed_keys(self, default: Compressor = UNSET) -> dict[str, str]:
+    def changed_keys(self, default: GradientCompression = UNSET) -> dict[str, str]:
         """Return the keys whose values differ from their defaults."""
         keys = spec.changed(self)
         keys.pop("compression", None)  # which has keys of its own
@@ -163,7 +163,7 @@ def _check_keys_apply(
 ) -> None:
     """Raise `UsageError` for a key that does not apply to the method, unless it has its default."""
     serves = method.updates_on == "server"
-    has_servers = serves or collectives.make(settings.collective).needs_servers
+    has_servers = serves or collectives.make(settings.collective).needs == "servers"
     usual = Settings()
     for key, means, why in (
         (
@@ -181,7 +181,7 @@ def _check_keys_apply(
             )
 
 
-def default_compression(method: Method) -> Compressor:
+def default_compression(method: Method) -> GradientCompression:
     """The compression of a method whose user names none."""
     own: str | None = getattr(method, "default_compression", None)
     return UNSET if own is None else compression.make(own)
@@ -207,11 +207,11 @@ def with_compression(method: Method, settings: Settings) -> Method:
 
     Raises `UsageError` where there is none.
     """
-    compressor = settings.compression
-    if compressor == Identity() or not hasattr(method, "compressed_by"):
+    chosen = settings.compression
+    if not chosen.compresses or not hasattr(method, "compressed_by"):
         return method
-    compressor.suits_differences()
-    result: Method = method.compressed_by(compressor)
+    chosen.code.check_differences()
+    result: Method = method.compressed_by(chosen.name)
     return result
 
 

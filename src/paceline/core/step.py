@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.bucketing.tuner import Planner
+from paceline.bucketing.tuner import BucketTuner
 from paceline.core.broadcast import broadcast_tensors
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import LazyParameters
+from paceline.core.load_hooks import LoadTracker
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SentGradientCheck
 from paceline.core.module_buffers import BufferSync
@@ -23,9 +24,8 @@ from paceline.core.participation import (
     Participation,
 )
 from paceline.core.reducer import Reducer
-from paceline.core.server_loads import ServerLoads
 from paceline.interfaces import Bucket, Message
-from paceline.parameter_server.optim.clipping import clip
+from paceline.optim.clipping import clip_
 
 
 class StepDriver:
@@ -36,7 +36,7 @@ class StepDriver:
     """
 
     hooks: MethodHooks
-    loads: ServerLoads | None = None
+    loads: LoadTracker | None = None
     lazy: LazyParameters | None = None
     before_place: Callable[[int], None] | None = None
     """Called with the next `place` before anything is sent that leads there."""
@@ -45,7 +45,7 @@ class StepDriver:
         self,
         context: TrainingContext,
         reducer: Reducer,
-        planner: Planner,
+        tuner: BucketTuner,
         participation: Participation,
         groups: GroupParticipation,
         buffers: BufferSync,
@@ -53,7 +53,7 @@ class StepDriver:
         self._context, self._workers = context, context.workers
         self._rounds, self._listeners = context.rounds, context.listeners
         self._waits_in_forward = context.waits_in_forward
-        self.reducer, self.planner, self.buffers = reducer, planner, buffers
+        self.reducer, self.tuner, self.buffers = reducer, tuner, buffers
         self._participation, self._groups = participation, groups
         self._delayed: DelayedParticipation | None = None
         if context.rounds.agree_every is not None:
@@ -129,7 +129,7 @@ class StepDriver:
         if context.clips_own:
             # Buckets hold shares of the mean, and the gradient itself is to be clipped.
             limit = context.settings.clip_norm * reducer.share
-            clip([bucket.buffer for bucket in context.buckets], limit)
+            clip_([bucket.buffer for bucket in context.buckets], limit)
         self._deliver_complete()
         reducer.in_backward = False
         self._meet_after_backward(all_used)
@@ -162,28 +162,28 @@ class StepDriver:
     def _is_under_way(self) -> bool:
         """Whether the method has not waited for this step's means."""
         is_late = self._waits_in_forward and self._workers.active
-        return is_late and self.planner.sending is not None
+        return is_late and self.tuner.plan.messages is not None
 
     def _plan_anew(self) -> None:
-        """A backward pass is over, on all ranks: the planner may have changed its mind."""
-        if self.planner.backward_ended():
+        """A backward pass is over, on all ranks: the tuner may have changed the plan."""
+        if self.tuner.backward_ended():
             if self._waits_in_forward:
                 self._participation.resolve()  # it knows the buckets of before
-            self.reducer.make_buckets(self.planner.groups)
+            self.reducer.make_buckets(self.tuner.plan.buckets)
             self.hooks.call("buckets_rebuilt")
         self._listeners.pass_ended()
 
     def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
         """Scale mean gradients in place, where these are clipped."""
         if self._context.method.clips == "mean":
-            clip(gradients, self._context.settings.clip_norm)
+            clip_(gradients, self._context.settings.clip_norm)
 
     def messages(self, whole_buckets: bool) -> Sequence[Message] | None:
         """In which messages the gradients of this step travel past backward: `Run.messages`."""
-        sending = self.planner.sending
-        if sending is not None and whole_buckets:
-            return [Message(n) for n in dict.fromkeys(m.bucket for m in sending)]
-        return sending
+        messages = self.tuner.plan.messages
+        if messages is not None and whole_buckets:
+            return [Message(n) for n in dict.fromkeys(m.bucket for m in messages)]
+        return messages
 
     # ---- after the update ----
 
@@ -205,7 +205,7 @@ class StepDriver:
     @property
     def adds_to_what_is_under_way(self) -> bool:
         """Whether a gradient that comes now was added to one that is on its way."""
-        is_late = self._waits_in_forward and self.planner.sending is not None
+        is_late = self._waits_in_forward and self.tuner.plan.messages is not None
         return is_late and self.lazy is not None and not self.lazy.used_since_backward
 
     @property
@@ -248,8 +248,8 @@ class StepDriver:
             self.hooks.call("after_update")
         if self.lazy is not None and self._workers.active:
             # Watching costs a step some microseconds a tensor.
-            waited = self._waits_in_forward and self.planner.sending is None
-            self.lazy.reset(not waited or self.planner.listening)
+            waited = self._waits_in_forward and self.tuner.plan.messages is None
+            self.lazy.reset(not waited or self.tuner.timer.listening)
         context.step += 1
 
     def _hold_round(self) -> None:

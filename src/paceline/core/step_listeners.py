@@ -1,4 +1,4 @@
-"""Tells listeners of a training's events: compute times, the bucket planner, profilers, checks."""
+"""Tells listeners of a training's events: compute times, the bucket tuner, profilers, checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 EVENTS = (
     *("step_begins", "forward", "used", "usable"),
     *("gradient", "gradient_ready", "gradient_taken"),
-    *("codes_with", "coded"),
+    *("uses_compressor", "coded"),
     *("bucket_leaves", "means_are_there", "step_is_called"),
     *("update_begins", "step_ended"),
 )
@@ -25,7 +25,7 @@ class StepListeners:
     - ``gradient(index)``: autograd has made a gradient; our own work begins.
     - ``gradient_ready(index)``: the same, where it is to be sent.
     - ``gradient_taken()``: our own work is done; backward goes on.
-    - ``codes_with(compressor)``: from now on it may compress what has the model's tensors.
+    - ``uses_compressor(compressor)``: from now on it may compress what has the model's tensors.
     - ``coded(compressor, workers, size, stage)``: it has compressed or decompressed so many
       bytes of these.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
@@ -68,7 +68,7 @@ class StepListeners:
     gradient: _Event
     gradient_ready: _Event
     gradient_taken: _Event
-    codes_with: _Event
+    uses_compressor: _Event
     coded: _Event
     bucket_leaves: _Event
     means_are_there: _Event

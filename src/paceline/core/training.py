@@ -9,7 +9,7 @@ delivered too; then the method has its *backward ended*, in which bsp waits. So
 ``.grad`` holds the mean when ``backward()`` returns, and users clip and scale it as they
 always did.
 
-The planner decides which gradients share a bucket; after a backward pass it may have
+The bucket tuner decides which gradients share a bucket; after a backward pass it may have
 changed its mind, and buckets are made anew.
 """
 
@@ -22,40 +22,36 @@ from typing import Any
 
 import torch
 
-from paceline.bucketing import MEASURED
-from paceline.bucketing.tuner import GoesPast, Planner
+from paceline.bucketing.rules import MEASURED
+from paceline.bucketing.tuner import BucketTuner, Gradients, Mode
 from paceline.core.averages import Averages
 from paceline.core.backward_passes import BackwardPasses
 from paceline.core.compressed_average import CompressedAverage
 from paceline.core.context import TrainingContext
 from paceline.core.lazy_parameters import LazyParameters
+from paceline.core.load_hooks import LoadTracker
 from paceline.core.method_hooks import MethodHooks
 from paceline.core.misuse import SameDataCheck
 from paceline.core.module_buffers import BufferSync
 from paceline.core.participation import GroupParticipation, Participation
 from paceline.core.reducer import Reducer
 from paceline.core.run import UpdatingWorkerRun, make_run
-from paceline.core.server_loads import ServerLoads
 from paceline.core.step import StepDriver
 from paceline.errors import UsageError
-from paceline.interfaces import State
-from paceline.interfaces.buckets import Bucket, kind_of, wire_bytes
-from paceline.parameter_server.client.compression import Charge, Encoding
-from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.interfaces.buckets import kind_of, wire_bytes
+from paceline.parameter_server.client.compression import ClientCompression
+from paceline.parameter_server.client.remote_model import RemoteModel, ServedModel
 from paceline.torch_internals import Uncopied
-
-MakeRemote = Callable[[list[Bucket], Callable[[], float], Charge], RemoteParameters]
-"""From buckets, this worker's weight as of now, and what is told of compression."""
 
 
 class Training:
     """One worker's training of a model by one method, from `distribute` to `finish`.
 
-    *make_remote* finds the parameters on their servers, where these update.
+    *served*: the model as servers are to hold it, where these update.
     """
 
     def __init__(
-        self, context: TrainingContext, make_remote: MakeRemote | None = None
+        self, context: TrainingContext, served: ServedModel | None = None
     ) -> None:
         self.finished = False
         self.leads = False
@@ -73,7 +69,7 @@ class Training:
         recorder.set_period(context.rounds.every)
         recorder.learning = _learning_steps(context)
 
-        on_servers = make_remote is not None
+        on_servers = served is not None
         own = on_servers or getattr(context.method, "averages_buffers", False)
         buffers = () if own else tuple(context.model.buffers())
         self._buffers = BufferSync(context.comm, buffers, context.settings.buffers)
@@ -83,25 +79,28 @@ class Training:
         if context.compressed and not on_servers:
             self._compression = CompressedAverage(context)
         averages = Averages(context, participation, groups, self._compression)
-        self.planner = _make_planner(context, averages)
+        self.tuner = _make_tuner(context, averages)
         """Decides which gradients share a bucket."""
         self._reducer = Reducer(context)
         self._driver = driver = StepDriver(
-            context, self._reducer, self.planner, participation, groups, self._buffers
+            context, self._reducer, self.tuner, participation, groups, self._buffers
         )
-        self._reducer.make_buckets(self.planner.groups)
-        self.remote: RemoteParameters | None = None
+        self._reducer.make_buckets(self.tuner.plan.buckets)
+        self.remote: RemoteModel | None = None
         """The parameters on their servers, where servers update..."""
-        if make_remote is not None:
-            self.remote = make_remote(
-                context.buckets, lambda: context.workers.weight, context.listeners.coded
+        if served is not None:
+            self.remote = RemoteModel(
+                served,
+                context.buckets,
+                context.settings.compression,
+                context.listeners,
             )
         self.run = make_run(context, averages, driver, self.remote)
         self.hooks = driver.hooks = MethodHooks(context, self.run)
-        self.loads: ServerLoads | None = None
+        self.loads: LoadTracker | None = None
         """...and what the script loads then."""
         if self.remote is not None:
-            self.loads = driver.loads = ServerLoads(context, self.remote, self.hooks)
+            self.loads = driver.loads = LoadTracker(context, self.remote, self.hooks)
         try:
             self.hooks.begin()
         except BaseException:
@@ -120,14 +119,14 @@ class Training:
         samples = None if context.sampler is None else context.sampler.mean_samples
         model, parameters = context.model, context.parameters
         listeners.add(context.runtime.compute(model, parameters, samples))
-        listeners.add(self.planner)
+        listeners.add(self.tuner.timer)
         listeners.add(SameDataCheck(context, self._reducer))
         for watcher in context.runtime.registry.watchers:
             for listener in watcher(model, parameters):
                 listeners.add(listener)
         averages = self._compression is not None and context.comm.size > 1
-        if averages or isinstance(self.compression, Encoding):
-            listeners.codes_with(context.settings.compression)
+        if averages or isinstance(self.compression, ClientCompression):
+            listeners.uses_compressor(context.settings.compression)
 
     def _watch_model(self) -> list[Any]:
         """Hooks beside those of passes; returns their handles."""
@@ -159,15 +158,15 @@ class Training:
         return self._workers.step_pending
 
     @property
-    def compression(self) -> CompressedAverage | Encoding | None:
+    def compression(self) -> CompressedAverage | ClientCompression | None:
         """Compresses what this worker sends, and keeps the compressor's states."""
-        encoding = None if self.remote is None else self.remote.encoding
-        return encoding or self._compression
+        remote = self.remote
+        return self._compression if remote is None else remote.compression
 
     @property
     def first_step(self) -> int:
         """How many steps the job had done when this worker joined it."""
-        return 0 if self.remote is None else self.remote.first_step
+        return 0 if self.remote is None else self.remote.synchronizer.first_step
 
     @property
     def broken_by(self) -> str:
@@ -339,7 +338,7 @@ class Training:
         if remote is not None:
             found["staleness"] = remote.staleness
         states = {} if compression is None else compression.states
-        residuals = [one for state in states.values() for one in _residuals(state)]
+        residuals = [s["residual"] for s in states.values() if "residual" in s]
         if residuals:
             # Of complex residuals the imaginary parts count, too.
             reals = [torch.view_as_real(r) if r.is_complex() else r for r in residuals]
@@ -381,7 +380,7 @@ class Training:
             return True
         if not self._workers.active or self.loads.is_late_joiner:
             return False
-        self.leads = self.remote.meet()
+        self.leads = self.remote.barrier()
         return True
 
     def _before_place(self, place: int) -> None:
@@ -434,11 +433,13 @@ class Training:
         unused = self._compression
         if unused is not None and not unused.was_used and self.comm.size > 1:
             self.context.report(
-                f"compression={unused.compressor.name} was never used: method "
+                f"compression={unused.compression.name} was never used: method "
                 f"{self._method.name!r} sends no gradients, and no averages with a name"
             )
         if self.remote is not None:
-            self.remote.keep_state()
+            # Training is over: the optimizer takes over its state from the servers.
+            remote = self.remote
+            remote.partition.optimizer.state.update(remote.optimizer_state.pull())
         if isinstance(self.run, UpdatingWorkerRun) and self.run.updater is not None:
             self.run.updater.close()
         self.comm.leave()
@@ -459,28 +460,29 @@ class Training:
                 parameter.copy_(value)
 
 
-def _make_planner(context: TrainingContext, averages: Averages) -> Planner:
+def _make_tuner(context: TrainingContext, averages: Averages) -> BucketTuner:
     in_halves = getattr(context.method, "sends_halves", False)
-    goes_past: GoesPast = "no"
-    # Whoever looks at all means where backward ends waits for them there.
+    mode: Mode = "barrier"
+    # A script that looks at all means where backward ends waits for them there.
     if context.waits_in_forward and not context.settings.use_gradients:
-        goes_past = "halves" if in_halves else "whole"
+        mode = "halves" if in_halves else "whole"
     parameters = [parameter for _, parameter in context.parameters]
     compression = context.settings.compression
-    return Planner(
-        context.comm,
-        context.settings.buckets,
+    gradients = Gradients(
         [wire_bytes(parameter) for parameter in parameters],
         [kind_of(parameter) for parameter in parameters],
         context.device,
-        context.stopwatch,
-        context.runtime.blank,
-        context.runtime.recorder.planned,
-        context.report,
+    )
+    return BucketTuner(
+        context.comm,
+        gradients,
+        context.settings.buckets,
+        context.runtime,
         partial(averages.benchmark, in_halves=in_halves),
-        lock_step=context.rounds.is_every_step,
-        goes_past=goes_past,
-        starts_after=compression.first_steps if context.compressed else 0,
+        context.report,
+        mode=mode,
+        every_step=context.rounds.is_every_step,
+        warmup=compression.warmup_steps if context.compressed else 0,
     )
 
 
@@ -489,14 +491,5 @@ def _learning_steps(context: TrainingContext) -> int:
     until compressed gradients are sent."""
     settings = context.settings
     steps: int = getattr(context.method, "learns_for", 0)
-    early = settings.compression.first_steps
+    early = settings.compression.warmup_steps
     return steps if settings.buckets in MEASURED else steps + early
-
-
-def _residuals(state: State) -> Iterator[torch.Tensor]:
-    """Those that it holds, or one inside it: wrappers keep the states of what they wrap."""
-    for name, value in state.items():
-        if name == "residual":
-            yield value
-        elif isinstance(value, dict):
-            yield from _residuals(value)

@@ -16,7 +16,6 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from functools import partial
 from typing import cast
 
 import msgspec
@@ -24,13 +23,13 @@ import torch
 
 from paceline import methods, spec
 from paceline.collectives import registry as collectives
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.no_collectives import AloneComm
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.reduce_scatter import check_halves
-from paceline.compression import Identity, warm_up_of
+from paceline.collectives.server_communicator import NoCollectives
+from paceline.compression import warm_up_message
 from paceline.core.broadcast import broadcast_tensors
 from paceline.core.context import TrainingContext
-from paceline.core.method_hooks import check_declared
+from paceline.core.method_hooks import check_declared, check_symmetric
 from paceline.core.optimizer import ActiveTraining, DistributedOptimizer
 from paceline.core.sampler import Sampler
 from paceline.core.settings import (
@@ -39,10 +38,10 @@ from paceline.core.settings import (
     short_spec,
     with_compression,
 )
-from paceline.core.training import MakeRemote, Training
+from paceline.core.training import Training
 from paceline.errors import ModelMismatchError, UsageError
 from paceline.interfaces import (
-    Collective,
+    AllReduceAlgorithm,
     Comm,
     Endpoint,
     Method,
@@ -53,9 +52,9 @@ from paceline.interfaces import (
 from paceline.interfaces.buckets import strides_in_bucket, wire_bytes, wire_shape
 from paceline.interfaces.server_messages import Join
 from paceline.interfaces.trainings import TrainingRegistry
-from paceline.parameter_server.client.remote_model import RemoteParameters
-from paceline.parameter_server.optim.pieces import check_servers_can_hold
-from paceline.parameter_server.state_machine.compression_checks import (
+from paceline.optim.partitioned import check_servers_can_hold
+from paceline.parameter_server.client.remote_model import ServedModel
+from paceline.parameter_server.state_machine.compression import (
     check_answers,
     check_pushed,
     spec_of_code,
@@ -93,7 +92,7 @@ class TrainingPlan:
 
     method: Method
     settings: Settings
-    collective: Collective
+    collective: AllReduceAlgorithm
     spec: str
     short_spec: str
 
@@ -151,12 +150,14 @@ def resolve(inputs: TrainingInputs, method: Method, settings: Settings) -> Train
     runtime, optimizer = inputs.runtime, inputs.optimizer
     named, asked = method, settings.compression
     if inputs.sampler is not None:
-        settings = replace(settings, compression=asked.in_epochs(len(inputs.sampler)))
+        settings = replace(settings, compression=asked.with_epoch(len(inputs.sampler)))
     if runtime.cluster is not None:
         named = methods.grouped(named, runtime.cluster.groups)
     chosen = with_compression(named, settings)
     check_declared(chosen)
-    for one in (chosen, settings.compression):
+    if runtime.weights is not None:
+        check_symmetric(chosen)
+    for one in (chosen, settings.compression.code):
         if is_dataclass(one):
             spec.check_values(one.name, one)
     settings = _without_averages(runtime, chosen, settings)
@@ -195,34 +196,37 @@ def start(
     comm = _comm(runtime, method, inputs.number)
     options = f"{plan.spec} with {type(optimizer).__name__}"
     description = describe(model, options)
-    if isinstance(comm, TorchComm):
+    if isinstance(comm, Communicator):
         check_ranks_agree(comm, description, device)
         _let_go_of_earlier(comm, runtime.registry, device)
-    if anew and isinstance(comm, TorchComm) and comm.size > 1:
+    if anew and isinstance(comm, Communicator) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
+        if getattr(method, "symmetric", False):
+            # All ranks leave it together: their places in the broadcast's tree skew no step.
+            comm.all_reduce(torch.zeros(1, device=device), "max").wait()
     endpoints, job = _servers(runtime, method, settings, collective)
-    remote: MakeRemote | None = None
+    _check_one_server_clips(job, endpoints)
+    served: ServedModel | None = None
     if method.updates_on == "server":
         kept = settings.buffers == "local"
         total = sum(wire_bytes(parameter) for _, parameter in parameters)
-        remote = partial(
-            RemoteParameters,
+        served = ServedModel(
             runtime.rank,
             optimizer,
             endpoints,
             job,
             options,
             description.tensors,
-            [*_frozen(model), *model.buffers()],
-            () if kept else tuple(model.buffers()),
-            runtime.alone,
+            untrained=[*_frozen(model), *model.buffers()],
+            mixed=() if kept else tuple(model.buffers()),
+            loads_untrained=runtime.server_only,
             most_bytes=cast(UpdatesOnServer, method).piece_bytes(total),
         )
-    elif isinstance(comm, TorchComm):
-        comm = collectives.over(collective, runtime, comm, endpoints, device)
+    elif isinstance(comm, Communicator):
+        comm = collectives.attach(collective, runtime, comm, endpoints, device)
         join = Join(options=options)
-        for reception in [endpoint.request(join) for endpoint in endpoints]:
-            reception.wait()
+        for pending_reply in [endpoint.request(join) for endpoint in endpoints]:
+            pending_reply.wait()
     context = TrainingContext(
         runtime,
         model,
@@ -234,21 +238,21 @@ def start(
         optimizer,
         inputs.number,
     )
-    training = Training(context, remote)
+    training = Training(context, served)
     _report_warm_up(context)
     return ConnectedTraining(training, endpoints, comm.close)
 
 
 def _report_warm_up(context: TrainingContext) -> None:
     """Report the first steps, in which compressors send more than later."""
-    size, compressor = context.runtime.size, context.settings.compression
+    size, compression = context.runtime.size, context.settings.compression
     if size == 1:
         return
     shapes = [wire_shape(parameter) for _, parameter in context.parameters]
-    sentence = warm_up_of(compressor, shapes, torch.float32, size)
+    sentence = warm_up_message(compression, shapes, torch.float32, size)
     if not sentence:
         return
-    if compressor != compressor.in_epochs(1):
+    if compression != compression.with_epoch(1):
         sentence += (
             "; distribute was given no sampler, so how many steps an epoch has is a guess: "
             "say it as compression.epoch_steps"
@@ -272,19 +276,19 @@ def _without_averages(runtime: Runtime, method: Method, settings: Settings) -> S
 def _check_compression(
     method: Method,
     settings: Settings,
-    collective: Collective,
+    collective: AllReduceAlgorithm,
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """Raise `UsageError` where nobody forms a mean of codes."""
-    compressor = settings.compression
-    check_answers(method, compressor, settings.replies)
-    if compressor == Identity():
+    compression, compressor = settings.compression, settings.compression.code
+    check_answers(method, compression, settings.replies)
+    if not compression.compresses:
         return
-    compressor.suits(optimizer)
+    compressor.check_optimizer(optimizer)
     if method.updates_on == "server":
-        check_pushed(method, compressor, settings.replies)
+        check_pushed(method, compression, settings.replies)
         return
-    if collective.needs_servers and not compressor.linear:
+    if collective.needs == "servers" and not compressor.linear:
         raise UsageError(
             f"compression {compressor.name!r} with collective={collective.name!r}: its codes "
             "are gathered, and a server only adds; use collective='native', or a linear "
@@ -301,12 +305,14 @@ def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
     return [p for p in model.parameters() if not p.requires_grad and p.numel()]
 
 
-def _comm(runtime: Runtime, method: Method, number: int) -> TorchComm | AloneComm:
+def _comm(
+    runtime: Runtime, method: Method, number: int
+) -> Communicator | NoCollectives:
     """How the workers of training *number* meet."""
-    if runtime.alone:
+    if runtime.server_only:
         methods.check_survives(method)
-        return AloneComm(runtime)
-    comm = TorchComm(runtime, runtime.registry.next_name())
+        return NoCollectives(runtime)
+    comm = Communicator(runtime, runtime.registry.next_name())
     if comm.size > 1 and runtime.registry.beside(number):
         # Two models may be in the middle of their steps at once: each has a queue.
         comm = comm.channel("gradients")
@@ -314,7 +320,7 @@ def _comm(runtime: Runtime, method: Method, number: int) -> TorchComm | AloneCom
 
 
 def _let_go_of_earlier(
-    comm: TorchComm, job: TrainingRegistry, device: torch.device
+    comm: Communicator, job: TrainingRegistry, device: torch.device
 ) -> None:
     """Close the groups and threads of trainings that all workers have done with. Collective."""
     if job.holding:
@@ -324,7 +330,7 @@ def _let_go_of_earlier(
 
 
 def _servers(
-    runtime: Runtime, method: Method, settings: Settings, collective: Collective
+    runtime: Runtime, method: Method, settings: Settings, collective: AllReduceAlgorithm
 ) -> tuple[Sequence[Endpoint], ServerJob]:
     """This training's servers, if it has any. Collective."""
     holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
@@ -334,7 +340,7 @@ def _servers(
         groups = holds.groups(runtime.size)
     # One worker alone is not compressed, as where workers form means.
     pushed = holds is not None and runtime.size > 1
-    compressed = pushed and settings.compression != Identity()
+    compressed = pushed and settings.compression.compresses
     job = ServerJob(
         method=holds,
         spec=str(spec.spec_of(method.name, method)) if holds is not None else "",
@@ -344,9 +350,24 @@ def _servers(
         replies=settings.replies if compressed else "full",
         groups=groups,
     )
-    if holds is None and not collective.needs_servers:
+    if holds is None and collective.needs != "servers":
         return (), job
     return runtime.services(job.services), job
+
+
+def _check_one_server_clips(job: ServerJob, endpoints: Sequence[Endpoint]) -> None:
+    """Raise `UsageError` where several servers would have to clip the mean: each knows the
+    norm of its own part only. Every worker sees as many servers, so all raise."""
+    if job.method is None or job.clip_norm == math.inf or len(endpoints) < 2:
+        return
+    for endpoint in endpoints:
+        endpoint.close()
+    raise UsageError(
+        f"clip_norm={job.clip_norm:g} under {job.method.name} with {len(endpoints)} "
+        "servers: servers clip the mean gradient, and each knows the norm of its own part "
+        "only. Take one server (servers='embedded', or one address), or use bsp, which "
+        "clips the mean on every worker"
+    )
 
 
 def _check_servers_update_all(
@@ -408,8 +429,8 @@ def describe(model: torch.nn.Module, options: str) -> ModelDescription:
 def check_ranks_agree(comm: Comm, mine: ModelDescription, device: torch.device) -> None:
     """Raise `ModelMismatchError` on every rank if any rank's description differs.
 
-    Names the first difference and a rank that has it. Costs one small all-gather where
-    all are equal. Collective.
+    Names the first difference and a rank that has it. Costs one all-reduce of 64 bytes where
+    all are equal: a rank of many holds nothing per rank.
     """
     encoded = msgspec.json.encode(mine)
     digest = hashlib.sha256(encoded).digest()
@@ -417,12 +438,17 @@ def check_ranks_agree(comm: Comm, mine: ModelDescription, device: torch.device) 
     words = [len(encoded)] + [
         int.from_bytes(digest[i : i + 7], "big") for i in range(0, 21, 7)
     ]
+    # The largest and the smallest of each: all are equal where these two are.
+    bounds = torch.tensor(
+        [*words, *(-word for word in words)], dtype=torch.int64, device=device
+    )
+    comm.all_reduce(bounds, "max").wait()
+    if bool((bounds[:4] == -bounds[4:]).all()):
+        return
+
     own = torch.tensor(words, dtype=torch.int64, device=device)
     everyone = torch.empty(4 * comm.size, dtype=torch.int64, device=device)
     comm.all_gather(everyone, own).wait()
-    if bool((everyone.view(comm.size, 4) == everyone[:4]).all()):
-        return
-
     longest = int(everyone[::4].max())
     text = torch.zeros(longest, dtype=torch.uint8, device=device)
     text[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)

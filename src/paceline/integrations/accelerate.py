@@ -122,7 +122,7 @@ def check_same_workers(accelerator: Accelerator) -> None:
 def give_threads_their_state() -> None:
     """In virtual time workers are threads: each has a state of its own, as on TPUs."""
     runtime = current_runtime()
-    if runtime is None or runtime.name != "simulated":
+    if runtime is None or not runtime.clock.is_virtual:
         return
     if PartialState._shared_state:
         raise UsageError(

@@ -92,13 +92,14 @@ class PacelineEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         place = launchers.find(os.environ)
-        return self.global_rank() if place is None else place.node
+        # If the node is unknown, rank 0 alone counts as being on node 0.
+        return self.global_rank() if place is None or place.node is None else place.node
 
 
 def is_simulated() -> bool:
     """Whether this worker is a thread in virtual time."""
     runtime = current_runtime()
-    return runtime is not None and runtime.name == "simulated"
+    return runtime is not None and runtime.clock.is_virtual
 
 
 def take_lightning_settings(settings: dict[str, Any]) -> dict[str, Any]:

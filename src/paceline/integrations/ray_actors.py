@@ -33,11 +33,12 @@ import msgspec
 import ray
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.parameter_server.process.control import IsDone
+from paceline.parameter_server.process.control import WorkerFinished
+from paceline.parameter_server.process.logs import log_to_stderr
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.run_options import seconds_from
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.real.exit import end_at_once
+from paceline.runtimes.real.exit import exit_now
 from paceline.runtimes.real.external_worker import environment_of
 from paceline.runtimes.real.runtime import RealRuntime
 from paceline.runtimes.real.server_process import (
@@ -47,6 +48,7 @@ from paceline.runtimes.real.server_process import (
 from paceline.runtimes.real.supervised_servers import SILENT_VARIABLE
 from paceline.runtimes.real.supervised_worker import MOST_IN_VAIN, MOST_RESTARTS
 from paceline.timeouts import timeouts
+from paceline.transport.listener import ServerListener
 from paceline.transport.protocol import HAS_BEEN_HERE
 from paceline.transport.security import SECRET, TOKEN, TRUSTED
 
@@ -67,6 +69,7 @@ class Server:
         snapshot_seconds: float,
     ) -> None:
         os.environ.update({**SERVER_ENVIRONMENT, **environment})
+        log_to_stderr()
         self._workers = workers
         self._coordinator = find(job, Coordinator)
         self._path = None if snapshot is None else Path(snapshot)
@@ -102,7 +105,9 @@ class Server:
         A server that was started again when that worker had said goodbye, but had not
         returned, would wait for ever."""
         if self._thread is not None:
-            os.write(self._stop, msgspec.json.encode(IsDone(worker=rank)) + b"\n")
+            os.write(
+                self._stop, msgspec.json.encode(WorkerFinished(worker=rank)) + b"\n"
+            )
 
     def end(self) -> None:
         """All workers are done: nothing is left."""
@@ -117,20 +122,19 @@ class Server:
 
         torch.set_num_threads(1)
         host = ray.util.get_node_ip_address()
+        listener = ServerListener(
+            host, workers=self._workers, token=os.environ[TOKEN], numbers=True
+        )
         job = SurvivingJob(
-            self._workers,
-            host,
-            0,
-            os.environ[TOKEN],
+            listener,
             snapshot=self._path,
             snapshot_seconds=self._seconds,
             evict_silent=seconds_from(
                 os.environ, SILENT_VARIABLE, timeouts.worker_silent
             ),
             without=done,
-            evicted=lambda rank, life: self._coordinator.evicted.remote(rank, life),
         )
-        self._address = f"{host}:{job.port}"
+        self._address = f"{host}:{listener.port}"
         reading, self._stop = os.pipe()
         self._thread = threading.Thread(
             target=self._run, args=(job, reading), name="paceline server", daemon=True
@@ -140,10 +144,11 @@ class Server:
 
     def _run(self, job: SurvivingJob, stop: int) -> None:
         try:
-            job.run(stop)
+            for silent in job.run(stop):
+                self._coordinator.evicted.remote(silent.worker, silent.incarnation)
             # Whether they have ended well is for the coordinator, which knows what each loop gave.
-            self._over = job.shell.all_have_departed
-            job.close()
+            self._over = job.attendance.all_have_departed
+            job.host.close()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
@@ -193,7 +198,7 @@ class Worker:
             print(
                 f"paceline: worker {self._rank}: {error}", file=sys.stderr, flush=True
             )
-            end_at_once(1)  # a process trains once: Ray starts the next
+            exit_now(1)  # a process trains once: Ray starts the next
         ray.get(self._coordinator.done.remote(self._rank, result))
 
     def _result_of(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

@@ -1,13 +1,13 @@
-"""Every seam of paceline: what methods, compressors, collectives, servers and runtimes see of each other.
+"""Every seam of paceline: what methods, collectives, servers and runtimes see of each other.
 
 Import names from here: ``from paceline.interfaces import Run``. Each module's ``__all__`` lists them.
 
 - `method`: `Method`, its `Rounds`, its `Consistency`, and the `WorkerState` that a checkpoint keeps per worker.
 - `run`: one worker's training as its method sees it: `Run`, `UpdatingRun`, `ServerRun`, `Remote`, `PartialOptimizer`.
 - `buckets`: `Bucket`, the piece in which a gradient travels; what tensors are on the network.
-- `communication`: `Comm`, `Collective`, `Schedule`, and an `Endpoint` of a server.
-- `compression`: `Compressor`.
-- `server`: `Server` as a state machine; `Discipline`, what it does with gradients; `Groups` of servers.
+- `communication`: `Comm`, `AllReduceAlgorithm`, and an `Endpoint` of a server.
+- `schedules`: collectives as data: `Schedule`, its `Activity`s, the `Placement` of ranks.
+- `server`: `Service`, a state machine that workers ask; `Discipline`, what it does with gradients; `Groups` of servers.
 - `server_messages`: what workers and servers say to each other; not exported here.
 - `runtime`: `Runtime`, where a worker lives; the services it starts; `current_runtime`.
 - `trainings`: `TrainingRegistry`, the trainings of one worker's script; not exported here.
@@ -22,8 +22,8 @@ undefined and the communicator must not be used again.
 
 from paceline.interfaces.buckets import Bucket as Bucket
 from paceline.interfaces.communication import *
-from paceline.interfaces.compression import *
 from paceline.interfaces.method import *
 from paceline.interfaces.run import *
 from paceline.interfaces.runtime import *
+from paceline.interfaces.schedules import *
 from paceline.interfaces.server import *

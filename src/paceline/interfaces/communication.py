@@ -1,54 +1,41 @@
-"""How workers communicate: a group of workers, the ends of servers, collectives as data.
+"""How workers communicate: a group of workers, how it forms averages, the ends of servers.
 
 `paceline.collectives` implements `Comm`, for methods and the bucket tuner. A runtime brings an
 `Endpoint` for each server, which a training's `Remote` and averages over servers use, and a
 `Runner` for the work that follows an operation.
 
-A `Schedule` is a collective as data: who sends which part of a buffer to whom, and after what.
-One list of transfers serves four readers. `collectives.execute` *performs* it on real tensors
-over sends and receives. The simulated runtime *plays* it message by message, or *prices* it as
-one activity. The planner prices it without a runtime. Ranks here are positions in the group, 0
-to n - 1. Sizes and offsets are in one unit: elements of the buffer to perform a schedule, bytes
-to price it.
-
-A transfer may start when every transfer of an earlier step into its source has arrived:
-that is all the order there is. A step sends what the buffer held before that step. Messages
-between the same two ranks never overtake each other.
-
-Beside its n ranks a schedule may have other nodes: aggregators at racks' switches, as n,
-n + 1, ... (see `switches_of`), and after them servers on hosts of their own (`servers_of`). These
-are always present, and hold zeros at first; such schedules are performed in virtual time only.
+An `AllReduceAlgorithm` says by which `Schedule` an average is formed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from paceline.interfaces.server_messages import Reply, Request
+from paceline.interfaces.schedules import Placement, Schedule
+from paceline.interfaces.server_messages import ReplyMessage, Request
 
 __all__ = [
+    "AllReduceAlgorithm",
     "Awaited",
-    "Collective",
     "CollectiveSummary",
     "Comm",
     "Endpoint",
+    "Needs",
     "Pending",
-    "Priced",
-    "Reception",
+    "PendingReply",
     "ReduceOperation",
+    "ReduceScatter",
     "Runner",
-    "Scattered",
-    "Schedule",
     "Signal",
-    "Transfer",
-    "servers_of",
-    "switches_of",
 ]
 
 ReduceOperation = Literal["mean", "sum", "max"]
+
+Needs = Literal["nothing", "servers", "aggregators"]
+"""What an all-reduce needs beside the workers."""
 
 
 class Pending(Protocol):
@@ -111,7 +98,7 @@ class Pending(Protocol):
         ...
 
 
-class Scattered(Protocol):
+class ReduceScatter(Protocol):
     """Handle of a reduce-scatter under way.
 
     Each part of the result will be at one rank, until `gather` brings all parts to all.
@@ -279,13 +266,8 @@ class Comm(Protocol):
         ...
 
     @property
-    def racks(self) -> Sequence[int] | None:
-        """Rack of each rank, where it is known; the same on all ranks."""
-        ...
-
-    @property
-    def aggregating(self) -> Set[int]:
-        """Racks whose switch has an aggregator beside it."""
+    def placement(self) -> Placement:
+        """Where the ranks are, as far as it is known; the same on all ranks."""
         ...
 
     def channel(self, name: str) -> Comm:
@@ -319,7 +301,7 @@ class Comm(Protocol):
         """
         ...
 
-    def lanes(self, device: torch.device) -> int:
+    def max_in_flight(self, device: torch.device) -> int:
         """Return how many collectives on tensors of *device* are under way at a time.
 
         Args:
@@ -339,30 +321,29 @@ class CollectiveSummary(NamedTuple):
     good_for: str
 
 
-class Collective(Protocol):
+class AllReduceAlgorithm(Protocol):
     """How an average is formed: a row of the registry in `paceline.collectives`.
 
-    See docs/methods-howto.md for how to write one.
+    ``needs`` says what it needs beside the workers. See docs/methods-howto.md for how to write one.
     """
 
     name: ClassVar[str]
     summary: ClassVar[CollectiveSummary]
-    needs_servers: ClassVar[bool]
+    needs: ClassVar[Needs]
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
+    def schedule(self, size: int, at: Placement) -> Schedule:
         """Say who sends what to whom.
 
         Args:
             size: What is to be added up, in units: elements, or bytes.
-            comm: The group of workers.
-            racks: Rack of each rank; None where it is not known.
+            at: Where the ranks are.
 
         Returns:
-            A hashable schedule, the same on all ranks.
+            A schedule, the same on all ranks.
         """
         ...
 
-    def run(
+    def all_reduce(
         self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
     ) -> Pending:
         """Replace *buffer* on every rank of *comm* by its mean, sum or maximum.
@@ -378,10 +359,10 @@ class Collective(Protocol):
         ...
 
 
-class Reception(Protocol):
+class PendingReply(Protocol):
     """Handle of a request to a server under way: a `Pending` whose `wait` has a result."""
 
-    def wait(self) -> Reply:
+    def wait(self) -> ReplyMessage:
         """Wait for the answer; a second call returns the same at once.
 
         Returns:
@@ -412,14 +393,14 @@ class Endpoint(Protocol):
         payload: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
         channel: str = "",
-    ) -> Reception:
+    ) -> PendingReply:
         """Send a request, and return at once.
 
         Requests of one channel arrive in order. A channel never queues behind another.
 
         Args:
             message: The request's header.
-            payload: A flat contiguous tensor; the endpoint's until the reception was waited
+            payload: A flat contiguous tensor; the endpoint's until the pending_reply was waited
                 for.
             into: A flat contiguous tensor that takes the answer's payload, the endpoint's for
                 as long. It may be *payload*, and larger than the answer.
@@ -488,112 +469,4 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Drop the works that were not run. Threads end."""
-        ...
-
-
-class Transfer(NamedTuple):
-    """One message of a schedule.
-
-    *source* sends *size* units at *offset* of its buffer to *destination*, which adds them to its
-    own there (*adds*), or puts them in their place.
-    """
-
-    source: int
-    destination: int
-    size: int
-    offset: int = 0
-    adds: bool = False
-
-
-class Schedule(Protocol):
-    """A collective's transfers, and what they cost when nothing disturbs them."""
-
-    def __hash__(self) -> int:
-        """Equal schedules are performed and priced alike."""
-        ...
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        ...
-
-    def step(self, number: int) -> Iterator[Transfer]:
-        """Return the transfers of one step, counted from 0."""
-        ...
-
-    def bytes_sent(self, rank: int) -> int:
-        """Return the units that *rank* sends in all: bytes where sizes are bytes."""
-        ...
-
-    @property
-    def priced(self) -> Sequence[Sequence[Priced]] | None:
-        """This schedule as activities, or None where it must be played.
-
-        In each phase some run side by side; the next phase begins when they all have ended.
-        """
-        ...
-
-
-def switches_of(schedule: Schedule) -> tuple[int, ...]:
-    """Return the racks whose aggregators are nodes of *schedule*, its attribute ``switches``.
-
-    Most schedules have none.
-    """
-    found: tuple[int, ...] = getattr(schedule, "switches", ())
-    return found
-
-
-def servers_of(schedule: Schedule) -> tuple[int, ...]:
-    """Return the numbers of the dedicated servers of a cluster that are nodes of *schedule*.
-
-    Its attribute ``servers`` lists them. Most schedules have none.
-    """
-    found: tuple[int, ...] = getattr(schedule, "servers", ())
-    return found
-
-
-class Priced(Protocol):
-    """Messages that keep step with each other, so that they can be priced as one activity.
-
-    After the latency of the longest chain all connections carry the same. Where they do not, it
-    has ``streams`` as well, which counts instead: how many connections' bytes go from one node
-    to another, by pair.
-    """
-
-    @property
-    def pattern(self) -> Hashable:
-        """Equal for schedules with the same connections and latency, of whatever size."""
-        ...
-
-    @property
-    def connections(self) -> Iterable[tuple[int, int]]:
-        """Source and destination of each connection in use."""
-        ...
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The ranks that take part."""
-        ...
-
-    @property
-    def messages_sent(self) -> int:
-        """Messages that each of them sends."""
-        ...
-
-    @property
-    def bytes_per_connection(self) -> int:
-        """Bytes on the busiest connection."""
-        ...
-
-    def latency(self, one_way: Callable[[int, int], float]) -> float:
-        """Return the latency of the longest chain of dependent messages, in seconds.
-
-        Args:
-            one_way: Seconds between two ranks.
-        """
         ...

@@ -195,8 +195,10 @@ class Method(Protocol):
       `Run.messages` plans beyond it, but in ``before_use``.
     - ``sends_halves = True``: it forms means in two halves (`Run.scatter_mean`); what cannot be
       halved is refused beforehand.
-    - ``pushes_codes = True``, where servers update: it pushes whole buckets and waits for them by
-      `Remote.wait`, so that they may travel compressed.
+    - ``compressible_pushes = True``, where servers update: it pushes whole buckets and waits for
+      them by `Remote.wait`, so that they may travel compressed.
+    - ``symmetric = True``: all workers of equal hosts send equally much at equal times, by
+      collectives alone. A simulation may then run a few of them for all (`WorkerClasses`).
     - ``averages_buffers = True``: it averages BatchNorm's statistics itself (`Run.own_buffers`),
       and training sends none.
     - ``default_compression = "SPEC"``: its compression where the user says nothing.
@@ -208,7 +210,7 @@ class Method(Protocol):
       warm-up, say. For `paceline plan`.
     - ``learns_for``: how many steps it takes, beyond the tuning of buckets, to its steady state.
 
-    A method that sends no gradients may define ``compressed_by(self, compressor)``: itself as it is
+    A method that sends no gradients may define ``compressed_by(self, compressor)``, given a name: itself as it is
     where what it sends is compressed, so that its means with a name are of differences, or a
     `UsageError` that says why they cannot be, and what to use instead.
 
@@ -288,7 +290,7 @@ class UpdatesOnServer(Method, Protocol):
 
     @property
     def coordinates(self) -> bool:
-        """Whether server 0 decides for all, and workers tell the others: see `Coordinated`."""
+        """Whether server 0 decides for all, and workers tell the others: see `Discipline.on_decision`."""
         ...
 
     def piece_bytes(self, total: int) -> int | None:
@@ -317,7 +319,7 @@ class UpdatesOnServer(Method, Protocol):
         ...
 
     def server(self, workers: int) -> Discipline:
-        """Make what one server does: a `Meshed` discipline where there are `groups`.
+        """Make what one server does: a `GroupServerDiscipline` where there are `groups`.
 
         Args:
             workers: Number of workers.

@@ -1,13 +1,13 @@
 """What a method sees of one worker's training, and nothing else.
 
 `paceline.core` implements `Run`, `UpdatingRun` and `ServerRun`. `paceline.parameter_server`
-implements `Remote` (`client.remote_model`) and `PartialOptimizer` (`optim.partitioned`, over a torch
-optimizer). `paceline.bucketing.tuner` plans `Message`s.
+implements `Remote` (`client.remote_model`), and `paceline.optim` the `PartialOptimizer`
+(`partitioned`, over a torch optimizer). `paceline.bucketing.tuner` plans `Message`s.
 
 A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, which can be
 pushed, updated and answered by themselves. Simple methods push whole buckets (`Remote.push`, and
 `Remote.wait` puts the answers into the model). Others push some units of a bucket now and the
-rest late, and take the answers themselves (`Remote.arrived`).
+rest late, and take the answers themselves (`Remote.wait_for_units`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ import torch
 
 from paceline.cluster import Cluster
 from paceline.interfaces.buckets import Bucket
-from paceline.interfaces.communication import Comm, Pending, Scattered
+from paceline.interfaces.communication import Comm, Pending, ReduceScatter
 from paceline.interfaces.runtime import Stopwatch
 from paceline.interfaces.server import Hyperparameters, SpeedClass
 
 __all__ = [
-    "Arrived",
     "Half",
     "Message",
     "PartialOptimizer",
@@ -33,8 +32,9 @@ __all__ = [
     "Remote",
     "Run",
     "ServerRun",
-    "Told",
+    "UnitNotice",
     "UnitPlace",
+    "UnitValues",
     "UpdatingRun",
 ]
 
@@ -207,10 +207,10 @@ class Run(Protocol):
 
     def scatter_mean(
         self, gradients: Bucket | torch.Tensor, *, of: Bucket | None = None
-    ) -> Scattered:
+    ) -> ReduceScatter:
         """Average gradients as `mean` does, in two halves.
 
-        The reduce-scatter begins now, the all-gather when `Scattered.gather` is called. Together
+        The reduce-scatter begins now, the all-gather when `ReduceScatter.gather` is called. Together
         they give the bits of the all-reduce by the same collective (native: of `ring`), and send as
         much. The step's last bucket is gathered before any mean of the step is waited for, since
         that half says who takes part and what was used. Each bucket is gathered once.
@@ -423,17 +423,17 @@ class UnitPlace(NamedTuple):
     stop: int
 
 
-class Told(NamedTuple):
-    """The last *words* of one server about its part of a bucket, whose units these are.
+class UnitNotice(NamedTuple):
+    """The last *notice* of one server about its part of a bucket, which has these *units*.
 
-    See `Informed.tells`. Empty before the server's first answer.
+    See `Discipline.notice`. Empty before the server's first answer.
     """
 
     units: range
-    words: bytes
+    notice: bytes
 
 
-class Arrived(NamedTuple):
+class UnitValues(NamedTuple):
     """An answer's parameters of one unit, flat.
 
     They stand until the next push of that kind (main or late).
@@ -452,7 +452,7 @@ class Remote(Protocol):
 
             step = run.remote.join()  # at the start
             ...
-            run.remote.push(bucket, step)  # in bucket_ready
+            run.remote.push(bucket, step, run.weight)  # in bucket_ready
             ...
             step = run.remote.wait()  # in backward_ended
     """
@@ -469,6 +469,7 @@ class Remote(Protocol):
         self,
         bucket: Bucket,
         step: int,
+        weight: float,
         units: Collection[int] | None = None,
         late: bool = False,
         report: bytes = b"",
@@ -480,12 +481,13 @@ class Remote(Protocol):
         main push of the one after that.
 
         Args:
-            bucket: Its buffer has this worker's gradient, which counts with `Run.weight`.
+            bucket: Its buffer has this worker's gradient.
             step: The number of this step.
+            weight: The gradient's part in the mean: `Run.weight`.
             units: Numbers of the units to send; None: all. Only for disciplines that take parts
-                (`InParts`).
+                (`Discipline.accepts_partial_pushes`).
             late: Whether these are the units that the main push has left out.
-            report: What the method's servers are to know (`Informed`).
+            report: What the method's servers are to know (`Discipline.decode_report`).
         """
         ...
 
@@ -528,7 +530,7 @@ class Remote(Protocol):
         """
         ...
 
-    def has_speed(self, speed: SpeedClass) -> None:
+    def set_speed_class(self, speed: SpeedClass) -> None:
         """Set the speed class of this worker's group, for compressors that depend on it."""
         ...
 
@@ -543,10 +545,10 @@ class Remote(Protocol):
         """Return the bytes of each unit of a bucket on the network."""
         ...
 
-    def arrived(self, late: bool = False) -> list[Arrived]:
+    def wait_for_units(self, late: bool = False) -> list[UnitValues]:
         """Wait for the answers to all main pushes, and for the model's buffers, which are put in.
 
-        The method puts parameters into the model itself, and then calls `written`.
+        The method puts parameters into the model itself, and then calls `note_write`.
 
         Args:
             late: Wait for the answers to all late pushes instead.
@@ -556,14 +558,14 @@ class Remote(Protocol):
         """
         ...
 
-    def told(self, bucket: int) -> list[Told]:
+    def notices(self, bucket: int) -> list[UnitNotice]:
         """Return the servers' last reports about a bucket.
 
         They come with an answer to a main push, or to this worker's join.
         """
         ...
 
-    def written(self) -> None:
+    def note_write(self) -> None:
         """Say that the method, and not the script, has written into the model."""
         ...
 
@@ -576,10 +578,10 @@ class Remote(Protocol):
         """
         ...
 
-    def ask_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
+    def request_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
         """Ask for the optimizer's state of some units, with all updates before *step* in it.
 
-        Only for disciplines that take parts (`InParts`).
+        Only for disciplines that take parts (`Discipline.accepts_partial_pushes`).
 
         Args:
             units: Pairs of a bucket's number and a unit's number.
@@ -587,7 +589,7 @@ class Remote(Protocol):
         """
         ...
 
-    def states(self) -> list[tuple[int, int, dict[str, Any]]]:
+    def wait_for_states(self) -> list[tuple[int, int, dict[str, Any]]]:
         """Wait for all states that were asked for.
 
         Returns:

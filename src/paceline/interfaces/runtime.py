@@ -1,9 +1,9 @@
-"""Where a worker lives: its rank, its clock, its way to spend compute time, its services.
+"""Where a worker lives: its rank, its clock, its cluster, its services.
 
 `paceline.runtimes` implements `Runtime`; `distribute`, `paceline.core` and the
 collectives use it, among others. Methods never see it. A runtime also brings `Compute`, which
 charges or measures compute time as `paceline.core` reports it, and a `Stopwatch`, with which the
-planner and methods time work.
+bucket tuner and methods time work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 
 from paceline.cluster import Cluster, Workload
 from paceline.interfaces.communication import Endpoint, Runner
-from paceline.interfaces.compression import Compressor
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.server import Groups
 from paceline.interfaces.server_messages import Replies
@@ -26,13 +25,14 @@ from paceline.interfaces.trainings import TrainingRegistry
 from paceline.records import StepRecorder
 
 __all__ = [
+    "CodingListener",
     "CodingStage",
     "Compute",
     "Runtime",
+    "RuntimeClock",
     "ServerJob",
-    "Service",
     "ServiceJob",
-    "Start",
+    "ServiceSpec",
     "Stopwatch",
     "current_runtime",
     "enter_runtime",
@@ -43,7 +43,24 @@ CodingStage = Literal["encode", "decode"]
 """Until the first code of a bucket is there; and all that follows."""
 
 
-class Compute(Protocol):
+class CodingListener(Protocol):
+    """Is told when gradients are compressed, for example to charge time for it."""
+
+    def coded(
+        self, compression: Any, workers: int, size: float, stage: CodingStage
+    ) -> None:
+        """Called when some of the model's tensors were compressed or decompressed.
+
+        Args:
+            compression: A `paceline.compression.GradientCompression`.
+            workers: Number of workers that average.
+            size: Bytes of the tensors.
+            stage: ``"encode"`` or ``"decode"``.
+        """
+        ...
+
+
+class Compute(CodingListener, Protocol):
     """Charges a model's compute time where no real time passes for it, or measures it."""
 
     def forward(self, samples: int | None, training: bool) -> None:
@@ -79,24 +96,11 @@ class Compute(Protocol):
         """Called when paceline's own work is done; backward goes on."""
         ...
 
-    def codes_with(self, compressor: Compressor) -> None:
-        """Called when a compressor may compress the model's tensors from now on.
+    def uses_compressor(self, compression: Any) -> None:
+        """Called when the model's tensors may be compressed from now on.
 
         Args:
-            compressor: The compressor.
-        """
-        ...
-
-    def coded(
-        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
-    ) -> None:
-        """Called when a compressor has compressed or decompressed some of the model's tensors.
-
-        Args:
-            compressor: The compressor.
-            workers: Number of workers that average.
-            size: Bytes of the tensors.
-            stage: ``"encode"`` or ``"decode"``.
+            compression: A `paceline.compression.GradientCompression`.
         """
         ...
 
@@ -130,38 +134,12 @@ class Stopwatch(Protocol):
 
 
 @dataclass(frozen=True)
-class Start:
-    """What a service is told when it starts.
-
-    Attributes:
-        name: The service's name.
-        workers: Number of workers.
-        services: Names of all services of its job, in order; number i of them asks as sender
-            *workers* + i.
-        peers: Names of those that this one may ask.
-        method: As in `ServiceJob`.
-    """
-
-    name: str
-    workers: int
-    services: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    method: UpdatesOnServer | None = None
-
-    def name_of(self, sender: int) -> str:
-        """Return a sender's name for people: ``"worker 3"``, or a service's name."""
-        if sender < self.workers:
-            return f"worker {sender}"
-        return self.services[sender - self.workers]
-
-
-@dataclass(frozen=True)
-class Service:
+class ServiceSpec:
     """One thing to start beside the workers, for all of them.
 
     Attributes:
         name: Its name, or the beginning of the names of several: ``"NAME i"``.
-        kind: A row of `paceline.parameter_server.process.service_registry`.
+        kind: A row of `paceline.parameter_server.process.services`.
         place: Where services stand, one on each host of the place: ``"embedded"`` (beside rank 0
             alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
             ``"auto"`` (dedicated where there are any, else embedded), or addresses
@@ -190,7 +168,7 @@ class ServiceJob:
             from the workers that join.
     """
 
-    services: tuple[Service, ...]
+    services: tuple[ServiceSpec, ...]
     method: UpdatesOnServer | None = None
 
 
@@ -201,7 +179,7 @@ class ServerJob:
     Attributes:
         method: The method whose updates servers apply; None for servers that only reduce.
         spec: The method's full spec.
-        place: As in `Service`.
+        place: As in `ServiceSpec`.
         clip_norm: The largest norm of a step's mean gradient, where servers form it.
         compression: Spec of the compressor of pushed gradients; empty: uncompressed.
         replies: What servers answer with; see `Join`.
@@ -223,7 +201,7 @@ class ServerJob:
         A group's server stands beside the group's first worker, unless *place* says otherwise;
         those of groups that are empty as yet beside workers all over.
         """
-        service = Service("server", place=self.place)
+        service = ServiceSpec("server", place=self.place)
         if self.groups is not None:
             count, workers = self.groups.servers, len(self.groups.of)
             beside = [
@@ -232,6 +210,43 @@ class ServerJob:
             ]
             service = replace(service, kind="group-server", beside=tuple(beside))
         return ServiceJob((service,), self.method)
+
+
+class RuntimeClock(Protocol):
+    """A worker's time, real or virtual."""
+
+    is_virtual: ClassVar[bool]
+    """Whether time passes only where it is charged: then equal work takes equal time, to the bit."""
+
+    def now(self) -> float:
+        """Return the seconds on this clock, from an arbitrary origin."""
+        ...
+
+    def pace(self, seconds: float) -> None:
+        """Spend *seconds* of compute time, at a speed of 1."""
+        ...
+
+    def charge(self, seconds: float, what: str) -> None:
+        """Charge compute time of paceline itself, where time is virtual.
+
+        It is charged to the work that runs now (`Pending.then`) or else to the script.
+
+        Args:
+            seconds: At a speed of 1.
+            what: What was computed, for traces.
+        """
+        ...
+
+    def external(self, wait: Callable[[], None]) -> None:
+        """Wait for something outside of this runtime, such as another process.
+
+        Where time is virtual it takes none.
+        """
+        ...
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        """Return what times work on tensors of *device*."""
+        ...
 
 
 class Runtime(Protocol):
@@ -251,11 +266,6 @@ class Runtime(Protocol):
         ...
 
     @property
-    def speeds(self) -> Sequence[float] | None:
-        """Relative compute speed of each worker; None where it is not known."""
-        ...
-
-    @property
     def cluster(self) -> Cluster | None:
         """The network that the workers are on; None where it is not known.
 
@@ -264,24 +274,20 @@ class Runtime(Protocol):
         ...
 
     @property
-    def racks(self) -> Sequence[int] | None:
-        """The rack of each worker, the same on all ranks; None where it is not known."""
-        ...
-
-    @property
-    def aggregators(self) -> Mapping[int, tuple[str, int]] | None:
-        """Host and port of the aggregator of each rack.
-
-        None where aggregators are as the cluster says, and nothing has to be found.
-        """
-        ...
-
-    @property
     def recorder(self) -> StepRecorder:
         """Counts this worker's steps, bytes, waits and metrics."""
         ...
 
-    alone: bool
+    @property
+    def clock(self) -> RuntimeClock:
+        """This worker's time."""
+        ...
+
+    weights: Mapping[int, int] | None
+    """In a simulation of representatives, by worker that runs: how many workers it stands for. None:
+    all workers run."""
+
+    server_only: bool
     """Whether workers meet only at their servers, so that the job survives deaths."""
 
     @property
@@ -316,10 +322,6 @@ class Runtime(Protocol):
         """
         ...
 
-    def stopwatch(self, device: torch.device) -> Stopwatch:
-        """Return what times work on tensors of *device*."""
-        ...
-
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
         """Return a flat float32 tensor of zeros that is *size* bytes on this runtime's network.
 
@@ -352,32 +354,6 @@ class Runtime(Protocol):
             name: For errors.
             thread: Whether what works follow may be waited for in another thread than the one
                 that has issued it.
-        """
-        ...
-
-    def now(self) -> float:
-        """Return the seconds on this runtime's clock, from an arbitrary origin."""
-        ...
-
-    def pace(self, seconds: float) -> None:
-        """Spend *seconds* of compute time, at a speed of 1."""
-        ...
-
-    def spend(self, seconds: float, what: str) -> None:
-        """Charge compute time of paceline itself, where time is virtual.
-
-        It is charged to the work that runs now (`Pending.then`) or else to the script.
-
-        Args:
-            seconds: At a speed of 1.
-            what: What was computed, for traces.
-        """
-        ...
-
-    def outside(self, wait: Callable[[], None]) -> None:
-        """Wait for something outside of this runtime, such as another process.
-
-        Where time is virtual it takes none.
         """
         ...
 

@@ -1,51 +1,44 @@
 """Servers: state machines that workers ask, and the disciplines by which methods' servers differ.
 
-- `Server`, `AskingServer`: a server, or another service, as those who run it see it.
-  `paceline.parameter_server` implements `Server` (`state_machine.server`; `process` wraps it).
-  A thread behind sockets (`transport.listener`), the simulated runtime and tests run it.
-  `parameter_server.process.service_registry` lists the services.
-- `Discipline`: what a server does with gradients. A method's file implements it, and those of the
-  optional protocols that it needs; the server calls it, and gives it a `Shard`: its part of the
-  model.
-- `Groups`, `Meshed`: group servers. Each holds the whole model for the workers of its group, and
-  they pass on to each other what they have applied. A method with such servers declares its
-  `Groups` (`UpdatesOnServer.groups`), and its discipline is `Meshed`: it says what is to be passed
-  on, and applies what comes. `paceline.parameter_server.groups.server` carries it: each parcel
-  arrives once at each server, whatever connections do meanwhile.
+- `Service`: a server, or another service, as those who run it see it.
+  `parameter_server.state_machine.server` is one. A thread behind sockets, the simulated runtime and
+  tests run it.
+  `parameter_server.process.services` lists the services.
+- `Discipline`: what a server does with gradients. A method's file overrides what differs from its
+  defaults; the server calls it, and gives it a `Shard`: its part of the model.
+- `Groups`, `GroupServerDiscipline`: group servers. Each holds the whole model for the workers of
+  its group, and they send each other the updates that they have applied. A method with such
+  servers declares its `Groups` (`UpdatesOnServer.groups`), and its discipline is a
+  `GroupServerDiscipline`: it says which updates are due, and applies what comes.
+  `paceline.parameter_server.groups.server` runs it: each update arrives once at each server,
+  whatever connections do meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from paceline.interfaces.server_messages import Reply, Request
+from paceline.errors import UsageError
+from paceline.interfaces.server_messages import ReplyMessage, Request
 
 __all__ = [
-    "Answer",
-    "AnyServer",
     "Ask",
-    "AskingServer",
-    "Coordinated",
     "Discipline",
+    "GroupServerDiscipline",
+    "GroupUpdate",
     "Groups",
-    "HeldPush",
     "Hyperparameters",
-    "InParts",
-    "Informed",
-    "Led",
-    "Meshed",
-    "Parcel",
-    "ReturningServer",
+    "Outputs",
+    "PushedGradient",
+    "Reply",
     "Sender",
-    "Server",
+    "Service",
     "Shard",
-    "Sparing",
     "SpeedClass",
-    "Timed",
     "Work",
 ]
 
@@ -59,16 +52,14 @@ class Sender(NamedTuple):
     incarnation: int
     channel: str
     number: int
-    received: int = 0
-    """The worker has the answers to the channel's requests below this number."""
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """An answer to one request. *payload* is flat, shared by all workers that get it, and
     never written again."""
 
     to: Sender
-    message: Reply
+    message: ReplyMessage
     payload: torch.Tensor | None = None
 
 
@@ -94,117 +85,108 @@ class Work(NamedTuple):
     coded: float = 0
 
 
-class Server(Protocol):
-    """A server as a pure state machine: no I/O, no clock, no threads. The real runtime runs
-    it behind sockets, the simulated runtime as an event handler, a test calls it directly.
+Outputs = Sequence[Reply | Ask]
+"""What a service's transition sends."""
 
-    Exceptions are faults of the server itself: what workers do wrong is answered with
-    `Refused`, and changes nothing.
+
+class Service:
+    """A server, or another service, as a pure state machine: no I/O, no clock, no threads.
+
+    The real runtime runs it behind sockets, the simulated runtime as an event handler, a test
+    calls it directly. Each transition returns what is to be sent: replies to requests, and what
+    the service asks of other services. Each `Ask` is followed by one `on_reply`, or by the
+    `on_peer_lost` of its peer; none comes after that.
+
+    Exceptions are faults of the service itself: what a worker does wrong is answered with
+    `Rejected`, and changes nothing.
+
+    Example: an aggregator returns an `Ask` once the parts of its rack are in, and answers its
+    workers in `on_reply`.
     """
 
-    def on_message(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> list[Answer]:
-        """A request has come in. *payload* is the server's from now on. A request that came
-        before is not done again, and answered again if it had been answered."""
-        ...
+    reconnects_to_peers = False
+    """Whether peers that are lost may come back: whoever runs the service then tries to reach them
+    again and again, as one that asks with a later incarnation."""
+    holds_model: bool | None = None
+    """Of a group server: whether it holds the model; None of any other service. It holds the model once it
+    has taken over what its peers hold, and no more when its group has no workers."""
 
-    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
-        """The connection to a worker is lost: nobody waits for it any more."""
-        ...
+    def on_request(
+        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
+    ) -> Outputs:
+        """A worker, or another service, asks for something. *payload* is the service's from now
+        on."""
+        raise NotImplementedError
+
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> Outputs:
+        """The connection to a worker, or to a service that asks here, is lost: nobody waits for
+        it any more."""
+        raise NotImplementedError
+
+    def on_worker_finished(self, worker: int, now: float) -> Outputs:
+        """The script of *worker* has ended well: it does not come back."""
+        return []
+
+    def is_over(self) -> bool:
+        """Whether the training is over for some worker: the others are about to end it."""
+        return False
 
     def next_deadline(self) -> float | None:
-        """When `on_timer` wants to be called, if nothing happens before."""
-        ...
+        """When `on_timer` is to be called, if nothing happens before."""
+        return None
 
-    def on_timer(self, now: float) -> list[Answer]:
+    def on_timer(self, now: float) -> Outputs:
         """A deadline has passed."""
-        ...
+        return []
 
     def take_work(self) -> Work:
         """What was done since this was last called."""
-        ...
-
-
-@runtime_checkable
-class AskingServer(Protocol):
-    """A `Server` that is a client of other services, too: its transitions also return what it
-    asks of them. Each `Ask` is followed by one `on_reply`, or by the `on_peer_lost` of its
-    peer; none comes after that. Example: an aggregator returns an `Ask` once the parts of
-    its rack are in, and answers its workers in `on_reply`.
-
-    As `Server`, it has no I/O, no clock and no threads.
-    """
-
-    def on_message(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> Sequence[Answer | Ask]:
-        """As `Server.on_message`; the sender may be another service."""
-        ...
-
-    def on_lost(
-        self, worker: int, incarnation: int, now: float
-    ) -> Sequence[Answer | Ask]:
-        """As `Server.on_lost`; of another service, too, that asks here."""
-        ...
-
-    def next_deadline(self) -> float | None:
-        """As `Server.next_deadline`."""
-        ...
-
-    def on_timer(self, now: float) -> Sequence[Answer | Ask]:
-        """As `Server.on_timer`."""
-        ...
-
-    def take_work(self) -> Work:
-        """As `Server.take_work`."""
-        ...
+        return Work()
 
     def on_reply(
         self,
         peer: str,
         number: int,
-        reply: Reply,
+        reply: ReplyMessage,
         payload: torch.Tensor | None,
         now: float,
-    ) -> Sequence[Answer | Ask]:
-        """*peer* has answered request *number*, maybe with `Refused`. *payload* is the
+    ) -> Outputs:
+        """*peer* has answered request *number*, maybe with `Rejected`. *payload* is the
         tensor that was handed over for it."""
-        ...
+        return []
 
-    def on_peer_lost(
-        self, peer: str, reason: str, now: float
-    ) -> Sequence[Answer | Ask]:
-        """*peer* is gone, for the *reason* given in words: it answers nothing any more, and
-        whoever waits for it is to be told."""
-        ...
+    def on_peer_lost(self, peer: str, reason: str, now: float) -> Outputs:
+        """*peer* is gone, for the *reason* given: it answers nothing any more, and whoever waits
+        for it is to be told."""
+        return []
 
-
-@runtime_checkable
-class ReturningServer(AskingServer, Protocol):
-    """An `AskingServer` whose peers may come back: who runs it tries to reach one that is lost
-    again and again, as one that asks with a later incarnation."""
-
-    def on_peer_back(self, peer: str, now: float) -> Sequence[Answer | Ask]:
+    def on_peer_back(self, peer: str, now: float) -> Outputs:
         """*peer* is there again after an `on_peer_lost`: it may be asked."""
-        ...
-
-
-AnyServer = Server | AskingServer
+        return []
 
 
 Hyperparameters = Sequence[Mapping[str, Any]]
 """What ``param_groups`` held at one moment, group by group, without the parameters."""
 
 
-class HeldPush(NamedTuple):
+class PushedGradient(NamedTuple):
     """A worker's gradient of one bucket on a server, or of some *units* of that bucket.
 
-    *number* counts pushes as they came. *late*: the bucket's main push of this step has left
-    these units out. *report*: what `Informed.read_report` made of the worker's report; None
-    without one. *applied*: an earlier life of the worker has sent it, and it is in the parameters:
-    the push is answered like any other, and its gradient is not used. *of*: the workers and steps
-    of the gradients that this one is the mean of; its own alone where empty.
+    Args:
+        worker: The worker; negative in an update of another group server.
+        step: Its step.
+        bucket: The bucket.
+        weight: Scales the learning rate.
+        used: Per unit, whether it took part in the backward pass.
+        hyperparameters: The optimizer's, of this step.
+        gradient: Flat, of all the units.
+        number: Counts pushes as they came.
+        late: The main push of this bucket and step has left these units out.
+        units: The units; None: all of the bucket.
+        report: What `Discipline.decode_report` made of the worker's report; None without one.
+        applied: An earlier incarnation of the worker has sent it, and it is in the parameters. The
+            push is answered like any other, and its gradient is not used.
+        of: The workers and steps of the gradients that this one is the mean of; empty: its own.
     """
 
     worker: int
@@ -230,7 +212,7 @@ class Shard(Protocol):
         """Seconds on the server's clock: when the request at hand came."""
         ...
 
-    def expected(self, step: int) -> Sequence[int]:
+    def active_workers(self, step: int) -> Sequence[int]:
         """The workers, in rank order, whose gradients of *step* have come or will come."""
         ...
 
@@ -239,22 +221,22 @@ class Shard(Protocol):
         a worker that has yet to join: the number of its first step."""
         ...
 
-    def move_on(self, worker: int, step: int) -> None:
+    def skip_to(self, worker: int, step: int) -> None:
         """Let *worker* leave out its steps before *step*: its answers name the next one. A
         worker whose clock is further stays there."""
         ...
 
-    def fastest(self) -> int:
+    def next_unstarted_step(self) -> int:
         """One more than the highest step of which a gradient has come, from whomever."""
         ...
 
-    def meeting(self) -> Collection[int]:
+    def waiting_at_barrier(self) -> Collection[int]:
         """The workers that have come to where all meet, and wait there: they send nothing
         until all others that train have come, too."""
         ...
 
-    def slowest(self) -> int:
-        """The least clock of those that take part; `fastest` where nobody does."""
+    def slowest_step(self) -> int:
+        """The least clock of those that take part; `next_unstarted_step` where nobody does."""
         ...
 
     @property
@@ -286,13 +268,13 @@ class Shard(Protocol):
         optimizer's group that the unit is in."""
         ...
 
-    def apply(self, push: HeldPush) -> None:
+    def apply(self, push: PushedGradient) -> None:
         """Update by one push alone. Its *weight* scales the learning rate: decay follows
         by itself, and Adam, whose step does not depend on a gradient's size, moves as far
         as it should (design section 4). A push that was applied before changes nothing."""
         ...
 
-    def apply_mean(self, bucket: int, pushes: Sequence[HeldPush]) -> None:
+    def apply_mean(self, bucket: int, pushes: Sequence[PushedGradient]) -> None:
         """Update by the mean of pushes, all of the same units: weighted by their weights,
         divided by the sum of them, and added up in the order given. The gradients are used
         up: the first one becomes the mean. No pushes at all count as an update, too."""
@@ -305,7 +287,7 @@ class Shard(Protocol):
         known: this would come before them."""
         ...
 
-    def answer(self, push: HeldPush, counted: Sequence[int] = ()) -> None:
+    def reply(self, push: PushedGradient, counted: Sequence[int] = ()) -> None:
         """Send the parameters that were pushed, as they are now, to the worker that pushed
         them. *counted*: the workers that counted for the step, where that was decided."""
         ...
@@ -315,122 +297,113 @@ class Shard(Protocol):
         ...
 
 
-class Discipline(Protocol):
-    """What a server does with gradients, and when it answers: one object per server."""
+class Discipline:
+    """What a server does with gradients, and when it answers: one object per server.
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    A method's discipline overrides what differs. The defaults are those of a server that applies
+    each gradient when it comes: it has no rounds, so a worker may join at any moment and have the
+    parameters as they are.
+
+    Example:
+        >>> class ApplyOnArrival(Discipline):
+        ...     def on_push(self, shard, push):
+        ...         shard.apply(push)
+        ...         shard.reply(push)
+    """
+
+    accepts_partial_pushes = False
+    """Whether it takes a step's buckets in parts: some units with the main push, which is the
+    step's barrier, and those that it left out late. The others take whole buckets: their servers
+    refuse anything else."""
+    finishes_without_stragglers = False
+    """Whether steps may end without some workers. Where workers wait for all others (see
+    `Shard.active_workers`), steps then end without them, so that the others get there."""
+    follows_first_server = False
+    """Whether servers would decide differently, so that server 0 decides alone."""
+
+    def follow(self) -> None:
+        """This is not server 0: do not decide. Called before anything else, where
+        `follows_first_server`."""
+
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         """A gradient has come. The discipline alone keeps it."""
-        ...
+        raise NotImplementedError
 
-    def changed(self, shard: Shard) -> None:
-        """Who takes part has changed, or all main pushes of a worker's step are in."""
-        ...
+    def on_change(self, shard: Shard) -> None:
+        """The active workers have changed, or all main pushes of a worker's step are in."""
+
+    def on_decision(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
+        """Server 0 has decided that *workers* count for *step*. Comes from each worker, by which
+        the others learn it. Raises `UsageError` where nothing is decided."""
+        raise UsageError("decide: nothing is decided under this method")
+
+    def next_deadline(self) -> float | None:
+        """When `on_timer` is to be called, on the clock of `Shard.now`; None: not at all. Every
+        call of the discipline may change it."""
+        return None
+
+    def on_timer(self, shard: Shard) -> None:
+        """`Shard.now` has reached the deadline."""
+
+    # ---- what its workers report, and are told: bytes that only the method reads ----
+
+    def decode_report(self, shard: Shard, report: bytes) -> Any:
+        """What a worker's report says: `on_push` finds it in `PushedGradient.report`. Raises
+        `UsageError` for a report that makes no sense: then its push is refused, and nothing
+        has changed."""
+        raise UsageError("push: this method takes no reports")
+
+    def notice(self, bucket: int) -> bytes:
+        """What goes out with a reply to a main push of *bucket*, or to a pull of it."""
+        return b""
+
+    # ---- joining, pulling, snapshots ----
 
     def first_step(self, shard: Shard) -> int:
         """The step with which a worker that joins now begins."""
-        ...
+        return shard.slowest_step()
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         """Whether a worker that begins with *step* may have *bucket* as it is."""
-        ...
+        return True
 
-    def ended(self, shard: Shard) -> int | None:
+    def has_updates(
+        self, shard: Shard, step: int, bucket: int, units: Sequence[int]
+    ) -> bool:
+        """Whether all updates before *step* are in these units. A worker that asks for their
+        optimizer state is answered then. Asked where `accepts_partial_pushes`."""
+        return True
+
+    def completed_step(self, shard: Shard) -> int | None:
         """The first step that workers may do after a snapshot of this moment: all steps before
         it have ended. A worker whose later gradients are in the parameters goes on after them.
         Example: under asp, with workers that have done 7 and 9 steps, it is step 7; one goes on
         with step 7, the other one with step 9. None while a step has ended for some buckets
         only: then there is no snapshot."""
-        ...
+        return shard.slowest_step()
 
     def resume(self, shard: Shard, step: int) -> None:
-        """Go on with *step*, holding no gradient. The shard was restored from a snapshot for
-        which `ended` was *step*; or other parameters were loaded, and this object is a fresh
-        copy. All buckets have the version of then, and at least *step*. Called before
-        anything else."""
-        ...
+        """Go on with *step*, holding no gradient: this object is new. The shard was restored from
+        a snapshot for which `completed_step` was *step*; or other parameters were loaded. All
+        buckets have the version of then, and at least *step*. Called before anything else."""
 
-
-@runtime_checkable
-class Timed(Discipline, Protocol):
-    """A discipline that acts at a time, and not only when something comes."""
-
-    def next_deadline(self) -> float | None:
-        """When `timer` is to be called, on the clock of `Shard.now`; None: not at all. Every
-        call of the discipline may change it."""
-        ...
-
-    def timer(self, shard: Shard) -> None:
-        """`Shard.now` has reached the deadline."""
-        ...
-
-
-@runtime_checkable
-class Led(Discipline, Protocol):
-    """A discipline whose servers would decide differently: so server 0 decides alone."""
-
-    def follow(self) -> None:
-        """This is not server 0: do not decide. Called before anything else."""
-        ...
-
-
-@runtime_checkable
-class Coordinated(Led, Protocol):
-    """What server 0 decides, the others have to know: its answers say it, and workers tell
-    the others."""
-
-    def decided(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
-        """Server 0 has decided that *workers* count for *step*. Comes from each worker."""
-        ...
-
-
-@runtime_checkable
-class Sparing(Discipline, Protocol):
-    """A discipline whose steps may end without some of those that take part."""
-
-    @property
-    def spares(self) -> bool:
-        """Whether they may here. Where workers wait for all others (see `Shard.expected`),
-        steps then end without them, so that the others get there."""
-        ...
-
-
-@runtime_checkable
-class InParts(Discipline, Protocol):
-    """A discipline that takes a step's buckets in parts: some units with the main push, which
-    is the step's barrier, and those that it left out late. The others take whole buckets:
-    their servers refuse anything else."""
-
-    def has(self, shard: Shard, step: int, bucket: int, units: Sequence[int]) -> bool:
-        """Whether all updates before *step* are in these units. A worker that asks for their
-        optimizer state is answered then."""
-        ...
-
-
-@runtime_checkable
-class Informed(Discipline, Protocol):
-    """A discipline that its workers report to, and that tells them something: both are bytes
-    that only the method reads."""
-
-    def read_report(self, shard: Shard, report: bytes) -> Any:
-        """What a worker's report says: `pushed` finds it in `HeldPush.report`. Raises
-        `UsageError` for a report that makes no sense: then its push is refused, and nothing
-        has changed."""
-        ...
-
-    def tells(self, bucket: int) -> bytes:
-        """What goes out with an answer to a main push of *bucket*, or to a pull of it."""
-        ...
+    def take_over(self, before: Discipline) -> None:
+        """Take what outlives a load from the discipline before it. Called before `resume`, where
+        other parameters were loaded."""
 
 
 SpeedClass = Literal["fastest", "middle", "slowest"]
 
 
 class Groups(NamedTuple):
-    """Who is in which group. A later *version* replaces an earlier one.
+    """Which worker is in which group.
 
-    *of*: by rank, the number of the worker's group, which is the number of its server. A server
-    may have no workers. *servers*: how many servers there are. *speeds*: by group, its class;
-    empty while nobody knows.
+    Args:
+        of: By rank, the number of the worker's group, which is the number of its server. A server
+            may have no workers.
+        servers: How many servers there are.
+        version: A later version replaces an earlier one.
+        speeds: By group, its speed class; empty before all workers were measured.
     """
 
     of: tuple[int, ...]
@@ -443,13 +416,18 @@ class Groups(NamedTuple):
         return [rank for rank, its in enumerate(self.of) if its == group]
 
 
-class Parcel(NamedTuple):
-    """What one server has applied to a bucket, and the others have not yet.
+class GroupUpdate(NamedTuple):
+    """What one server has applied to a bucket, and owes to the others.
 
-    *values*: flat, of all the bucket's units: the mean of *gradients* gradients, by weight, whose
-    weights add up to *weight*. *used*: per unit, whether any of them has it. In *hyperparameters* learning rates
-    are means, by the gradients' weights. *steps*: by worker whose gradients are in it: those of all steps before this one
-    are in it, or in an earlier one. The server fills that in.
+    Args:
+        bucket: The bucket.
+        gradients: How many gradients are in it.
+        weight: The sum of their weights.
+        used: Per unit, whether any of them has it.
+        hyperparameters: The optimizer's. Learning rates are means by the gradients' weights.
+        values: The mean of the gradients by weight: flat, of all units of the bucket.
+        steps: By worker whose gradients are in it: its gradients of all steps before this one are
+            in it, or in an earlier update. The server fills that in.
     """
 
     bucket: int
@@ -461,39 +439,44 @@ class Parcel(NamedTuple):
     steps: Mapping[int, int] = MappingProxyType({})
 
 
-@runtime_checkable
-class Meshed(Discipline, Protocol):
+class GroupServerDiscipline(Discipline):
     """A discipline whose server is one of several that hold the whole model each."""
 
     @property
     def groups(self) -> Groups:
-        """As this server knows them."""
-        ...
+        """The groups, as this server knows them."""
+        raise NotImplementedError
 
-    def is_server(self, number: int) -> None:
+    def serve_group(self, number: int) -> None:
         """This is the server of group *number*. Called before anything else."""
-        ...
+        raise NotImplementedError
 
-    def outgoing(self, shard: Shard) -> list[Parcel]:
-        """What is to be passed on by now. Called after each event; what was returned is not
-        owed any more."""
-        ...
+    def take_due_updates(self, shard: Shard) -> list[GroupUpdate]:
+        """Take the updates that are due: they are not owed any more. Called after each event."""
+        raise NotImplementedError
 
-    def owed(self, shard: Shard) -> list[Parcel]:
-        """Everything that was not passed on yet, whether it is time or not: all meet, or this
-        group has no workers any more."""
-        ...
+    def take_all_updates(self, shard: Shard) -> list[GroupUpdate]:
+        """Take all updates that are owed, due or not.
 
-    def incoming(self, shard: Shard, source: int, parcel: Parcel) -> None:
-        """Server *source* has passed this on: it comes once, and in the order of its sending."""
-        ...
+        Called where all workers meet, and where this group has no workers any more.
+        """
+        raise NotImplementedError
 
-    def words(self, shard: Shard) -> bytes:
-        """What the other servers are to know beside, in the method's own bytes; empty while
-        there is nothing new. Called after each event."""
-        ...
+    def apply_update(self, shard: Shard, source: int, update: GroupUpdate) -> None:
+        """Apply an update of server *source*. It comes once, and in the order of its sending."""
+        raise NotImplementedError
 
-    def heard(self, shard: Shard, source: int, words: bytes) -> None:
-        """Server *source* has said this. Raises `UsageError` for what makes no sense: then
-        nothing has changed."""
-        ...
+    def encode_notice(self, shard: Shard) -> bytes:
+        """A notice to the other servers, as bytes that the method defines; empty without one.
+
+        Called after each event.
+        """
+        raise NotImplementedError
+
+    def on_notice(self, shard: Shard, source: int, notice: bytes) -> None:
+        """A notice of server *source* has come.
+
+        Raises:
+            UsageError: It makes no sense, and nothing has changed.
+        """
+        raise NotImplementedError

@@ -1,9 +1,8 @@
-"""What workers and servers, and group servers among themselves, say to each other.
+"""Requests and replies: of workers to servers, and of group servers to each other.
 
-Messages are typed headers; tensors travel beside them. A *request* is answered exactly once, at
-once or when the server's discipline allows it. A request's payload is one flat tensor, described
-by its header; so is an answer's. Nothing here is ever unpickled. Between group servers each is a
-request of one server to another, its peer; who sends it is known by its connection.
+A message is a typed header; beside it travels at most one flat tensor, its *payload*. Each request
+has exactly one reply, at once or when the server's discipline allows it. No message is ever
+unpickled. A group server sends requests to its peers, which know it by its connection.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Both ends must speak the same version."""
 
 DTYPES: dict[str, torch.dtype] = {
@@ -45,28 +44,37 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
 
 
 Hyperparameters = list[dict[str, Any]]
-"""One mapping per group of the optimizer: numbers, truth values, lists and nothing else."""
+"""One mapping per group of the optimizer, of numbers, truth values and lists alone."""
 
 
 # ---- requests of workers ----
 
 
 Replies = Literal["full", "deltas"]
-"""What pushes are answered with: the parameters as they are; or, where gradients are compressed,
-a code of their difference from what the worker holds."""
+"""What pushes are answered with. "full": the parameters as they are. "deltas": with a compressor,
+their compressed difference from what the worker holds."""
 
 
 class Join(msgspec.Struct, tag="join", kw_only=True):
-    """A worker asks to take part, and says what is trained.
+    """A worker joins, and describes what is trained.
 
-    *options* and all else but *shard* are equal on all workers. *method*: the spec of the method
-    whose discipline the server follows; empty where it only reduces. *shard*: the server's number. *units* and *dtypes*: what this
-    server holds of each bucket. *optimizer*: a class of torch.optim, by name. *clip_norm*: the
-    largest norm of a step's mean gradient, which so many *servers* hold parts of. *tensors*: a
-    line for each tensor of the model, trained or not. *compression*: the spec of what gradients
-    are pushed as; empty where they are pushed as they are. *answers*: what a push is answered
-    with. Answer: `Joined`, at once; to a worker
-    that nobody waits for, once no meeting is under way.
+    All fields but *shard* are equal on all workers. Reply: `Joined`, at once; where other workers
+    are in a barrier and do not wait for this one, after that barrier.
+
+    Args:
+        options: The options of the training, as text.
+        method: The spec of the method whose discipline the server follows; empty where the server
+            only reduces.
+        shard: The server's number.
+        units: By bucket, the parts of parameters that this server holds.
+        dtypes: By bucket, the dtype of its parameters.
+        optimizer: A class of torch.optim, by name.
+        hyperparameters: The optimizer's, at the start.
+        clip_norm: The largest norm of a step's mean gradient.
+        servers: How many servers hold parts of the model.
+        tensors: A line for each tensor of the model, trained or not.
+        compression: The spec of the compressor of gradients; empty without one.
+        replies: What pushes are answered with.
     """
 
     options: str
@@ -83,49 +91,68 @@ class Join(msgspec.Struct, tag="join", kw_only=True):
     replies: Replies = "full"
 
 
-Purpose = Literal["load", "pulled", "meet"]
-"""What workers wait for each other for."""
+BarrierKind = Literal["load", "pulled", "meet"]
+"""Why workers wait for each other: see `EnterBarrier`."""
 
 
-class Arrive(msgspec.Struct, tag="arrive", kw_only=True):
-    """This worker waits for all others that train. *purpose*: "meet" is just that; at a "load"
-    one of them loads what all go on from; "pulled" comes after a load, when this worker has
-    taken it. *brings*: this worker has something to load. *step*: its next one; 0 before it has
-    sent a gradient. Answer: `Met`, when all are there, and the load, too; the worker that is to
-    load is answered before it."""
+class EnterBarrier(msgspec.Struct, tag="enter-barrier", kw_only=True):
+    """A worker waits for all others that train.
 
-    purpose: Purpose
+    Reply: `BarrierPassed`, when all others are there and the load is complete. The worker that
+    leads the load is answered before it.
+
+    Args:
+        kind: "meet" is a barrier alone. At a "load" one worker loads what all go on from. "pulled"
+            comes after a load, when this worker has pulled it.
+        brings: This worker has something to load.
+        step: Its next step; 0 before it has sent a gradient.
+    """
+
+    kind: BarrierKind
     brings: bool = False
     step: int = 0
 
 
 class Load(msgspec.Struct, tag="load", kw_only=True):
-    """The payload becomes the parameters of *bucket*, once all buckets are in; so do the states
-    and the rest that came before. Any worker may load first; later only the one that leads a
-    load. Answer: `Done`."""
+    """The payload becomes the parameters of *bucket*, once all buckets are in.
+
+    States and untrained tensors that came before take effect with it. At the start any worker may
+    load; later only the one that leads a load. Reply: `Done`.
+    """
 
     bucket: int
 
 
-class LoadRest(msgspec.Struct, tag="load-rest", kw_only=True):
-    """The payload is a part of what the model holds and nobody trains, as bytes: frozen
-    parameters and buffers. It begins at byte *start*, where the part before ended. It takes
-    effect with the `Load` of all buckets. Answer: `Done`."""
+class LoadUntrained(msgspec.Struct, tag="load-untrained", kw_only=True):
+    """The payload is a part of the untrained tensors, as bytes: frozen parameters and
+    buffers.
+
+    It begins at byte *start*, where the part before ended. It takes effect with the `Load` of all
+    buckets. Reply: `Done`.
+    """
 
     start: int
 
 
 class Push(msgspec.Struct, tag="push", kw_only=True):
-    """The payload is this worker's gradient of *bucket* in *step*: of all its units, or of
-    these *units*, one after the other. Every bucket of a step is pushed once, though maybe
-    none of its units: that is the step's barrier. Units that such a push leaves out come
-    *late*, in one push per bucket, on another channel. Example: bucket 0 has units 0, 1 and 2;
-    a push of [0, 2] is followed by a late one of [1]. *weight*: the gradient's part in the mean
-    (1/n, or its part of the samples); *used*: per unit, whether it took part in the backward
-    pass; *hyperparameters*: of this step; *report*: what the worker tells the discipline, in
-    the method's own bytes. Under compression the payload is the code, in bytes, of this worker's share of
-    the mean: of the gradient times the weight. Answer: `Parameters`, when the discipline allows
-    it."""
+    """The payload is this worker's gradient of *bucket* in *step*.
+
+    Each bucket of a step has one main push, maybe of no units: these pushes are the step's
+    barrier. Units that the main push leaves out come in one *late* push per bucket, on another
+    channel. Example: bucket 0 has units 0, 1 and 2; a push of [0, 2] is followed by a late one of
+    [1]. With a compressor the payload is the compressed gradient times the weight, as bytes.
+    Reply: `Parameters`, when the discipline allows it.
+
+    Args:
+        step: The worker's step.
+        bucket: The bucket.
+        late: Units that the main push has left out.
+        units: The units in the payload, one after the other; None: all.
+        weight: The gradient's weight in the mean: 1/n, or this worker's part of the samples.
+        used: Per unit, whether it took part in the backward pass.
+        hyperparameters: The optimizer's, of this step.
+        report: The worker's report to the discipline, as bytes that the method defines.
+    """
 
     step: int
     bucket: int
@@ -138,64 +165,73 @@ class Push(msgspec.Struct, tag="push", kw_only=True):
 
 
 class Decide(msgspec.Struct, tag="decide", kw_only=True):
-    """A worker tells what it has heard: server 0 has decided which *workers* count for *step*.
-    Answer: `Done`."""
+    """A worker forwards a decision of server 0: which *workers* count for *step*.
+
+    Reply: `Done`.
+    """
 
     step: int
     workers: list[int]
 
 
-class PullNorm(msgspec.Struct, tag="pull-norm", kw_only=True):
-    """A worker asks for this server's part of the norm of *step*. Answer: `NormPart`, once all
-    of the step's mean that the server holds is known."""
+class MixBuffers(msgspec.Struct, tag="mix-buffers", kw_only=True):
+    """The payload is this worker's buffers of the model, in double precision.
 
-    step: int
+    Reply: `Buffers`.
 
-
-class Norm(msgspec.Struct, tag="norm", kw_only=True):
-    """The *squares* of the mean gradient's elements in *step* add up to this, over all
-    servers. Answer: `Done`."""
-
-    step: int
-    squares: float
-
-
-class Blend(msgspec.Struct, tag="blend", kw_only=True):
-    """The payload is this worker's buffers of the model, in double precision. So many *floats*
-    come first: they are mixed into the server's with *weight*. Counters follow: the larger one
-    stays. Answer: `Blended`."""
+    Args:
+        weight: The weight of this worker's values in the server's.
+        floats: How many of the first values are mixed. Counters follow: the larger one stays.
+    """
 
     weight: float
     floats: int
 
 
 class Pull(msgspec.Struct, tag="pull", kw_only=True):
-    """A worker asks for *bucket*, to begin with *step*. Answer: `Parameters`, once all buckets
-    were loaded, and once the discipline allows it. *looks*: what comes does not become what this
-    worker holds, so that its next difference is still from what it had before."""
+    """A worker asks for *bucket*, to begin with *step*.
+
+    Reply: `Parameters`, once all buckets were loaded and the discipline allows it.
+
+    Args:
+        bucket: The bucket.
+        step: The step that the worker begins with.
+        peek: The worker only looks: the next difference that it receives is still from what it
+            had before.
+    """
 
     bucket: int
     step: int = 0
-    looks: bool = False
+    peek: bool = False
 
 
-class PullRest(msgspec.Struct, tag="pull-rest", kw_only=True):
-    """A worker asks for what nobody trains: from byte *start* on, *most* bytes at most. Answer:
-    `Rest`, once parameters were loaded."""
+class PullUntrained(msgspec.Struct, tag="pull-untrained", kw_only=True):
+    """A worker asks for untrained tensors: at most *most* bytes, from byte *start* on.
+
+    Reply: `Untrained`, once parameters were loaded.
+    """
 
     start: int
     most: int
 
 
 class PullBuffers(msgspec.Struct, tag="pull-buffers", kw_only=True):
-    """A worker asks for the buffers as they were mixed since the last load. Answer: `Blended`;
-    without a payload if none were."""
+    """A worker asks for the buffers as they were mixed since the last load.
+
+    Reply: `Buffers`; without a payload where none were mixed.
+    """
 
 
 class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
-    """A worker asks for the optimizer's state of *bucket*, as it is; or of some *units* of it,
-    as of *step*. Answer: `OptimizerState`; of units, once all updates before the step are in
-    them."""
+    """A worker asks for the optimizer state of *bucket*.
+
+    Reply: `OptimizerState`; of units, once all updates before the step are in them.
+
+    Args:
+        bucket: The bucket.
+        units: The units whose state is wanted, as of *step*; None: the whole bucket's, as it is.
+        step: The step.
+    """
 
     bucket: int
     units: list[int] | None = None
@@ -203,123 +239,168 @@ class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
 
 
 class LoadState(msgspec.Struct, tag="load-state", kw_only=True):
-    """The payload, described as in `OptimizerState`, becomes the optimizer's state of
-    *bucket*, with the `Load` of all buckets. Answer: `Done`."""
+    """The payload becomes the optimizer state of *bucket*, with the `Load` of all buckets.
+
+    *entries* describe it as in `OptimizerState`. Reply: `Done`.
+    """
 
     bucket: int
     entries: list[list[tuple[str, int | float]]]
 
 
 class Leave(msgspec.Struct, tag="leave", kw_only=True):
-    """This worker is out of data. Answer: `Done`, once nobody trains any more."""
+    """This worker is out of data. Reply: `Done`, once no worker trains any more."""
 
 
 class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
-    """The payload is this worker's part in all-reduce number *number* of *channel*.
-    Answer: `Reduced`, when every worker's part is in."""
+    """The payload is this worker's part of all-reduce number *number* of *channel*.
+
+    Reply: `Reduced`, when the parts of all workers are in.
+    """
 
     channel: str
     number: int
     operation: Literal["mean", "sum", "max"]
 
 
-class Note(msgspec.Struct, tag="note", kw_only=True):
-    """This worker is alive: it evaluates, say. Where it has just joined, it tells each server
-    what the others have answered: that it begins with *step*, or that it is a *guest* (see
-    `Joined`). *elsewhere*: it pushes to another server from now on, and what it holds of this
-    one is of no use. Answer: `Done`, at once."""
+class KeepAlive(msgspec.Struct, tag="keep-alive", kw_only=True):
+    """This worker is alive: it evaluates, say. Reply: `Done`, at once.
+
+    Args:
+        step: Where the worker has just joined: the step that it begins with, as the other servers
+            have answered. 0: it has nothing to report.
+        late_joiner: As in `Joined`, as another server has answered.
+        moved_away: The worker pushes to another server from now on, and needs no difference of
+            this one any more.
+    """
 
     step: int = 0
-    guest: bool = False
-    elsewhere: bool = False
+    late_joiner: bool = False
+    moved_away: bool = False
 
 
 class Say(msgspec.Struct, tag="say", kw_only=True):
-    """What a kind of service that is no parameter server is asked, in *words* of its own that
-    both ends decode. Example: an aggregator's round and its racks' numbers. Answer: `Said`."""
+    """A request to a service that is no parameter server, in *words* that both ends decode.
+
+    Example: an aggregator's round and its racks' numbers. Reply: `Said`.
+    """
 
     words: bytes = b""
 
 
-class Introduce(msgspec.Struct, tag="introduce", kw_only=True):
-    """A worker tells a server that was there before its job what it is: number *number* of these
-    *services*, of that *kind* (a row of `parameter_server.process.service_registry`). With *peers*, once all have been told,
-    also where each of the others listens: host and port. Comes before all else. Answer:
-    `Done`."""
+class PeerAddress(msgspec.Struct, kw_only=True):
+    """Where a service listens, and the token that it asks for."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Describe(msgspec.Struct, tag="describe", kw_only=True):
+    """What a server is to be: service *number* of these *services*.
+
+    All workers send the same before all else, and the first one counts. A supervisor sends it in
+    their place. Reply: `Done`.
+
+    Args:
+        kind: A row of `parameter_server.process.services.SERVICES`.
+        services: The names of all services of the job.
+        number: The place of this one.
+        peers: By name, where the services listen that this one asks.
+    """
 
     kind: str
     services: list[str]
-    number: int
-    peers: dict[str, tuple[str, int]] = {}
+    number: int = 0
+    peers: dict[str, PeerAddress] = {}
+
+    @property
+    def name(self) -> str:
+        """The service's own name."""
+        return self.services[self.number]
 
 
-# ---- answers to workers ----
+# ---- replies to workers ----
 
 
 class Joined(msgspec.Struct, tag="joined", kw_only=True):
-    """This worker takes part from *step* on. *loaded*: the server has parameters, which have
-    come through *load* loads since the first. *guest*: training has begun without this worker,
-    or without this life of it. A guest takes what is there; what it brings is not used. *own*:
-    this server's parameters have in them the worker's gradients of all steps before. Of several
-    servers some may have more than others: the worker goes on with the least *own*, unless a
-    *step* is later. *over*: an earlier life of this worker has left the training well, so it has
-    no more steps to do."""
+    """The worker takes part from *step* on.
+
+    Args:
+        step: The step that the server lets it in with.
+        loaded: The server has parameters.
+        own: This worker's gradients of all steps before *own* are in the parameters. Of several
+            servers some may have more than others: the worker goes on with the least *own*,
+            unless a *step* is later.
+        load: How many loads there were after the first.
+        late_joiner: Training has begun without this worker, or without this incarnation of it. It
+            takes the server's parameters; its own are not used.
+        over: An earlier incarnation of this worker has left, so it has no more steps to do.
+    """
 
     step: int
     loaded: bool
     own: int = 0
     load: int = 0
-    guest: bool = False
+    late_joiner: bool = False
     over: bool = False
 
 
-class Met(msgspec.Struct, tag="met", kw_only=True):
-    """All are there. *leads*: this worker is the lowest rank; at a load, the lowest of those
-    that bring something, and it loads now. *load*: how many loads the server has come
-    through."""
+class BarrierPassed(msgspec.Struct, tag="barrier-passed", kw_only=True):
+    """All workers are at the barrier.
+
+    Args:
+        leads: This worker is the lowest rank; at a load, the lowest of those that bring something.
+            It loads now.
+        load: How many loads there were after the first.
+    """
 
     leads: bool = False
     load: int = 0
 
 
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
-    """The payload is *bucket*, or the units of it that were pushed. *version*: how many steps,
-    or how many pushes, are in it. *step*: the one that the worker is to do next.
-    *counted*: the workers that counted for the step that was pushed, where server 0 decides.
-    *told*: what the discipline tells its workers of the bucket, in the method's own bytes;
-    empty in answers to late pushes. *load*: as in `Met`. Where answers are differences that to a
-    push carries the code of one, in bytes; *turn* then numbers what this life of the worker is
-    given of the bucket, and a difference is from what had the turn before."""
+    """The payload is *bucket*, or the units of it that were pushed.
+
+    Where replies are deltas, a reply to a push carries a compressed difference, as bytes.
+
+    Args:
+        bucket: The bucket.
+        version: How many updates are in it.
+        step: The step that the worker does next.
+        counted: The workers that counted for the pushed step, where server 0 decides.
+        notice: The discipline's notice to its workers, as bytes that the method defines; empty in
+            replies to late pushes.
+        load: As in `BarrierPassed`.
+        sequence: Numbers what this incarnation of the worker receives of the bucket. A difference
+            is from what had the number before.
+    """
 
     bucket: int
     version: int
     step: int = 0
     counted: list[int] = []
-    told: bytes = b""
+    notice: bytes = b""
     load: int = 0
-    turn: int = 0
+    sequence: int = 0
 
 
-class Rest(msgspec.Struct, tag="rest", kw_only=True):
+class Untrained(msgspec.Struct, tag="untrained", kw_only=True):
     """The payload is the part that was asked for; all of it has *whole* bytes."""
 
     whole: int
 
 
-class NormPart(msgspec.Struct, tag="norm-part", kw_only=True):
-    """This server's part of a step's *squares*; *counted*, as in `Parameters`."""
-
-    squares: float
-    counted: list[int] = []
-
-
-class Blended(msgspec.Struct, tag="blended", kw_only=True):
-    """The payload is the model's buffers, as in `Blend`."""
+class Buffers(msgspec.Struct, tag="buffers", kw_only=True):
+    """The payload is the model's buffers, as in `MixBuffers`."""
 
 
 class OptimizerState(msgspec.Struct, tag="state", kw_only=True):
-    """Per unit, the entries of its state: name and, for a tensor of the unit's size, its
-    offset in the payload, as an int; else the value itself, as a float."""
+    """The payload is the optimizer state of a bucket, or of units of it.
+
+    *entries*: per unit, name and value of each entry. An int is the offset in the payload of a
+    tensor as large as the unit; a float is the value itself.
+    """
 
     entries: list[list[tuple[str, int | float]]]
 
@@ -329,17 +410,17 @@ class Reduced(msgspec.Struct, tag="reduced", kw_only=True):
 
 
 class Said(msgspec.Struct, tag="said", kw_only=True):
-    """What a service answers to `Say`, in *words* of its kind's own."""
+    """A service's reply to `Say`, in *words* of its kind's own."""
 
     words: bytes = b""
 
 
 class Done(msgspec.Struct, tag="done", kw_only=True):
-    """That was done."""
+    """The request was carried out."""
 
 
-class Refused(msgspec.Struct, tag="refused", kw_only=True):
-    """It cannot be done; the worker raises `UsageError` with *reason*."""
+class Rejected(msgspec.Struct, tag="rejected", kw_only=True):
+    """The request is refused; the worker raises `UsageError` with *reason*."""
 
     reason: str
 
@@ -347,8 +428,8 @@ class Refused(msgspec.Struct, tag="refused", kw_only=True):
 # ---- requests between group servers ----
 
 
-class Gradients(msgspec.Struct, tag="gradients", kw_only=True):
-    """The payload is what the sender has applied to *bucket*: see `interfaces.Parcel`."""
+class GradientUpdate(msgspec.Struct, tag="gradient-update", kw_only=True):
+    """The payload is what the origin has applied to *bucket*: see `interfaces.GroupUpdate`."""
 
     bucket: int
     gradients: int
@@ -358,126 +439,166 @@ class Gradients(msgspec.Struct, tag="gradients", kw_only=True):
     steps: dict[int, int] = {}
 
 
-class Buffers(msgspec.Struct, tag="buffers", kw_only=True):
-    """The payload is the sender's buffers of the model, as in `Blend`: *weight* is the part of
-    them that is new."""
+class BufferUpdate(msgspec.Struct, tag="buffer-update", kw_only=True):
+    """The payload is the origin's buffers of the model, as in `MixBuffers`.
+
+    *weight* is the part of them that is new; the first *floats* of them are mixed.
+    """
 
     weight: float
     floats: int
 
 
 class Away(msgspec.Struct, tag="away", kw_only=True):
-    """The sender has no workers: nothing is to be passed on to it, until it enters again."""
+    """The origin has no workers: it receives no updates until it enters again."""
 
 
-class Pass(msgspec.Struct, tag="pass", kw_only=True):
-    """A server passes on what server *source* has to tell to all others: its own, or what it
-    has had from one that is lost. Those of a *life* of the source are *number*ed from 0, and
-    come in that order; all have what is below *floor*. *load*, *meeting*: how many loads and
-    meetings the source had come through. *entry*: how the receiver has last entered, as the
-    sender knows. Answer: `Done`, once it is taken."""
+class Update(msgspec.Struct, tag="update", kw_only=True):
+    """One entry of a group server's update log.
+
+    A server sends its own entries, and those of a server that was lost. Reply: `Done`, once the
+    entry is applied.
+
+    Args:
+        source: The server that has made the update, its origin.
+        incarnation: The origin's.
+        number: Numbers the entries of that incarnation, from 0. They are applied in this order.
+        floor: All servers have the entries below this number.
+        load: How many loads the origin had seen.
+        cut: How many consistent cuts the origin had completed.
+        entry: How the receiver has last entered, as far as the sender knows.
+        what: The update.
+    """
 
     source: int
-    life: int
+    incarnation: int
     number: int
     floor: int
     load: int
-    meeting: int
+    cut: int
     entry: int
-    what: Gradients | Buffers | Away
+    what: GradientUpdate | BufferUpdate | Away
 
 
-class Tell(msgspec.Struct, tag="tell", kw_only=True):
-    """What the sender's discipline tells the others, in the method's own bytes, *number*ed in
-    this *life* of it. Answer: `Done`."""
+class Notice(msgspec.Struct, tag="notice", kw_only=True):
+    """The discipline's notice to the disciplines of the other servers. Reply: `Done`.
 
-    life: int
+    Args:
+        incarnation: The sender's.
+        number: Numbers the notices of that incarnation, from 0.
+        content: The notice, as bytes that the method defines.
+    """
+
+    incarnation: int
     number: int
-    words: bytes
+    content: bytes
 
 
-class Trains(msgspec.Struct, tag="trains", kw_only=True):
-    """What the sender trains, as soon as it knows: by the names of `Join`'s fields, their values
-    in words, or digests of long ones. Answer: `Done`; `Refused` where the receiver trains something
-    else."""
+class GetStatus(msgspec.Struct, tag="get-status", kw_only=True):
+    """A server, in this *incarnation*, asks another one for its `Status`."""
 
-    what: dict[str, str]
-
-
-class Stand(msgspec.Struct, tag="stand", kw_only=True):
-    """A server, in this *life* of it, asks another one where it stands. Answer: `Standing`."""
-
-    life: int
+    incarnation: int
 
 
 class Enter(msgspec.Struct, tag="enter", kw_only=True):
-    """The sender takes everything from server *via*: pass on to it from now on, and what *via*
-    has not answered yet. *entry* is a new number. Answer: `Standing`, with the number that comes
-    first; of *via* itself `Manifest`."""
+    """The sender enters: it takes the state of server *via*.
 
-    life: int
+    From now on it receives all new updates, and those that *via* has not acknowledged. Reply:
+    `Status`, with the number of the first entry to come; of *via* itself `Manifest`.
+
+    Args:
+        incarnation: The sender's.
+        entry: A new number for this entry.
+        via: The server whose state it takes.
+    """
+
+    incarnation: int
     entry: int
     via: int
 
 
-class Copy(msgspec.Struct, tag="copy", kw_only=True):
-    """The sender asks for a *part* of what the `Manifest` of *key* lists, from 0 on. Answer:
-    `Copied`."""
+class GetState(msgspec.Struct, tag="get-state", kw_only=True):
+    """The sender asks for *part* of the state that the `Manifest` of *key* lists.
+
+    Parts are numbered from 0. Reply: `StateChunk`.
+    """
 
     key: int
     part: int
 
 
-class Drain(msgspec.Struct, tag="drain", kw_only=True):
-    """Server 0, in this *life* of it: all workers meet. Do nothing for workers, and pass on what
-    is owed. Answer: `Drained`, once all others have it."""
+class Quiesce(msgspec.Struct, tag="quiesce", kw_only=True):
+    """Server 0, in this *incarnation*, asks for consistent cut number *cut*.
 
-    life: int
-    meeting: int
+    The receiver serves no workers from now on, and sends all updates that it owes. Reply:
+    `Quiesced`, once all others have acknowledged them.
+    """
+
+    incarnation: int
+    cut: int
 
 
-class Agree(msgspec.Struct, tag="agree", kw_only=True):
-    """Server 0: all have drained. Take over what *manifest* lists, whose key is the number of
-    the meeting, and go on; just go on without one. Answer: `Done`, at once."""
+class AdoptState(msgspec.Struct, tag="adopt-state", kw_only=True):
+    """All servers have quiesced: server 0 ends consistent cut number *cut*.
 
-    meeting: int
+    The receiver adopts the state that *manifest* lists, whose key is the cut's number. Without a
+    manifest it goes on with its own. Reply: `Done`, at once.
+    """
+
+    cut: int
     manifest: Manifest | None = None
 
 
-PeerRequest = Pass | Tell | Trains | Stand | Enter | Copy | Drain | Agree
+PeerRequest = Update | Notice | GetStatus | Enter | GetState | Quiesce | AdoptState
 
 
-# ---- answers between group servers ----
+# ---- replies between group servers ----
 
 
-class Standing(msgspec.Struct, tag="standing", kw_only=True):
-    """The server is in this *life*, and passes on *number* next. *entry*: how it has last
-    entered. *active*: it has all that was passed on, and more is to be. *progress*: how much
-    it has; -1 without parameters."""
+class Status(msgspec.Struct, tag="status", kw_only=True):
+    """How far a group server is.
 
-    life: int
+    Args:
+        incarnation: The server's.
+        number: The number of its next log entry.
+        entry: How it has last entered, or left.
+        active: It has all updates, and receives the next ones.
+        progress: How much has happened to its model; -1 without parameters.
+        cut: How many consistent cuts it has completed.
+    """
+
+    incarnation: int
     number: int
     entry: int
     active: bool
     progress: int
-    meeting: int
+    cut: int
 
 
 class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
-    """Everything that a server has, as of one moment. *join* is what is trained, in msgpack;
-    empty where nothing was loaded yet. *gradients*: how many were passed on to it, or by it.
-    *step*: with which workers that begin now go on. *active*: as in `Standing`.
-    *taken*: of each source and life, the number that is to come next. *parts*: dtype and
-    elements of each payload: parameters and the optimizer's state, for each bucket that is
-    held; then what nobody trains, and buffers, the first *floats* of which are mixed. *applied*:
-    by worker and bucket, the step before which its gradients are in."""
+    """What the state of a group server consists of, as of one moment.
+
+    Args:
+        active: As in `Status`.
+        join: The first worker's `Join`, in msgpack; empty where nothing was loaded yet.
+        step: The step with which workers that begin now go on.
+        loads: How many loads there were after the first.
+        gradients: How many gradients were in updates, of this server and of others.
+        cut: How many consistent cuts were completed.
+        versions: By bucket, how many updates are in it.
+        taken: By origin and incarnation, the number of the next log entry.
+        parts: Dtype and elements of each payload. For each bucket: parameters, and optimizer state.
+            Then untrained tensors, and buffers.
+        floats: How many of the first buffers are mixed.
+        applied: By worker and bucket, the step before which its gradients are in the parameters.
+    """
 
     active: bool
     join: bytes = b""
     step: int = 0
     loads: int = 0
     gradients: int = 0
-    meeting: int = 0
+    cut: int = 0
     versions: list[int] = []
     taken: list[tuple[int, int, int]] = []
     parts: list[tuple[str, int]] = []
@@ -485,21 +606,24 @@ class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
     applied: dict[int, dict[int, int]] = {}
 
 
-class Copied(msgspec.Struct, tag="copied", kw_only=True):
-    """The payload is the part. *entries*: where that is the optimizer's state, as in
-    `OptimizerState`."""
+class StateChunk(msgspec.Struct, tag="state-chunk", kw_only=True):
+    """The payload is a part of a state.
+
+    *entries* describe optimizer state, as in `OptimizerState`.
+    """
 
     entries: list[list[tuple[str, int | float]]] = []
 
 
-class Drained(msgspec.Struct, tag="drained", kw_only=True):
-    """All others have what this server had to pass on. *changed*: whether its model has, since
-    the last meeting."""
+class Quiesced(msgspec.Struct, tag="quiesced", kw_only=True):
+    """All others have the sender's updates. *changed*: its model has changed since the last
+    consistent cut.
+    """
 
     changed: bool
 
 
-PeerReply = Standing | Manifest | Copied | Drained
+PeerReply = Status | Manifest | StateChunk | Quiesced
 
 
 # ---- all ----
@@ -507,38 +631,35 @@ PeerReply = Standing | Manifest | Copied | Drained
 
 Request = (
     Join
-    | Arrive
+    | EnterBarrier
     | Load
-    | LoadRest
+    | LoadUntrained
     | Push
     | Pull
     | Decide
-    | PullNorm
-    | Norm
-    | Blend
-    | PullRest
+    | MixBuffers
+    | PullUntrained
     | PullBuffers
     | PullState
     | LoadState
     | Leave
     | Reduce
-    | Note
+    | KeepAlive
     | Say
-    | Introduce
+    | Describe
     | PeerRequest
 )
 
-Reply = (
+ReplyMessage = (
     Joined
-    | Met
+    | BarrierPassed
     | Parameters
-    | Rest
-    | NormPart
-    | Blended
+    | Untrained
+    | Buffers
     | OptimizerState
     | Reduced
     | Said
     | PeerReply
     | Done
-    | Refused
+    | Rejected
 )

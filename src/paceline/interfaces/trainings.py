@@ -277,7 +277,9 @@ class TrainingRegistry:
         self.keeps_ended = options.profile is not None
         """Whether trainings that have ended are looked at after the script's end."""
         self.trainings: list[StartedTraining] = []
-        self.broke = tell
+        self.hidden: list[StartedTraining] = []
+        """Those before them that checkpoints are to know nothing of (`paceline.testing`)."""
+        self._tell = tell
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
         self.watchers: list[Watcher] = []
         self.loops, self.ended = 0, False
@@ -340,18 +342,24 @@ class TrainingRegistry:
         """How many steps the job had done when this worker joined it."""
         return max((b.training.first_step for b in self.trainings), default=0)
 
+    def broke(self, number: int, cause: str) -> None:
+        """An error has ended `trainings` *number* here."""
+        self._tell(len(self.hidden) + number, cause)
+
     def is_over(self, number: int) -> bool:
-        """Whether training *number* was begun here, and has ended, well or not."""
-        if number >= len(self.trainings):
-            return False
-        training = self.trainings[number].training
-        return training.finished or bool(training.broken_by)
+        """Whether training *number*, as others tell it, was begun here, and has ended, well or not."""
+        training = self._as_told(number)
+        return training is not None and (training.finished or bool(training.broken_by))
 
     def broken_by(self, number: int) -> str:
-        """The error that has ended training *number* here, if any."""
-        if number >= len(self.trainings):
-            return ""
-        return self.trainings[number].training.broken_by
+        """The error that has ended training *number*, as others tell it, here, if any."""
+        training = self._as_told(number)
+        return "" if training is None else training.broken_by
+
+    def _as_told(self, number: int) -> TrainingStatus | None:
+        """Numbers count hidden ones: others' news may come when these have been hidden since."""
+        everything = [*self.hidden, *self.trainings]
+        return everything[number].training if number < len(everything) else None
 
     @property
     def in_use(self) -> list[bool]:

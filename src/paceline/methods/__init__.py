@@ -13,9 +13,8 @@
 - `gssp`: SSP inside groups of workers of similar speed.
 - `local_updates`: local SGD, DiLoCo and others.
 - `contrib`: relatives of these, one file each.
-- `flat_tensors`: tensors that are averaged beside gradients, as one.
+- `model_averaging`: flat messages over tensors, and means of whole models.
 - `group_members`: groups by hand, the text of the key ``members``.
-- `docs_table`: the docs' table of methods.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from paceline.interfaces import Discipline, HeldPush, MethodSummary, Shard
-from paceline.methods.push_pull import AppliesOnArrival, PushPull
+from paceline.interfaces import Discipline, MethodSummary, PushedGradient, Shard
+from paceline.methods.push_pull import PushPull
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +32,12 @@ class ASP(PushPull):
     )
 
     def server(self, workers: int) -> Discipline:
-        return ApplyOnArrival()
+        return AsynchronousUpdates()
 
 
-class ApplyOnArrival(AppliesOnArrival):
+class AsynchronousUpdates(Discipline):
     """The server's half: w <- w - lr/n g_i."""
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)
-        shard.answer(push)
-
-    def changed(self, shard: Shard) -> None:
-        pass
+        shard.reply(push)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, Discipline, HeldPush, MethodSummary, Shard
+from paceline.interfaces import Clips, Discipline, MethodSummary, PushedGradient, Shard
 from paceline.methods.push_pull import PushPull, without_gradient
 
 
@@ -53,20 +53,22 @@ class Backup(PushPull):
             raise UsageError(
                 f"backup:wait_for={self.wait_for}: there are only {workers} workers"
             )
-        return FastestOfAll(
-            self.wait_for or workers, spares=0 < self.wait_for < workers
+        return BackupWorkers(
+            self.wait_for or workers, is_partial=0 < self.wait_for < workers
         )
 
 
-class FastestOfAll:
+class BackupWorkers(Discipline):
     """The server's half. A worker counts for a step when its last bucket is in; where all
     are waited for, each bucket is updated as soon as all have sent it. Of several servers
     the first decides who counts, and the others wait to be told."""
 
-    def __init__(self, wait_for: int, spares: bool = False) -> None:
+    follows_first_server = True
+
+    def __init__(self, wait_for: int, is_partial: bool = False) -> None:
         self._wait_for = wait_for
-        self.spares = spares
-        self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+        self.finishes_without_stragglers = is_partial
+        self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}
         self._complete: dict[int, list[int]] = {}
         """By open step: the workers whose gradients are all in, in the order of coming."""
         self._follows = False
@@ -75,11 +77,11 @@ class FastestOfAll:
         answers name them, too."""
         self._closed = 0
         """Steps below this one have ended."""
-        self._late: dict[int, list[HeldPush]] = {}
+        self._late: dict[int, list[PushedGradient]] = {}
         """By worker: pushes of a step that has ended. They are answered together, with
         one version, when all of the worker's step is in."""
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         if push.step < self._closed:
             self._drop(push)
             shard.count("gradients dropped")
@@ -87,37 +89,39 @@ class FastestOfAll:
             self._rounds.setdefault((push.step, push.bucket), []).append(push)
             if shard.clock(push.worker) > push.step:
                 self._complete.setdefault(push.step, []).append(push.worker)
-        self.changed(shard)
+        self.on_change(shard)
 
     def follow(self) -> None:
         self._follows = True
 
-    def decided(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
+    def on_decision(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
         if step >= self._closed:
             self._counted.setdefault(step, list(workers))
-            self.changed(shard)
+            self.on_change(shard)
 
-    def changed(self, shard: Shard) -> None:
-        while self._closed < shard.fastest() and self._close(shard, self._closed):
+    def on_change(self, shard: Shard) -> None:
+        while self._closed < shard.next_unstarted_step() and self._close(
+            shard, self._closed
+        ):
             self._closed += 1
         for worker in list(self._late):
             pushes = self._late[worker]
-            if worker not in shard.expected(pushes[0].step):
+            if worker not in shard.active_workers(pushes[0].step):
                 # It has left, is gone, or is here in another life.
                 del self._late[worker]
                 for push in pushes:
-                    shard.answer(push)
+                    shard.reply(push)
             elif shard.clock(worker) > pushes[0].step:
                 del self._late[worker]
-                shard.move_on(worker, self._closed)
+                shard.skip_to(worker, self._closed)
                 for push in pushes:
-                    shard.answer(push, self._counted.get(push.step, ()))
-        for step in [s for s in self._counted if s < shard.slowest() - 1]:
+                    shard.reply(push, self._counted.get(push.step, ()))
+        for step in [s for s in self._counted if s < shard.slowest_step() - 1]:
             del self._counted[step]
 
     def _close(self, shard: Shard, step: int) -> bool:
         """End *step* where that can be; returns whether it has ended as a whole."""
-        expected = shard.expected(step)
+        expected = shard.active_workers(step)
         open_buckets = [b for b in shard.buckets if shard.version(b) <= step]
         complete = self._complete.get(step, [])
         if self._wait_for < len({*expected, *complete}) or step in self._counted:
@@ -154,21 +158,21 @@ class FastestOfAll:
         shard.apply_mean(bucket, [p for p in pushes if p.worker in counting])
         for push in pushes:
             if push.worker in counting:
-                shard.answer(push, self._counted.get(step, ()))
+                shard.reply(push, self._counted.get(step, ()))
             else:
                 self._drop(push)
                 shard.count("gradients dropped")
 
-    def _drop(self, push: HeldPush) -> None:
+    def _drop(self, push: PushedGradient) -> None:
         self._late.setdefault(push.worker, []).append(without_gradient(push))
 
     def first_step(self, shard: Shard) -> int:
-        return shard.fastest()
+        return shard.next_unstarted_step()
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return shard.version(bucket) >= step
 
-    def ended(self, shard: Shard) -> int | None:
+    def completed_step(self, shard: Shard) -> int | None:
         whole = all(shard.version(bucket) == self._closed for bucket in shard.buckets)
         return self._closed if whole else None
 

@@ -1,11 +1,11 @@
 """BSP: bulk-synchronous parallel training, gradients averaged in every step.
 
-Valiant, "A bridging model for parallel computation" (1990) gave the name; what is done
-here is what PyTorch DDP does (Li et al., VLDB 2020, section 3.2): buckets of gradients are
-averaged while backward still runs, and ``.grad`` holds the mean when it ends.
+Valiant, "A bridging model for parallel computation" (1990) gave the name. The worker does what PyTorch
+DDP does (Li et al., VLDB 2020, section 3.2): it averages buckets of gradients while backward still
+runs, and ``.grad`` holds the mean when backward ends.
 
-Differs from DDP in that a rank's unused parameters and the end of its data are told to
-the others only in the steps where there is something to tell (`Run.mean`).
+One difference to DDP: a rank reports unused parameters and the end of its data only in the steps in
+which there is something to report (`Run.mean`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class BSP:
     updates_on: ClassVar[UpdatesOn] = "worker"
     visible_gradient: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
+    symmetric: ClassVar[bool] = True
 
     overlap: bool = True
 

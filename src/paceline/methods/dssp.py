@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, HeldPush, MethodSummary, Shard
-from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
+from paceline.interfaces import Discipline, MethodSummary, PushedGradient, Shard
+from paceline.methods.push_pull import PushPull, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +67,26 @@ class DSSP(PushPull):
         return DynamicBound(self.staleness, self.extra)
 
 
-class DynamicBound(AppliesOnArrival):
+class DynamicBound(Discipline):
     """The server's half. Of several servers each decides for its part of the model; a worker
     waits for the last of them."""
 
     def __init__(self, staleness: int, extra: int) -> None:
         self._staleness, self._extra = staleness, extra  # s_L, r_max
-        self._waiting: list[HeldPush] = []
+        self._waiting: list[PushedGradient] = []
         self._credit: Counter[int] = Counter()  # r_p
         self._moments: dict[int, tuple[float, ...]] = {}
         """By worker: the last two at which it had done a step."""
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)
         self._waiting.append(without_gradient(push))
         if shard.clock(push.worker) > push.step:
             self._step_is_in(shard, push.worker)
         self._let_go(shard)
 
-    def changed(self, shard: Shard) -> None:
-        here = set(shard.expected(shard.fastest()))
+    def on_change(self, shard: Shard) -> None:
+        here = set(shard.active_workers(shard.next_unstarted_step()))
         for worker in self._moments.keys() - here:
             del self._moments[worker]
             del self._credit[worker]
@@ -97,7 +97,7 @@ class DynamicBound(AppliesOnArrival):
         self._moments[worker] = moments[-2:]
         if self._credit[worker]:
             self._credit[worker] -= 1
-        elif shard.clock(worker) - shard.slowest() <= self._staleness:
+        elif shard.clock(worker) - shard.slowest_step() <= self._staleness:
             return  # goes on anyway
         else:
             self._credit[worker] = self._controlled(shard, worker)
@@ -108,7 +108,7 @@ class DynamicBound(AppliesOnArrival):
 
     def _controlled(self, shard: Shard, worker: int) -> int:
         """The paper's controller: how many steps more the fastest may do; 0 for others."""
-        here = shard.expected(shard.fastest())
+        here = shard.active_workers(shard.next_unstarted_step())
         clocks = {other: shard.clock(other) for other in here}
         if clocks.get(worker) != max(clocks.values(), default=None):
             return 0
@@ -127,15 +127,19 @@ class DynamicBound(AppliesOnArrival):
         return min(range(most + 1), key=wait, default=0)
 
     def _let_go(self, shard: Shard) -> None:
-        slowest = shard.slowest()
+        slowest = shard.slowest_step()
         # The answer starts step c = push.step + 1: all must have done c - s_L.
         self._answer(
             shard,
             [p for p in self._waiting if p.step + 1 <= slowest + self._staleness],
         )
 
-    def _answer(self, shard: Shard, pushes: list[HeldPush]) -> None:
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        # A worker that comes back goes on after its own steps, which may be far ahead.
+        return step <= shard.slowest_step() + self._staleness
+
+    def _answer(self, shard: Shard, pushes: list[PushedGradient]) -> None:
         gone = {push.number for push in pushes}
         self._waiting = [push for push in self._waiting if push.number not in gone]
         for push in pushes:
-            shard.answer(push)
+            shard.reply(push)

@@ -1,13 +1,13 @@
-"""Methods that are exact, and whose messages travel past the end of backward.
+"""Exact methods whose messages overlap with the next forward pass: `priority` and `dear`.
 
-- `priority`: what the next forward pass uses first is sent first.
-- `dear`: a sum's first half beside backward, the second beside the next forward pass.
+- `priority`: sends first what the next forward pass uses first.
+- `dear`: sends each sum's first half during backward, the second during the next forward pass.
 
 Priority order is ByteScheduler's (Peng et al., SOSP 2019) and P3's (Jayarajan et al., MLSys 2019):
-gradients are cut into pieces, pieces of the layers that compute first overtake others, and the next
-forward pass waits layer by layer instead of for all at once. Where both order pieces while
-they run, by a race that all-reduces cannot have, here the order is a plan that all ranks
-share (`paceline.bucketing.message_plan`; unequal pieces as in US-Byte, Gao et al., 2023).
+gradients are cut into parts, parts of the layers that compute first overtake others, and the next
+forward pass waits layer by layer instead of for all at once. Both order parts while they run, which
+all-reduces cannot do: ranks must send in one order. Here the order is a plan that all ranks
+share (`paceline.bucketing.message_search`; unequal parts as in US-Byte, Gao et al., 2023).
 
 DeAR is Zhang, Shi, Chu and Li, "DeAR: Accelerating Distributed Deep Learning with Fine-Grained
 All-Reduce Pipelining" (ICDCS 2023): each all-reduce is cut into its two halves, and of these only the
@@ -20,10 +20,9 @@ twice, not at all, or in another order.
 
 Theory of operation
 -------------------
-Semantics are bsp's, evaluated late: whatever looks at a parameter, or between
-``backward()`` and ``step()`` at a gradient, waits for what it looks at. So a step ends for
-the script when ``step()`` was called, and the optimizer is applied bucket by bucket, with
-the hyperparameters of then, when a bucket's mean is in and something is about to use it.
+Semantics are bsp's, evaluated late. A use of a parameter waits for its bucket; so does a use of a
+gradient between ``backward()`` and ``step()``. A step ends for the script when ``step()`` returns.
+Each bucket is updated when something is about to use it, with the hyperparameters of its ``step()``.
 """
 
 from __future__ import annotations
@@ -44,20 +43,26 @@ from paceline.interfaces import (
     Message,
     MethodSummary,
     Pending,
+    ReduceScatter,
     Rounds,
-    Scattered,
     UpdatesOn,
     UpdatingRun,
 )
 from paceline.interfaces.buckets import stand_in_for, stands_in
 
 WHOLE = 1 << 62
-"""Bytes that no tensor has: pieces are whole tensors, which any optimizer may be given."""
+"""Bytes that no tensor has: partitions are whole tensors, which any optimizer accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Priority:
-    """Average every gradient in every step, and wait for each where it is used."""
+    """Average every gradient in every step, and wait for each bucket where it is used.
+
+    Example:
+        ::
+
+            optimizer = paceline.distribute(model, optimizer, method="priority")
+    """
 
     name: ClassVar[str] = "priority"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -73,16 +78,23 @@ class Priority:
     updates_on: ClassVar[UpdatesOn] = "method"
     visible_gradient: ClassVar[GradientSeen] = "mean"
     clips: ClassVar[Clips] = "mean"
+    symmetric: ClassVar[bool] = True
     waits_in_forward: ClassVar[bool] = True
 
     def start(self, run: UpdatingRun) -> OverlapWorker:
+        """Make a worker that waits late."""
         return OverlapWorker(run)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeAR(Priority):
-    """Average every gradient in every step, in two halves, and wait for the second where it
-    is used."""
+    """Average every gradient in every step in two halves, and wait for the second one where it is used.
+
+    Example:
+        ::
+
+            optimizer = paceline.distribute(model, optimizer, method="dear")
+    """
 
     name: ClassVar[str] = "dear"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -100,13 +112,19 @@ class DeAR(Priority):
     sends_halves: ClassVar[bool] = True
 
     def start(self, run: UpdatingRun) -> OverlapWorker:
+        """Make a worker that sends halves."""
         return HalvesWorker(run)
 
 
 @dataclass
 class PendingBucket:
-    """What of one step is to be done for *bucket*: messages to be waited for, and, once
-    ``step()`` was called, an update *how* it was to be done then."""
+    """A bucket of one step that is not finished.
+
+    Attributes:
+        bucket: The bucket.
+        under_way: Messages to wait for.
+        how: The optimizer's hyperparameters when ``step()`` was called; None before.
+    """
 
     bucket: Bucket
     under_way: list[Pending] = field(default_factory=list)
@@ -114,7 +132,7 @@ class PendingBucket:
 
 
 class OverlapWorker:
-    """One worker of `priority`."""
+    """One worker of `priority`: sends by the plan, and updates buckets where they are used."""
 
     def __init__(self, run: UpdatingRun) -> None:
         self.run = run
@@ -125,8 +143,10 @@ class OverlapWorker:
     # ---- a step ----
 
     def bucket_ready(self, bucket: Bucket) -> None:
-        """Send what the plan allows: a message goes when its bucket is there and all before
-        it in the plan have gone, so that all ranks send in one order."""
+        """Send the messages that the plan allows, so that all ranks send in one order.
+
+        A message goes when its bucket is ready and all messages before it have gone.
+        """
         if bucket.index == 0:  # a step that was skipped is forgotten
             self._due.clear()
             self._queue = list(self._messages())
@@ -139,8 +159,7 @@ class OverlapWorker:
                 due.under_way.append(pending)
 
     def _messages(self) -> Iterable[Message]:
-        """Those of a step, in the order in which they are sent: the plan; or else one for each
-        bucket, in the order in which they become ready."""
+        """A step's messages in the order of sending: the plan, or each bucket when it is ready."""
         if self.run.messages is not None:
             return self.run.messages
         return [Message(bucket.index) for bucket in self.run.buckets]
@@ -152,11 +171,12 @@ class OverlapWorker:
         return self.run.mean(part(bucket, message), of=bucket)
 
     def backward_ended(self) -> None:
+        """Wait here where there is no plan, or where this worker is out of data."""
         if self.run.messages is None or not self.run.active:
             self._wait_all()
 
     def after_update(self) -> None:
-        """``step()`` was called, or this worker only keeps the others company."""
+        """Note how ``step()`` updates; without data, only wait for the others' messages."""
         if not self.run.active:
             self._wait_all()
             self._due.clear()
@@ -169,6 +189,7 @@ class OverlapWorker:
             self._settle()
 
     def before_use(self, bucket: Bucket) -> None:
+        """Wait for the bucket's mean, and update it if ``step()`` was called."""
         due = self._due.get(bucket.index)
         if due is None:
             return
@@ -177,7 +198,7 @@ class OverlapWorker:
             self._apply([due])
 
     def buckets_rebuilt(self) -> None:
-        """Gradients have moved into other buckets, and so do means that were under way."""
+        """Move means that were under way into the new buckets."""
         before, self._due = self._due, {}
         means: dict[int, tuple[torch.Tensor, bool]] = {}
         for due in before.values():
@@ -191,39 +212,43 @@ class OverlapWorker:
                 bucket.views[slot].copy_(mean)
             self._due[bucket.index] = PendingBucket(bucket)
 
-    # ---- the end, and what is shown in between ----
+    # ---- the end, evaluations and checkpoints ----
 
     def finish(self) -> None:
+        """Finish pending updates, then take the model of the worker that trained longest."""
         self._settle()
         source = self.run.participate_until_all_finish()
         if source is not None:
             self.run.broadcast_model(source)
 
     def consolidate(self) -> Callable[[], None]:
+        """Finish pending updates: the model is then that of `bsp`."""
         self._settle()
         return lambda: None
 
     def save_state(self) -> dict[str, Any]:
+        """Finish pending updates; nothing else needs saving."""
         self._settle()
         return {}
 
     def load_state(self, saved: dict[str, Any]) -> None:
-        """Nothing is under way between a save and the next step."""
+        """Load nothing: no message is under way between a save and the next step."""
 
     def redistribute_state(self, parts: Any) -> dict[str, Any]:
+        """Keep no state, for any number of workers."""
         return {}
 
-    # ---- what is due ----
+    # ---- waits and updates ----
 
     def _settle(self) -> None:
-        """All that was sent is in, and all updates that were asked for are done."""
+        """Wait for all means, and do all updates that ``step()`` asked for."""
         self._wait_all()
         due = [one for one in self._due.values() if one.how is not None]
         if due:
             self._apply(due)
 
     def _wait_all(self) -> None:
-        """All means are in."""
+        """Wait for all means."""
         for due in self._due.values():
             self._wait(due)
 
@@ -251,16 +276,18 @@ class OverlapWorker:
 
 
 class HalvesWorker(OverlapWorker):
-    """One worker of `dear`."""
+    """One worker of `dear`: each message is a reduce-scatter and, later, an all-gather."""
 
     def __init__(self, run: UpdatingRun) -> None:
         super().__init__(run)
-        self._scattered: dict[tuple[int, float], Scattered] = {}
-        """What of a step is to be gathered still, by bucket and start."""
+        self._scattered: dict[tuple[int, float], ReduceScatter] = {}
+        """Sums of this step that are not gathered yet, by bucket and start."""
 
     def _messages(self) -> Iterable[Message]:
-        """The plan; a plan of whole messages as the paper has it, the last bucket gathered first.
-        Where all is waited for when backward ends, second halves follow at once."""
+        """The plan; without one, both halves of each bucket at once.
+
+        A plan of whole messages becomes the paper's: the last bucket is gathered first.
+        """
         plan = self.run.messages
         if plan is None:
             for bucket in self.run.buckets:
@@ -273,7 +300,7 @@ class HalvesWorker(OverlapWorker):
             yield from plan
 
     def _send(self, bucket: Bucket, message: Message) -> Pending | None:
-        """A first half is nothing to wait for."""
+        """Start one half of a sum; only the second half is waited for."""
         key = message.bucket, message.start
         if message.half == "gather":
             return self._scattered.pop(key).gather()
@@ -297,8 +324,10 @@ def _used(bucket: Bucket) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
 
 
 def part(bucket: Bucket, message: Message) -> torch.Tensor:
-    """The elements of a bucket's buffer that *message* sends: cuts are at whole elements,
-    the same on all ranks."""
+    """The elements of a bucket's buffer that *message* sends.
+
+    Cuts are at whole elements, the same on all ranks.
+    """
     buffer, count = bucket.buffer, bucket.buffer.numel()
     flat = buffer[round(message.start * count) : round(message.stop * count)]
     if stands_in(buffer):  # few elements, and they may be fewer than its messages

@@ -1,19 +1,20 @@
-"""Grouping-SGD: bsp inside groups, and nobody waits between them.
+"""Grouping-SGD: bsp inside groups, and no waiting between them.
 
-Jiang et al. (CCGrid 2019), "GSP" in its code (github CGCL-codes/MXNet-G). Workers of a group wait for each
-other in every step, and their mean is one update. Groups come from a file that is written by hand.
-A group's gradient counts for less, the staler it is.
+Jiang et al. (CCGrid 2019), "GSP" in its code (github CGCL-codes/MXNet-G). Workers of a group wait
+for each other in every step, and their mean gradient is one update. Groups come from a file that
+is written by hand. The staler a group's gradient is, the less it counts.
 
-    server q, all of q in:  w = w - lr (k/n) / (1 + tau) mean;  send that mean, and its weight, to all
+    server q, all of q in:  w = w - lr (k/n) / (1 + tau) mean;  send mean and weight to all
     server q on a mean:     w = w - lr weight mean
 
-tau is how many gradients of other groups were applied at its server since the group's last mean, in steps of all (n).
+tau is the number of gradients of other groups that were applied at the group's server since the
+group's last mean, in steps of all n workers.
 
-Differs from the authors' system, in which all groups share one set of servers: here each has a
-server with the whole model, as under gssp, whose parts this is made of. Inferred: the form of the
-weight; with tau counted as it is here, a group that is as fast as the others has a tau below 1, and 1/tau
-would let it count for more than once. The order of servers, by which fast ones own lower layers, and
-shares of data by speed are not here (`paceline.Sampler(..., shares="speed")` deals those out).
+Differences from the authors' system: there all groups share one set of servers. Here each group
+has a server with the whole model, as under gssp. The form of the weight is inferred. With tau as
+it is counted here, a group that is as fast as the others has a tau below 1; 1/tau would let it
+count for more than once. Two features are not here: the order of servers, by which fast ones own
+lower layers; and shares of data by speed, which `paceline.Sampler(..., shares="speed")` deals out.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from typing import ClassVar
 
 from paceline.interfaces import Discipline, Groups, MethodSummary
 from paceline.methods.group_members import read_members
-from paceline.methods.gssp.discipline import GroupDiscipline
-from paceline.methods.gssp.gates import Rounds
-from paceline.methods.gssp.worker import InGroups
+from paceline.methods.gssp import GroupMethod
+from paceline.methods.gssp.discipline import GroupDiscipline, RoundGate
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupingSGD(InGroups):
-    """Mean gradients of groups by hand, ``members=0-3+4-7``; without, all are one group, which
-    is bsp on a server. A group's mean counts for less where it is stale."""
+class GroupingSGD(GroupMethod):
+    """Apply the mean gradient of each group, which counts for less where it is stale.
+
+    Args:
+        members: The groups, as ``0-3+4-7``; without, all workers are one group, which is bsp on a
+            server.
+    """
 
     name: ClassVar[str] = "grouping-sgd"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -58,7 +62,7 @@ class GroupingSGD(InGroups):
     def server(self, workers: int) -> Discipline:
         return GroupDiscipline(
             self.groups(workers),
-            Rounds(together=True),
+            RoundGate(together=True),
             period=1,
             measure_steps=20,
             damps=True,

@@ -15,10 +15,9 @@ from paceline.interfaces import (
     Consistency,
     GradientSeen,
     Groups,
-    HeldPush,
+    PushedGradient,
     Rounds,
     ServerRun,
-    Shard,
     UpdatesOn,
 )
 
@@ -33,7 +32,7 @@ class PushPull:
     consistency: ClassVar[Consistency] = "asynchronous"
     updates_on: ClassVar[UpdatesOn] = "server"
     visible_gradient: ClassVar[GradientSeen] = "sent"
-    pushes_codes: ClassVar[bool] = True
+    compressible_pushes: ClassVar[bool] = True
 
     overlap: bool = True
 
@@ -44,7 +43,7 @@ class PushPull:
 
     @property
     def coordinates(self) -> bool:
-        """Whether server 0 decides for all: workers tell the others (`Coordinated`)."""
+        """Whether server 0 decides for all: workers tell the others (`Discipline.on_decision`)."""
         return False
 
     def piece_bytes(self, total: int) -> int | None:
@@ -78,11 +77,12 @@ class PushPullWorker:
                 self._push(bucket)
 
     def _push(self, bucket: Bucket) -> None:
-        self.run.remote.push(bucket, self.step, report=self._report(bucket))
+        run = self.run
+        run.remote.push(bucket, self.step, run.weight, report=self._report(bucket))
 
     def _report(self, bucket: Bucket) -> bytes:
-        """What the method's servers are to know with the push of *bucket*: for disciplines
-        that are `Informed`."""
+        """What the method's servers are to know with the push of *bucket*: see
+        `Discipline.decode_report`."""
         return b""
 
     def after_update(self) -> None:
@@ -95,23 +95,6 @@ class PushPullWorker:
         return self.run.remote.consolidate()
 
 
-def without_gradient(push: HeldPush) -> HeldPush:
+def without_gradient(push: PushedGradient) -> PushedGradient:
     """The same push, to be answered later: its gradient was used, and the memory can go."""
     return push._replace(gradient=torch.empty(0))
-
-
-class AppliesOnArrival:
-    """What disciplines share that apply each gradient when it comes: they have no rounds, so a
-    worker may join at any moment, and have the parameters as they are."""
-
-    def first_step(self, shard: Shard) -> int:
-        return shard.slowest()
-
-    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        return True
-
-    def ended(self, shard: Shard) -> int | None:
-        return shard.slowest()
-
-    def resume(self, shard: Shard, step: int) -> None:
-        """Nothing is kept that a snapshot would have to hold."""

@@ -39,8 +39,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, HeldPush, MethodSummary, Shard
-from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
+from paceline.interfaces import Discipline, MethodSummary, PushedGradient, Shard
+from paceline.methods.push_pull import PushPull, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,11 @@ class StepLengths:
         return self._seconds[worker] / measured if measured else None
 
 
-class RoundRobin(AppliesOnArrival):
+class RoundRobin(Discipline):
     """The server's half: w <- w - lr/n g_i when it comes; its worker gets w in its turn. After
     a restart from a snapshot the ring warms up again."""
+
+    follows_first_server = True
 
     def __init__(self, slack: float, warm_up: int) -> None:
         self._slack = slack
@@ -130,17 +132,17 @@ class RoundRobin(AppliesOnArrival):
         """The step that all are to begin before the ring does; None in the warm-up."""
         self._follows = False
         self._times = StepLengths(unmeasured=warm_up // 2)
-        self._held: dict[int, list[HeldPush]] = {}
+        self._held: dict[int, list[PushedGradient]] = {}
         """By worker: the pushes to be answered in its turn."""
         self._step_seconds = 0.0  # T
         self._next = 0  # next_id: whose turn it is, or the next one's that takes part
         self._next_time = 0.0
         self._deadline: float | None = None
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)
         if self._follows:
-            shard.answer(push)
+            shard.reply(push)
             return
         held = self._held.setdefault(push.worker, [])
         held.append(without_gradient(push))
@@ -150,8 +152,8 @@ class RoundRobin(AppliesOnArrival):
     def follow(self) -> None:
         self._follows = True
 
-    def changed(self, shard: Shard) -> None:
-        here = shard.expected(shard.fastest())
+    def on_change(self, shard: Shard) -> None:
+        here = shard.active_workers(shard.next_unstarted_step())
         self._times.only(set(here))
         for worker in sorted(self._held.keys() - here):
             self._answer(shard, worker)
@@ -160,8 +162,8 @@ class RoundRobin(AppliesOnArrival):
     def next_deadline(self) -> float | None:
         return self._deadline
 
-    def timer(self, shard: Shard) -> None:
-        self._let_go(shard, shard.expected(shard.fastest()))
+    def on_timer(self, shard: Shard) -> None:
+        self._let_go(shard, shard.active_workers(shard.next_unstarted_step()))
 
     def _let_go(self, shard: Shard, here: Sequence[int]) -> None:
         self._deadline = None
@@ -215,4 +217,4 @@ class RoundRobin(AppliesOnArrival):
 
     def _answer(self, shard: Shard, worker: int) -> None:
         for push in self._held.pop(worker):
-            shard.answer(push)
+            shard.reply(push)

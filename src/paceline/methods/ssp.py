@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Clips, Discipline, HeldPush, MethodSummary, Shard
-from paceline.methods.push_pull import AppliesOnArrival, PushPull, without_gradient
+from paceline.interfaces import Clips, Discipline, MethodSummary, PushedGradient, Shard
+from paceline.methods.push_pull import PushPull, without_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,57 +47,63 @@ class SSP(PushPull):
         return "own" if self.staleness else "mean"
 
     def server(self, workers: int) -> Discipline:
-        return BoundedStaleness(self.staleness) if self.staleness else InRankOrder()
+        return (
+            BoundedStaleness(self.staleness) if self.staleness else RankOrderedRounds()
+        )
 
 
-class BoundedStaleness(AppliesOnArrival):
+class BoundedStaleness(Discipline):
     """The server's half, for a bound s of at least 1."""
 
     def __init__(self, staleness: int) -> None:
         self._staleness = staleness
-        self._waiting: list[HeldPush] = []
+        self._waiting: list[PushedGradient] = []
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)
         self._waiting.append(without_gradient(push))
         self._let_go(shard)
 
-    def changed(self, shard: Shard) -> None:
+    def on_change(self, shard: Shard) -> None:
         self._let_go(shard)
 
     def _let_go(self, shard: Shard) -> None:
-        slowest, waiting = shard.slowest(), self._waiting
+        slowest, waiting = shard.slowest_step(), self._waiting
         self._waiting = []
         for push in waiting:
             # The answer starts step c = push.step + 1: all must have done c - s.
             if push.step + 1 <= slowest + self._staleness:
-                shard.answer(push)
+                shard.reply(push)
             else:
                 self._waiting.append(push)
 
+    def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
+        # A worker that comes back goes on after its own steps, which may be far ahead.
+        return step <= shard.slowest_step() + self._staleness
 
-class InRankOrder:
+
+class RankOrderedRounds(Discipline):
     """The server's half for s = 0: a bucket is updated when all its gradients are in."""
 
     def __init__(self) -> None:
-        self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+        self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}
         self._ended: Counter[int] = Counter()
         """By bucket: the gradients of all steps below this one are in."""
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         self._rounds.setdefault((push.step, push.bucket), []).append(push)
         self._close(shard)
 
-    def changed(self, shard: Shard) -> None:
+    def on_change(self, shard: Shard) -> None:
         self._close(shard)
 
     def _close(self, shard: Shard) -> None:
         for bucket in shard.buckets:
-            while self._ended[bucket] < shard.fastest():
+            while self._ended[bucket] < shard.next_unstarted_step():
                 step = self._ended[bucket]
                 pushes = self._rounds.get((step, bucket), [])
                 here = {push.worker for push in pushes}
-                if not here.issuperset(shard.expected(step)):
+                if not here.issuperset(shard.active_workers(step)):
                     break
                 self._rounds.pop((step, bucket), None)
                 self._ended[bucket] += 1
@@ -105,15 +111,15 @@ class InRankOrder:
                 for push in pushes:
                     shard.apply(push)
                 for push in pushes:
-                    shard.answer(push)
+                    shard.reply(push)
 
     def first_step(self, shard: Shard) -> int:
-        return shard.fastest()
+        return shard.next_unstarted_step()
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return self._ended[bucket] >= step
 
-    def ended(self, shard: Shard) -> int | None:
+    def completed_step(self, shard: Shard) -> int | None:
         steps = {self._ended[bucket] for bucket in shard.buckets}
         return steps.pop() if len(steps) == 1 else None
 

@@ -35,8 +35,8 @@ from paceline.interfaces import (
     Bucket,
     Clips,
     Discipline,
-    HeldPush,
     MethodSummary,
+    PushedGradient,
     ServerRun,
     Shard,
 )
@@ -102,9 +102,9 @@ class SyncSwitchWorker(PushPullWorker):
         """The servers have answered: a worker that was started again learns it from them."""
         remote = self.run.remote
         words = [
-            told.words
+            told.notice
             for bucket in self.run.buckets
-            for told in remote.told(bucket.index)
+            for told in remote.notices(bucket.index)
         ]
         self.before = max([self.before, *map(_read, words)])
 
@@ -118,7 +118,7 @@ class SyncSwitchWorker(PushPullWorker):
         return {"steps": max(part["steps"] for part in parts)}
 
 
-class BSPThenASP:
+class BSPThenASP(Discipline):
     """The server's half. The switch is before step S = `bsp_steps` - *before*, of those that
     are counted here. Who begins step S has the answers of all servers to the one before, so no
     gradient is applied alone while a mean is still to be formed, on any of them.
@@ -129,7 +129,7 @@ class BSPThenASP:
     def __init__(self, bsp_steps: int) -> None:
         self._bsp_steps = bsp_steps
         self._before = 0
-        self._rounds: dict[tuple[int, int], list[HeldPush]] = {}
+        self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}
         """By step and bucket."""
         self._ended: Counter[int] = Counter()
         """By bucket: the means of all steps below this one were applied."""
@@ -138,17 +138,17 @@ class BSPThenASP:
     def _switch(self) -> int:
         return max(0, self._bsp_steps - self._before)
 
-    def pushed(self, shard: Shard, push: HeldPush) -> None:
+    def on_push(self, shard: Shard, push: PushedGradient) -> None:
         self._before = max(self._before, push.report or 0)
         self._rounds.setdefault((push.step, push.bucket), []).append(push)
         self._close(shard)
 
-    def changed(self, shard: Shard) -> None:
+    def on_change(self, shard: Shard) -> None:
         self._close(shard)
 
     def _close(self, shard: Shard) -> None:
         for bucket in shard.buckets:
-            last = min(self._switch, shard.fastest())
+            last = min(self._switch, shard.next_unstarted_step())
             while self._ended[bucket] < last and self._form_mean(shard, bucket):
                 pass
         for step, bucket in sorted(self._rounds):
@@ -156,13 +156,13 @@ class BSPThenASP:
             if step >= self._switch or step < self._ended[bucket]:
                 for push in self._taken(step, bucket):
                     shard.apply(push)
-                    shard.answer(push)
+                    shard.reply(push)
 
     def _form_mean(self, shard: Shard, bucket: int) -> bool:
         """Returns whether all gradients of the bucket's next step were in."""
         step = self._ended[bucket]
         here = {push.worker for push in self._rounds.get((step, bucket), [])}
-        if not here.issuperset(shard.expected(step)):
+        if not here.issuperset(shard.active_workers(step)):
             return False
         pushes = self._taken(step, bucket)
         shard.apply_mean(bucket, pushes)
@@ -170,34 +170,34 @@ class BSPThenASP:
         if self._ended[bucket] == self._switch:
             shard.zero_momentum(bucket)
         for push in pushes:
-            shard.answer(push)
+            shard.reply(push)
         return True
 
-    def _taken(self, step: int, bucket: int) -> list[HeldPush]:
+    def _taken(self, step: int, bucket: int) -> list[PushedGradient]:
         pushes = self._rounds.pop((step, bucket), [])
         return sorted(pushes, key=lambda push: push.worker)
 
     def first_step(self, shard: Shard) -> int:
-        if shard.fastest() <= self._switch:
-            return shard.fastest()
-        return max(self._switch, shard.slowest())
+        if shard.next_unstarted_step() <= self._switch:
+            return shard.next_unstarted_step()
+        return max(self._switch, shard.slowest_step())
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
         return self._ended[bucket] >= min(step, self._switch)
 
-    def ended(self, shard: Shard) -> int | None:
+    def completed_step(self, shard: Shard) -> int | None:
         steps = {min(self._ended[bucket], self._switch) for bucket in shard.buckets}
         if steps == {self._switch}:
-            return max(self._switch, shard.slowest())
+            return max(self._switch, shard.slowest_step())
         return steps.pop() if len(steps) == 1 else None
 
     def resume(self, shard: Shard, step: int) -> None:
         self._ended = Counter(dict.fromkeys(shard.buckets, step))
 
-    def read_report(self, shard: Shard, report: bytes) -> int:
+    def decode_report(self, shard: Shard, report: bytes) -> int:
         return _read(report)
 
-    def tells(self, bucket: int) -> bytes:
+    def notice(self, bucket: int) -> bytes:
         return _written(self._before)
 
 

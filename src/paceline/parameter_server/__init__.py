@@ -4,5 +4,4 @@
 - `client`: a worker's end of its servers.
 - `process`: server processes: started, watched, saved.
 - `groups`: several servers, each with the whole model for a group of workers.
-- `optim`: torch's optimizers, applied to parts of their parameters.
 """

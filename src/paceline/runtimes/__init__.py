@@ -5,11 +5,12 @@
 - `emulated`: the same, on a shaped network inside one Linux machine.
 - `simulated`: one thread a worker, in virtual time.
 - `launchers`: rank and size, from the variables of torchrun, srun or mpirun.
-- `service_placement`: where servers run: `Service.place`.
-- `processes`, `temporary_folder`: a launcher's processes and temporary folder, and how they end.
-- `spawn_check`, `script_process_groups`: scripts that start processes or process groups themselves.
-- `failures`: how a job failed, the first cause first.
-- `progress`, `output`: how far workers are, and what they print.
+- `service_placement`: where servers run: `ServiceSpec.place`.
+- `processes`: a launcher's processes: how they end, what they print, how a job failed.
+- `exec_with_parent`: starts a command so that the kernel kills it with its launcher.
+- `temporary_folder`: a launcher's temporary folder, gone however it is told to end.
+- `spawn_check`: scripts that start processes or process groups themselves.
+- `progress`: how far workers are.
 - `results`: one run in one object: what ``--json`` prints.
 - `python_internals`: private names of Python's library, in one place.
 """

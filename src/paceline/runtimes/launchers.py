@@ -32,7 +32,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.errors import UsageError
 
@@ -45,15 +45,15 @@ _START = "start it with torchrun or paceline run"
 
 @dataclass(frozen=True)
 class Place:
-    """One worker of a job. *local_size*: workers on its machine, 0 where nobody says;
-    *node*: its machine's number; *master*, *port*: where worker 0 is to be found, or empty
-    and 0 where nobody says."""
+    """One worker of a job. *local_size*: workers on its machine, 0 if unknown;
+    *node*: its machine's number, None if unknown; *master*, *port*: where worker 0 is to be
+    found, empty and 0 if unknown."""
 
     rank: int
     size: int
     local_rank: int = 0
     local_size: int = 0
-    node: int = 0
+    node: int | None = None
     master: str = ""
     port: int = 0
 
@@ -64,7 +64,7 @@ class Place:
             "WORLD_SIZE": self.size,
             "LOCAL_RANK": self.local_rank,
             "LOCAL_WORLD_SIZE": self.local_size or "",
-            "GROUP_RANK": self.node,
+            "GROUP_RANK": "" if self.node is None else self.node,
             "MASTER_ADDR": self.master,
             "MASTER_PORT": self.port or "",
         }
@@ -84,7 +84,7 @@ def find(environment: Mapping[str, str]) -> Place | None:
         place = look(environment)
         if place is not None:
             _check_rank(place)
-            return None if place == ALONE else place
+            return None if replace(place, node=None) == ALONE else place
     _check_torchrun_is_there(environment)
     return None
 
@@ -127,12 +127,14 @@ def check_lone_rank(environment: Mapping[str, str], rank: int) -> None:
 def _by_rank(environment: Mapping[str, str]) -> Place | None:
     if "RANK" not in environment:
         return None
+    names = ("GROUP_RANK", "NODE_RANK")
+    node = next((name for name in names if environment.get(name)), None)
     place = Place(
         rank=_whole(environment, "RANK"),
         size=_whole(environment, "WORLD_SIZE", 1),
         local_rank=_whole(environment, "LOCAL_RANK", 0),
         local_size=_whole(environment, "LOCAL_WORLD_SIZE", 0),
-        node=_whole(environment, "GROUP_RANK", _whole(environment, "NODE_RANK", 0)),
+        node=None if node is None else _whole(environment, node),
         master=environment.get("MASTER_ADDR", ""),
         port=_whole(environment, "MASTER_PORT", 0),
     )
@@ -213,7 +215,7 @@ def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
         size=size,
         local_rank=_whole(environment, "OMPI_COMM_WORLD_LOCAL_RANK", 0),
         local_size=local_size,
-        node=rank // local_size if local_size else 0,
+        node=_only_node(size, local_size),
         master=_master(
             environment, "mpirun", "mpirun -x MASTER_ADDR=HOST", size, local_size
         ),
@@ -270,7 +272,7 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
         size=size,
         local_rank=_whole(environment, "MPI_LOCALRANKID", 0),
         local_size=local_size,
-        node=rank // local_size if local_size else 0,
+        node=_only_node(size, local_size),
         master=_master(
             environment, "mpiexec", "mpiexec -genv MASTER_ADDR HOST", size, local_size
         ),
@@ -279,6 +281,13 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
 
 
 # ---- what their variables mean ----
+
+
+def _only_node(size: int, local_size: int) -> int | None:
+    """The node's number where a launcher of MPI gives none: known if there is one node alone. Ranks need not be
+    numbered node by node (``mpirun --map-by node``), and OMPI_COMM_WORLD_NODE_RANK numbers the processes of a
+    node."""
+    return 0 if local_size == size else None
 
 
 def first_host(nodelist: str) -> str:

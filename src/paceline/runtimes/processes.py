@@ -1,34 +1,37 @@
-"""Processes that a launcher has started: how they are ended, and how they have ended.
+"""Processes that a launcher has started: how they are ended, how they have ended, what they print.
 
 Theory of operation
 -------------------
-A launcher that is killed ends nobody, so its workers ask the kernel to end them with it
-(PR_SET_PDEATHSIG). That is too late where the launcher was gone before: so a worker looks, after it has
-asked, whether the launcher that its environment names is alive. Its process number may be somebody else's by then:
-the moment when it began tells them apart.
+A launcher that is killed ends no other process. So it starts each worker by `ends_with_this`: the kernel then kills
+the worker when its launcher ends (PR_SET_PDEATHSIG), from before the worker's command begins.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import io
 import os
 import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import IO, Any, Literal, Protocol, TextIO
 
+import msgspec
+
+from paceline.errors import PeerLostError
+from paceline.runtimes import exec_with_parent
 from paceline.timeouts import timeouts
 
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
-"""To a worker: its launcher's process number, and when that process began, as /proc says it."""
-_PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent ends."""
+"""To a worker: its launcher's process number."""
 
 
 class Process(Protocol):
@@ -45,36 +48,20 @@ class Process(Protocol):
 
 def as_launcher() -> dict[str, str]:
     """What tells workers that this process has started them."""
-    return {LAUNCHER_VARIABLE: f"{os.getpid()} {_began(os.getpid())}"}
+    return {LAUNCHER_VARIABLE: str(os.getpid())}
 
 
-def end_with_launcher() -> None:
-    """Let the kernel end this worker when its launcher is gone, however that went (kill -9, Ctrl-C twice);
-    end it now, where the launcher is gone already. Ctrl-C is the launcher's to tell: this worker says
-    nothing of it."""
-    if sys.platform != "linux":
-        return
-    process, _, began = os.environ[LAUNCHER_VARIABLE].partition(" ")
-    if os.getppid() == int(process):  # not a child of a worker
-        end_with_parent()
+def leave_interrupts_to_launcher() -> None:
+    """Let this worker say nothing of Ctrl-C, which its launcher tells; a worker's own children do say it."""
+    if os.environ[LAUNCHER_VARIABLE] == str(os.getppid()):
         sys.excepthook = _without_interrupts
-    if _began(int(process)) != began:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_with_parent() -> None:
-    """Let the kernel end this process when the thread that has started it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
-def _began(process: int) -> str:
-    """When a process began, in ticks of the machine's clock; nothing, if it is not alive."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if stat[0] in "ZX" else stat[19]
+def ends_with_this(command: Sequence[str]) -> list[str]:
+    """The command by which the kernel kills *command* when this process ends. Start it from a thread
+    that lives as long as the process: the kernel watches the thread."""
+    flags = [sys.executable, "-I", "-S", exec_with_parent.__file__]
+    return [*flags, str(os.getpid()), *command]
 
 
 def _without_interrupts(
@@ -116,3 +103,169 @@ def how_it_ended(status: int) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
+
+
+PEER_LOST_MARKERS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    PeerLostError.__name__,
+)
+"""What gloo, NCCL and `peer_monitor` say in a worker whose peer ended: no cause, but a
+consequence."""
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Where a worker leaves the error that it ends with, as torchrun asks for it, and our own launchers do."""
+
+
+class _Extra(msgspec.Struct):
+    timestamp: str = "0"
+    final: str = ""
+
+
+class _Message(msgspec.Struct):
+    message: str = ""
+    extraInfo: _Extra = msgspec.field(default_factory=_Extra)  # noqa: N815 - torchrun's
+
+
+class _Report(msgspec.Struct):
+    message: _Message
+
+
+@dataclass(frozen=True)
+class ReportedError:
+    """What a failed worker has left: see `ending.write_torchelastic_error`. *seconds*: since 1970. *final*: the
+    same process, started again, would fail alike."""
+
+    message: str = ""
+    seconds: float = 0.0
+    final: bool = False
+
+
+def reported_error(path: Path) -> ReportedError:
+    """The error in that file; an empty one, where a worker has left none."""
+    try:
+        report = msgspec.json.decode(path.read_bytes(), type=_Report).message
+        extra = report.extraInfo
+        return ReportedError(report.message, float(extra.timestamp), bool(extra.final))
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return ReportedError()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """One worker's bad end: its exit *status* (negative: the signal), when it ended
+    (*seconds* since 1970) and the exception that it reported, if it could."""
+
+    rank: int
+    process: int
+    status: int
+    seconds: float
+    message: str = ""
+
+    @property
+    def by_launcher(self) -> bool:
+        """Whether the launcher ended it, because another one had failed."""
+        return self.status == -signal.SIGTERM
+
+    def describe(self) -> str:
+        """How it ended."""
+        if self.by_launcher:
+            return "was ended by the launcher"
+        how = f"{how_it_ended(self.status)} (process {self.process})"
+        return f"{how}: {self.message}" if self.message else how
+
+
+def is_consequence(fault: str) -> bool:
+    """Whether a *fault* only says that a peer has gone."""
+    return any(words in fault for words in PEER_LOST_MARKERS)
+
+
+def failure_summary(failures: Sequence[Failure]) -> str:
+    """A line per failed worker. What is a consequence comes after its cause."""
+
+    def order(failure: Failure) -> tuple[bool, bool, float]:
+        consequence = is_consequence(failure.message)
+        return failure.by_launcher, consequence, failure.seconds
+
+    first, *others = sorted(failures, key=order)
+    lines = [f"the job failed: rank {first.rank} {first.describe()}"]
+    lines += [f"  then rank {one.rank} {_after(one, first)}" for one in others]
+    return "\n".join(lines)
+
+
+def _after(failure: Failure, first: Failure) -> str:
+    """How one ended after the *first*, whose words are not said again; nor are gloo's of a peer that is
+    gone, which name no cause."""
+    how = replace(failure, message="").describe()
+    if failure.by_launcher or not failure.message:
+        return how
+    if failure.message == first.message:
+        return f"{how}: the same error"
+    if is_consequence(failure.message):
+        return f"{how}: it had lost a peer"
+    return failure.describe()
+
+
+Shown = Literal["first", "all"]
+
+
+class WorkerOutput:
+    """Streams for workers' processes. *shown* None: they are this process's own. What worker
+    0 prints goes where this process's goes; what others print is left out, or shown line by
+    line behind their rank. Of all of them standard error is shown."""
+
+    def __init__(self, shown: Shown | None) -> None:
+        self._shown = shown
+        self._threads: list[threading.Thread] = []
+
+    def streams(self, worker: int) -> tuple[int | None, int | None]:
+        """A worker's standard output and error, as `EmulatedNetwork.popen` takes them."""
+        if self._shown is None or (worker == 0 and self._shown == "first"):
+            return None, None
+        output = subprocess.PIPE if self._shown == "all" else subprocess.DEVNULL
+        return output, subprocess.PIPE if worker else None
+
+    def environment(self) -> Mapping[str, str]:
+        """Without it Python keeps lines back where it writes into a pipe."""
+        return {"PYTHONUNBUFFERED": "1"} if self._shown == "all" else {}
+
+    def show(
+        self, worker: int, output: IO[bytes] | None, errors: IO[bytes] | None
+    ) -> None:
+        """Print each line of its process when it arrives."""
+        for source, target in ((output, sys.stdout), (errors, sys.stderr)):
+            if source is not None:
+                thread = threading.Thread(
+                    target=_copy, args=(worker, source, target), daemon=True
+                )
+                thread.start()
+                self._threads.append(thread)
+
+    def finish(self) -> None:
+        """All processes have ended: wait for their last words."""
+        for thread in self._threads:
+            thread.join(timeouts.last_output)
+        self._threads.clear()
+
+
+def _copy(worker: int, source: IO[bytes], target: TextIO) -> None:
+    with (
+        source,
+        suppress(BrokenPipeError),
+    ):  # the worker sees its pipe closed
+        for line in source:
+            text = line.decode(errors="replace").rstrip("\n").rpartition("\r")[2]
+            target.write(f"[{worker}] {text}\n")
+            target.flush()
+
+
+def write_whole_lines(streams: Iterable[Any] | None = None) -> None:
+    """Python that is run unbuffered (``PYTHONUNBUFFERED``, as images of containers have it)
+    writes each word of a ``print``, and the end of its line, by itself: those of another
+    worker come in between. From now on *streams*, by default this process's own two, write
+    line by line, and as promptly."""
+    for stream in (sys.stdout, sys.stderr) if streams is None else streams:
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            stream.reconfigure(line_buffering=True, write_through=False)

@@ -19,7 +19,7 @@ import msgspec
 from paceline.records import StepRecorder
 
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
-"""Where a worker writes its `Standing`."""
+"""Where a worker writes its `WorkerProgress`."""
 SOCKET_VARIABLE = "PACELINE_PROGRESS"
 """The launcher's socket, where worker 0 says which step it has ended."""
 
@@ -29,7 +29,7 @@ _LAST_STEPS = 10
 _MOST_METRICS = 2
 
 
-class Standing(msgspec.Struct, omit_defaults=True):
+class WorkerProgress(msgspec.Struct, omit_defaults=True):
     """How far a worker has come, and what a step takes now.
 
     *step*: of the job, the last one that has ended. *step_seconds* and *exposed_seconds*: means over
@@ -47,7 +47,7 @@ class Standing(msgspec.Struct, omit_defaults=True):
     metrics: dict[str, float] = {}
 
     @classmethod
-    def of(cls, recorder: StepRecorder) -> Standing:
+    def of(cls, recorder: StepRecorder) -> WorkerProgress:
         """As a worker's recorder says; another thread may write in it meanwhile."""
         steps = list(recorder.steps)  # in one go
         count = recorder.period * -(-_LAST_STEPS // recorder.period)
@@ -71,10 +71,10 @@ class Standing(msgspec.Struct, omit_defaults=True):
             path.write_bytes(msgspec.json.encode(self))
 
 
-def read(path: Path) -> Standing | None:
+def read(path: Path) -> WorkerProgress | None:
     """What is there; None: nothing yet, or it is being written."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Standing)
+        return msgspec.json.decode(path.read_bytes(), type=WorkerProgress)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -88,24 +88,24 @@ def noted(path: Path) -> int:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where this process is to write a `Standing`, if anywhere."""
+    """Where this process is to write a `WorkerProgress`, if anywhere."""
     file = environment.get(FILE_VARIABLE)
     return Path(file) if file else None
 
 
-def write_there(
+def attach_progress_writer(
     recorder: StepRecorder,
     first_step: Callable[[], int],
     *,
-    alone: bool,
+    server_only: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
     """Note this worker's steps where its launcher looks, if it does: each of them for a
-    supervisor, as that goes on from the last one (*alone*); else now and then, and one worker a
+    supervisor, as that goes on from the last one (*server_only*); else now and then, and one worker a
     machine. *first_step*: how many the job had done when this worker joined it."""
     file = place(environment)
-    if file is not None and (alone or environment.get("LOCAL_RANK", "0") == "0"):
-        recorder.observers.append(_Writer(file, recorder, first_step, alone))
+    if file is not None and (server_only or environment.get("LOCAL_RANK", "0") == "0"):
+        recorder.observers.append(_Writer(file, recorder, first_step, server_only))
 
 
 class _Writer:
@@ -120,14 +120,14 @@ class _Writer:
     ) -> None:
         self._path, self._recorder = path, recorder
         self._first_step, self._each = first_step, each
-        self._standing = Standing()
+        self._standing = WorkerProgress()
         self._looked = -_EVERY_SECONDS
 
     def __call__(self, step: int) -> None:
         now = time.monotonic()
         is_due = now - self._looked >= _EVERY_SECONDS
         if is_due:
-            self._looked, self._standing = now, Standing.of(self._recorder)
+            self._looked, self._standing = now, WorkerProgress.of(self._recorder)
         elif not self._each:
             return
         if step:
@@ -136,7 +136,7 @@ class _Writer:
         self._standing.write(self._path)
 
 
-def teller(
+def step_reporter(
     environment: Mapping[str, str] = os.environ,
 ) -> Callable[[int], None] | None:
     """What tells the launcher of each step, where it listens."""

@@ -6,13 +6,20 @@ Checked against Python 3.11. (``os._exit`` and ``sys._getframe`` are documented,
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing.util
 import os
+import re
 import sys
+import tempfile
 import threading
 import weakref
 from concurrent.futures import ProcessPoolExecutor
-from types import FrameType
+from typing import NamedTuple
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_CALL = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 Environ = os._Environ
 """The class of ``os.environ``."""
@@ -35,22 +42,51 @@ def end_pool(pool: ProcessPoolExecutor) -> None:
     pool.shutdown(cancel_futures=True)
 
 
+class Frame(NamedTuple):
+    """A function call, where it is now."""
+
+    file: str
+    line: int
+    function: str
+
+
 def main_thread_is_in(module: str) -> bool:
     """Whether the main thread executes a function of the *module*, or one that it has
     called."""
+    file = file_of(module)
     frames = frames_of(threading.main_thread().ident or 0)
-    return any(frame.f_globals.get("__name__") == module for frame in frames)
+    return any(frame.file == file for frame in frames)
 
 
-def frames_of(thread: int) -> list[FrameType]:
-    """What a thread executes, the innermost frame first. Let go of them soon: frames keep
-    their variables alive."""
-    frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+def file_of(module: str) -> str:
+    """Where a module that is imported has its code; "": nowhere."""
+    return getattr(sys.modules.get(module), "__file__", None) or ""
+
+
+def frames_of(thread: int) -> list[Frame]:
+    """What a thread executes, the innermost call first; at most 100 of them.
+
+    They come from ``faulthandler``, which reads all of them at once. The frames of
+    ``sys._current_frames`` are read one by one, with ``f_back``, while the thread goes on. Where it
+    had left them, CPython 3.11 has been seen to return an object that is no frame.
+    """
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        text = file.read().decode("ascii", errors="replace")
+    found: list[Frame] = []
+    is_its = False
+    for line in text.splitlines():
+        if begin := _THREAD.match(line):
+            is_its = int(begin[1], 16) == thread
+        elif is_its and (call := _CALL.match(line)):
+            found.append(Frame(_unescaped(call[1]), int(call[2]), _unescaped(call[3])))
+    return found
+
+
+def _unescaped(text: str) -> str:
+    r"""``faulthandler`` writes what is not ASCII as \xHH, \uHHHH or \UHHHHHHHH."""
+    return _ESCAPE.sub(lambda found: chr(int(found[0][2:], 16)), text)
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The words of `Service.place`, in every runtime."""
+"""The words of `ServiceSpec.place`, in every runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Service, ServiceJob
+from paceline.interfaces import ServiceJob, ServiceSpec
 
 AUTO = "auto"
 ON_WORKERS_HOSTS = ("embedded", "per-node")
@@ -20,11 +20,11 @@ def spread(
     job: ServiceJob,
     find: Callable[[str], Sequence[Spot]],
     beside: Callable[[int], Spot],
-) -> list[tuple[Service, Spot]]:
+) -> list[tuple[ServiceSpec, Spot]]:
     """Every service that is to run, by its own name, and where: *find* tells the spots of a
     place, *beside* the one beside a worker. Raises `UsageError` for names and peers that do not fit
     together."""
-    spread: list[tuple[Service, Spot]] = []
+    spread: list[tuple[ServiceSpec, Spot]] = []
     for service in job.services:
         if service.beside:
             spread += _spread_peers(service, find, beside)
@@ -36,10 +36,10 @@ def spread(
 
 
 def _spread_peers(
-    service: Service,
+    service: ServiceSpec,
     find: Callable[[str], Sequence[Spot]],
     beside: Callable[[int], Spot],
-) -> list[tuple[Service, Spot]]:
+) -> list[tuple[ServiceSpec, Spot]]:
     """Those that one stands for with its *beside*. Raises `UsageError` where its place has too
     few spots."""
     ranks, spots = service.beside, list(find(service.place))
@@ -62,7 +62,7 @@ def _spread_peers(
     return spread
 
 
-def _check(services: Sequence[Service]) -> None:
+def _check(services: Sequence[ServiceSpec]) -> None:
     names = Counter(service.name for service in services)
     for service in services:
         if names[service.name] > 1:

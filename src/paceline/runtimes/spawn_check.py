@@ -1,4 +1,5 @@
-"""Scripts that start workers by themselves: refused where somebody else starts them.
+"""Scripts that start workers, or a process group, by themselves: refused, or warned of, where a launcher
+starts workers.
 
 ``torch.multiprocessing.spawn`` in a script that a launcher runs n times starts n jobs, which
 wait for each other's ports for ever; in the simulated runtime it starts real ones.
@@ -6,8 +7,11 @@ wait for each other's ports for ever; in the simulated runtime it starts real on
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
+import sys
+from typing import Any, NoReturn
 
+import torch.distributed as dist
 import torch.multiprocessing
 
 from paceline.errors import UsageError
@@ -15,7 +19,7 @@ from paceline.errors import UsageError
 STARTERS = ("spawn", "start_processes")
 
 
-def refuse(function: object, *arguments: object, **keywords: object) -> NoReturn:
+def refuse_spawn(function: object, *arguments: object, **keywords: object) -> NoReturn:
     """In the place of torch's functions, whatever they are given."""
     name = getattr(function, "__name__", "main")
     raise UsageError(
@@ -26,7 +30,36 @@ def refuse(function: object, *arguments: object, **keywords: object) -> NoReturn
     )
 
 
-def refuse_from_now_on() -> None:
+def refuse_spawn_from_now_on() -> None:
     """In this process, which a launcher has started."""
     for name in STARTERS:
-        setattr(torch.multiprocessing, name, refuse)
+        setattr(torch.multiprocessing, name, refuse_spawn)
+
+
+WARNING = (
+    "paceline: worker {rank}: the script has a torch.distributed process group of its own. Under --survive "
+    "its collectives fail on all workers when one dies, so all end, and begin at the top of the script. Leave "
+    "it out: paceline.log(loss=loss) logs without the others (docs/parameter-server.md, A job that survives)"
+)
+
+
+def warn_of_process_group(rank: int) -> None:
+    """Say so once, on worker 0: now, where there is a group, or when the script makes one."""
+    if rank != 0:
+        return
+    if dist.is_initialized():
+        _say(rank)
+        return
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*arguments: Any, **keywords: Any) -> None:
+        dist.init_process_group = init
+        _say(rank)
+        init(*arguments, **keywords)
+
+    dist.init_process_group = init_process_group
+
+
+def _say(rank: int) -> None:
+    print(WARNING.format(rank=rank), file=sys.stderr, flush=True)

@@ -2,7 +2,7 @@
 
 Python removes temporary folders where its blocks are left, and Ctrl-C leaves them; SIGTERM
 and SIGHUP would end the process where it stands. Inside `scratch_folder` all three raise
-`ToldToEnd`, once: a second one would disturb the tidying up that the first has begun.
+`LauncherInterrupted`, once: a second one would disturb the tidying up that the first has begun.
 A launcher that is killed (``kill -9``) leaves its folder, and the next one removes it: each holds a
 lock on a file in its folder, which the kernel lets go with the process.
 """
@@ -25,7 +25,7 @@ _PREFIX, _LOCK = "paceline-", ".lock"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class ToldToEnd(SystemExit):
+class LauncherInterrupted(SystemExit):
     """A signal has come. Not caught, it ends the process with a shell's status for it."""
 
     def __init__(self, number: int) -> None:
@@ -43,7 +43,7 @@ class ToldToEnd(SystemExit):
 def scratch_folder() -> Iterator[str]:
     """A temporary folder, removed at the block's end.
 
-    Inside, on the main thread, `ToldToEnd` is raised where a signal comes. A signal that
+    Inside, on the main thread, `LauncherInterrupted` is raised where a signal comes. A signal that
     was ignored before (``nohup``) still is.
     """
     folder: tempfile.TemporaryDirectory[str] | None = None
@@ -127,7 +127,7 @@ class _Told:
             self._holds -= 1
             if self._is_due and not self._holds and self._number is not None:
                 self._is_due = False
-                raise ToldToEnd(self._number)
+                raise LauncherInterrupted(self._number)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._number is not None:
@@ -136,9 +136,9 @@ class _Told:
         if self._holds:
             self._is_due = True
         else:
-            raise ToldToEnd(number)
+            raise LauncherInterrupted(number)
 
 
 _told = _Told()
 told_to_end = _told.heard
-"""Within it signals to end raise `ToldToEnd`, the first one alone."""
+"""Within it signals to end raise `LauncherInterrupted`, the first one alone."""

@@ -65,9 +65,9 @@ class Case:
         lossy: How far a compressed mean may be off in each element, as a share of a tensor's largest
             gradient. Gradients at the optimum are about 1, so training ends as far from there.
         counts: Each gradient moves the parameters once, by the optimizer's step. Not so where an
-            outer optimizer steps once more, or a part of a gradient waits: laws that read from
+            outer optimizer steps once more, a part of a gradient waits, or an estimate of it is
+            applied: laws that read from
             parameters how many gradients are in them do not apply there.
-        constant: It counts only if a worker's gradient is the same in each step.
         equals: Another method, whose parameters it has after each step, to the bit; or what plain
             torch does with all workers' models, which have their gradients, in step 1, 2, and so on.
         state: The optimizer needs a state, so SGD gets a momentum too small to change anything.
@@ -86,7 +86,6 @@ class Case:
     rounding: float = 0.0
     lossy: float = 0.0
     counts: bool = True
-    constant: bool = False
     equals: str | InPlainTorch | None = None
     state: bool = False
     together: int = 0
@@ -189,7 +188,7 @@ def _late(compression: str) -> Case:
 
 
 _SPARSE_LOCO = Case(
-    method="sparse-loco:every=2,compression=top-k,compression.density=0.5,compression.small=0",
+    method="sparse-loco:sync_every=2,compression=top-k,compression.density=0.5,compression.small=0",
     learning_rate=0.1,
     steps=150,
     lossy=0.25,
@@ -231,7 +230,7 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:compression=qsgd", lossy=1 / 30),
     Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=200, lossy=0.5),
     Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
-    Case(method=_EF21, learning_rate=0.3, steps=120, constant=True),
+    Case(method=_EF21, learning_rate=0.3, steps=120, counts=False),
     _late("dgc,compression.density=0.5,compression.momentum=0"),
     _late("gd-top-k,compression.epoch_steps=3"),
     _late("top-k,compression.density=0.5"),
@@ -261,29 +260,29 @@ CASES: tuple[Case, ...] = (
     _asynchronous("r2sp"),
     _asynchronous("r2sp:warm_up=2,overlap=false"),
     Case(method="ssp:staleness=0"),
-    _local("local-sgd:every=2", 2),
-    _local("post-local-sgd:every=4,each_until=2"),
-    _local("hierarchical-local-sgd:every=4,group=2,group_every=2"),
-    replace(_local("hierarchical-local-sgd:every=2", 0), racks=True),
-    replace(_local("local-sgd:every=2,collective=hierarchical", 2), racks=True),
-    replace(_local("hierarchical-local-sgd:every=2,collective=auto"), racks=True),
-    _outer("slowmo:every=2"),
-    _outer("diloco:every=2"),
-    replace(_outer("diloco:every=2,compression=int8"), lossy=1 / 127),
-    replace(_outer("diloco:every=2,compression=int4"), lossy=1 / 7),
-    _outer("streaming-diloco:every=3,fragments=3,delay=0"),
-    _outer("streaming-diloco:every=8,fragments=2,delay=3", steps=400),
+    _local("local-sgd:sync_every=2", 2),
+    _local("post-local-sgd:sync_every=4,sync_each_step_until=2"),
+    _local("hierarchical-local-sgd:sync_every=4,group=2,group_every=2"),
+    replace(_local("hierarchical-local-sgd:sync_every=2", 0), racks=True),
+    replace(_local("local-sgd:sync_every=2,collective=hierarchical", 2), racks=True),
+    replace(_local("hierarchical-local-sgd:sync_every=2,collective=auto"), racks=True),
+    _outer("slowmo:sync_every=2"),
+    _outer("diloco:sync_every=2"),
+    replace(_outer("diloco:sync_every=2,compression=int8"), lossy=1 / 127),
+    replace(_outer("diloco:sync_every=2,compression=int4"), lossy=1 / 7),
+    _outer("streaming-diloco:sync_every=3,fragments=3,delay=0"),
+    _outer("streaming-diloco:sync_every=8,fragments=2,delay=3", steps=400),
     _SPARSE_LOCO,
-    replace(_local("daso:every=3,delay=2,group=rack"), counts=False, racks=True),
-    _local("daso:every=1,delay=0,group=2"),
-    _local("daso:every=4,delay=0,group=2,warm_up=3"),
+    replace(_local("daso:sync_every=3,delay=2,group=rack"), counts=False, racks=True),
+    _local("daso:sync_every=1,delay=0,group=2"),
+    _local("daso:sync_every=4,delay=0,group=2,warm_up=3"),
     _local("sel-sync:delta=0", 1),
     _local("sel-sync:delta=0.01,window=3"),
     Case(method="backup", equals=mean_of_gradients),
     Case(method="backup:overlap=false", equals="backup"),
     Case(method="ds-sync"),
     Case(method="ds-sync:overlap=forward", state=True),
-    Case(method="ds-sync:shuffle=topology", racks=True),
+    Case(method="ds-sync:groups=topology", racks=True),
     Case(method="ds-sync:overlap=step"),
     Case(method="sync-switch:bsp_steps=1000", equals=mean_of_gradients),
     _SWITCHED,

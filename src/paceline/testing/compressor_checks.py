@@ -16,21 +16,20 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.compression import ErrorFeedback
-from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import (
+from paceline.compression import (
     COMMON,
-    Asked,
-    Coding,
+    AllToAll,
     Compressor,
-    Exchange,
     Gather,
+    GradientCompression,
     Leg,
-    PerWorkerCompressor,
-    Place,
+    RankInfo,
+    Request,
+    Rounds,
     State,
     Sum,
 )
+from paceline.errors import PacelineError, UsageError
 from paceline.testing.problems import require
 
 SHAPES = ((4, 3), (257,), (0,), (40, 30), (5,), (), (24, 5, 12))
@@ -47,7 +46,7 @@ class Mean:
 
     results: list[list[torch.Tensor]]
     sent: list[list[torch.Tensor]]
-    codes: list[Asked]
+    codes: list[Request]
 
     @property
     def bytes(self) -> int:
@@ -65,23 +64,23 @@ class Mean:
     @property
     def is_coded_twice(self) -> bool:
         """Whether owners have coded sums once more."""
-        return any(isinstance(asked, Exchange) for asked in self.codes)
+        return any(isinstance(asked, AllToAll) for asked in self.codes)
 
     @property
     def rounding(self) -> float:
         """How far apart two ways to add the same numbers may end, relative to the
         largest."""
-        coarsest = torch.finfo(torch.float32).eps
-        for asked in self.codes:
-            if isinstance(asked, Sum) and asked.code.is_floating_point():
-                coarsest = max(coarsest, torch.finfo(asked.code.dtype).eps)
+        kinds = [part.dtype for part in self.results[0]]
+        kinds += [one.code.dtype for one in self.codes if isinstance(one, Sum)]
+        floating = [kind for kind in kinds if kind.is_floating_point]
+        coarsest = max(torch.finfo(kind).eps for kind in (torch.float64, *floating))
         return 4 * len(self.results) * coarsest
 
 
-_KINDS: dict[type, Literal["sum", "gather", "exchange"]] = {
+_KINDS: dict[type, Literal["sum", "gather", "all-to-all"]] = {
     Sum: "sum",
     Gather: "gather",
-    Exchange: "exchange",
+    AllToAll: "all-to-all",
 }
 
 
@@ -89,11 +88,14 @@ class Workers:
     """Some workers with tensors like *like*, and the states that they keep of them."""
 
     def __init__(
-        self, compressor: Compressor, like: Sequence[torch.Tensor], workers: int
+        self,
+        compressor: Compressor | GradientCompression,
+        like: Sequence[torch.Tensor],
+        workers: int,
     ) -> None:
-        self.compressor = compressor
+        self.compression = compression = _as_compression(compressor)
         self.states: list[list[State]] = [
-            [compressor.init(t, f"tensor {i}", rank) for i, t in enumerate(like)]
+            [compression.init_state(t, f"tensor {i}", rank) for i, t in enumerate(like)]
             for rank in range(workers)
         ]
 
@@ -105,10 +107,10 @@ class Workers:
         rows = zip(results, self.states, sent, strict=True)
         workers = len(results)
         codings = [
-            self.compressor.average(parts, states, Place(rank, workers), own)
+            self.compression.average(parts, states, RankInfo(rank, workers), own)
             for rank, (parts, states, own) in enumerate(rows)
         ]
-        codes: list[Asked] = []
+        codes: list[Request] = []
         answers: list[torch.Tensor | None] = [None] * workers
         while True:
             asked = [_resume(c, a) for c, a in zip(codings, answers, strict=True)]
@@ -124,7 +126,7 @@ class Workers:
         for states in self.states:
             for number, state in enumerate(states):
                 theirs = [of_one[number] for of_one in former.states]
-                self.compressor.inherit(state, theirs, len(self.states))
+                self.compression.inherit_state(state, theirs, len(self.states))
 
 
 def gradients(
@@ -144,19 +146,19 @@ def gradients(
     ]
 
 
-def _resume(coding: Coding, answer: torch.Tensor | None) -> Asked | None:
+def _resume(coding: Rounds, answer: torch.Tensor | None) -> Request | None:
     try:
         return next(coding) if answer is None else coding.send(answer)
     except StopIteration:
         return None
 
 
-def _answers(asked: Sequence[Asked]) -> list[torch.Tensor]:
+def _answers(asked: Sequence[Request]) -> list[torch.Tensor]:
     """What a collective gives back to each worker."""
     if isinstance(asked[0], Gather):
         together = torch.stack([one.code for one in asked])
         return [together.clone() for _ in asked]
-    if isinstance(asked[0], Exchange):
+    if isinstance(asked[0], AllToAll):
         rows = [one.code.view(len(asked), -1) for one in asked]
         return [torch.stack([row[to] for row in rows]) for to in range(len(asked))]
     total = asked[0].code.clone()
@@ -165,7 +167,7 @@ def _answers(asked: Sequence[Asked]) -> list[torch.Tensor]:
     return [one.code.copy_(total) for one in asked]
 
 
-def _require_alike(asked: Sequence[Asked | None]) -> None:
+def _require_alike(asked: Sequence[Request | None]) -> None:
     described = [_described(one) for one in asked]
     require(
         len(set(described)) == 1,
@@ -177,7 +179,7 @@ def _require_alike(asked: Sequence[Asked | None]) -> None:
             code.dim() == 1 and code.is_contiguous() and bool(code.numel()),
             f"a code is to be flat, contiguous and not empty, not {described[0]}",
         )
-    if isinstance(asked[0], Exchange):
+    if isinstance(asked[0], AllToAll):
         require(
             asked[0].code.numel() % len(asked) == 0,
             f"an exchange among {len(asked)} workers is to have as many equal rows, not "
@@ -185,7 +187,7 @@ def _require_alike(asked: Sequence[Asked | None]) -> None:
         )
 
 
-def _described(one: Asked | None) -> str:
+def _described(one: Request | None) -> str:
     if one is None:
         return "nothing more"
     kind = str(one.code.dtype).removeprefix("torch.")
@@ -193,9 +195,11 @@ def _described(one: Asked | None) -> str:
 
 
 def workers_of(
-    compressor: Compressor, workers: int = 3, dtype: torch.dtype = torch.float32
+    compression: GradientCompression,
+    workers: int = 3,
+    dtype: torch.dtype = torch.float32,
 ) -> Workers:
-    return Workers(compressor, [part.to(dtype) for part in gradients(1)[0]], workers)
+    return Workers(compression, [part.to(dtype) for part in gradients(1)[0]], workers)
 
 
 def require_close(
@@ -209,7 +213,7 @@ def require_close(
 
 
 def require_states(workers: Workers) -> None:
-    kind = workers.compressor.state
+    kind = workers.compression.state
     first, *others = workers.states
     kept = [state for state in first if state]  # perhaps of matrices alone
     require(bool(kept) == (kind != "none"), f"declares state {kind!r}, keeps {kept}")
@@ -263,37 +267,39 @@ DRAWS = 400
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def rounds_and_linearity_are_as_declared(compressor: Compressor) -> None:
+def rounds_and_linearity_are_as_declared(compression: GradientCompression) -> None:
     """As many collectives follow each other as it says, where tensors of all sizes meet, and
     sums alone where it is linear."""
-    mean = workers_of(compressor.settled()).mean(gradients())
+    mean = workers_of(compression.steady_state()).mean(gradients())
     require(
-        len(mean.codes) == compressor.rounds,
-        f"declares {compressor.rounds} rounds, and takes {len(mean.codes)}",
+        len(mean.codes) == compression.code.rounds,
+        f"declares {compression.code.rounds} rounds, and takes {len(mean.codes)}",
     )
     require(
-        not compressor.linear or all(isinstance(one, Sum) for one in mean.codes),
+        not compression.code.linear or all(isinstance(one, Sum) for one in mean.codes),
         "declares to be linear, and gathers codes",
     )
 
 
-def traffic_is_as_declared(compressor: Compressor) -> None:
+def traffic_is_as_declared(compression: GradientCompression) -> None:
     """What is sent is what it says, indices and scales included: stand-ins are priced by it."""
-    settled = compressor.settled()
+    steady = compression.steady_state()
     for workers in (1, 2, 3):
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int32):
-            _require_traffic(settled, workers, dtype)
+            _require_traffic(steady, workers, dtype)
 
 
-def _require_traffic(settled: Compressor, workers: int, dtype: torch.dtype) -> None:
-    group, steps = workers_of(settled, workers, dtype), 4
+def _require_traffic(
+    steady: GradientCompression, workers: int, dtype: torch.dtype
+) -> None:
+    group, steps = workers_of(steady, workers, dtype), 4
     sent: Counter[str] = Counter()
     for step in range(steps):
         given = [[(9 * p).to(dtype) for p in own] for own in gradients(workers, step)]
         for leg in group.mean(given).legs:
             sent[leg.kind] += round(leg.size)
     said: Counter[str] = Counter()
-    for leg in settled.traffic(SHAPES, dtype, workers):
+    for leg in steady.code.wire_bytes(SHAPES, dtype, workers):
         said[leg.kind] += round(steps * leg.size)
     require(
         said == sent,
@@ -302,22 +308,21 @@ def _require_traffic(settled: Compressor, workers: int, dtype: torch.dtype) -> N
     )
 
 
-def decodes_per_worker_exactly(compressor: Compressor) -> None:
+def decodes_per_worker_exactly(compression: GradientCompression) -> None:
     """One worker's code is decoded without the others', adds up with theirs to the mean, and
     is refused where it is cut, or too long."""
-    assert isinstance(compressor, PerWorkerCompressor)
-    workers, same = workers_of(compressor), workers_of(compressor)
+    workers, same = workers_of(compression), workers_of(compression)
     for step in range(3):
         given = gradients(seed=step)
         total = [torch.zeros_like(part) for part in given[0]]
         for own, states in zip(given, same.states, strict=True):
             before = [part.clone() for part in own]
-            code = compressor.encode(own, states)
+            code = compression.encode(own, states)
             require(
                 all(torch.equal(a, b) for a, b in zip(before, own, strict=True)),
                 "encoding changes what it encodes",
             )
-            compressor.decode(code, total, add=True)
+            compression.decode(code, total, add=True)
         mean, otherwise = workers.mean(given), "codes do not add up to the mean"
         if not mean.is_coded_twice:
             require_close(mean.results[0], total, mean.rounding, otherwise)
@@ -326,15 +331,15 @@ def decodes_per_worker_exactly(compressor: Compressor) -> None:
             require(bool((result - part).norm() <= part.norm() / 2), otherwise)
     for wrong in (code[:-1], torch.cat([code, code[:1]]), code[:0]):
         try:
-            compressor.decode(wrong, total)
+            compression.decode(wrong, total)
         except UsageError:
             continue
         require(False, f"takes {wrong.numel()} bytes for a code of {code.numel()}")
 
 
-def zeros_stay_zeros(compressor: Compressor) -> None:
+def zeros_stay_zeros(compression: GradientCompression) -> None:
     """Where no worker has anything nothing results."""
-    workers = workers_of(compressor)
+    workers = workers_of(compression)
     for _ in range(2):
         for results in workers.mean(gradients(scale=0.0)).results:
             require(
@@ -343,22 +348,22 @@ def zeros_stay_zeros(compressor: Compressor) -> None:
             )
 
 
-def nothing_is_sent_of_nothing(compressor: Compressor) -> None:
+def nothing_is_sent_of_nothing(compression: GradientCompression) -> None:
     """A bucket without elements takes no collective."""
     for shapes in ((), ((0,), (0, 3))):
         given = gradients(shapes=shapes)
-        mean = Workers(compressor, given[0], 3).mean(given)
+        mean = Workers(compression, given[0], 3).mean(given)
         require(not mean.codes, "yields a code though there are no elements")
 
 
-def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
+def a_worker_without_data_changes_nothing(compression: GradientCompression) -> None:
     """The others' result is what it would be without the worker whose tensors are zero."""
-    three, two = workers_of(compressor, 3), workers_of(compressor, 2)
+    three, two = workers_of(compression, 3), workers_of(compression, 2)
     for step in range(3):
         given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
         with_it, without = three.mean(given), two.mean(given[:2])
         allowed = with_it.rounding
-        if step and with_it.is_coded_twice and isinstance(compressor, ErrorFeedback):
+        if step and with_it.is_coded_twice and compression.error_feedback:
             # Who owns what differs, and so in whose residual the second rounding is.
             allowed = 2**-3
         require_close(
@@ -369,13 +374,13 @@ def a_worker_without_data_changes_nothing(compressor: Compressor) -> None:
         )
 
 
-def sums_of_codes_are_codes_of_sums(compressor: Compressor) -> None:
+def sums_of_codes_are_codes_of_sums(compression: GradientCompression) -> None:
     """Whoever adds codes up on the way may hand on the sum as one worker's."""
     given = [[part.mul(4).round() for part in own] for own in gradients()]
     total = [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
     nothing = gradients(2, scale=0.0)
-    apart = workers_of(compressor).mean(given).results[0]
-    together = workers_of(compressor).mean([total, *nothing]).results[0]
+    apart = workers_of(compression).mean(given).results[0]
+    together = workers_of(compression).mean([total, *nothing]).results[0]
     require_close(  # whole buckets: they may share a scale, and so what is rounded
         [torch.cat([part.reshape(-1) for part in apart])],
         [torch.cat([part.reshape(-1) for part in together])],
@@ -384,9 +389,9 @@ def sums_of_codes_are_codes_of_sums(compressor: Compressor) -> None:
     )
 
 
-def results_are_sums_of_what_was_sent(compressor: Compressor) -> None:
+def results_are_sums_of_what_was_sent(compression: GradientCompression) -> None:
     """Each worker knows what the result has got from it; residuals rest on that."""
-    workers = workers_of(compressor)
+    workers = workers_of(compression)
     for step in range(3):
         mean = workers.mean(gradients(seed=step))
         total = [torch.stack(parts).sum(0) for parts in zip(*mean.sent, strict=True)]
@@ -398,9 +403,9 @@ def results_are_sums_of_what_was_sent(compressor: Compressor) -> None:
         )
 
 
-def codes_are_unbiased(compressor: Compressor) -> None:
+def codes_are_unbiased(compression: GradientCompression) -> None:
     """The mean of many results is the sum, within 5 standard errors."""
-    workers, given = workers_of(compressor, 2), gradients(2)
+    workers, given = workers_of(compression, 2), gradients(2)
     draws = [workers.mean(given).results[0] for _ in range(DRAWS)]
     for number, drawn in enumerate(zip(*draws, strict=True)):
         every = torch.stack(drawn).double()
@@ -415,10 +420,10 @@ def codes_are_unbiased(compressor: Compressor) -> None:
         )
 
 
-def less_is_left_than_was_given(compressor: Compressor) -> None:
+def less_is_left_than_was_given(compression: GradientCompression) -> None:
     """What a code leaves out of a worker's tensors is smaller than they are: residuals end.
     So it is after a step in which nobody had anything, too."""
-    workers, given = workers_of(compressor), gradients()
+    workers, given = workers_of(compression), gradients()
     workers.mean(gradients(scale=0.0))
     mean = workers.mean(given)
     for own, sent in zip(given, mean.sent, strict=True):
@@ -430,9 +435,9 @@ def less_is_left_than_was_given(compressor: Compressor) -> None:
         )
 
 
-def all_workers_end_with_the_same_bits(compressor: Compressor) -> None:
+def all_workers_end_with_the_same_bits(compression: GradientCompression) -> None:
     """Models stay equal without ever being compared."""
-    workers = workers_of(compressor)
+    workers = workers_of(compression)
     for step in range(3):
         first, *others = workers.mean(gradients(seed=step)).results
         for other in others:
@@ -442,40 +447,45 @@ def all_workers_end_with_the_same_bits(compressor: Compressor) -> None:
             )
 
 
-def states_are_as_declared(compressor: Compressor) -> None:
+def states_are_as_declared(compression: GradientCompression) -> None:
     """State that is called none is none, common state is equal on all workers, and all of
     it is plain."""
-    workers = workers_of(compressor)
+    workers = workers_of(compression)
     for step in range(3):
         workers.mean(gradients(seed=step))
     require_states(workers)
 
 
-def nothing_is_kept_elsewhere(compressor: Compressor) -> None:
+def nothing_is_kept_elsewhere(compression: GradientCompression) -> None:
     """A compressor that has seen nothing goes on from copies of another one's states as that
-    one does."""
-    again, straight = workers_of(copy.deepcopy(compressor)), workers_of(compressor)
-    for step in range(3):
-        straight.mean(gradients(seed=step))
-    again.states = copy.deepcopy(straight.states)
-    for step in range(3, 6):
-        given = gradients(seed=step)
-        pairs = zip(
-            straight.mean(given).results[0], again.mean(given).results[0], strict=True
+    one does, whenever they are copied."""
+    for saved_at in (1, 2, 3):
+        again, straight = (
+            workers_of(one) for one in (copy.deepcopy(compression), compression)
         )
-        require(
-            all(torch.equal(a, b) for a, b in pairs),
-            "saved states do not lead to the same results: something is kept elsewhere",
-        )
+        for step in range(saved_at):
+            straight.mean(gradients(seed=step))
+        again.states = copy.deepcopy(straight.states)
+        for step in range(saved_at, saved_at + 3):
+            given = gradients(seed=step)
+            results = (one.mean(given).results[0] for one in (straight, again))
+            require(
+                all(torch.equal(a, b) for a, b in zip(*results, strict=True)),
+                "saved states do not lead to the same results: something is kept elsewhere",
+            )
 
 
-def the_number_of_workers_may_change(compressor: Compressor) -> None:
-    """Two workers go on from what three have left, and four from theirs."""
-    former = workers_of(compressor)
+def the_number_of_workers_may_change(compression: GradientCompression) -> None:
+    """Two workers go on from what three have left, and four from theirs. Common state goes on."""
+    former = workers_of(compression)
     for step, count in enumerate((3, 2, 4)):
-        workers = workers_of(compressor, count)
+        workers = workers_of(compression, count)
         if step:
             workers.inherit(former)
+            require(
+                _equal(_common(workers.states[0]), _common(former.states[0])),
+                "what is under the key 'common' begins anew where the number of workers changes",
+            )
         for _ in range(2):
             results = workers.mean(gradients(count, seed=step)).results
             require(
@@ -486,11 +496,11 @@ def the_number_of_workers_may_change(compressor: Compressor) -> None:
         former = workers
 
 
-def types_and_shapes_stay(compressor: Compressor) -> None:
+def types_and_shapes_stay(compression: GradientCompression) -> None:
     """Results are of the tensors' own type and shape, whole numbers' sums exact."""
     for dtype in (*FLOATING, torch.complex64, torch.int64):
         given = [[(9 * p).to(dtype) for p in own] for own in gradients()]
-        results = Workers(compressor, given[0], 3).mean(given).results
+        results = Workers(compression, given[0], 3).mean(given).results
         for own, parts in zip(given, results, strict=True):
             for part, result in zip(own, parts, strict=True):
                 require(
@@ -512,10 +522,10 @@ def types_and_shapes_stay(compressor: Compressor) -> None:
         )
 
 
-def what_is_not_finite_shows(compressor: Compressor) -> None:
+def what_is_not_finite_shows(compression: GradientCompression) -> None:
     """An overflow on one worker is seen by all, in this step and not in the next."""
     for bad in (torch.inf, -torch.inf, torch.nan):
-        workers, given = workers_of(compressor), gradients()
+        workers, given = workers_of(compression), gradients()
         given[1][1][100] = bad
         for results in workers.mean(given).results:
             require(
@@ -529,11 +539,11 @@ def what_is_not_finite_shows(compressor: Compressor) -> None:
         )
 
 
-def strides_change_nothing(compressor: Compressor) -> None:
+def strides_change_nothing(compression: GradientCompression) -> None:
     """Results are the same for tensors whose elements lie in another order, as in
     ``channels_last``: each element is found by its indices."""
-    rows = workers_of(compressor)
-    others = Workers(compressor, [_transposed(part) for part in gradients(1)[0]], 3)
+    rows = workers_of(compression)
+    others = Workers(compression, [_transposed(part) for part in gradients(1)[0]], 3)
     for step in range(3):
         given = gradients(seed=step)
         mean = rows.mean(given)
@@ -553,40 +563,90 @@ def _transposed(part: torch.Tensor) -> torch.Tensor:
     return part.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def chance_is_its_own(compressor: Compressor) -> None:
+def chance_is_its_own(compression: GradientCompression) -> None:
     """Nobody else's random numbers change: dropout is the script's."""
     before = torch.get_rng_state()
-    workers_of(compressor).mean(gradients())
+    workers_of(compression).mean(gradients())
     require(
         torch.equal(before, torch.get_rng_state()),
         "draws from torch's global generator",
     )
 
 
-def nothing_is_lost(compressor: Compressor) -> None:
-    """At every step all results plus all residuals are all gradients."""
-    workers = workers_of(compressor)
-    owed = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+def nothing_is_lost(compression: GradientCompression) -> None:
+    """At every step all results plus all residuals are all gradients: also where a worker has no
+    gradient of a tensor, and where the number of workers changes."""
+    workers, owed = workers_of(compression, 3, torch.float64), _zeros(torch.float64)
     allowed = 0.0
-    for step in range(20):
-        given = gradients(seed=step)
+    for step in range(16):
+        if step in (7, 10):
+            former, count = workers, 2 if step == 7 else 4
+            workers = workers_of(compression, count, torch.float64)
+            workers.inherit(former)
+        given = _doubles(len(workers.states), step)
+        given[step % len(given)][step % len(SHAPES)].zero_()
         mean = workers.mean(given)
         allowed += mean.rounding
         for number, due in enumerate(owed):
-            for own in given:
-                due += own[number]
-            due -= mean.results[0][number]
+            due += sum(own[number] for own in given) - mean.results[0][number]
         left = [
-            sum(own[number]["residual"].double() for own in workers.states)
+            sum(own[number]["residual"] for own in workers.states)
             for number in range(len(SHAPES))
         ]
         require_close(left, owed, allowed, "gradients are neither sent nor residual")
 
 
+def an_unused_tensor_keeps_its_residual(compression: GradientCompression) -> None:
+    """A worker that has no gradient of a tensor sends nothing of it: nobody used it, or the worker
+    is out of data."""
+    workers = workers_of(compression)
+    for step in range(3):
+        workers.mean(gradients(seed=step))
+    before = _residuals(workers, 0)
+    given = gradients(seed=3)
+    given[0][3].zero_()
+    mean = workers.mean(given)
+    if mean.is_coded_twice:
+        return  # a residual has the rounding of what this worker owns, too
+    require(
+        torch.equal(_residuals(workers, 0)[3], before[3]) and not mean.sent[0][3].any(),
+        "something is sent of a tensor without a gradient",
+    )
+
+
+def a_skipped_step_changes_no_residual(compression: GradientCompression) -> None:
+    """Where a result is not finite residuals stay on all workers: a GradScaler skips that step."""
+    workers = workers_of(compression)
+    for step in range(3):
+        workers.mean(gradients(seed=step))
+    before = [_residuals(workers, rank) for rank in range(3)]
+    given = gradients(seed=3)
+    given[1][1][100] = torch.inf
+    workers.mean(given)
+    for rank, kept in enumerate(before):
+        pairs = zip(kept, _residuals(workers, rank), strict=True)
+        require(
+            all(torch.equal(one, other) for one, other in pairs),
+            "a step with an overflow changes residuals",
+        )
+
+
+def _zeros(dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
+
+
+def _doubles(workers: int, seed: int) -> list[list[torch.Tensor]]:
+    return [[part.double() for part in own] for own in gradients(workers, seed)]
+
+
+def _residuals(workers: Workers, rank: int) -> list[torch.Tensor]:
+    return [state["residual"].clone() for state in workers.states[rank]]
+
+
 # ---- which law says something about which compressor ----
 
 
-def _always(compressor: Compressor) -> bool:
+def _always(compression: GradientCompression) -> bool:
     return True
 
 
@@ -594,15 +654,15 @@ def _always(compressor: Compressor) -> bool:
 class CompressorCheck:
     """A *law*, and the compressors about which it says something."""
 
-    law: Callable[[Compressor], None]
-    applies: Callable[[Compressor], bool] = _always
+    law: Callable[[GradientCompression], None]
+    applies: Callable[[GradientCompression], bool] = _always
 
     @property
     def name(self) -> str:
         return self.law.__name__
 
-    def __call__(self, compressor: Compressor) -> None:
-        self.law(compressor)
+    def __call__(self, compression: GradientCompression) -> None:
+        self.law(compression)
 
 
 COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
@@ -612,7 +672,7 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
         CompressorCheck(zeros_stay_zeros),
         CompressorCheck(nothing_is_sent_of_nothing),
         CompressorCheck(a_worker_without_data_changes_nothing),
-        CompressorCheck(sums_of_codes_are_codes_of_sums, lambda c: c.linear),
+        CompressorCheck(sums_of_codes_are_codes_of_sums, lambda c: c.code.linear),
         CompressorCheck(results_are_sums_of_what_was_sent),
         CompressorCheck(codes_are_unbiased, lambda c: c.unbiased),
         CompressorCheck(less_is_left_than_was_given, lambda c: not c.unbiased),
@@ -626,20 +686,35 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
         CompressorCheck(decodes_per_worker_exactly, lambda c: c.decodes_per_worker),
         CompressorCheck(what_is_not_finite_shows),
         CompressorCheck(chance_is_its_own),
-        CompressorCheck(nothing_is_lost, lambda c: isinstance(c, ErrorFeedback)),
+        CompressorCheck(nothing_is_lost, lambda c: c.error_feedback),
+        CompressorCheck(
+            an_unused_tensor_keeps_its_residual,
+            lambda c: c.error_feedback and c.code.state != "own",
+        ),
+        CompressorCheck(a_skipped_step_changes_no_residual, lambda c: c.error_feedback),
     )
 }
 
 
-def check_compressor(compressor: Compressor) -> None:
-    """All laws that say something about *compressor*.
+def check_compressor(compressor: Compressor | GradientCompression) -> None:
+    """Check all laws that apply to a compressor, without error feedback or with it.
 
-    Raises `CheckFailedError` for the first that does not hold.
+    Raises:
+        CheckFailedError: A law does not hold; the first one.
     """
+    compression = _as_compression(compressor)
     for check in COMPRESSOR_CHECKS.values():
-        if check.applies(compressor):
+        if check.applies(compression):
             try:
-                check(compressor)
+                check(compression)
             except PacelineError as error:
                 error.add_note(f"conformance: {check.name}")
                 raise
+
+
+def _as_compression(
+    compressor: Compressor | GradientCompression,
+) -> GradientCompression:
+    if isinstance(compressor, Compressor):
+        return GradientCompression(compressor)
+    return compressor

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline import bucketing
-from paceline.collectives.communicator import TorchComm
+from paceline.bucketing.rules import FIXED, MEASURED
+from paceline.collectives.communicator import Communicator
 from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.optimizer import DistributedOptimizer, training_of
 from paceline.core.settings import parse_method
@@ -515,7 +515,7 @@ def _require_steps(case: Case, model: Counting, steps: int, when: str) -> None:
 def a_buffer_is_free_after_its_wait() -> None:
     """What a worker does to a buffer that it has waited for reaches nobody."""
     paceline.init()
-    comm = TorchComm(join_runtime())
+    comm = Communicator(join_runtime())
     n = comm.size
     for late in range(n):
         buffer = torch.full((1000,), float(comm.rank))
@@ -559,10 +559,6 @@ def _has_several_references(case: Case, rule: str, workers: int) -> bool:
     return workers > 1 and case.equals is not None and repeats(case, rule, workers)
 
 
-def _counts_changes(case: Case, rule: str, workers: int) -> bool:
-    return case.counts and not case.constant
-
-
 def _has_reference(case: Case, rule: str, workers: int) -> bool:
     return workers == 1 and (case.counts or case.reference is not None)
 
@@ -570,7 +566,7 @@ def _has_reference(case: Case, rule: str, workers: int) -> bool:
 def repeats(case: Case, rule: str, workers: int) -> bool:
     """Whether the same training ends with the same bits: neither who is fast decides, nor
     a plan that was measured, on whose buckets the order of sums depends."""
-    return case.timing_free and rule not in bucketing.MEASURED
+    return case.timing_free and rule not in MEASURED
 
 
 @dataclass(frozen=True)
@@ -589,7 +585,7 @@ class Check:
         self.law(case, rule)
 
 
-RULES = (*bucketing.FIXED, "optimal")
+RULES = (*FIXED, "optimal")
 """Under which each check runs."""
 
 CHECKS: dict[str, Check] = {
@@ -611,9 +607,9 @@ CHECKS: dict[str, Check] = {
         Check(a_checkpoint_loses_nothing, _counts),
         Check(gradients_are_clipped_once, _counts),
         Check(schedules_are_followed, _counts),
-        Check(script_idioms, _counts_changes),
+        Check(script_idioms, _counts),
         Check(buffers_follow_the_policy),
-        Check(loads_take_effect, _counts_changes),
+        Check(loads_take_effect, _counts),
         Check(memory_does_not_grow, _under_first_rule),
     )
 }

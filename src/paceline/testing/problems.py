@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.bucketing.tuner import Planner
+from paceline.bucketing.tuner import BucketTuner
 from paceline.core.broadcast import gather_bytes
 from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.distribute import distribute
@@ -26,7 +26,7 @@ from paceline.core.optimizer import (
 )
 from paceline.errors import PacelineError
 from paceline.interfaces import Comm, Endpoint, Run, WorkerState
-from paceline.parameter_server.client.remote_model import RemoteParameters
+from paceline.parameter_server.client.remote_model import RemoteModel
 from paceline.records import StepRecorder
 from paceline.runtimes.join import join_runtime
 from paceline.testing.cases import Case
@@ -164,13 +164,14 @@ def step(
 def only_these_trainings() -> Iterator[None]:
     """Within it the runtime knows of no training that began before: `paceline.save` holds
     those that begin here."""
-    runtime = join_runtime()
-    before = list(runtime.registry.trainings)
-    runtime.registry.trainings.clear()
+    registry = join_runtime().registry
+    hidden = registry.hidden
+    registry.hidden, registry.trainings = [*hidden, *registry.trainings], []
     try:
         yield
     finally:
-        runtime.registry.trainings[:] = before + runtime.registry.trainings
+        earlier = registry.hidden[len(hidden) :]
+        registry.hidden, registry.trainings = hidden, earlier + registry.trainings
 
 
 @contextmanager
@@ -238,7 +239,7 @@ class Inspection:
         comm: What this worker communicates through.
         recorder: The records of its steps.
         worker_states: What a checkpoint keeps of this worker alone.
-        planner: Who plans the buckets.
+        tuner: Decides its buckets.
         remote: The parameters on their servers, where these update; else None.
         endpoints: This worker's connections to servers.
         switcher: What switches the method under ``"auto"``; else None.
@@ -254,8 +255,8 @@ class Inspection:
     comm: Comm
     recorder: StepRecorder
     worker_states: list[WorkerState]
-    planner: Planner
-    remote: RemoteParameters | None
+    tuner: BucketTuner
+    remote: RemoteModel | None
     endpoints: tuple[Endpoint, ...]
     switcher: MethodSwitcher | None
     step_pending: bool
@@ -282,7 +283,7 @@ def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
         comm=training.context.comm,
         recorder=join_runtime().recorder,
         worker_states=worker_states(training),
-        planner=training.planner,
+        tuner=training.tuner,
         remote=training.remote,
         endpoints=tuple(active.endpoints),
         switcher=active.switcher,

@@ -4,9 +4,9 @@ Theory of operation
 -------------------
 One DEALER socket per channel, opened when it is first used; ZeroMQ's own threads move the
 bytes while this process computes. `request` hands everything to them at once, from the
-tensor's own memory (or, on one machine, puts it into `shared_memory`); what exceeds the credits (see `protocol`) is kept here, and sent as answers
-come in. `wait` serves all channels of this endpoint until its own answer is there, and
-copies each chunk straight into the tensor that was handed over. What is kept here moves
+tensor's own memory; what exceeds MOST_UNANSWERED requests (see `protocol`) is kept here, and sent as
+replies come in. `wait` serves all channels of this endpoint until its own reply is there, and
+copies each payload straight into the tensor that was handed over. What is kept here moves
 only inside calls of this endpoint: whoever waits on several servers should wait in the
 order in which he asked, as all workers do. A service that asks another has no `wait`: its loop reads
 the connections, see `read_in`.
@@ -27,36 +27,56 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces.server_messages import PROTOCOL, Reply, Request
+from paceline.interfaces.server_messages import (
+    PROTOCOL,
+    Rejected,
+    ReplyMessage,
+    Request,
+)
 from paceline.records import StepRecorder
 from paceline.timeouts import timeouts
-from paceline.transport import liveness, payloads, protocol
-from paceline.transport.channel import Channel, Reception
+from paceline.transport import liveness, protocol
 from paceline.transport.poll_loop import PollLoop, Source
-from paceline.transport.protocol import RefusalError
+from paceline.transport.protocol import (
+    ONLY_SERVICE,
+    Memory,
+    ProtocolError,
+    ServiceKey,
+)
 from paceline.transport.security import SECRET, TOKEN, Security, choose
-from paceline.transport.shared_memory import ANSWERS, PUSHES, Region, WorkerEnd
+from paceline.transport.shared_memory import WorkerEnd
 
 NEVER_MILLISECONDS = 1 << 30
 """Until ZeroMQ makes a connection again. Where it is told not to (-1), it throws away what has
 come in and was not read."""
 
 
-class RemoteServer:
+_BROKEN = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED  # it could not connect
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class ServerConnection:
     """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
 
     *incarnation* None: the server numbers this life. *workers*: how many this worker takes the job
     to have, 0: it does not say. Who only *asks* learns that, ``workers``, and is no worker by it; nothing
-    can be requested then. *token* is the job's; *security*: as the environment says, see `security`. Bytes and
+    can be requested then. *token* is the job's; *service*: which one of that process; *security*: as the environment says, see `security`. Bytes and
     waits are counted in *recorder*.
 
     Raises `PeerLostError` if nobody answers there within `Timeouts.server_connect`, `UsageError`
@@ -77,10 +97,12 @@ class RemoteServer:
         workers: int = 0,
         asks: bool = False,
         token: str,
+        service: ServiceKey = ONLY_SERVICE,
         security: Security | None = None,
         recorder: StepRecorder | None = None,
     ) -> None:
         self.name = f"{name} at {host}:{port}"
+        self._service = service
         self._host, self._port = host, port
         self._worker, self._incarnation, self._token = worker, incarnation, token
         self.workers, self._asks = workers, asks
@@ -88,8 +110,8 @@ class RemoteServer:
         self._security = choose(host) if security is None else security
         self._recorder = recorder
         self._failure: UsageError | PeerLostError | None = None
-        self.shared: WorkerEnd | None = None
         self._channels: dict[str, Channel] = {}
+        self.shared = WorkerEnd()
         self._liveness: socket.socket | None = None
         self._loop = PollLoop()
         self._watched: dict[Source, Callable[[], None]] = {}
@@ -112,7 +134,7 @@ class RemoteServer:
         payload: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
         channel: str = "",
-    ) -> Reception:
+    ) -> PendingReply:
         """Send a request, and return at once; see `interfaces.Endpoint`.
 
         Raises `PeerLostError` if the server is known to be gone, `UsageError` for a tensor
@@ -126,26 +148,26 @@ class RemoteServer:
         payload: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
         channel: str = "",
-        replied: Callable[[Reply], None] | None = None,
-    ) -> Reception:
+        replied: Callable[[ReplyMessage], None] | None = None,
+    ) -> PendingReply:
         """As `request`; *replied* is called with the answer where it is read."""
         for what, tensor in (("payload", payload), ("into", into)):
             if tensor is not None:
-                payloads.check_flat(what, tensor)
+                protocol.check_flat(what, tensor)
         self._check()
         if self._recorder is not None:
             self._recorder.count_bytes(
-                protocol.HEADER_BYTES + payloads.size_of(payload)
+                protocol.HEADER_BYTES + protocol.size_of(payload)
             )
         there = self._channels.get(channel) or self._open(channel)
         if payload is not None and payload.device.type != "cpu":
             payload = payload.cpu()
-        reception = Reception(there, message, payload, into, replied)
+        pending_reply = PendingReply(there, message, payload, into, replied)
         try:
-            there.submit(reception)
-        except RefusalError as error:
+            there.submit(pending_reply)
+        except ProtocolError as error:
             self._not_an_answer(error)
-        return reception
+        return pending_reply
 
     @property
     def address(self) -> tuple[str, int]:
@@ -205,11 +227,13 @@ class RemoteServer:
     # ---- connecting ----
 
     def _introduce(self, deadline: float) -> None:
-        """Get known to the server, open the liveness connection, and share memory."""
-        self._wait_for_listener(deadline)
-        main = self._open("")
+        """Get known to the server, and open the liveness connection."""
+        near = self._wait_for_listener(deadline)
+        offer = self.shared.offer() if near and not self._asks else None
+        main = self._open("", offer)
         self._await(lambda: main.welcome is not None, deadline)
         assert main.welcome is not None
+        self.shared.open(main.welcome.memory)
         if self._asks:
             self.workers = main.welcome.workers
             return
@@ -229,23 +253,6 @@ class RemoteServer:
             ) from None
         self._liveness.setblocking(False)
         self._watch(self._liveness, self._read_liveness)
-        if self._liveness.getsockname()[0] == self._liveness.getpeername()[0]:
-            self._share_memory(main, deadline)
-
-    def _share_memory(self, main: Channel, deadline: float) -> None:
-        """The server is on this machine: see `shared_memory`."""
-        own = Region.make(PUSHES)
-        if own is None:
-            return
-        with contextlib.closing(own):
-            main.say(protocol.Share(own.place))
-            self._await(lambda: main.shared is not None, deadline)
-        assert main.shared is not None
-        place = main.shared.memory
-        answers = None if place is None else Region.open(place, ANSWERS)
-        if answers is not None:
-            main.say(protocol.Reads())
-            self.shared = WorkerEnd(own, answers)
 
     def _await(self, done: Callable[[], bool], deadline: float) -> None:
         """Raises `PeerLostError` if the server has not answered by then."""
@@ -260,20 +267,24 @@ class RemoteServer:
             "there, and does a firewall let this machine through to it?"
         )
 
-    def _wait_for_listener(self, deadline: float) -> None:
+    def _wait_for_listener(self, deadline: float) -> bool:
         """ZeroMQ connects once: so somebody is to listen. Raises `PeerLostError` if nobody does
-        by then."""
+        by then.
+
+        Returns whether the server is on this machine: then both ends have the same address. A worker
+        behind an emulated link has another one, and keeps to its link.
+        """
         while True:
             left = max(0.01, deadline - time.monotonic())
             try:
-                socket.create_connection((self._host, self._port), left).close()
-                return
+                with socket.create_connection((self._host, self._port), left) as probe:
+                    return bool(probe.getsockname()[0] == probe.getpeername()[0])
             except OSError as error:
                 if time.monotonic() + timeouts.connect_retry >= deadline:
                     raise self._unanswered(f" ({error})") from None
             threading.Event().wait(timeouts.connect_retry)
 
-    def _open(self, name: str) -> Channel:
+    def _open(self, name: str, offer: Memory | None = None) -> Channel:
         if (
             len(name) > protocol.CHANNEL_CHARACTERS
             or len(self._channels) >= protocol.CHANNELS
@@ -292,6 +303,8 @@ class RemoteServer:
             name,
             self.workers,
             self._asks,
+            self._service,
+            offer,
         )
         with contextlib.suppress(zmq.Again):  # refused by now: the monitor says how
             channel.say(hello)
@@ -303,7 +316,7 @@ class RemoteServer:
         def read() -> None:
             try:
                 handler()
-            except RefusalError as error:
+            except ProtocolError as error:
                 self._not_an_answer(error)
 
         self._watched[source] = read
@@ -312,10 +325,10 @@ class RemoteServer:
     def _socket(self) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, int(1000 * timeouts.server_goodbye))
-        # Credits are the limit, in both directions.
+        # The limit is MOST_UNANSWERED requests, and so many replies.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, protocol.FRAME_BYTES)
+        socket.setsockopt(zmq.MAXMSGSIZE, protocol.LARGEST_ON_THE_WIRE)
         socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MILLISECONDS)
         socket.setsockopt(zmq.IPV6, ":" in self._host)
         protocol.keep_alive(socket)
@@ -324,15 +337,15 @@ class RemoteServer:
 
     # ---- waiting ----
 
-    def wait_for(self, reception: Reception) -> None:
+    def wait_for(self, pending_reply: PendingReply) -> None:
         start = time.perf_counter()
-        poll = partial(self._poll_until, lambda: reception.reply is not None, None)
+        poll = partial(self._poll_until, lambda: pending_reply.reply is not None, None)
         if self._recorder is None:
             poll()
         else:
             self._recorder.block("server", poll)
             self._recorder.waited("server", start, time.perf_counter())
-        if reception.reply is None:
+        if pending_reply.reply is None:
             self._check()
 
     def _poll_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
@@ -381,7 +394,7 @@ class RemoteServer:
             channel.read()  # what it said last
         self.give_up(f"is lost: its process {how}")
 
-    def _not_an_answer(self, error: RefusalError) -> None:
+    def _not_an_answer(self, error: ProtocolError) -> None:
         self.give_up(f"sent what is no answer: {error}")
 
     def give_up(
@@ -398,7 +411,6 @@ class RemoteServer:
 
     def _let_go(self, linger: float) -> None:
         self._closed = True
-        self.shared = None
         for source in self._watched:
             self._loop.unwatch(source)
         self._watched.clear()
@@ -406,7 +418,158 @@ class RemoteServer:
             channel.close(linger)
         if self._liveness is not None:
             self._liveness.close()
+        self.shared.close()
         self._context.term()
+
+
+class PendingReply:
+    """A `PendingReply` over one channel."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        message: Request,
+        payload: torch.Tensor | None,
+        into: torch.Tensor | None,
+        replied: Callable[[ReplyMessage], None] | None = None,
+    ) -> None:
+        """*replied* is called with the answer, once it is here."""
+        self.channel = channel
+        self._replied = replied
+        self.message = message
+        self.payload = payload
+        self.into = into
+        self.reply: ReplyMessage | None = None
+        self.failure: str | None = None
+
+    def wait(self) -> ReplyMessage:
+        if self.reply is None:
+            self.channel.server.wait_for(self)
+        assert self.reply is not None
+        if isinstance(self.reply, Rejected):
+            kind = (
+                PeerLostError
+                if self.reply.reason == protocol.TAKEN_FOR_LOST
+                else UsageError
+            )
+            raise kind(f"{self.channel.server.name}: {self.reply.reason}")
+        return self.reply
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        raise NotImplementedError("only virtual time calls back")
+
+    def take(self, reply: ReplyMessage) -> None:
+        """The answer is here, payload and all."""
+        self.reply = reply
+        self.payload = self.into = None
+        replied, self._replied = self._replied, None
+        if replied is not None:
+            replied(reply)
+
+
+class Channel:
+    """One connection: what was sent and is unanswered, and what is to be sent yet."""
+
+    def __init__(
+        self, server: ServerConnection, name: str, socket: zmq.Socket[Any]
+    ) -> None:
+        self.server = server
+        self.name = name
+        self.next = 0
+        self.unanswered: dict[int, PendingReply] = {}  # in the order they were sent
+        self.queue: deque[PendingReply] = deque()
+        self.welcome: protocol.Welcome | None = None
+        self.farewell = False
+        self.socket = socket
+        self.monitor = socket.get_monitor_socket(_BROKEN)
+
+    def say(self, words: msgspec.Struct) -> None:
+        self.socket.send(protocol.encode(words), zmq.NOBLOCK)
+
+    def submit(self, pending_reply: PendingReply) -> None:
+        """Send at once, or as soon as fewer than MOST_UNANSWERED requests are on their way."""
+        self.queue.append(pending_reply)
+        if len(self.unanswered) >= protocol.MOST_UNANSWERED:
+            self.read()  # there may be replies already
+        self._send_what_may_be_sent()
+
+    def _send_what_may_be_sent(self) -> None:
+        while self.queue and len(self.unanswered) < protocol.MOST_UNANSWERED:
+            pending_reply = self.queue.popleft()
+            number, self.next = self.next, self.next + 1
+            self.unanswered[number] = pending_reply
+            payload = pending_reply.payload
+            place = self.server.shared.put(payload)
+            header = protocol.RequestHeader(
+                number, pending_reply.message, *protocol.describe(payload), place
+            )
+            protocol.send(self.socket, header, payload if place is None else None)
+
+    def read(self) -> None:
+        """Take all that has come in. Raises `ProtocolError` for what no server says."""
+        while True:
+            try:
+                header = self.socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._hear(protocol.decode_from_server(header))
+            finally:
+                protocol.discard_message(self.socket)
+
+    def _hear(self, words: protocol.FromServer) -> None:
+        if isinstance(words, protocol.ReplyHeader):
+            self._take(words)
+        elif isinstance(words, protocol.Welcome):
+            self.welcome = words
+        elif isinstance(words, protocol.Farewell):
+            self.farewell = True
+        else:
+            self.server.give_up(f"refused this worker: {words.reason}", UsageError)
+
+    def _take(self, header: protocol.ReplyHeader) -> None:
+        """A reply has come in: its payload goes where the request said."""
+        pending_reply = self.unanswered.get(header.number)
+        if pending_reply is None:
+            raise ProtocolError("order", f"a reply to {header.number}, out of order")
+        reply = header.message
+        into = pending_reply.into
+        lent = None
+        if header.place is not None:
+            lent = self.server.shared.lend(header.place)
+        if header.dtype is not None and into is not None:
+            dtype, room = protocol.describe(into)
+            if dtype == header.dtype and header.elements <= room:
+                self._receive(into[: header.elements], lent)
+            else:
+                size = f"{header.elements} elements of {header.dtype}"
+                got = f"{into.numel()} of {into.dtype}"
+                reason = f"the answer has {size}, the tensor handed over for it {got}"
+                reply = Rejected(reason=reason)
+        del self.unanswered[header.number]
+        pending_reply.take(reply)
+        self._send_what_may_be_sent()
+
+    def _receive(self, into: torch.Tensor, lent: memoryview | None) -> None:
+        """Copy the payload, which is *lent* or the message's further frames."""
+        if lent is not None:
+            if len(lent) != protocol.size_of(into):
+                raise ProtocolError("payload", f"{len(lent)} bytes in shared memory")
+            into.copy_(torch.frombuffer(lent, dtype=into.dtype))
+            return
+        if into.device.type == "cpu":
+            protocol.receive_into(self.socket, into)
+            return
+        host = torch.empty_like(into, device="cpu")
+        protocol.receive_into(self.socket, host)
+        into.copy_(host)
+
+    def close(self, linger: float) -> None:
+        self.unanswered.clear()
+        self.queue.clear()
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(int(1000 * linger))
 
 
 def check_listens(name: str, host: str, port: int) -> None:

@@ -1,390 +1,395 @@
-"""The thin shell: any `Server`, or other service, behind a ZeroMQ socket, in one thread.
+"""A server process's end of its workers' connections: sockets in, events out.
 
 Theory of operation
 -------------------
-One loop waits for: messages of workers (a ROUTER socket), ZeroMQ asking whether it may
-let a connection in, the liveness listener and its connections, answers of the services that
-it asks (see `peers`), the server's own deadline, and the end of the parent's pipe. It never
-waits for one peer: what is sent goes into
-ZeroMQ's queues, whose length is bounded.
+`ServerListener.poll` waits for messages of workers (a ROUTER socket), for ZeroMQ asking whether it may
+let a connection in, for liveness connections, for connections to other services (see `peers`) and
+for lines of whoever has started the process. It returns what has happened, and knows no service:
+`parameter_server.process.host` calls the services, and hands over what they send.
 
-Who is here, and who is lost, is known by connections: see `sessions`. A connection that
-breaks is a lost peer at both ends; nothing is sent twice. Each loss of a worker is told to
-`Server.on_lost`.
+It never waits for one peer: what is sent goes into ZeroMQ's queues, whose length is bounded. Who is
+here, and who is lost, is known by connections: see `sessions`. A connection that
+breaks is a lost peer at both ends; nothing is sent twice.
 
-What is refused is counted in `Shell.refused`, answered where somebody waits for an answer,
-and changes nothing. A worker that breaks the protocol itself (more requests than its
-credits, answers never read) is dropped as if lost. So memory is bounded: per channel by
-its credits and ZeroMQ's queues, per worker by its channels, and strangers are not let in.
+What is refused is counted in `ServerListener.refused`, answered where somebody waits for an answer,
+and changes nothing. A worker that breaks the protocol itself (requests out of order,
+answers never read) is dropped as if lost. So memory is bounded: per channel by
+ZeroMQ's queues, per worker by its channels, and strangers are not let in.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
-import sys
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
+import torch
 import zmq
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, AnyServer, Ask, AskingServer, Sender
-from paceline.interfaces.server_messages import Join, Leave, Refused
+from paceline.interfaces import Reply, Sender
+from paceline.interfaces.server_messages import Join, Leave, Rejected, Request
 from paceline.timeouts import timeouts
-from paceline.transport import payloads, protocol
-from paceline.transport.peers import PeerAddress, Peers
+from paceline.transport import protocol
 from paceline.transport.poll_loop import PollLoop
-from paceline.transport.protocol import RefusalError
+from paceline.transport.protocol import ProtocolError, ServiceKey
 from paceline.transport.security import ZAP_ADDRESS, Security, choose
-from paceline.transport.sessions import Connection, Session, Sessions
-from paceline.transport.shared_memory import ServerMemory
-from paceline.transport.traffic import Traffic
+from paceline.transport.sessions import Attendance, Connection, Session, Sessions
 
-REFUSALS_SAID = 10
+log = logging.getLogger(__name__)
+
+REFUSALS_LOGGED = 10
 """Of each kind: so one that comes again and again hides no other."""
 MESSAGES_A_TURN = 64
-QUEUED_IN = 4
-"""Messages that a connection may have waiting here: the rest waits in the network."""
+"""That are read before the services see them: fewer where they bring much."""
 
 
-class Listener:
-    """Listens for workers at *address*, on `port` (0: a free one), for one training or for several,
-    one after the other: between two of them nobody else can take the port. What comes in meanwhile
-    waits.
+class RequestArrived(NamedTuple):
+    """A worker, or another service, asks service *key* for something."""
 
-    *security*: as the environment says, see `security`. *workers*, *max_payload_bytes*: as for
-    `Shell`. Raises `UsageError` if nothing protects the address, or it cannot be bound.
+    key: ServiceKey
+    sender: Sender
+    message: Request
+    payload: torch.Tensor | None
+
+
+class WorkerLost(NamedTuple):
+    """This incarnation of a worker, or of another service, is gone without a goodbye."""
+
+    key: ServiceKey
+    worker: int
+    incarnation: int
+
+
+class ControlLine(NamedTuple):
+    """Who has started this process says something."""
+
+    line: bytes
+
+
+class ControlEnded(NamedTuple):
+    """Who has started this process says nothing more: it is to end."""
+
+
+ListenerEvent = RequestArrived | WorkerLost | ControlLine | ControlEnded
+
+
+@dataclass
+class Traffic:
+    """Bytes as all runtimes count them, and requests by what they ask for."""
+
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    requests: Counter[str] = field(default_factory=Counter)
+
+
+class ServerListener:
+    """Listens at *address*, on *port* (0: a free one), for workers that know *token*.
+
+    It serves all trainings of its process, one after the other or side by side: nobody else can take the
+    port in between, and what comes in meanwhile waits.
+
+    Args:
+        address: An address of this machine.
+        port: Where workers' messages come; 0: a free port.
+        workers: How many each training has.
+        token: The job's secret.
+        services: So many other services may ask, with numbers behind those of workers.
+        numbers: Workers' incarnations are numbered here (see `sessions`).
+        welcomes_any: The first worker that comes for a service opens it; else `open` does.
+        liveness_port: Where liveness connections come; 0: a free port.
+        security: None: as the environment says, see `security`.
+        max_payload_bytes: What one message may bring.
+
+    Raises:
+        UsageError: Nothing protects the address, or it cannot be bound.
     """
 
     def __init__(
         self,
-        address: str,
-        port: int,
-        *,
-        workers: int,
-        security: Security | None = None,
-        max_payload_bytes: int = protocol.LARGEST_PAYLOAD_BYTES,
-    ) -> None:
-        self.address = address
-        self.security = choose(address) if security is None else security
-        self._context = zmq.Context(io_threads=1)
-        self.router = self._context.socket(zmq.ROUTER)
-        self.zap = self._context.socket(zmq.REP)
-        """Where ZeroMQ asks whether it may let a connection in."""
-        try:
-            self._bind(_resolved(address), port, workers, max_payload_bytes)
-        except (zmq.ZMQError, OSError) as error:
-            self.close()
-            raise cannot_listen(address, port, error) from None
-
-    def _bind(self, address: str, port: int, workers: int, max_payload: int) -> None:
-        router = self.router
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        router.setsockopt(zmq.MAXMSGSIZE, protocol.FRAME_BYTES)
-        router.setsockopt(zmq.RCVHWM, QUEUED_IN)
-        # ZeroMQ opens a full queue again when it is half empty: hence twice.
-        router.setsockopt(zmq.SNDHWM, 2 * payloads.most_messages(max_payload))
-        router.setsockopt(zmq.LINGER, int(1000 * timeouts.last_replies))
-        router.setsockopt(zmq.BACKLOG, max(100, workers))
-        router.setsockopt(zmq.IPV6, ":" in address)
-        protocol.keep_alive(router)
-        self.security.protect_server(router)
-        self.zap.setsockopt(zmq.LINGER, 0)
-        self.zap.bind(ZAP_ADDRESS)
-        router.bind(protocol.endpoint(address, port or "*"))
-        bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.port = int(bound.rpartition(":")[2])
-
-    def close(self) -> None:
-        """Let go of the port; the last answers have `Timeouts.last_replies` to leave."""
-        self.zap.close()
-        self.router.close()
-        self._context.term()
-
-
-class Shell:
-    """Runs *server* at *address*, on `port` (0: a free one), for *workers* workers that
-    know the job's *token*, and for so many *services*, which ask it with numbers behind those.
-    *listener*: listens there already, and goes on when this has ended; None: one of its own.
-    *peers*: names of those that it may ask itself, once it has met them. *numbers*: workers' lives
-    are numbered here (see `sessions`).
-
-    *security*: as the environment says, see `security`. *max_payload_bytes*: what one
-    message may bring. *now* is the clock that the server is told.
-
-    Raises `UsageError` if nothing protects the address, or it cannot be bound.
-    """
-
-    def __init__(
-        self,
-        server: AnyServer,
         address: str = "127.0.0.1",
         port: int = 0,
         *,
         workers: int,
-        services: int = 0,
-        peers: Iterable[str] = (),
-        numbers: bool = False,
         token: str,
-        listener: Listener | None = None,
+        services: int = 0,
+        numbers: bool = False,
+        welcomes_any: bool = False,
+        liveness_port: int = 0,
         security: Security | None = None,
         max_payload_bytes: int = protocol.LARGEST_PAYLOAD_BYTES,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         if not token:
             raise UsageError("token: expected the job's secret token, got nothing")
-        self._keeps_listening = listener is not None
-        self._listener = listener or Listener(
-            address,
-            port,
-            workers=workers,
-            security=security,
-            max_payload_bytes=max_payload_bytes,
-        )
-        self._router, self._zap = self._listener.router, self._listener.zap
-        self.port = self._listener.port
-        self._server = server
-        self._workers = workers
-        self._token = token
-        self._now = now
+        self.address = address
+        self.workers = workers
+        self.welcomes_any = welcomes_any
         self.refused: Counter[str] = Counter()
         self.traffic = Traffic()
-        self._outbox: deque[Answer | Ask] = deque()
-        self._delivering = False
-        self._stopped = False
-        self._ended = False
-        """Whether all workers have said goodbye."""
+        self.loop = PollLoop()
+        """Where connections to other services are read, too."""
+        self._token = token
+        self._security = choose(address) if security is None else security
+        self._max_payload_bytes = max_payload_bytes
+        self._events: list[ListenerEvent] = []
+        self._unhandled_bytes = 0
+        self._farewells: list[bytes] = []
+        """Who has said goodbye: told so once what came before was handled."""
         self._begun_line = b""
-        """Of what is read to the end; see `run`."""
-        self._loop = PollLoop()
-        self._peers: Peers | None = None
-        if isinstance(server, AskingServer):
-            self._peers = Peers(server, peers, self._loop, now)
+        self._context = zmq.Context(io_threads=1)
+        self._router = self._context.socket(zmq.ROUTER)
+        self._zap = self._context.socket(zmq.REP)
+        """Where ZeroMQ asks whether it may let a connection in."""
+        self._control: int | None = None
+        try:
+            self._bind(port)
+            self._liveness = self._bind_liveness(liveness_port)
+        except UsageError:
+            self._close_sockets()
+            raise
         self._sessions = Sessions(
-            workers, token, max_payload_bytes, self._loop, services, numbers
+            workers,
+            token,
+            self.loop,
+            self._liveness,
+            services=services,
+            numbers=numbers,
         )
-        self._memory = ServerMemory()
-        try:
-            lives = self._sessions.listen(_resolved(address))
-        except OSError as error:
-            self.close()
-            raise cannot_listen(address, 0, error) from None
-        self._loop.watch(self._router, self._read_messages)
-        self._loop.watch(self._zap, self._read_questions)
-        self._loop.watch(lives, self._accept)
+        self.loop.watch(self._router, self._read_messages)
+        self.loop.watch(self._zap, self._read_questions)
+        self.loop.watch(self._liveness, self._accept)
 
-    def meet(
-        self, sender: int, peers: Mapping[str, PeerAddress], life: int = 0
-    ) -> None:
-        """Let the service ask its *peers*, as number *sender*, which was started *life* times
-        before; from any thread. Raises `UsageError` for a service that asks nobody."""
-        if self._peers is None:
+    def _bind(self, port: int) -> None:
+        """Raises `UsageError`."""
+        router = self._router
+        try:
+            address = _resolved(self.address)
+            router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            router.setsockopt(zmq.MAXMSGSIZE, protocol.LARGEST_ON_THE_WIRE)
+            router.setsockopt(zmq.RCVHWM, protocol.QUEUED_REQUESTS)
+            # ZeroMQ opens a full queue again when it is half empty: hence twice.
+            router.setsockopt(zmq.SNDHWM, 2 * protocol.MOST_UNANSWERED)
+            router.setsockopt(zmq.LINGER, int(1000 * timeouts.last_replies))
+            router.setsockopt(zmq.BACKLOG, max(100, self.workers))
+            router.setsockopt(zmq.IPV6, ":" in address)
+            protocol.keep_alive(router)
+            self._security.protect_server(router)
+            self._zap.setsockopt(zmq.LINGER, 0)
+            self._zap.bind(ZAP_ADDRESS)
+            router.bind(protocol.endpoint(address, port or "*"))
+            bound = router.getsockopt_string(zmq.LAST_ENDPOINT)
+            self.port = int(bound.rpartition(":")[2])
+        except (zmq.ZMQError, OSError) as error:
             raise UsageError(
-                f"peers {', '.join(peers)}: this service asks nobody; one that does has "
-                "on_reply and on_peer_lost (paceline.interfaces.AskingServer)"
-            )
-        self._peers.meet(sender, peers, life)
+                f"a parameter server cannot listen at {self.address}, port {port}: {error}; "
+                "expected an address of this machine, and a port that is free (or 0)"
+            ) from None
 
-    def evict(self, worker: int, incarnation: int) -> None:
-        """See `Sessions.evict`."""
-        self._sessions.evict(worker, incarnation)
-
-    @property
-    def server(self) -> AnyServer:
-        """The state machine behind it."""
-        return self._server
-
-    @property
-    def workers(self) -> int:
-        """How many there are to be."""
-        return self._workers
-
-    @property
-    def present(self) -> int:
-        """How many workers are connected."""
-        return self._sessions.present
-
-    @property
-    def all_have_departed(self) -> bool:
-        """Whether all workers have said goodbye."""
-        return self._sessions.all_have_departed
-
-    @property
-    def all_have_ended_well(self) -> bool:
-        """Whether all have, none of them in the middle of its training."""
-        return self._sessions.all_have_ended_well
-
-    @property
-    def some_have_departed(self) -> bool:
-        """Whether a worker has said goodbye: the others may be about to."""
-        return self._sessions.some_have_departed
-
-    # ---- the loop ----
-
-    def run(
-        self,
-        stop: int | None = None,
-        on_line: Callable[[bytes], Iterable[Answer | Ask]] = lambda line: (),
-        *,
-        lasts: bool = True,
-        on_end: Callable[[], None] | None = None,
-    ) -> None:
-        """Serve until *stop*, a descriptor, is at its end, or all workers have said
-        goodbye; unless it *lasts*, also until those that came are all gone, some of them without
-        one. With *on_end*, which is called each time that all have said goodbye, only until one of them
-        begins another training: another life of a worker may still come for what was trained. *on_line* is told each line of *stop*, and says what is to leave. Raises what
-        *on_line* and the server raise, and nothing that a peer could cause."""
-        if stop is not None:
-            self._loop.watch(stop, lambda: self._read_stop(stop, on_line))
+    def _bind_liveness(self, port: int) -> socket.socket:
+        """Raises `UsageError`."""
         try:
-            while not self._stopped and not self._is_over(lasts, on_end):
-                self._hear_peers()
-                self._loop.handle(self._patience(lasts))
-                deadline = self._server.next_deadline()
-                if deadline is not None and self._now() >= deadline:
-                    self._deliver(self._server.on_timer(self._now()))
-            if self._peers is not None:
-                self._peers.close(well=self._sessions.all_have_departed)
-        finally:
-            self.close()
+            address = _resolved(self.address)
+            if port > 65535:
+                raise OSError("there is no such port")
+            listener = socket.create_server(
+                (address, port),
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                backlog=max(100, self.workers),
+            )
+        except OSError as error:
+            raise UsageError(
+                f"a parameter server cannot listen at {self.address}, port {port}, for "
+                f"liveness connections: {error}; name a port that is "
+                "free with --liveness-port"
+            ) from None
+        listener.setblocking(False)
+        return listener
 
     def close(self) -> None:
-        """Let go of all sockets and memory; the last answers have `Timeouts.last_replies` to leave. A
-        listener that others were given goes on."""
-        if self._peers is not None:
-            self._peers.close(well=False)
-        self._memory.close()
+        """Let go of all sockets; the last answers have `Timeouts.last_replies` to leave."""
+        self._send_farewells()
         self._sessions.close()
-        self._loop.let_go()
-        if not self._keeps_listening:
-            self._listener.close()
+        self._liveness.close()
+        self.loop.let_go()
+        self._close_sockets()
 
-    def _is_over(self, lasts: bool, on_end: Callable[[], None] | None) -> bool:
-        if on_end is not None:
-            ended, self._ended = self._ended, self._sessions.all_have_departed
-            if self._ended and not ended:
-                on_end()
-            return self._ended and self._sessions.another_is_wanted
-        return self._sessions.all_have_departed or (
-            not lasts and time.monotonic() >= self._sessions.deserted_from
+    def _close_sockets(self) -> None:
+        self._zap.close()
+        self._router.close()
+        self._context.term()
+
+    # ---- services ----
+
+    def open(self, key: ServiceKey) -> Attendance:
+        """Let workers come to a service; returns who is there."""
+        return self._sessions.open(key)
+
+    @property
+    def attendances(self) -> Mapping[ServiceKey, Attendance]:
+        """Who is at which service, of those that are not over."""
+        return self._sessions.attendances
+
+    def end(self, key: ServiceKey) -> None:
+        """A service is over: whoever is still there is shown out."""
+        self._send_farewells()
+        self._sessions.end(key)
+
+    # ---- events ----
+
+    def watch_control(self, control: int | None) -> None:
+        """Lines that come from this descriptor, and its end, are events, too; None: from none."""
+        if self._control is not None:
+            self.loop.unwatch(self._control)
+        self._control, self._begun_line = control, b""
+        if control is not None:
+            self.loop.watch(control, lambda: self._read_control(control))
+
+    def poll(self, seconds: float = math.inf) -> Sequence[ListenerEvent]:
+        """Wait until something has happened, at most so long; returns what, in order."""
+        self._unhandled_bytes = 0
+        self._send_farewells()
+        # Rounded up: never early.
+        wait = None
+        if self._events:
+            wait = 0
+        elif seconds < math.inf:
+            wait = max(0, min(int(1000 * seconds) + 1, 2**31 - 1))
+        self.loop.handle(wait)
+        events, self._events = self._events, []
+        return events
+
+    def send(self, key: ServiceKey, replies: Iterable[Reply]) -> None:
+        """Queue what service *key* replies at one moment. Whoever is gone meanwhile gets none; whoever takes
+        none is lost."""
+        for reply in replies:
+            self._send(key, reply)
+        self._sessions.memory.batch_ended()
+
+    def _send(self, key: ServiceKey, reply: Reply) -> None:
+        connection = self._sessions.connection_to(key, reply.to)
+        if connection is None:
+            return
+        place = connection.session.shared.put(reply.payload)
+        header = protocol.ReplyHeader(
+            reply.to.number, reply.message, *protocol.describe(reply.payload), place
         )
+        frame = reply.payload if place is None else None
+        if self._say(connection.identity, header, frame):
+            size = protocol.size_of(reply.payload)
+            self.traffic.sent_bytes += protocol.HEADER_BYTES + size
+        else:
+            self._count("unread", f"worker {reply.to.worker} does not take its answers")
+            self._note_lost(self._sessions.lose(connection.session))
 
-    def _patience(self, lasts: bool) -> int | None:
-        """Milliseconds until the server's deadline, or until nobody is awaited any more, rounded
-        up: never early."""
-        deadline = self._server.next_deadline()
-        waits = [] if deadline is None else [deadline - self._now()]
-        if not lasts:
-            waits.append(self._sessions.deserted_from - time.monotonic())
-        wait = min(waits, default=math.inf)
-        return (
-            None if wait == math.inf else max(0, min(int(1000 * wait) + 1, 2**31 - 1))
-        )
+    def _send_farewells(self) -> None:
+        farewells, self._farewells = self._farewells, []
+        for identity in farewells:
+            self._say(identity, protocol.Farewell())
 
-    def _read_stop(
-        self, stop: int, on_line: Callable[[bytes], Iterable[Answer | Ask]]
-    ) -> None:
-        words = os.read(stop, 65536)
-        self._stopped = not words
+    def _note_lost(self, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            self._events.append(
+                WorkerLost(session.attendance.key, session.worker, session.incarnation)
+            )
+
+    def _read_control(self, control: int) -> None:
+        words = os.read(control, 65536)
         *lines, self._begun_line = (self._begun_line + words).split(b"\n")
-        for line in lines:
-            self._deliver(on_line(line))
+        self._events += map(ControlLine, lines)
+        if not words:
+            self.watch_control(None)
+            self._events.append(ControlEnded())
 
     def _read_questions(self) -> None:
         question = self._zap.recv_multipart()
-        reply, admitted = self._listener.security.zap_reply(question, self._token)
+        reply, admitted = self._security.zap_reply(question, self._token)
         self._zap.send_multipart(reply)
         if not admitted:
             self._count("token", "a connection that does not know the job's token")
 
-    def _hear_peers(self) -> None:
-        """Until nothing is left that was not waited for."""
-        while self._peers is not None and (said := self._peers.collect()):
-            self._deliver(said)
-
     # ---- messages ----
 
     def _read_messages(self) -> None:
+        router = self._router
         for _ in range(MESSAGES_A_TURN):
+            # What is read stays in memory until the services have seen it.
+            if self._unhandled_bytes > protocol.SMALL_BYTES:
+                return
             try:
-                identity = self._router.recv(zmq.NOBLOCK)
+                identity = router.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            header = router.recv(zmq.NOBLOCK)
+            frames = []
+            while router.getsockopt(zmq.RCVMORE):
+                frames.append(router.recv(zmq.NOBLOCK, copy=False).buffer)
             connection = self._sessions.connection_of(identity)
             try:
-                header = self._router.recv(zmq.NOBLOCK)
                 if connection is None:
                     hello = protocol.decode_hello(header)
-                    self._say(identity, self._sessions.greet(identity, hello))
+                    welcome = self._sessions.greet(identity, hello, self.welcomes_any)
+                    self._say(identity, welcome)
                 else:
-                    self._hear(connection, protocol.decode_from_worker(header))
-            except RefusalError as refusal:
+                    words = protocol.decode_from_worker(header)
+                    self._hear(connection, words, frames)
+            except ProtocolError as refusal:
                 self._refuse(refusal, identity, connection)
-            finally:
-                payloads.finish_message(self._router)
 
-    def _hear(self, connection: Connection, words: protocol.FromWorker) -> None:
+    def _hear(
+        self,
+        connection: Connection,
+        words: protocol.FromWorker,
+        frames: Sequence[memoryview],
+    ) -> None:
         """A known worker says something."""
-        if isinstance(words, protocol.Begin | protocol.More):
-            self._take(connection, words)
-        elif isinstance(words, protocol.Share):
-            self._share_memory(connection, words)
-        elif isinstance(words, protocol.Reads):
-            if connection.session.shared is not None:
-                connection.session.shared.reads = True
+        if isinstance(words, protocol.RequestHeader):
+            self._take(connection, words, frames)
         elif isinstance(words, protocol.Bye):
-            self._say(connection.identity, protocol.Farewell())
-            self._sessions.leave(connection, self._report)
+            self._farewells.append(connection.identity)
+            self._note_lost(self._sessions.leave(connection))
         else:
-            raise RefusalError("order", "a second hello", fatal=True)
+            raise ProtocolError("order", "a second hello", fatal=True)
 
     def _take(
-        self, connection: Connection, words: protocol.Begin | protocol.More
+        self,
+        connection: Connection,
+        header: protocol.RequestHeader,
+        frames: Sequence[memoryview],
     ) -> None:
-        """A request, or a further part of it, has come in."""
+        """A request has come in."""
         session = connection.session
         if not session.is_admitted:
-            raise RefusalError("order", "a request before the ticket", fatal=True)
-        chunk = payloads.Chunk(self._router, words.slot, session.shared)
-        try:
-            complete = connection.inbox.take(words, chunk)
-        finally:
-            chunk.let_go()
-        if complete is None:
-            return
-        begun, payload = complete
-        self.traffic.came(begun.message, payload)
-        if isinstance(begun.message, Join | Leave):
-            session.takes_part = isinstance(begun.message, Join)
-        sender = Sender(
-            session.worker,
-            session.incarnation,
-            connection.channel,
-            begun.number,
-            begun.received,
+            raise ProtocolError("order", "a request before the ticket", fatal=True)
+        number = header.number
+        if number != connection.next:
+            reason = f"request {number} for {connection.next}"
+            raise ProtocolError("order", reason, fatal=True)
+        connection.next += 1
+        if header.place is not None:
+            frames = [*frames, session.shared.lend(header.place)]
+        payload = protocol.payload_from(
+            header.dtype, header.elements, frames, self._max_payload_bytes
         )
-        self._deliver(
-            self._server.on_message(sender, begun.message, payload, self._now())
-        )
-
-    def _share_memory(self, connection: Connection, offer: protocol.Share) -> None:
-        """A worker of this machine, as it seems, offers memory."""
-        session = connection.session
-        if not session.is_admitted or session.shared is not None:
-            reason = "memory before the ticket, or a second time"
-            raise RefusalError("order", reason, fatal=True)
-        session.shared = self._memory.share(offer.memory)
-        place = None if session.shared is None else session.shared.place
-        self._say(connection.identity, protocol.Shared(place))
+        size = protocol.size_of(payload)
+        self._unhandled_bytes += size
+        self.traffic.requests[type(header.message).__name__.lower()] += 1
+        self.traffic.received_bytes += protocol.HEADER_BYTES + size
+        if isinstance(header.message, Join | Leave):
+            session.takes_part = isinstance(header.message, Join)
+        sender = Sender(session.worker, session.incarnation, connection.channel, number)
+        key = session.attendance.key
+        self._events.append(RequestArrived(key, sender, header.message, payload))
 
     # ---- refusals ----
 
     def _refuse(
-        self, refusal: RefusalError, identity: bytes, connection: Connection | None
+        self, refusal: ProtocolError, identity: bytes, connection: Connection | None
     ) -> None:
         """Count, and answer where there is somebody to answer to."""
         self._count(refusal.kind, str(refusal))
@@ -393,74 +398,30 @@ class Shell:
             return
         if refusal.fatal:
             self._say(identity, protocol.Rejected(str(refusal)))
-            self._sessions.lose(connection.session, self._report)
+            self._note_lost(self._sessions.lose(connection.session))
             return
-        number = connection.inbox.abandon()
-        self._say(identity, protocol.Answered(number, Refused(reason=str(refusal))))
+        # Only a request with a wrong payload, which had its number, comes so far.
+        rejected = Rejected(reason=str(refusal))
+        self._say(identity, protocol.ReplyHeader(connection.next - 1, rejected))
 
     def _count(self, kind: str, reason: str) -> None:
         self.refused[kind] += 1
-        if self.refused[kind] <= REFUSALS_SAID:
+        if self.refused[kind] <= REFUSALS_LOGGED:
             last = "; more of these are only counted"
-            last = last if self.refused[kind] == REFUSALS_SAID else ""
-            print(
-                f"paceline server: refused ({kind}): {reason[:200]!r}{last}",
-                file=sys.stderr,
-                flush=True,
-            )
+            last = last if self.refused[kind] == REFUSALS_LOGGED else ""
+            log.warning("server refused (%s): %r%s", kind, reason[:200], last)
 
-    # ---- answers ----
-
-    def _deliver(self, outgoing: Iterable[Answer | Ask]) -> None:
-        """Send answers, and what is asked of peers; whoever cannot be reached is lost, which
-        may bring more of both."""
-        self._outbox.extend(outgoing)
-        if self._delivering:
-            return
-        self._delivering = True
+    def _say(
+        self,
+        identity: bytes,
+        header: msgspec.Struct,
+        payload: torch.Tensor | None = None,
+    ) -> bool:
+        """Send a message. Returns whether it is on its way: the peer is there, and its queue not
+        full."""
         try:
-            while self._outbox:
-                one = self._outbox.popleft()
-                if isinstance(one, Ask):
-                    assert self._peers is not None
-                    self._outbox.extend(self._peers.ask(one))
-                else:
-                    self._send(one)
-        finally:
-            self._delivering = False
-            self._memory.batch_ended()
-
-    def _send(self, answer: Answer) -> None:
-        connection = self._sessions.connection_to(answer.to)
-        if connection is None:
-            return  # lost or gone meanwhile
-        session = connection.session
-        worker, number = answer.to.worker, answer.to.number
-        connection.inbox.answered(number)
-        dtype, elements = payloads.described(answer.payload)
-        first = protocol.Answered(number, answer.message, dtype, elements)
-        shared = session.shared
-        for words, chunk in payloads.messages(first, answer.payload, shared):
-            if not self._put(connection.identity, words, chunk):
-                self._count("unread", f"worker {worker} does not take its answers")
-                self._sessions.lose(session, self._report)
-                return
-        self.traffic.left(answer.payload)
-
-    def _say(self, identity: bytes, words: msgspec.Struct) -> None:
-        """Send a short message; whoever does not take it has his own trouble."""
-        self._put(identity, protocol.encode(words), None)
-
-    def _put(self, identity: bytes, header: bytes, chunk: memoryview | None) -> bool:
-        """Whether the message is on its way: the peer is there, and its queue not full."""
-        more, router = zmq.SNDMORE | zmq.NOBLOCK, self._router
-        try:
-            router.send(identity, more)
-            if chunk is None:
-                router.send(header, zmq.NOBLOCK)
-            else:
-                router.send(header, more)
-                router.send(chunk, zmq.NOBLOCK, copy=False)
+            self._router.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+            protocol.send(self._router, header, payload)
         except zmq.ZMQError as error:
             if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 return False
@@ -474,24 +435,11 @@ class Shell:
 
     def _read_liveness(self, peer: socket.socket) -> None:
         try:
-            self._sessions.read(peer, self._report)
-        except RefusalError as refusal:
+            self._note_lost(self._sessions.read(peer))
+        except ProtocolError as refusal:
             # Counted first: whoever sees the connection end finds it counted.
             self._count(refusal.kind, str(refusal))
             self._sessions.show_out(peer)
-
-    def _report(self, lost: Session) -> None:
-        """The server is told, which may bring answers to others."""
-        worker, incarnation = lost.worker, lost.incarnation
-        self._deliver(self._server.on_lost(worker, incarnation, self._now()))
-
-
-def cannot_listen(address: str, port: int, error: Exception) -> UsageError:
-    """What a server says that finds no place."""
-    return UsageError(
-        f"a parameter server cannot listen at {address}, port {port}: {error}; "
-        "expected an address of this machine, and a port that is free (or 0)"
-    )
 
 
 def _resolved(address: str) -> str:

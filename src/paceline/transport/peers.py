@@ -1,15 +1,16 @@
-"""A service's ends of the other services that it asks, its peers, in the loop of its `Shell`.
+"""A service's connections to the other services that it asks, its peers.
 
 Theory of operation
 -------------------
-A service learns where its peers are once all of its job's listen (`Peers.meet`). Connecting
+A service learns where its peers are once all of its training listen (`PeerConnections.meet`). Connecting
 may take a while, and two services may connect to each other: so each connection is made on a
-thread of its own, while the loop serves. A thread hands over what it has made, and a byte in a
-pipe wakes the loop. From then on the `PollLoop` read the connection.
+thread of its own, while the process's loop serves. A thread hands over what it has made, and a byte in a
+pipe wakes the loop. From then on the `PollLoop` reads the connection. What has happened is returned as
+events (`PeerConnections.collect`).
 
-What is asked before that is kept. A peer that is lost, or was never reached, is told to the
-machine at once, and again when the machine asks it once more: nothing waits for it. Where peers may
-come back (`ReturningServer`), a thread tries to reach it until it is there: each time as a
+What is asked before that is kept. A peer that is lost, or was never reached, is an event
+at once, and again when it is asked once more: nothing waits for it. Where peers may
+come back (*reconnects*), a thread tries to reach it until it is there: each time as a
 later incarnation, since who was here before is not let in.
 """
 
@@ -18,17 +19,46 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import msgspec
+import torch
 
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import Answer, Ask, AskingServer, ReturningServer
-from paceline.interfaces.server_messages import Reply
+from paceline.interfaces import Ask
+from paceline.interfaces.server_messages import PeerAddress, ReplyMessage
 from paceline.timeouts import timeouts
-from paceline.transport.connection import RemoteServer, check_listens
+from paceline.transport.connection import ServerConnection, check_listens
 from paceline.transport.poll_loop import PollLoop
+from paceline.transport.protocol import ServiceKey
+
+ATTEMPTS_AN_INCARNATION = 1 << 20
+
+
+class PeerReplied(NamedTuple):
+    """*peer* has answered request *number*; *payload* is the tensor that was handed over for it."""
+
+    peer: str
+    number: int
+    message: ReplyMessage
+    payload: torch.Tensor | None
+
+
+class PeerLost(NamedTuple):
+    """*peer* answers nothing any more."""
+
+    peer: str
+    reason: str
+
+
+class PeerBack(NamedTuple):
+    """*peer* is there again after a `PeerLost`."""
+
+    peer: str
+
+
+PeerEvent = PeerReplied | PeerLost | PeerBack
 
 
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
@@ -39,97 +69,82 @@ def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
     )
 
 
-ATTEMPTS_A_LIFE = 1 << 20
+class Route(NamedTuple):
+    """How to reach a peer: which service it is, and where it listens."""
 
-
-class PeerAddress(msgspec.Struct, kw_only=True):
-    """Where a peer listens, and the token that it asks for."""
-
-    host: str
-    port: int
-    token: str
-
-
-@dataclass
-class _Way:
-    """How to reach a peer: as number *sender*, next time as *incarnation*."""
-
-    sender: int
+    service: ServiceKey
     address: PeerAddress
-    incarnation: int
 
 
 @dataclass
 class _Peer:
-    """*end* is None until the connection stands, and what is asked meanwhile *waiting*;
-    *lost*: why there is nobody; *way*: None until it is known."""
+    """*connection* is None until it stands, and what is asked meanwhile *waiting*;
+    *lost*: why there is nobody; *route*: None until it is known. The next connection is made as
+    *incarnation*."""
 
-    end: RemoteServer | None = None
+    connection: ServerConnection | None = None
     waiting: list[Ask] = field(default_factory=list)
     lost: str = ""
-    way: _Way | None = None
+    route: Route | None = None
+    incarnation: int = 0
 
 
-class Peers:
-    """What *machine* asks, and whom of these *names*. All but `meet` is called by *loop*."""
+class PeerConnections:
+    """Connections to peers, which may be asked before it is known where they are if they are among *names*.
 
-    def __init__(
-        self,
-        machine: AskingServer,
-        names: Iterable[str],
-        loop: PollLoop,
-        now: Callable[[], float],
-    ) -> None:
-        self._machine, self._loop, self._now = machine, loop, now
+    All but `meet` is called on the thread of *loop*. With *reconnects*, peers that are lost may come
+    back.
+    """
+
+    def __init__(self, loop: PollLoop, names: Iterable[str] = ()) -> None:
+        self.reconnects = False
+        self._loop = loop
         self._peers = {name: _Peer() for name in names}
-        self._made: queue.SimpleQueue[tuple[str, RemoteServer | PacelineError]] = (
+        self._sender = 0
+        self._made: queue.SimpleQueue[tuple[str, ServerConnection | PacelineError]] = (
             queue.SimpleQueue()
         )
-        self._replies: list[tuple[str, int, Reply, Ask]] = []
+        self._events: list[PeerEvent] = []
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._awake, self._wake = os.pipe()
         loop.watch(self._awake, self._wake_up)
 
     def meet(
-        self, sender: int, addresses: Mapping[str, PeerAddress], life: int = 0
+        self, sender: int, routes: Mapping[str, Route], incarnation: int = 0
     ) -> None:
-        """Connect to them all, as number *sender* in its so-manieth *life*; returns at once."""
-        for name, address in addresses.items():
-            # One that was there before its job learns names, too.
+        """Connect to them all, as number *sender* in this incarnation of it; returns at once."""
+        self._sender = sender
+        for name, route in routes.items():
             peer = self._peers.setdefault(name, _Peer())
-            peer.way = _Way(sender, address, life * ATTEMPTS_A_LIFE)
-            self._set_out(name, peer.way, again=False)
+            peer.route = route
+            peer.incarnation = incarnation * ATTEMPTS_AN_INCARNATION
+            self._set_out(name, peer, again=False)
 
     def _wake_up(self) -> None:
         os.read(self._awake, 4096)
 
-    def ask(self, ask: Ask) -> Sequence[Answer | Ask]:
-        """Send a request; returns what the machine says if nobody is there any more. Raises
-        `UsageError` for one who is no peer."""
+    def ask(self, ask: Ask) -> None:
+        """Send a request. Raises `UsageError` for one who is no peer."""
         peer = self._peers.get(ask.peer)
         if peer is None:
             raise UsageError(no_peer("a service", ask.peer, self._peers))
         if peer.lost:
-            return self._machine.on_peer_lost(ask.peer, peer.lost, self._now())
-        if peer.end is None:
+            self._events.append(PeerLost(ask.peer, peer.lost))
+        elif peer.connection is None:
             peer.waiting.append(ask)
         else:
-            self._send(peer.end, ask)
-        return ()
+            self._send(peer.connection, ask)
 
-    def collect(self) -> list[Answer | Ask]:
-        """What the machine says to all that has come in, and to who was lost."""
-        said: list[Answer | Ask] = []
+    def collect(self) -> list[PeerEvent]:
+        """What has happened since this was last called."""
         while not self._made.empty():
-            said += self._take(*self._made.get())
-        replies, self._replies = self._replies, []
-        for name, number, reply, ask in replies:
-            said += self._machine.on_reply(name, number, reply, ask.into, self._now())
+            self._take(*self._made.get())
+        events, self._events = self._events, []
         for name, peer in self._peers.items():
-            if peer.end is not None and peer.end.failure is not None:
-                said += self._lose(name, peer, str(peer.end.failure))
-        return said
+            if peer.connection is not None and peer.connection.failure is not None:
+                events.append(self._lose(name, peer, str(peer.connection.failure)))
+        return events
 
     def close(self, well: bool) -> None:
         """Let go of them; *well*: with a goodbye, so that nobody takes this for a loss."""
@@ -142,88 +157,86 @@ class Peers:
             os.close(self._wake)
         while not self._made.empty():
             _, made = self._made.get()
-            if isinstance(made, RemoteServer):
+            if isinstance(made, ServerConnection):
                 made.part(well)
         for peer in self._peers.values():
-            if peer.end is not None:
-                peer.end.part(well)
+            if peer.connection is not None:
+                peer.connection.part(well)
 
-    def _set_out(self, name: str, way: _Way, again: bool) -> None:
+    def _set_out(self, name: str, peer: _Peer, again: bool) -> None:
         threading.Thread(
-            target=self._connect, args=(name, way, again), daemon=True
+            target=self._connect, args=(name, peer, again), daemon=True
         ).start()
 
-    def _connect(self, name: str, way: _Way, again: bool) -> None:
+    def _connect(self, name: str, peer: _Peer, again: bool) -> None:
         """On a thread of its own, one for each peer; *again*: until it is there."""
         pause = timeouts.peer_retry
         if again and self._closed.wait(pause):
             return
-        made = _reached(name, way)
-        while again and not isinstance(made, RemoteServer):
+        made = self._reached(name, peer)
+        while again and not isinstance(made, ServerConnection):
             pause = min(2 * pause, timeouts.peer_retry_at_most)
             if self._closed.wait(pause):
                 return
-            made = _reached(name, way)
+            made = self._reached(name, peer)
         with self._lock:
             if not self._closed.is_set():
                 self._made.put((name, made))
                 os.write(self._wake, b"\n")
                 return
-        if isinstance(made, RemoteServer):
+        if isinstance(made, ServerConnection):
             made.part(well=True)
 
-    def _take(
-        self, name: str, made: RemoteServer | PacelineError
-    ) -> Sequence[Answer | Ask]:
+    def _reached(self, name: str, peer: _Peer) -> ServerConnection | PacelineError:
+        """The connection to a peer; or why there is none."""
+        assert peer.route is not None, "it is known before anybody sets out"
+        address = peer.route.address
+        try:
+            check_listens(name, address.host, address.port)
+            return ServerConnection(
+                name,
+                address.host,
+                address.port,
+                worker=self._sender,
+                incarnation=peer.incarnation,
+                token=address.token,
+                service=peer.route.service,
+            )
+        except PacelineError as error:
+            return error
+        finally:
+            peer.incarnation += 1
+
+    def _take(self, name: str, made: ServerConnection | PacelineError) -> None:
         peer = self._peers[name]
         if isinstance(made, PacelineError):
-            return self._lose(name, peer, str(made))
-        peer.end = made
+            self._events.append(self._lose(name, peer, str(made)))
+            return
+        peer.connection = made
         made.read_in(self._loop)
         waiting, peer.waiting = peer.waiting, []
         for ask in waiting:
             self._send(made, ask)
-        if not peer.lost:
-            return ()
-        peer.lost = ""
-        assert isinstance(self._machine, ReturningServer), "others stay lost"
-        return self._machine.on_peer_back(name, self._now())
+        if peer.lost:
+            peer.lost = ""
+            self._events.append(PeerBack(name))
 
-    def _send(self, end: RemoteServer, ask: Ask) -> None:
-        def replied(reply: Reply) -> None:
-            self._replies.append((ask.peer, ask.number, reply, ask))
+    def _send(self, connection: ServerConnection, ask: Ask) -> None:
+        def replied(reply: ReplyMessage) -> None:
+            self._events.append(PeerReplied(ask.peer, ask.number, reply, ask.into))
 
         try:
-            end.ask(ask.message, ask.payload, ask.into, ask.channel, replied)
+            connection.ask(ask.message, ask.payload, ask.into, ask.channel, replied)
         except PacelineError:
             # A peer that is gone by now, or refuses this service, is found so by `collect`.
-            if end.failure is None:
+            if connection.failure is None:
                 raise
 
-    def _lose(self, name: str, peer: _Peer, reason: str) -> Sequence[Answer | Ask]:
-        if peer.end is not None:
-            peer.end.part(well=False)
-        peer.end, peer.lost = None, reason
+    def _lose(self, name: str, peer: _Peer, reason: str) -> PeerLost:
+        if peer.connection is not None:
+            peer.connection.part(well=False)
+        peer.connection, peer.lost = None, reason
         peer.waiting.clear()
-        if peer.way is not None and isinstance(self._machine, ReturningServer):
-            self._set_out(name, peer.way, again=True)
-        return self._machine.on_peer_lost(name, reason, self._now())
-
-
-def _reached(name: str, way: _Way) -> RemoteServer | PacelineError:
-    """The peer's end; or why there is none."""
-    host, port = way.address.host, way.address.port
-    try:
-        check_listens(name, host, port)
-        return RemoteServer(
-            name,
-            host,
-            port,
-            worker=way.sender,
-            incarnation=way.incarnation,
-            token=way.address.token,
-        )
-    except PacelineError as error:
-        return error
-    finally:
-        way.incarnation += 1
+        if peer.route is not None and self.reconnects:
+            self._set_out(name, peer, again=True)
+        return PeerLost(name, reason)

@@ -18,16 +18,22 @@ class PollLoop:
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._handlers: dict[Source, Callable[[], None]] = {}
+        self._keys: dict[Source, Source] = {}
+        """What each source is known as: of a plain socket its descriptor, which a socket that the
+        garbage collector has closed first does not know any more."""
 
     def watch(self, source: Source, handler: Callable[[], None]) -> None:
         """Call *handler* whenever *source* can be read."""
-        self._poller.register(source, zmq.POLLIN)
-        self._handlers[_key(source)] = handler
+        key = source.fileno() if isinstance(source, socket.socket) else source
+        self._poller.register(key, zmq.POLLIN)
+        self._handlers[key] = handler
+        self._keys[source] = key
 
     def unwatch(self, source: Source) -> None:
         """Before *source* is closed."""
-        self._poller.unregister(source)
-        del self._handlers[_key(source)]
+        key = self._keys.pop(source)
+        self._poller.unregister(key)
+        del self._handlers[key]
 
     def handle(self, milliseconds: int | None) -> bool:
         """Wait until something is there, at most so long (None: for ever), and handle it.
@@ -43,8 +49,4 @@ class PollLoop:
     def let_go(self) -> None:
         """Nothing is handled any more, and no handler is kept alive."""
         self._handlers.clear()
-
-
-def _key(source: Source) -> Source:
-    """What the poller reports: of a plain socket, its descriptor."""
-    return source.fileno() if isinstance(source, socket.socket) else source
+        self._keys.clear()

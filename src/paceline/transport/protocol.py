@@ -1,40 +1,46 @@
-"""What goes over the wire between a worker and a server: words, and their limits.
+"""The wire format between a worker and a server, and its limits.
 
 Theory of operation
 -------------------
 A worker has one ZeroMQ connection per (server, channel), which keeps order. Each ZeroMQ
-message is a header, msgpack of one of the types below, and at most one frame of payload:
+message is a header, msgpack of one of the types below, and a payload, which only requests and
+replies have:
 
-- worker: `Hello`, on one machine `Share` and `Reads`, then for each request a `Begin` with the first chunk
-  of its payload and a `More` with each further one, at the end a `Bye`;
-- server: `Welcome`, `Shared`, then for each answer an `Answered` and `More`, and a `Farewell`.
+- worker: `Hello`, then for each request a `RequestHeader`, at the end a `Bye`;
+- server: `Welcome`, then for each reply a `ReplyHeader`, and a `Farewell`.
 
-A payload is cut into chunks of CHUNK_BYTES, so that receiving, adding and sending overlap.
-One message's chunks follow each other without others in between, so a receiver assembles
-one message per connection at a time, each chunk copied once, to its place in one tensor
-(see `payloads`). Between processes of one machine a chunk lies in shared memory instead, and its
-header says in which slot (see `shared_memory`).
+A payload is one frame of its message, or lies in shared memory (see `shared_memory`). ZeroMQ sends it from the tensor's own memory. The server
+uses it where ZeroMQ received it (`payload_from`); a worker copies it once, into the tensor that
+it handed over. Only a payload above FRAME_BYTES has several frames, which a server copies
+together: ZeroMQ applies its limit for a frame (MAXMSGSIZE) to strangers too, who so cannot make
+a server hold more than that.
 
-Limits are part of the protocol: per channel, a worker has at most CREDITS requests since
-the first that is unanswered, and at most CREDIT_BYTES of them (one alone may be larger,
-up to LARGEST_PAYLOAD_BYTES unless the server was told otherwise). Whoever sends more is not one of ours. Only the
-types below are ever built from what comes in; nothing is unpickled.
+ZeroMQ and TCP do flow control: a server reads QUEUED_REQUESTS of a connection ahead. A worker
+has at most MOST_UNANSWERED requests on their way in one channel, and keeps the others itself. So
+a server can limit the replies that it queues for a worker, and drop a worker that reads none.
+Only the types below are ever built from what comes in; nothing is unpickled.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 import zmq
 
-from paceline.interfaces.server_messages import Reply, Request
+from paceline.errors import UsageError
+from paceline.interfaces.server_messages import DTYPES, ReplyMessage, Request
 from paceline.transport import liveness
 
-CHUNK_BYTES = 2 << 20
-"""1 to 4 MiB were equally fast on loopback; smaller ones cost more processor time."""
-FRAME_BYTES = 4 << 20
-"""No frame is larger: neither a chunk nor a header, which may describe a whole model."""
+FRAME_BYTES = 64 << 20
+"""No frame is larger, so that a stranger's first one is not."""
+LARGEST_ON_THE_WIRE = FRAME_BYTES + 256
+"""With what encryption adds to a frame."""
+LARGEST_HEADER_BYTES = 4 << 20
+"""A header may describe a whole model."""
+LARGEST_PAYLOAD_BYTES = 2 << 30
 HEADER_BYTES = 128
 """What every runtime counts for a message beside its payload: its MessagePack header, ZeroMQ's
 frames, and the headers of TCP and IP of one packet."""
@@ -49,30 +55,12 @@ TAKEN_FOR_LOST = "taken for lost: join with another life"
 """The refusal of what a life of a worker asks that is not here any more."""
 BEFORE_IT_STOOD = "before it stood"
 """In the words of a worker whose connection was closed while it shook hands."""
-CREDITS = 1024
-CREDIT_BYTES = 256 << 20
+QUEUED_REQUESTS = 2
+"""Of one connection that a server reads ahead: the rest waits in the network."""
+MOST_UNANSWERED = 1024
+"""Requests of one channel that a worker sends before it has their replies."""
 CHANNELS = 16
 CHANNEL_CHARACTERS = 64
-LARGEST_PAYLOAD_BYTES = 2 << 30
-
-
-# ---- from a worker ----
-
-
-class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=True):
-    """The first message of a connection. *channel* ``""`` comes first, and alone, until
-    it was welcomed and the liveness connection stands. *incarnation*: None where the server is
-    to number this life; *workers*: how many the worker takes the job to have, 0 where it does
-    not say. Who only *asks* is told whether it may come, and how many workers there are: nobody
-    is known by that."""
-
-    protocol: int
-    token: str
-    worker: int
-    incarnation: int | None
-    channel: str
-    workers: int = 0
-    asks: bool = False
 
 
 class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -83,41 +71,61 @@ class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     nonce: bytes
 
 
-class Share(msgspec.Struct, tag="share", array_like=True, forbid_unknown_fields=True):
-    """A worker of this machine, as it seems, offers memory for what it sends."""
-
-    memory: Memory
+Place = tuple[int, int]
+"""Where a payload lies in shared memory, instead of a frame: its first block, and its bytes."""
 
 
-class Reads(msgspec.Struct, tag="reads", array_like=True, forbid_unknown_fields=True):
-    """The worker has opened the server's memory: answers may be put there from now on."""
+# ---- from a worker ----
 
 
-class Begin(msgspec.Struct, tag="begin", array_like=True, forbid_unknown_fields=True):
-    """A request. *number* counts a channel's requests from 0; *received*: the worker has
-    the answers to all below; *dtype* is None without a payload. *slot*: of shared memory,
-    where its first chunk lies, if it does not follow as a frame."""
+class ServiceKey(NamedTuple):
+    """Which service of which *training* a connection is for. A process serves many: a script may train
+    several times, and a training may have several services, each with a *number* of its own."""
+
+    training: int = 0
+    number: int = 0
+
+
+ONLY_SERVICE = ServiceKey()
+"""Of a process that serves one."""
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=True):
+    """The first message of a connection. *channel* ``""`` comes first, and alone, until
+    it was welcomed and the liveness connection stands. *incarnation*: None where the server is
+    to number it; *workers*: how many the worker takes the job to have, 0 where it does
+    not say. Who only *asks* is told whether it may come, and how many workers there are: nobody
+    is known by that. *memory*: for payloads of requests, where the server's machine is this one."""
+
+    protocol: int
+    token: str
+    worker: int
+    incarnation: int | None
+    channel: str
+    workers: int = 0
+    asks: bool = False
+    service: ServiceKey = ONLY_SERVICE
+    memory: Memory | None = None
+
+
+class RequestHeader(
+    msgspec.Struct, tag="request", array_like=True, forbid_unknown_fields=True
+):
+    """A request. *number* counts a channel's requests from 0; *dtype* is None without a
+    payload. *place*: where the payload lies in shared memory, instead of a frame."""
 
     number: int
-    received: int
     message: Request
     dtype: str | None = None
     elements: int = 0
-    slot: int | None = None
-
-
-class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=True):
-    """The next chunk of message *number*: in a *slot* of shared memory, or a frame."""
-
-    number: int
-    slot: int | None = None
+    place: Place | None = None
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True, forbid_unknown_fields=True):
     """Nothing more will come on this connection."""
 
 
-FromWorker = Hello | Share | Reads | Begin | More | Bye
+FromWorker = Hello | RequestHeader | Bye
 
 
 # ---- from a server ----
@@ -126,29 +134,25 @@ FromWorker = Hello | Share | Reads | Begin | More | Bye
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The connection is known. Channel ``""`` gets the *port* for the liveness connection,
     and the *ticket* that is to be its first line; the others get neither. *incarnation*: the
-    number of this life. *workers*: how many the job has, for who asks."""
+    number of this life. *workers*: how many the job has, for who asks. *memory*: for payloads of
+    replies, where the server has opened the worker's."""
 
     port: int = 0
     ticket: str = ""
     incarnation: int = 0
     workers: int = 0
+    memory: Memory | None = None
 
 
-class Shared(msgspec.Struct, tag="shared", array_like=True):
-    """The server has opened the worker's memory, and offers its own for answers; None: it
-    could not."""
-
-    memory: Memory | None
-
-
-class Answered(msgspec.Struct, tag="answered", array_like=True):
-    """The answer to request *number*. *slot*: as `Begin` has it."""
+class ReplyHeader(msgspec.Struct, tag="reply", array_like=True):
+    """The reply to request *number*; *dtype* is None without a payload. *place*: as a
+    request's."""
 
     number: int
-    message: Reply
+    message: ReplyMessage
     dtype: str | None = None
     elements: int = 0
-    slot: int | None = None
+    place: Place | None = None
 
 
 class Farewell(msgspec.Struct, tag="farewell", array_like=True):
@@ -161,10 +165,10 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     reason: str
 
 
-FromServer = Welcome | Shared | Answered | More | Farewell | Rejected
+FromServer = Welcome | ReplyHeader | Farewell | Rejected
 
 
-class RefusalError(Exception):
+class ProtocolError(Exception):
     """What a peer sent is not accepted. *kind* is what it is counted under; *fatal*: the
     peer broke the protocol itself, and is dropped."""
 
@@ -181,29 +185,164 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 
 def decode_hello(header: bytes) -> Hello:
-    """The introduction of a stranger. Raises `RefusalError`."""
+    """The introduction of a stranger. Raises `ProtocolError`."""
     if len(header) > HELLO_BYTES:
-        raise RefusalError("stranger", f"{len(header)} bytes before a hello")
+        raise ProtocolError("stranger", f"{len(header)} bytes before a hello")
     try:
         return _hello.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RefusalError("stranger", f"expected a hello: {error}") from None
+        raise ProtocolError("stranger", f"expected a hello: {error}") from None
 
 
 def decode_from_worker(header: bytes) -> FromWorker:
-    """A known worker's header. Raises `RefusalError`."""
+    """A known worker's header. Raises `ProtocolError`."""
+    if len(header) > LARGEST_HEADER_BYTES:
+        reason = (
+            f"a header of {len(header)} bytes; at most {LARGEST_HEADER_BYTES} are read"
+        )
+        raise ProtocolError("undecodable", reason)
     try:
         return _from_worker.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RefusalError("undecodable", f"not a message: {error}") from None
+        raise ProtocolError("undecodable", f"not a message: {error}") from None
 
 
 def decode_from_server(header: bytes) -> FromServer:
-    """A server's header. Raises `RefusalError`."""
+    """A server's header. Raises `ProtocolError`."""
     try:
         return _from_server.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise RefusalError("undecodable", f"not an answer: {error}") from None
+        raise ProtocolError("undecodable", f"not an answer: {error}") from None
+
+
+# ---- payloads ----
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def check_flat(what: str, tensor: torch.Tensor) -> None:
+    """Raises `UsageError` for a tensor that cannot travel."""
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise UsageError(
+            f"{what}: expected a flat contiguous tensor, got one of shape "
+            f"{tuple(tensor.shape)} and strides {tensor.stride()}; use "
+            "tensor.contiguous().view(-1)"
+        )
+    if tensor.dtype not in _NAMES:
+        raise UsageError(
+            f"{what}: expected one of {', '.join(DTYPES)}, got {tensor.dtype}"
+        )
+
+
+def size_of(tensor: torch.Tensor | None) -> int:
+    """Bytes of payload."""
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
+def describe(tensor: torch.Tensor | None) -> tuple[str | None, int]:
+    """What a header says of a payload: dtype and elements."""
+    return (None, 0) if tensor is None else (_NAMES[tensor.dtype], tensor.numel())
+
+
+def payload_bytes(dtype: str | None, elements: int, limit: int) -> int:
+    """The size of a payload that a header announces. Raises `ProtocolError`."""
+    if dtype is None:
+        if elements:
+            raise ProtocolError("payload", f"{elements} elements of no dtype")
+        return 0
+    if dtype not in DTYPES:
+        raise ProtocolError("dtype", f"unknown dtype; known: {', '.join(DTYPES)}")
+    if elements < 0:
+        raise ProtocolError("payload", "a negative number of elements")
+    size = elements * DTYPES[dtype].itemsize
+    if size > limit:
+        raise ProtocolError(
+            "too large", f"a payload of {size} bytes; at most {limit} are taken"
+        )
+    return size
+
+
+def frames_of(payload: torch.Tensor | None) -> list[memoryview]:
+    """The memory of a payload on the host, in frames. It must not change before ZeroMQ has sent
+    them."""
+    if payload is None or not payload.numel():
+        return []
+    memory = payload.detach().view(torch.uint8).numpy().data
+    return [memory[at : at + FRAME_BYTES] for at in range(0, len(memory), FRAME_BYTES)]
+
+
+def payload_from(
+    dtype: str | None, elements: int, frames: Sequence[memoryview], limit: int
+) -> torch.Tensor | None:
+    """The payload that a header announces, in the memory of its frame, which goes with the tensor.
+    What lies in shared memory is a frame, too.
+
+    One that is small, not aligned or in several frames is copied together: ZeroMQ keeps a small
+    one among other messages, which would stay as long.
+
+    Raises `ProtocolError` if the frames are not the payload that the header announces.
+    """
+    size = payload_bytes(dtype, elements, limit)
+    sizes = [len(frame) for frame in frames]
+    if sum(sizes) < size:
+        raise ProtocolError(
+            "payload", f"{size - sum(sizes)} bytes of payload are missing"
+        )
+    if sizes != frame_sizes(size):
+        raise ProtocolError("payload", "more payload than the header says")
+    if dtype is None:
+        return None
+    kind = DTYPES[dtype]
+    if len(frames) == 1 and size >= SMALL_BYTES:
+        payload = torch.frombuffer(frames[0], dtype=kind)
+        if payload.data_ptr() % kind.itemsize == 0:
+            return payload
+    try:
+        payload = torch.empty(elements, dtype=kind)
+    except RuntimeError as error:  # how torch says that there is no memory
+        raise ProtocolError("too large", f"no memory for it: {error}") from None
+    for place, frame in zip(frames_of(payload), frames, strict=True):
+        place[:] = frame
+    return payload
+
+
+def frame_sizes(size: int) -> list[int]:
+    """Of a payload of so many bytes: one frame, or several where one would be too large."""
+    return [min(FRAME_BYTES, size - at) for at in range(0, size, FRAME_BYTES)]
+
+
+def receive_into(socket: zmq.Socket[Any], payload: torch.Tensor) -> None:
+    """Copy the further frames of the message that is being received from *socket* into *payload*.
+    Raises `ProtocolError` if they are not of its size."""
+    for place in frames_of(payload):
+        if not socket.getsockopt(zmq.RCVMORE):
+            raise ProtocolError("payload", f"{len(place)} bytes of payload are missing")
+        count = socket.recv_into(place, flags=zmq.NOBLOCK)
+        if count != len(place):
+            reason = f"a frame of {count} bytes instead of {len(place)}"
+            raise ProtocolError("payload", reason)
+
+
+def send(
+    socket: zmq.Socket[Any], header: msgspec.Struct, payload: torch.Tensor | None = None
+) -> None:
+    """Queue a message, or, on a ROUTER, what follows the identity in it. Raises `zmq.ZMQError` at
+    the socket's limit."""
+    frames = frames_of(payload)
+    socket.send(encode(header), zmq.NOBLOCK | (zmq.SNDMORE if frames else 0))
+    for i, frame in enumerate(frames, 1):
+        more = zmq.SNDMORE if i < len(frames) else 0
+        socket.send(frame, zmq.NOBLOCK | more, copy=False)
+
+
+def discard_message(socket: zmq.Socket[Any]) -> None:
+    """Throw away what is left of the message that is being received."""
+    while socket.getsockopt(zmq.RCVMORE):
+        socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
+
+
+# ---- addresses and sockets ----
 
 
 def endpoint(host: str, port: int | str) -> str:

@@ -1,11 +1,12 @@
-"""Who is here: the workers of one job, as one server knows them by their connections.
+"""Who is here: the workers of each training, as a server process knows them by their connections.
 
-Other services of the job that ask this one are here in the same way, with numbers behind those
+Other services of a training that ask one are here in the same way, with numbers behind those
 of the workers: only their departures count for nothing.
 
 Theory of operation
 -------------------
-1. A worker's first connection says `Hello`, and is given a one-time ticket.
+1. A worker's first connection says `Hello`, which names the service that it is for, and is given a
+   one-time ticket.
 2. The worker opens a plain TCP connection to the liveness port, and shows the ticket.
    From here on it is *present*: its requests are taken, and it may open more channels.
 3. That connection stays idle. ZeroMQ does not say whose connection was lost, but this one
@@ -18,8 +19,8 @@ Whoever departs or is lost is forgotten at once, with all its connections: only 
 incarnation is remembered. The worker may come back with a newer one, which replaces one
 that is still here (that one is lost); an older one, or the same again, is refused.
 
-Where nobody else *numbers* workers' lives, this does, and a second process of a worker that is here is
-refused: two were started with one rank. But its machine may have vanished, which no
+Where nobody else numbers workers' incarnations, the server does, and a second process of a worker that
+is here is refused: two were started with one rank. But its machine may have vanished, which no
 connection tells for minutes. So the one that is here is sent a byte then. Its kernel acknowledges
 that at once, busy as its process may be; where it has not within `Timeouts.worker_acknowledge`,
 the worker is lost, and the next to come in its place is let in. So is the next in place of one that was
@@ -29,9 +30,7 @@ What is kept for strangers is bounded: one session of each worker that has yet t
 ticket, a line of each liveness connection without one, and so many of those; the oldest is
 closed for the next.
 
-A method that may lose somebody is given whom to tell, and tells at once: before a newer
-incarnation knows that it is let in. (Kept here, that callback would keep the whole shell,
-and all that its server holds, until Python looks for cycles.)
+A method that may lose somebody returns whom, and the caller tells the service.
 """
 
 from __future__ import annotations
@@ -48,43 +47,47 @@ from functools import partial
 from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import PROTOCOL
 from paceline.timeouts import timeouts
-from paceline.transport import payloads, protocol
+from paceline.transport import protocol
 from paceline.transport.liveness import Callers, unanswered
 from paceline.transport.poll_loop import PollLoop
-from paceline.transport.protocol import RefusalError
-from paceline.transport.shared_memory import ServerEnd
+from paceline.transport.protocol import ProtocolError, ServiceKey
+from paceline.transport.shared_memory import ServerEnd, ServerMemory
 
 _LINE_BYTES = 64
-_STRANGERS = 16
+_STRANGERS = 64
 """Liveness connections without a ticket, beyond one for each worker."""
-
-
-Report = Callable[["Session"], None]
-"""Is told of a worker that is lost, once it is forgotten."""
+MOST_SERVICES_AT_ONCE = 1024
+"""A process has no more: whoever has the token could make it hold ever more of them."""
 
 
 class Connection:
-    """One worker's channel. *limit*: bytes of one payload."""
+    """One worker's channel."""
 
-    def __init__(
-        self, identity: bytes, session: Session, channel: str, limit: int
-    ) -> None:
+    def __init__(self, identity: bytes, session: Session, channel: str) -> None:
         self.identity = identity
         self.session = session
         self.channel = channel
-        self.inbox = payloads.Inbox(limit)
+        self.next = 0
+        """The number of its next request."""
 
 
 class Session:
-    """One incarnation of a worker."""
+    """One incarnation of a worker, at one service."""
 
-    def __init__(self, worker: int, incarnation: int) -> None:
+    def __init__(
+        self,
+        attendance: Attendance,
+        worker: int,
+        incarnation: int,
+        shared: ServerEnd,
+    ) -> None:
+        self.attendance = attendance
         self.worker = worker
         self.incarnation = incarnation
+        self.shared = shared
         self.since = time.monotonic()
         self.ticket = secrets.token_hex(16)
         self.liveness: socket.socket | None = None
-        self.shared: ServerEnd | None = None
         self.connections: dict[str, Connection] = {}
         self.evicted = False
         """Whether the server has taken it for lost though its connection stands."""
@@ -99,188 +102,253 @@ class Session:
         """Whether it has shown its ticket."""
         return self.liveness is not None
 
-    def stop_sharing(self) -> None:
-        """No memory is shared with it any more."""
-        if self.shared is not None:
-            self.shared.close()
-            self.shared = None
+    @property
+    def is_present(self) -> bool:
+        """Whether it is its worker's, and was not forgotten."""
+        return self.attendance.present.get(self.worker) is self
 
 
-class Sessions:
-    """Which of *workers* workers that know the job's *token* are here, and of so many
-    *services*. *numbers*: workers' lives are numbered here.
+class Attendance:
+    """Which of *workers* workers are at one service, were lost, or have said goodbye."""
 
-    Their liveness connections are watched in *loop*. *max_payload*: bytes that one message
-    may bring.
-    """
-
-    def __init__(
-        self,
-        workers: int,
-        token: str,
-        max_payload: int,
-        loop: PollLoop,
-        services: int = 0,
-        numbers: bool = False,
-    ) -> None:
-        self._workers, self._services = workers, services
-        self._numbers = numbers
-        self._token = token
-        self._max_payload = max_payload
-        self._loop = loop
-        self._connections: dict[bytes, Connection] = {}
-        self._pending: dict[int, Session] = {}  # said hello, to show their ticket yet
-        self._present: dict[int, Session] = {}
-        self._newest: dict[int, int] = {}  # by worker: incarnation
+    def __init__(self, key: ServiceKey, workers: int) -> None:
+        self.key = key
+        self._workers = workers
+        self._made = time.monotonic()
+        self.pending: dict[int, Session] = {}
+        """By worker that has said hello, and is to show its ticket yet."""
+        self.present: dict[int, Session] = {}
+        """By worker, or by the number of another service."""
+        self.newest: dict[int, int] = {}
+        """By worker: incarnation."""
         self._departed: set[int] = set()
         self._broke_off: set[int] = set()  # of these: in the middle of their training
         self._some_are_lost = False
         self._last_goodbye = 0.0
         self.another_is_wanted = False
-        """Whether a worker that has departed was here again, in the same life: its script has begun
-        another training."""
-        self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
-        self._owners: dict[socket.socket, Session] = {}
-        self._listener: socket.socket | None = None
-        self.port = 0
-        """Where liveness connections are accepted."""
+        """Whether a worker that has departed was here again, in the same incarnation: its script has
+        begun another training."""
 
-    def listen(self, address: str) -> socket.socket:
-        """Open the port for liveness connections: call `accept` when one is there. Raises
-        `OSError`."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server(
-            (address, 0),
-            family=family,
-            backlog=max(100, self._workers + self._services),
-        )
-        self._listener.setblocking(False)
-        self.port = self._listener.getsockname()[1]
-        return self._listener
-
-    def close(self) -> None:
-        """Let go of the liveness connections, and of the memory that workers share."""
-        for session in self._present.values():
-            session.stop_sharing()
-        self._callers.close_all()
-        if self._listener is not None:
-            self._listener.close()
-
-    # ---- who is here ----
+    @property
+    def workers_present(self) -> int:
+        """How many workers are here; from any thread."""
+        return sum(worker < self._workers for worker in list(self.present))
 
     @property
     def all_have_departed(self) -> bool:
+        """Whether all workers have said goodbye."""
         return len(self._departed) >= self._workers
 
     @property
     def all_have_ended_well(self) -> bool:
-        """Whether all have departed, none of them in the middle of its training."""
+        """Whether all have, none of them in the middle of its training."""
         return self.all_have_departed and not self._broke_off
 
     @property
     def some_have_departed(self) -> bool:
+        """Whether a worker has said goodbye: the others may be about to."""
         return bool(self._departed)
 
     @property
     def deserted_from(self) -> float:
         """The moment, of `time.monotonic`, from which on the training is over because those who
         came are gone: at once where one was lost, but who has said hello may still come, and where
-        all have said goodbye before others came, those may. Infinite while somebody is here."""
-        if self.present or not (self._some_are_lost or self._departed):
+        all have said goodbye before others came, or nobody has come, those may. Infinite while somebody
+        is here."""
+        if self.workers_present:
             return math.inf
-        moments = [session.since for session in self._pending.values()]
+        moments = [session.since for session in self.pending.values()]
         if not self._some_are_lost:
-            moments.append(self._last_goodbye)
+            moments.append(self._last_goodbye if self._departed else self._made)
         return max((moment + timeouts.worker_arrive for moment in moments), default=0.0)
 
-    @property
-    def present(self) -> int:
-        """How many workers are here; from any thread."""
-        return sum(worker < self._workers for worker in list(self._present))
-
     def evict(self, worker: int, incarnation: int) -> None:
-        """The server has taken this life for lost: another may come in its place."""
-        session = self._present.get(worker)
+        """The server has taken this incarnation for lost: another may come in its place."""
+        session = self.present.get(worker)
         if session is not None and session.incarnation == incarnation:
             session.evicted = True
+
+    def has_departed(self, worker: int) -> bool:
+        """Whether a worker has said goodbye, and has not come again."""
+        return worker in self._departed
+
+    def came(self, session: Session) -> None:
+        """A worker has shown its ticket."""
+        worker = session.worker
+        self.present[worker], self.newest[worker] = session, session.incarnation
+        self._departed.discard(worker)
+        self._broke_off.discard(worker)
+
+    def lost(self, session: Session) -> None:
+        """Who was present is gone without a goodbye."""
+        self._some_are_lost |= session.worker < self._workers
+
+    def departed(self, session: Session) -> bool:
+        """A worker that was present has said goodbye. Returns whether it is lost all the same: its
+        training goes on without it."""
+        if session.worker < self._workers:
+            self._departed.add(session.worker)
+            self._last_goodbye = time.monotonic()
+        if session.takes_part:
+            self._broke_off.add(session.worker)
+            self._some_are_lost = True
+        return session.takes_part
+
+
+class Sessions:
+    """The connections of workers that know *token*, to all services of a process.
+
+    *workers*: how many each training has; so many other *services* may ask with numbers behind those.
+    *numbers*: incarnations are numbered here. Liveness
+    connections come to *listener*, and are watched in *loop*.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        token: str,
+        loop: PollLoop,
+        listener: socket.socket,
+        *,
+        services: int = 0,
+        numbers: bool = False,
+    ) -> None:
+        self._workers, self._services = workers, services
+        self._numbers = numbers
+        self._token = token
+        self._loop, self._listener = loop, listener
+        self.attendances: dict[ServiceKey, Attendance] = {}
+        self._over: set[ServiceKey] = set()
+        self._connections: dict[bytes, Connection] = {}
+        self.memory = ServerMemory()
+        self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
+        self._owners: dict[socket.socket, Session] = {}
+
+    def open(self, key: ServiceKey) -> Attendance:
+        """Let workers come to a service."""
+        self._over.discard(key)
+        attendance = self.attendances[key] = Attendance(key, self._workers)
+        return attendance
+
+    def end(self, key: ServiceKey) -> None:
+        """A service is over: whoever is still there, or comes later, is shown out."""
+        attendance = self.attendances.pop(key)
+        self._over.add(key)
+        for session in [*attendance.pending.values(), *attendance.present.values()]:
+            self._forget(session)
+
+    def close(self) -> None:
+        """Let go of the liveness connections, and of shared memory."""
+        self._callers.close_all()
+        self.memory.close()
 
     def connection_of(self, identity: bytes) -> Connection | None:
         """The connection that ZeroMQ knows as *identity*, if it was greeted."""
         return self._connections.get(identity)
 
-    def connection_to(self, sender: Sender) -> Connection | None:
+    def connection_to(self, key: ServiceKey, sender: Sender) -> Connection | None:
         """Where *sender* waits for an answer; None if it is lost or gone meanwhile."""
-        session = self._present.get(sender.worker)
+        attendance = self.attendances.get(key)
+        if attendance is None:
+            return None
+        session = attendance.present.get(sender.worker)
         if session is None or session.incarnation != sender.incarnation:
             return None
         return session.connections.get(sender.channel)
 
     # ---- coming ----
 
-    def greet(self, identity: bytes, hello: protocol.Hello) -> protocol.Welcome:
-        """A connection introduces itself. Raises `RefusalError`."""
+    def greet(
+        self, identity: bytes, hello: protocol.Hello, welcomes_any: bool
+    ) -> protocol.Welcome:
+        """A connection introduces itself. *welcomes_any*: it may open a service that is not there.
+        Raises `ProtocolError`."""
         if hello.protocol != PROTOCOL:
             reason = f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same paceline everywhere"
-            raise RefusalError("version", reason)
+            raise ProtocolError("version", reason)
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise RefusalError("token", "not the token of this job")
+            raise ProtocolError("token", "not the token of this job")
         if not 0 <= hello.worker < self._workers + self._services:
             reason = (
                 f"there is no worker {hello.worker} in this server's job of {self._workers} "
                 f"workers: expected 0 to {self._workers - 1}"
             )
-            raise RefusalError("worker", reason)
+            raise ProtocolError("worker", reason)
         if hello.workers not in (0, self._workers):
             reason = (
                 f"worker {hello.worker} of a job of {hello.workers} workers, and this server's "
                 f"has {self._workers}: give both the same number (--workers, or "
                 "WORLD_SIZE)"
             )
-            raise RefusalError("worker", reason)
+            raise ProtocolError("worker", reason)
         if hello.asks:
             return protocol.Welcome(workers=self._workers)
+        attendance = self._attendance_for(hello, welcomes_any)
         if hello.channel:
-            session = self._check_channel(hello)
+            session = self._check_channel(attendance, hello)
             welcome = protocol.Welcome()
         else:
-            session = self._expect(hello)
-            welcome = protocol.Welcome(self.port, session.ticket, session.incarnation)
-        connection = Connection(identity, session, hello.channel, self._max_payload)
+            session = self._expect(attendance, hello)
+            port = self._listener.getsockname()[1]
+            welcome = protocol.Welcome(
+                port,
+                session.ticket,
+                session.incarnation,
+                memory=session.shared.memory,
+            )
+        connection = Connection(identity, session, hello.channel)
         session.connections[hello.channel] = connection
         self._connections[identity] = connection
         return welcome
 
-    def _expect(self, hello: protocol.Hello) -> Session:
+    def _attendance_for(self, hello: protocol.Hello, welcomes_any: bool) -> Attendance:
+        key = hello.service
+        attendance = self.attendances.get(key)
+        if attendance is not None:
+            return attendance
+        if key in self._over:
+            reason = "the training is over here: its other workers are lost, or have said goodbye long ago"
+            raise ProtocolError("training", reason)
+        if not welcomes_any or len(self.attendances) >= MOST_SERVICES_AT_ONCE:
+            reason = (
+                f"this server has {len(self.attendances)} services, and not the one that worker "
+                f"{hello.worker} is for: give the same options on every worker"
+            )
+            raise ProtocolError("training", reason)
+        return self.open(key)
+
+    def _expect(self, attendance: Attendance, hello: protocol.Hello) -> Session:
         """A worker's first connection: the worker is to show a ticket now."""
-        newest = self._newest.get(hello.worker, -1)
+        newest = attendance.newest.get(hello.worker, -1)
         incarnation = hello.incarnation
         if incarnation is None:
-            self._check_free(hello.worker)
+            self._check_free(attendance, hello.worker)
             incarnation = newest + 1
         if incarnation <= newest:
-            departed = hello.worker in self._departed and incarnation == newest
-            self.another_is_wanted = self.another_is_wanted or departed
+            if incarnation == newest and attendance.has_departed(hello.worker):
+                attendance.another_is_wanted = True
             reason = (
                 f"incarnation {incarnation} of worker {hello.worker}, "
                 f"{protocol.HAS_BEEN_HERE} {newest}; come back with a larger one"
             )
-            raise RefusalError("incarnation", reason)
-        before = self._pending.pop(hello.worker, None)
+            raise ProtocolError("incarnation", reason)
+        before = attendance.pending.get(hello.worker)
         if before is not None:
             self._forget(before)
-        session = Session(hello.worker, incarnation)
-        self._pending[hello.worker] = session
+        shared = self.memory.share(hello.memory)
+        session = Session(attendance, hello.worker, incarnation, shared)
+        attendance.pending[hello.worker] = session
         return session
 
-    def _check_free(self, worker: int) -> None:
-        """Raise `RefusalError` unless a process without a number may be this worker."""
+    def _check_free(self, attendance: Attendance, worker: int) -> None:
+        """Raise `ProtocolError` unless a process without a number may be this worker."""
         if not self._numbers:
             reason = (
                 f"worker {worker} is of a job that survives deaths, and this server's ends with "
                 "its first worker that dies: start the server with --survive, too"
             )
-            raise RefusalError("incarnation", reason)
-        here = self._present.get(worker)
+            raise ProtocolError("incarnation", reason)
+        here = attendance.present.get(worker)
         if here is None or here.evicted or here.liveness is None:
             return
         now, place = time.monotonic(), _place_of(here.liveness)
@@ -294,20 +362,20 @@ class Sessions:
             f"worker {worker} {protocol.IS_HERE} {place}: two processes were started with this rank, "
             "or the other one hangs; start each rank once"
         )
-        raise RefusalError("rank", reason)
+        raise ProtocolError("rank", reason)
 
-    def _check_channel(self, hello: protocol.Hello) -> Session:
+    def _check_channel(self, attendance: Attendance, hello: protocol.Hello) -> Session:
         """A further connection: the worker that it belongs to is here."""
-        session = self._present.get(hello.worker)
+        session = attendance.present.get(hello.worker)
         if session is None or session.incarnation != hello.incarnation:
-            raise RefusalError("incarnation", "a channel of a worker that is not here")
+            raise ProtocolError("incarnation", "a channel of a worker that is not here")
         if hello.channel in session.connections:
-            raise RefusalError("channel", "this channel has a connection already")
+            raise ProtocolError("channel", "this channel has a connection already")
         if len(session.connections) >= protocol.CHANNELS:
-            raise RefusalError("channel", f"more than {protocol.CHANNELS} channels")
+            raise ProtocolError("channel", f"more than {protocol.CHANNELS} channels")
         if len(hello.channel) > protocol.CHANNEL_CHARACTERS:
             reason = f"a name of more than {protocol.CHANNEL_CHARACTERS} characters"
-            raise RefusalError("channel", reason)
+            raise ProtocolError("channel", reason)
         return session
 
     # ---- liveness connections ----
@@ -315,25 +383,26 @@ class Sessions:
     def accept(self, reader: Callable[[socket.socket], None]) -> None:
         """Take the next liveness connection: *reader* is called, to `read` it, whenever
         something is there."""
-        assert self._listener is not None
         peer = self._callers.accept(self._listener, self.show_out)
         if peer is not None:
             self._loop.watch(peer, partial(reader, peer))
 
-    def read(self, peer: socket.socket, report: Report) -> None:
-        """What a liveness connection says, or its end. Raises `RefusalError` for one without
-        a ticket, which is to be shown out."""
+    def read(self, peer: socket.socket) -> list[Session]:
+        """What a liveness connection says, or its end. Returns whom that loses. Raises
+        `ProtocolError` for one without a ticket, which is to be shown out."""
         said = self._callers.read(peer)
+        lost: list[Session] = []
         for line in said.lines:
-            self._hear(peer, line, report)
+            lost += self._hear(peer, line)
         session = self._owners.get(peer)
         if session is None:
             if said.over or said.lines:
-                raise RefusalError("liveness", "a connection without a ticket")
+                raise ProtocolError("liveness", "a connection without a ticket")
         elif session.leaves_well:
-            self._depart(session, report)
+            lost += self._depart(session)
         elif said.over:
-            self.lose(session, report)
+            lost += self.lose(session)
+        return lost
 
     def show_out(self, peer: socket.socket) -> None:
         """Close a liveness connection, if it is not closed yet."""
@@ -342,71 +411,63 @@ class Sessions:
             self._loop.unwatch(peer)
             self._callers.close(peer)
 
-    def _hear(self, peer: socket.socket, line: bytes, report: Report) -> None:
+    def _hear(self, peer: socket.socket, line: bytes) -> list[Session]:
         session = self._owners.get(peer)
         if session is not None:
             session.leaves_well |= line == b"bye"
-            return
-        for session in self._pending.values():
-            if hmac.compare_digest(session.ticket.encode(), line):
-                self._admit(peer, session, report)
-                return
+            return []
+        for attendance in self.attendances.values():
+            for session in attendance.pending.values():
+                if hmac.compare_digest(session.ticket.encode(), line):
+                    return self._admit(peer, session)
+        return []
 
-    def _admit(self, peer: socket.socket, session: Session, report: Report) -> None:
+    def _admit(self, peer: socket.socket, session: Session) -> list[Session]:
         """A liveness connection has shown its ticket: its worker is present from now on."""
-        worker = session.worker
-        del self._pending[worker]
-        old = self._present.get(worker)
-        if old is not None:
-            self.lose(old, report)
+        attendance = session.attendance
+        del attendance.pending[session.worker]
+        before = attendance.present.get(session.worker)
+        lost = [] if before is None else self.lose(before)
         session.liveness = peer
         self._callers.know(peer)
         self._owners[peer] = session
-        self._present[worker] = session
-        self._newest[worker] = session.incarnation
-        self._departed.discard(worker)
-        self._broke_off.discard(worker)
+        attendance.came(session)
         with contextlib.suppress(OSError):
             peer.send(b"\n")
+        return lost
 
     # ---- going ----
 
-    def leave(self, connection: Connection, report: Report) -> None:
-        """A channel has said goodbye; with the last one its worker departs."""
+    def leave(self, connection: Connection) -> list[Session]:
+        """A channel has said goodbye; with the last one its worker departs. Returns whom that loses."""
         del self._connections[connection.identity]
         session = connection.session
         del session.connections[connection.channel]
-        if not session.connections:
-            self._depart(session, report)
+        return [] if session.connections else self._depart(session)
 
-    def lose(self, session: Session, report: Report) -> None:
-        """A worker is gone, or is as good as gone: told to *report* if it was present."""
-        here = self._present.get(session.worker) is session
+    def lose(self, session: Session) -> list[Session]:
+        """A worker is gone, or is as good as gone: returned if it was present."""
+        here = session.is_present
         self._forget(session)
-        if here:
-            self._some_are_lost = True
-            report(session)
+        if not here:
+            return []
+        session.attendance.lost(session)
+        return [session]
 
-    def _depart(self, session: Session, report: Report) -> None:
-        """A worker has said goodbye: to *report*, if its training goes on without it."""
-        here = self._present.get(session.worker) is session
-        if here and session.worker < self._workers:
-            self._departed.add(session.worker)
-            self._last_goodbye = time.monotonic()
+    def _depart(self, session: Session) -> list[Session]:
+        """A worker has said goodbye: returned if its training goes on without it."""
+        here = session.is_present
         self._forget(session)
-        if here and session.takes_part:
-            self._broke_off.add(session.worker)
-            self._some_are_lost = True
-            report(session)
+        return [session] if here and session.attendance.departed(session) else []
 
     def _forget(self, session: Session) -> None:
         for connection in session.connections.values():
             self._connections.pop(connection.identity, None)
         session.connections.clear()
-        session.stop_sharing()
-        for among in (self._pending, self._present):
+        for among in (session.attendance.pending, session.attendance.present):
             if among.get(session.worker) is session:
                 del among[session.worker]
+        session.shared.close()
         if session.liveness is not None:
             self.show_out(session.liveness)
 

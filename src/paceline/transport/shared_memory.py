@@ -1,29 +1,28 @@
-"""Memory that a server and the workers of its machine share, so that payloads pass no socket.
+"""Payloads between a server and the workers of its own machine, in memory that they share.
 
 Theory of operation
 -------------------
-Between two processes of one machine a chunk that goes through a socket is copied four
-times, and in and out of the kernel. So a worker whose connection has the same address at
-both ends offers memory for what it sends, with `PUSHES` slots of a chunk each; the server
-offers memory for its answers, `ANSWERS` slots, the same to all its workers: what several
-are answered at once is copied there once. Memory is a nameless file (``memfd``) whose size
-is sealed; the other process opens it through its owner's descriptor.
+A payload that passes a socket is copied into the kernel and out of it. So a worker of the server's
+machine offers memory for its requests in its `Hello`, and the server's `Welcome` names memory for
+replies, the same for all workers. Each memory is a nameless file (``memfd``) of MEMORY_BYTES whose
+size is sealed. The other process opens it through its owner's descriptor.
 
-A sender copies a chunk into a free slot, and the chunk's header names the slot. Headers
-travel over ZeroMQ as ever, so order, credits and waiting are the same as without. The
-receiver copies the chunk to its place, and marks the slot as free. Where no slot is free
-the chunk travels with its header: nobody ever waits for a slot.
+The sender copies a payload into the first free blocks that are enough for it. The header names the
+place, and no frame follows. The receiver uses the payload where it lies, as it uses a frame. The
+blocks are free again when the receiver's tensor is gone, and all views of it. A reply that several
+workers get at once is copied once. Where too few blocks are free, or a payload is small, it is a frame:
+nobody waits for blocks. Headers travel over ZeroMQ in any case, so order and waiting are those of frames.
 
-A mark is one byte in the worker's memory, for each slot of its own and each of the server's:
-set by the sender before the header leaves, reset by the receiver after its copy. Both copy
-without Python's lock and take it again afterwards, which keeps copy and mark in order on
-every processor. A slot of answers is free when no worker's mark is set.
+The worker's memory has a mark of one byte for each block of requests, and for each block of replies.
+Blocks of replies are free when no worker has a mark there. The sender sets marks after its copy, and
+before the header leaves. The receiver resets them after its last use. Both give up Python's lock while
+they copy and take it again before they mark, which keeps the two in order on every processor.
 
-Nothing is left behind: memory goes with the last process that has it. Whatever stands in
-the way (another user's process, another container, a system without ``memfd``) is no
-error: payloads then go over ZeroMQ. What the server takes is as bounded as the rest: one
-memory of a fixed size per worker, which cannot shrink under it, and only from who knows the
-token. A worker that never frees slots of answers leaves none, and all go over ZeroMQ.
+Nothing is left behind: memory goes with the last process that has it. Where memory cannot be shared
+(another user, another container, a system without ``memfd``, SWITCH), payloads are frames, which is no
+error. What a worker can make the server hold stays bounded: its memory has a fixed size, cannot shrink,
+and is opened only after it has shown the token. Blocks that a worker never reads are free when it is
+gone; until then others' replies may have to be frames. A new incarnation has new memory.
 """
 
 from __future__ import annotations
@@ -32,60 +31,64 @@ import fcntl
 import os
 import secrets
 import stat
+import weakref
 from typing import Self
 
 import torch
 
-from paceline.transport.protocol import CHUNK_BYTES, Memory, RefusalError
+from paceline.transport import protocol
+from paceline.transport.protocol import Memory, Place, ProtocolError
 
 SWITCH = "PACELINE_SHARED_MEMORY"
-"""With the value ``0`` nothing is offered, and payloads go over ZeroMQ."""
+"""With the value ``0`` nothing is offered, and all payloads are frames."""
 
-PUSHES = 8
-ANSWERS = 16
+BLOCK_BYTES = protocol.SMALL_BYTES
+BLOCKS = 512
+MEMORY_BYTES = BLOCKS * BLOCK_BYTES
 NONCE_BYTES = 16
 
+# Of the first page: the nonce, whether the worker has opened the server's memory, and the marks.
 _PAGE = 4096
-"""The nonce, and marks: of all pushes, then of all answers."""
-_FREE, _TAKEN = 0, 1
+_OPENED = 16
+_OF_REQUESTS, _OF_REPLIES = 64, 64 + BLOCKS
+_FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 
 
-class Region:
-    """A page, and *slots* of a chunk each, as a tensor of bytes. *descriptor*: of who made
-    it, as long as others may open it."""
+class _Region:
+    """One memory: a page with marks, and blocks. *descriptor*: its maker's, until `close`."""
 
-    def __init__(self, whole: torch.Tensor, slots: int, descriptor: int | None) -> None:
-        self.marks = whole[NONCE_BYTES:_PAGE]
-        self.slots = whole[_PAGE:].view(slots, CHUNK_BYTES)
-        self._nonce = _nonce_of(whole)
+    def __init__(self, whole: torch.Tensor, descriptor: int | None) -> None:
+        self.page = whole[:_PAGE].numpy().data
+        self.requests = self.page[_OF_REQUESTS:][:BLOCKS]
+        self.replies = self.page[_OF_REPLIES:][:BLOCKS]
+        self.blocks = whole[_PAGE:]
         self._descriptor = descriptor
 
     @classmethod
-    def make(cls, slots: int) -> Self | None:
-        """None where there is none to be had."""
+    def make(cls) -> Self | None:
+        """None where the system has none."""
         if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
             return None
-        size = _size(slots)
         try:
             flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
             descriptor = os.memfd_create("paceline", flags)
         except OSError:  # a sandbox may forbid it
             return None
         try:
-            os.ftruncate(descriptor, size)
+            os.ftruncate(descriptor, _PAGE + MEMORY_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
-            memory = _mapped(descriptor, size)
+            region = cls(_mapped(descriptor), descriptor)
         except (OSError, RuntimeError):  # a limit of this process
             os.close(descriptor)
             return None
-        memory[:NONCE_BYTES].numpy().data[:] = secrets.token_bytes(NONCE_BYTES)
-        return cls(memory, slots, descriptor)
+        region.page[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
+        return region
 
     @classmethod
-    def open(cls, place: Memory, slots: int) -> Self | None:
-        """What another process has made. None if it is not to be had: that process is not of
-        this machine, or container, or user, or has something else there."""
-        path = f"/proc/{place.process}/fd/{place.descriptor}"
+    def open(cls, memory: Memory) -> Self | None:
+        """What another process has made. None if that process is of another machine, container or
+        user, or has something else there."""
+        path = f"/proc/{memory.process}/fd/{memory.descriptor}"
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 return None  # opening a device could do something
@@ -94,188 +97,207 @@ class Region:
             return None
         try:
             sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() == _seals()
-            if not sealed or os.fstat(descriptor).st_size != _size(slots):
+            if not sealed or os.fstat(descriptor).st_size != _PAGE + MEMORY_BYTES:
                 return None
-            memory = _mapped(descriptor, _size(slots))
+            region = cls(_mapped(descriptor), None)
         except (OSError, RuntimeError):
             return None
         finally:
             os.close(descriptor)
-        found = _nonce_of(memory) == place.nonce
-        return cls(memory, slots, None) if found else None
+        return region if region.page[:NONCE_BYTES] == memory.nonce else None
 
     @property
-    def place(self) -> Memory:
-        """Where others find it."""
+    def memory(self) -> Memory:
+        """Where another process finds it."""
         assert self._descriptor is not None
-        return Memory(os.getpid(), self._descriptor, self._nonce)
+        nonce = bytes(self.page[:NONCE_BYTES])
+        return Memory(os.getpid(), self._descriptor, nonce)
 
     def close(self) -> None:
-        """Nobody else is to open it any more."""
+        """Nobody else may open it any more."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
+    def put(self, payload: torch.Tensor, marks: memoryview) -> Place | None:
+        """Copy a payload into the first blocks that are free by *marks*. None if too few are, or a
+        frame serves better."""
+        size = protocol.size_of(payload)
+        if not protocol.SMALL_BYTES <= size <= protocol.FRAME_BYTES:
+            return None
+        block = bytes(marks).find(_FREE * _blocks(size))
+        if block < 0:
+            return None
+        start = block * BLOCK_BYTES
+        place = self.blocks[start : start + size].view(payload.dtype)
+        place.copy_(payload.detach())
+        return block, size
 
-def _mapped(descriptor: int, size: int) -> torch.Tensor:
+    def lend(self, place: Place, marks: memoryview) -> memoryview:
+        """The bytes at *place*. Their blocks are free when nothing refers to the bytes any more.
+        Raises `ProtocolError` if no payload was put there, or it is lent already."""
+        block, size = place
+        if not 0 < size <= MEMORY_BYTES or not 0 <= block <= BLOCKS - _blocks(size):
+            raise ProtocolError("payload", f"{size} bytes from shared block {block} on")
+        if marks[block : block + _blocks(size)] != _SENT * _blocks(size):
+            raise ProtocolError("payload", f"shared block {block} has no payload")
+        _mark(marks, place, _LENT)
+        start = block * BLOCK_BYTES
+        lent = self.blocks[start : start + size].numpy()
+        weakref.finalize(lent, _mark, marks, place, _FREE).atexit = False
+        return lent.data
+
+
+def _mapped(descriptor: int) -> torch.Tensor:
     """The memory behind it, which stays when the descriptor is closed. Python's mmap would keep
     a copy of the descriptor for as long: one for each worker. Raises `OSError`, or
     `RuntimeError` as torch does."""
     path = f"/proc/self/fd/{descriptor}"
+    size = _PAGE + MEMORY_BYTES
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-
-
-def _nonce_of(whole: torch.Tensor) -> bytes:
-    return whole[:NONCE_BYTES].numpy().tobytes()
-
-
-def _size(slots: int) -> int:
-    return _PAGE + slots * CHUNK_BYTES
 
 
 def _seals() -> int:
     return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class _End:
-    """One end of what a worker and the server share. *own*: the worker's region; *incoming*:
-    slots from which this end takes chunks."""
-
-    def __init__(self, own: Region, incoming: Region, incoming_marks: slice) -> None:
-        self._incoming = incoming.slots
-        self._received = own.marks[incoming_marks].numpy().data
-
-    def take(self, slot: int, place: torch.Tensor) -> None:
-        """Copy out what the other end has put into *slot*. Raises `RefusalError` if there is
-        no such slot."""
-        if not 0 <= slot < len(self._incoming):
-            raise RefusalError("payload", f"slot {slot} of {len(self._incoming)}")
-        place.copy_(self._incoming[slot, : len(place)])
-
-    def free(self, slot: int) -> None:
-        """The other end may use *slot* again."""
-        if 0 <= slot < len(self._received):
-            self._received[slot] = _FREE
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
 
 
-_OF_PUSHES, _OF_ANSWERS = slice(PUSHES), slice(PUSHES, PUSHES + ANSWERS)
+def _mark(marks: memoryview, place: Place, mark: bytes) -> None:
+    block, size = place
+    marks[block : block + _blocks(size)] = mark * _blocks(size)
 
 
-class WorkerEnd(_End):
-    """*own*: what this worker has offered; *answers*: what the server has."""
+class WorkerEnd:
+    """A worker's end: its own memory for requests, and the server's for replies, once it has both."""
 
-    def __init__(self, own: Region, answers: Region) -> None:
-        super().__init__(own, answers, _OF_ANSWERS)
-        self._pushes, self._sent = own.slots, own.marks[_OF_PUSHES].numpy().data
+    def __init__(self) -> None:
+        self._own: _Region | None = None
+        self._servers: _Region | None = None
 
-    def put(self, payload: torch.Tensor, start: int, chunk: torch.Tensor) -> int | None:
-        """Copy a *chunk*, what of the *payload* begins at byte *start*, into a free slot,
-        which is returned; None if there is none."""
-        for slot in range(PUSHES):  # low ones first: they are in the processor's cache
-            if self._sent[slot] == _FREE:
-                self._pushes[slot, : len(chunk)].copy_(chunk)
-                self._sent[slot] = _TAKEN
-                return slot
-        return None
+    def offer(self) -> Memory | None:
+        """Memory for the `Hello` to offer. None where none can be shared."""
+        self._own = _Region.make()
+        return None if self._own is None else self._own.memory
 
-
-class ServerEnd(_End):
-    """*own*: what the worker has offered. The worker *reads* answers once it has said that
-    it could open them; until `close` its marks keep slots of answers from others."""
-
-    def __init__(self, own: Region, answers: Answers) -> None:
-        super().__init__(own, own, _OF_PUSHES)
-        self._answers = answers
-        self.unread = own.marks[_OF_ANSWERS].numpy().data
-        self.reads = False
-        answers.readers.append(self)
-
-    @property
-    def place(self) -> Memory:
-        """Where the worker finds the answers."""
-        return self._answers.region.place
+    def open(self, memory: Memory | None) -> None:
+        """The `Welcome` tells of the server's *memory*. None: the server does not have this worker's."""
+        if self._own is None:
+            return
+        self._own.close()
+        if memory is None:
+            self._own = None
+        else:
+            self._servers = _Region.open(memory)
+            self._own.page[_OPENED] = self._servers is not None
 
     def close(self) -> None:
-        """The worker has left: whatever it has not read is nobody's."""
-        self._answers.readers.remove(self)
+        """Let go of all memory. Payloads that are lent keep theirs."""
+        if self._own is not None:
+            self._own.close()
+        self._own = self._servers = None
 
-    def put(self, payload: torch.Tensor, start: int, chunk: torch.Tensor) -> int | None:
-        """As a worker's, into the memory for answers."""
-        return self._answers.put(payload, start, chunk, self) if self.reads else None
-
-
-class Answers:
-    """A server's memory for its answers, the same for all workers of its machine."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-        self.readers: list[ServerEnd] = []
-        self._batch: dict[tuple[int, int], tuple[torch.Tensor, int]] = {}
-        """Answers that go out together: the slot of each chunk, and its payload."""
-
-    def put(
-        self, payload: torch.Tensor, start: int, chunk: torch.Tensor, reader: ServerEnd
-    ) -> int | None:
-        """A slot that has the chunk, for *reader*; None if none is free."""
-        _, slot = self._batch.get((id(payload), start), (None, None))
-        if slot is None or reader.unread[slot] == _TAKEN:
-            slot = self._free_slot()
-            if slot is None:
-                return None
-            self.region.slots[slot, : len(chunk)].copy_(chunk)
-            # The payload is kept, so that no other takes its identity.
-            self._batch[id(payload), start] = payload, slot
-        reader.unread[slot] = _TAKEN
-        return slot
-
-    def batch_ended(self) -> None:
-        """What has gone out may change from now on."""
-        self._batch.clear()
-
-    def _free_slot(self) -> int | None:
-        """One that no worker has to read yet; rather one that has nothing of this batch."""
-        marks = [reader.unread for reader in self.readers]
-        free = [
-            slot
-            for slot in range(ANSWERS)
-            if all(unread[slot] == _FREE for unread in marks)
-        ]
-        if not free:
+    def put(self, payload: torch.Tensor | None) -> Place | None:
+        """Copy a request's payload. None where there is none, or it has to be a frame."""
+        if payload is None or self._own is None:
             return None
-        of_batch = {slot: key for key, (_, slot) in self._batch.items()}
-        slot = min(free, key=lambda slot: (slot in of_batch, slot))
-        if slot in of_batch:
-            del self._batch[of_batch[slot]]
-        return slot
+        place = self._own.put(payload, self._own.requests)
+        if place is not None:
+            _mark(self._own.requests, place, _SENT)
+        return place
+
+    def lend(self, place: Place) -> memoryview:
+        """A reply's payload, see `_Region.lend`."""
+        if self._own is None or self._servers is None:
+            raise ProtocolError("payload", "a place, and no memory is shared")
+        return self._servers.lend(place, self._own.replies)
 
 
 class ServerMemory:
-    """What a server shares with the workers of its machine. Memory for answers is made once
-    the first of them is here."""
+    """A server's memory for replies, made for the first worker of its machine."""
 
     def __init__(self) -> None:
-        self._answers: Answers | None = None
+        self._own: _Region | None = None
+        self._workers: list[_Region] = []
+        self._sent: dict[int, tuple[torch.Tensor, Place]] = {}
+        """What this batch has sent, by the payload's identity. The payload is here so that no other
+        takes its identity."""
 
-    def share(self, offer: Memory) -> ServerEnd | None:
-        """A worker of this machine, as it seems, offers memory. None if there is none to be
-        had, at either end."""
-        own = Region.open(offer, PUSHES)
-        if own is None:
-            return None
-        if self._answers is None:
-            region = Region.make(ANSWERS)
-            if region is None:
-                return None
-            self._answers = Answers(region)
-        return ServerEnd(own, self._answers)
+    def share(self, offer: Memory | None) -> ServerEnd:
+        """The server's end for a worker whose `Hello` makes this *offer*."""
+        worker = None if offer is None else _Region.open(offer)
+        if worker is not None and self._own is None:
+            self._own = _Region.make()
+        if worker is None or self._own is None:
+            return ServerEnd(self, None, None)
+        self._workers.append(worker)
+        return ServerEnd(self, worker, self._own.memory)
 
     def batch_ended(self) -> None:
-        """As `Answers.batch_ended`."""
-        if self._answers is not None:
-            self._answers.batch_ended()
+        """Payloads may change from now on, so none that was sent is sent again."""
+        self._sent.clear()
 
     def close(self) -> None:
-        """Nobody else is to open it any more."""
-        if self._answers is not None:
-            self._answers.region.close()
-            self._answers = None
+        """Nobody else may open it any more."""
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    def put(self, payload: torch.Tensor, to: _Region) -> Place | None:
+        """Copy a payload for one worker, unless this batch has. None if it has to be a frame."""
+        if self._own is None or not to.page[_OPENED]:
+            return None
+        _, place = self._sent.get(id(payload), (None, None))
+        if place is None or to.replies[place[0]] != _FREE[0]:
+            place = self._own.put(payload, self._marks())
+            if place is None:
+                return None
+            self._sent[id(payload)] = payload, place
+        _mark(to.replies, place, _SENT)
+        return place
+
+    def leave(self, worker: _Region) -> None:
+        """What this worker has not read is free."""
+        self._workers = [one for one in self._workers if one is not worker]
+
+    def _marks(self) -> memoryview:
+        """Of blocks that a worker uses yet, or that this batch may send again."""
+        set_by_any = 0
+        for worker in self._workers:
+            set_by_any |= int.from_bytes(worker.replies, "little")
+        marks = memoryview(bytearray(set_by_any.to_bytes(BLOCKS, "little")))
+        for _, place in self._sent.values():
+            _mark(marks, place, _SENT)
+        return marks
+
+
+class ServerEnd:
+    """A server's end for one worker. *memory*: what the `Welcome` tells of the server's own; None where
+    none is shared."""
+
+    def __init__(
+        self, server: ServerMemory, worker: _Region | None, memory: Memory | None
+    ) -> None:
+        self._server = server
+        self._worker = worker
+        self.memory = memory
+
+    def close(self) -> None:
+        """The worker has left. Payloads that are lent keep its memory."""
+        if self._worker is not None:
+            self._server.leave(self._worker)
+            self._worker = None
+
+    def put(self, payload: torch.Tensor | None) -> Place | None:
+        """Copy a reply's payload. None where there is none, or it has to be a frame."""
+        if payload is None or self._worker is None:
+            return None
+        return self._server.put(payload, self._worker)
+
+    def lend(self, place: Place) -> memoryview:
+        """A request's payload, see `_Region.lend`."""
+        if self._worker is None:
+            raise ProtocolError("payload", "a place, and no memory is shared")
+        return self._worker.lend(place, self._worker.requests)

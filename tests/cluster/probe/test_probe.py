@@ -7,11 +7,11 @@ from socket import gethostname
 import pytest
 
 from paceline.cluster import load_cluster, uniform_cluster
-from paceline.cluster.probe import Findings, infer_cluster, measure
-from paceline.cluster.probe.pairs import MOST_BYTES, Pairs
+from paceline.cluster.probe import ProbeResult, infer_cluster, measure
+from paceline.cluster.probe.pairs import MOST_BYTES, PairProbe
 from paceline.errors import ClusterError, PacelineError
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.real.cluster_check import Seat, check_places
+from paceline.runtimes.real.cluster_check import WorkerLocation, check_places
 from paceline.runtimes.simulated import Simulation
 from tests.support import forked
 from tests.support.processes import SCRIPTS
@@ -56,7 +56,7 @@ def test_machines_are_called_by_their_names():
 
 
 def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():
-    findings = Findings(
+    findings = ProbeResult(
         runtime="real",
         hosts=[0, 1, 2, 3],
         goodput=[[1e8] * 4] * 4,
@@ -70,7 +70,7 @@ def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_the
     )
     cluster = infer_cluster(findings)
     assert [rack.names for rack in cluster.racks] == [("a", "c"), ("b", "d")]
-    seats = {n: Seat(name=n, machine=n, host=n) for n in "abcd"}
+    seats = {n: WorkerLocation(name=n, machine=n, host=n) for n in "abcd"}
     check_places(cluster, [seats[n] for n in "acbd"])
     with pytest.raises(ClusterError, match="worker 1 on 'c', and that runs on 'b'"):
         check_places(cluster, [seats[n] for n in "abcd"])
@@ -82,8 +82,8 @@ def test_a_pair_that_fails_names_both_ends(monkeypatch):
             raise RuntimeError("Connection reset by peer")
         return ping(self, peer)
 
-    ping = Pairs._ping
-    monkeypatch.setattr(Pairs, "_ping", broken)
+    ping = PairProbe._ping
+    monkeypatch.setattr(PairProbe, "_ping", broken)
     simulation = Simulation(uniform_cluster(3, "1gbit", "50us"))
     with pytest.raises(PacelineError) as caught:
         simulation.run(lambda rank: measure(join_runtime(), seconds_per_pair=0.01))
@@ -98,8 +98,8 @@ def test_buffers_are_bounded_however_fast_a_link_is(monkeypatch):
         asked.append(size)
         return blank(self, size)
 
-    asked, blank = [], Pairs._blank
-    monkeypatch.setattr(Pairs, "_blank", noted)
+    asked, blank = [], PairProbe._blank
+    monkeypatch.setattr(PairProbe, "_blank", noted)
     simulation = Simulation(uniform_cluster(2, "400gbit", "1us"))
     found = []
 

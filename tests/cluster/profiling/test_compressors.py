@@ -10,25 +10,29 @@ import torch
 
 from paceline import compression
 from paceline.cluster.profiling import (
-    KeptGradients,
-    Price,
-    Unsuited,
+    CompressorCost,
+    GradientDump,
+    NotApplicable,
     coding_times,
     price,
 )
 from paceline.cluster.profiling import compressors as coding
-from paceline.cluster.profiling.compressor_costs import pays_below, traffic
-from paceline.cluster.profiling.compressors import Coders, measure_coding, repeat
+from paceline.cluster.profiling.compressors import (
+    CompressorBenchmark,
+    measure_coding,
+    pays_below,
+    repeat,
+    traffic,
+)
 from paceline.compression import (
     COMPRESSORS,
-    ErrorFeedback,
-    Identity,
-    Later,
+    GradientCompression,
+    Leg,
+    NoCompression,
     full_spec,
     make,
 )
 from paceline.errors import UsageError
-from paceline.interfaces import Leg
 from tests.cluster.profiling.toys import (
     CLOCK,
     DECODE,
@@ -54,8 +58,8 @@ def tensors(named: list[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
     return [tensor for _, tensor in named]
 
 
-def kept(folder, *gradients) -> KeptGradients:
-    found = KeptGradients(folder, len(gradients))
+def kept(folder, *gradients) -> GradientDump:
+    found = GradientDump(folder, len(gradients))
     for named in gradients:
         found.keep([name for name, _ in named], tensors(named))
     return found
@@ -76,7 +80,9 @@ def test_seconds_are_those_of_the_compressor_alone():
 
 
 def test_a_compressor_is_timed_as_it_is_long_after_its_start():
-    times = measure_coding(Later(Slow(), 1000), gradient(), CLOCK)
+    times = measure_coding(
+        GradientCompression(Slow(), warmup_steps=1000), gradient(), CLOCK
+    )
     assert times == measure_coding(Slow(), gradient(), CLOCK)
     assert times.encode == pytest.approx(ENCODE)
 
@@ -84,14 +90,16 @@ def test_a_compressor_is_timed_as_it_is_long_after_its_start():
 @pytest.mark.parametrize("workers", [2, 3])
 def test_collectives_that_are_made_up_are_true_ones(workers):
     """All workers' gradients are equal, so the mean is one of them."""
-    for compressor in (Slow(), Identity()):
-        coders = Coders(compressor, gradient(), workers, CLOCK, coding=workers)
+    for compressor in (Slow(), NoCompression()):
+        coders = CompressorBenchmark(
+            compressor, gradient(), workers, CLOCK, coding=workers
+        )
         coded = coders.mean(tensors(gradient()))
         for result, wanted in zip(coders.result, tensors(gradient()), strict=True):
             assert torch.allclose(result, wanted, atol=1e-6)
-        legs = compressor.traffic(SHAPES, torch.float32, workers)
+        legs = compressor.wire_bytes(SHAPES, torch.float32, workers)
         assert coded.legs == list(legs)
-    few = Coders(Identity(), gradient(), 7, CLOCK)
+    few = CompressorBenchmark(NoCompression(), gradient(), 7, CLOCK)
     few.mean(tensors(gradient()))
     for result, wanted in zip(few.result, tensors(gradient()), strict=True):
         assert torch.allclose(result, wanted, atol=1e-6)
@@ -100,30 +108,35 @@ def test_collectives_that_are_made_up_are_true_ones(workers):
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_codes_are_as_large_as_every_compressor_says(name, monkeypatch):
     monkeypatch.setattr(coding, "REPEATS", 1)
-    compressor = make(SETTLED.get(name, name)).settled()
-    coded = repeat(Coders(compressor, gradient(), 2, CLOCK), tensors(gradient()))
-    said = compressor.traffic(SHAPES, torch.float32, 2)
+    compressor = make(SETTLED.get(name, name)).steady_state()
+    coded = repeat(
+        CompressorBenchmark(compressor, gradient(), 2, CLOCK), tensors(gradient())
+    )
+    said = compressor.code.wire_bytes(SHAPES, torch.float32, 2)
     assert traffic(coded.legs, 2) == pytest.approx(traffic(said, 2))
 
 
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_a_full_spec_is_of_the_same_compressor(name):
     for text in (name, f"{name}:warmup_steps=9") if name != "none" else (name,):
-        settled = make(text).settled()
+        settled = make(text).steady_state()
         again = make(full_spec(make(text)))
-        assert again.settled() == settled
+        assert again.steady_state() == settled
         assert full_spec(again) == full_spec(settled)
 
 
 def test_full_specs_tell_defaults():
-    assert full_spec(ErrorFeedback(compression.BF16(), 0.5)) == (
-        "bf16:error_feedback=true,decay=0.5"
+    assert full_spec(
+        GradientCompression(compression.BF16(), error_feedback=True, decay=0.5)
+    ) == ("bf16:error_feedback=true,decay=0.5")
+    assert (
+        full_spec(GradientCompression(compression.BF16()))
+        == "bf16:error_feedback=false"
     )
-    assert full_spec(compression.BF16()) == "bf16:error_feedback=false"
 
 
 def test_traffic_is_that_of_rings():
-    legs = [Leg("sum", 100), Leg("gather", 10), Leg("exchange", 40)]
+    legs = [Leg("sum", 100), Leg("gather", 10), Leg("all-to-all", 40)]
     assert traffic(legs, 4) == pytest.approx(2 * 75 + 3 * 10 + 30)
 
 
@@ -150,8 +163,8 @@ def test_a_price_is_of_bytes_and_errors_of_these_gradients(toys, tmp_path):
         ["half", "half:error_feedback=true"], steps, 4, begun.append
     )
     assert begun == ["half", "half:error_feedback=true"]
-    assert isinstance(lossy, Price)
-    assert isinstance(corrected, Price)
+    assert isinstance(lossy, CompressorCost)
+    assert isinstance(corrected, CompressorCost)
     assert lossy.dense_bytes == 4 * elements
     assert lossy.code_bytes == 2 * elements
     assert lossy.ratio == 2
@@ -168,7 +181,7 @@ def test_a_price_is_of_bytes_and_errors_of_these_gradients(toys, tmp_path):
 
 def test_parts_of_others_are_really_theirs(toys, tmp_path):
     (row,) = price(["slow"], kept(tmp_path, gradient()), 8)
-    assert isinstance(row, Price)
+    assert isinstance(row, CompressorCost)
     assert row.error < 1e-6
 
 
@@ -176,7 +189,7 @@ def test_what_changes_nothing_does_not_suit(tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
     rows = list(price(["none", "bf16"], kept(folder, gradient()), 8))
-    assert [type(row) for row in rows] == [Unsuited, Price]
+    assert [type(row) for row in rows] == [NotApplicable, CompressorCost]
     assert rows[0].reason.startswith("sends every tensor of this model as it is")
 
 
@@ -186,7 +199,7 @@ class WithMomentum(Half):
 
     name = "with-momentum"
 
-    def suits(self, optimizer):
+    def check_optimizer(self, optimizer):
         if optimizer.param_groups[0]["momentum"]:
             raise UsageError(f"{type(optimizer).__name__} has a momentum, too")
 
@@ -200,16 +213,16 @@ def test_what_does_not_suit_the_optimizer_is_said(momentum, monkeypatch, tmp_pat
     steps.keep_optimizer(torch.optim.SGD([parameter], momentum=momentum))
     (row,) = price(["with-momentum"], steps, 2)
     if momentum:
-        assert isinstance(row, Unsuited)
+        assert isinstance(row, NotApplicable)
         assert row.reason == "SGD has a momentum, too"
     else:
-        assert isinstance(row, Price)
+        assert isinstance(row, CompressorCost)
 
 
 def test_gradients_that_are_not_finite_are_left_out(toys, tmp_path):
     steps = kept(tmp_path, gradient(scale=math.inf), gradient(1), gradient(2))
     (row,) = price(["half"], steps, 2)
-    assert isinstance(row, Price)
+    assert isinstance(row, CompressorCost)
     assert row.steps == 2
 
 
@@ -217,7 +230,7 @@ def test_nothing_to_price_is_said(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UsageError, match="no gradients were seen"):
-        list(price(["bf16"], KeptGradients(empty), 8))
+        list(price(["bf16"], GradientDump(empty), 8))
     bad = tmp_path / "bad"
     bad.mkdir()
     with pytest.raises(UsageError, match="1 gradients"):

@@ -16,7 +16,7 @@ from torch import nn
 
 import paceline
 from paceline.cluster import Workload
-from paceline.cluster.profiling import WARM_UP_STEPS, Profiler, times_of, with_times
+from paceline.cluster.profiling import WARM_UP_STEPS, StepProfiler, times_of, with_times
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import simulation as runtime
 from tests.support.simulations import run_on, simulation
@@ -98,7 +98,7 @@ def distributed(model: nn.Module, clock: HostClock) -> Any:
 
 def profile(
     body: Callable[[int], Any], workers: int = 1, expected: int = 1
-) -> Profiler:
+) -> StepProfiler:
     runtime = simulation(workers, profile=True)
     run_on(runtime, body)
     assert len(runtime.result.profilers) == expected

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.packing import elements, flat, put
-from paceline.interfaces import Compressor, Exchange, Gather, Leg, Sum
+from paceline.compression import AllToAll, Compressor, Gather, Leg, Sum
+from paceline.compression.base import elements, flat, put
 
 
 class HandClock:
@@ -35,24 +35,22 @@ class Slow(Compressor):
     """Exact, in parts: an exchange of rows, and a gather of their sums."""
 
     name: ClassVar[str] = "slow"
-    linear: ClassVar[bool] = False
     unbiased: ClassVar[bool] = True
     rounds: ClassVar[int] = 2
-    state: ClassVar[str] = "none"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 1.0, 1.0
 
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         row = -(-elements(shapes) // workers) * dtype.itemsize
-        return Leg("exchange", workers * row), Leg("gather", row)
+        return Leg("all-to-all", workers * row), Leg("gather", row)
 
     def average(self, parts, states, place, sent=None):
         whole = flat(parts)
         padding = -whole.numel() % place.workers
         rows = torch.cat([whole, whole.new_zeros(padding)])
         CLOCK.now += ENCODE
-        own = yield Exchange(rows)
+        own = yield AllToAll(rows)
         CLOCK.now += DECODE
         everybodys = yield Gather(own.sum(0))
         CLOCK.now += PER_WORKER * place.workers
@@ -65,14 +63,11 @@ class Half(Compressor):
 
     name: ClassVar[str] = "half"
     linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
-    state: ClassVar[str] = "none"
 
-    def passes(self, workers):
+    def memory_passes(self, workers):
         return 1.0, 1.0
 
-    def traffic(self, shapes, dtype, workers):
+    def wire_bytes(self, shapes, dtype, workers):
         return (Leg("sum", 2 * elements(shapes)),)
 
     def average(self, parts, states, place, sent=None):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.collectives.in_network.best_effort import FallbackServer
+from paceline.collectives.in_network.server import AggregatorServer
 
 collective, steps = sys.argv[1], int(sys.argv[2])
 stops, file = (int(sys.argv[3]), Path(sys.argv[4])) if len(sys.argv) > 4 else (0, None)
@@ -26,18 +26,18 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer = paceline.distribute(
     model, optimizer, method="bsp", collective=collective, buckets="wfbp"
 )
-rank = int(os.environ["RANK"])
+rank = paceline.rank()
 
 
 def fail_once():
-    """The next datagrams that come to a server beside this worker end its thread."""
-    take = FallbackServer.take
+    """The next frames that come to a server beside this worker end its thread."""
+    take = AggregatorServer._take
 
-    def failing(server, packets):
-        FallbackServer.take = take
+    def failing(server, *words):
+        AggregatorServer._take = take
         raise RuntimeError("no room for sums")
 
-    FallbackServer.take = failing
+    AggregatorServer._take = failing
 
 
 scaler = torch.amp.GradScaler("cpu", enabled=wrong == "scaled infinity")

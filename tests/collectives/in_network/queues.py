@@ -3,13 +3,13 @@
 import torch
 
 import paceline
-from paceline.collectives.communicator import PointToPointComm, TorchComm
-from paceline.collectives.registry import make, over
+from paceline.collectives.communicator import Communicator, ConnectionlessGroup
+from paceline.collectives.registry import attach, make
 from paceline.runtimes.join import join_runtime
 
 paceline.init()
 runtime = join_runtime()
-comm = over(make("rina"), runtime, TorchComm(runtime))
+comm = attach(make("rina"), runtime, Communicator(runtime))
 rank = comm.rank
 mine = [0, 1] if rank < 2 else [2, 3]
 rack, pair = comm.group(mine), comm.group(sorted((rank, rank ^ 2)))
@@ -32,7 +32,7 @@ for _ in range(3):
     torch.testing.assert_close(own, ones(sum(mine)), **near)
     torch.testing.assert_close(across, ones((rank + (rank ^ 2)) / 2), **near)
     torch.testing.assert_close(beside, ones(8), **near)
-sends = PointToPointComm(comm, mine, f"{comm.name}, sends")
+sends = ConnectionlessGroup(comm, mine, f"{comm.name}, sends")
 sent = ones(rank)
 sends.all_reduce(sent, "sum").wait()
 torch.testing.assert_close(sent, ones(sum(mine)))

@@ -12,17 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.halving_doubling import HalvingDoubling
+from paceline.collectives.communicator import Communicator
 from paceline.collectives.in_network import algorithms
 from paceline.collectives.in_network.algorithms import BLOCK
 from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
-from paceline.collectives.pricing import seconds
-from paceline.collectives.registry import make, over
+from paceline.collectives.registry import attach, make
+from paceline.collectives.timing import seconds
 from paceline.errors import WorkerFailedError
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
-from tests.collectives.in_network.test_rina import LAYOUTS, cluster_of, shape
+from tests.collectives.in_network.test_pricing import LAYOUTS, cluster_of, placed
 from tests.support.profiles import examples
 from tests.support.simulations import run
 
@@ -34,10 +33,10 @@ def summed(layout, name, held, operation="sum"):
 
     def body(rank):
         runtime = join_runtime()
-        comm = over(make(name), runtime, TorchComm(runtime))
-        mine, start = held[rank].clone(), runtime.now()
+        comm = attach(make(name), runtime, Communicator(runtime))
+        mine, start = held[rank].clone(), runtime.clock.now()
         comm.all_reduce(mine, operation).wait()
-        return mine, runtime.now() - start
+        return mine, runtime.clock.now() - start
 
     return zip(*run(cluster_of(layout), body), strict=True)
 
@@ -166,19 +165,21 @@ def test_slabs_are_all_of_it_in_order():
 @pytest.mark.parametrize("play", [False, True], ids=["priced", "played"])
 def test_a_sum_takes_what_its_two_schedules_are_priced_at(play):
     layout, size = [(3, True), (2, False), (2, True)], 20_000
-    where, ranks = cluster_of(layout), 7
-    comm = shape(layout)
+    where = cluster_of(layout)
+    at = placed(layout)
 
     def body(rank):
         runtime = join_runtime()
-        comm = over(make("rina"), runtime, TorchComm(runtime))
-        start = runtime.now()
+        comm = attach(make("rina"), runtime, Communicator(runtime))
+        start = runtime.clock.now()
         comm.all_reduce(torch.ones(size), "sum").wait()
-        return runtime.now() - start
+        return runtime.clock.now() - start
 
-    agreeing = HalvingDoubling(ranks, algorithms.exponent_bytes(size))
-    expected = seconds(agreeing, where, play=play)
-    expected += seconds(make("rina").timed(4 * size, comm), where, play=play)
+    rina = make("rina")
+    expected = sum(
+        seconds(schedule, where, play=play)
+        for schedule in (rina.agreement(size, at), rina.schedule(4 * size, at))
+    )
     found = max(run(where, body, play=play))
     # Who has agreed before the others begins before them, where messages are played.
     assert found == pytest.approx(expected, rel=0.02 if play else 1e-9)
@@ -191,11 +192,11 @@ def test_what_stands_for_more_is_moved_at_the_price_of_that(name):
     def took(elements, dtype=torch.float32, name=name):
         def body(rank):
             runtime = join_runtime()
-            comm = over(make(name), runtime, TorchComm(runtime))
+            comm = attach(make(name), runtime, Communicator(runtime))
             buffer = stand_in_for(size, torch.ones(elements, dtype=dtype))
-            start = runtime.now()
+            start = runtime.clock.now()
             comm.all_reduce(buffer, "sum").wait()
-            return runtime.now() - start
+            return runtime.clock.now() - start
 
         return max(run(cluster_of([(3, True), (2, True)]), body))
 
@@ -218,8 +219,8 @@ SPECS = (
     "bsp:collective=rina,buckets=wfbp,clip_norm=1",
     "bsp:collective=switchml",
     "bsp:collective=rina,compression=powersgd,compression.rank=2",
-    "local-sgd:every=2,collective=rina",
-    "diloco:every=2,collective=rina",
+    "local-sgd:sync_every=2,collective=rina",
+    "diloco:sync_every=2,collective=rina",
     "ds-sync:collective=rina",
     "osp:collective=rina",
 )

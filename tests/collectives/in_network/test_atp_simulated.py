@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.collectives.communicator import TorchComm
-from paceline.collectives.registry import make, over
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.registry import attach, make
 from paceline.runtimes.join import join_runtime
 from tests.support.simulations import run
 
@@ -25,11 +25,11 @@ def means(cluster, name):
 
     def body(rank):
         runtime = join_runtime()
-        comm = over(make(name), runtime, TorchComm(runtime))
+        comm = attach(make(name), runtime, Communicator(runtime))
         numbers = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
-        start = runtime.now()
+        start = runtime.clock.now()
         comm.all_reduce(numbers).wait()
-        return numbers, runtime.now() - start
+        return numbers, runtime.clock.now() - start
 
     found, ends = zip(*run(cluster, body), strict=True)
     return found, max(ends)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import uniform_cluster
-from paceline.compression import COMPRESSORS, ErrorFeedback
+from paceline.compression import COMPRESSORS, GradientCompression
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import check_compressor, check_method
 from tests.conformance.plugins.rows import TOYS, registered
@@ -54,7 +54,7 @@ def test_every_toy_has_one_row():
 )
 def test_the_laws_of_compressors(toy):
     check_compressor(toy.what())
-    check_compressor(ErrorFeedback(toy.what()))
+    check_compressor(GradientCompression(toy.what(), error_feedback=True))
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from paceline.compression import GradientCompression
 from paceline.compression.casts import BF16
-from paceline.compression.error_feedback import ErrorFeedback
 from paceline.compression.quantization import Int8
 from paceline.core.checkpoint.worker_state import ResidualState
 from paceline.errors import UsageError
@@ -35,9 +35,11 @@ def send(codes, part, name):
 
 @pytest.mark.parametrize("code", [Int8(), BF16()], ids=lambda code: code.name)
 def test_a_worker_goes_on_with_the_same_bits(code):
-    saver, codes = owner(ErrorFeedback(code=code), rank=1, steps=3)
-    loader, again = owner(ErrorFeedback(code=code), rank=1)
-    assert loader.name == saver.name == f"compression.{code.name}+error feedback"
+    saver, codes = owner(
+        GradientCompression(code, error_feedback=True), rank=1, steps=3
+    )
+    loader, again = owner(GradientCompression(code, error_feedback=True), rank=1)
+    assert loader.name == saver.name == f"compression.{code.name}"
     saved = saver.save()
     assert set(saved) == {"weight", "bias"}
     loader.load({name: _copied(state) for name, state in saved.items()})
@@ -57,13 +59,14 @@ def _copied(state):
 @pytest.mark.parametrize("workers", [1, 3, 4])
 def test_the_sum_of_residuals_is_kept(workers):
     parts = [
-        owner(ErrorFeedback(code=Int8()), rank, steps=2)[0].save() for rank in (0, 1)
+        owner(GradientCompression(Int8(), error_feedback=True), rank, steps=2)[0].save()
+        for rank in (0, 1)
     ]
     whole = sum(part["weight"]["residual"] for part in parts)
     assert whole.abs().max() > 0
     total = torch.zeros(2, 2)
     for rank in range(workers):
-        loader, codes = owner(ErrorFeedback(code=Int8()), rank)
+        loader, codes = owner(GradientCompression(Int8(), error_feedback=True), rank)
         loader.load(loader.redistribute(iter(parts), workers))
         assert codes.states.keys() == {"weight", "bias"}
         total += codes.states["weight"]["residual"]
@@ -71,10 +74,10 @@ def test_the_sum_of_residuals_is_kept(workers):
 
 
 def test_a_tensor_that_is_no_parameter_has_no_share():
-    _, codes = owner(ErrorFeedback(code=BF16()))
+    _, codes = owner(GradientCompression(BF16(), error_feedback=True))
     send(codes, torch.full((3,), 0.3), "momentum")
     saved = ResidualState(codes, 0, PARAMETERS).save()
-    loader, _ = owner(ErrorFeedback(code=BF16()))
+    loader, _ = owner(GradientCompression(BF16(), error_feedback=True))
     with pytest.raises(UsageError, match="'momentum'"):
         loader.redistribute([saved], 2)
 
@@ -83,10 +86,10 @@ def test_parts_of_a_parameter_have_their_shares():
     """OSP sends pieces, which are named by the elements that they hold."""
     parts = []
     for rank in (0, 1):
-        saver, codes = owner(ErrorFeedback(code=BF16()), rank)
+        saver, codes = owner(GradientCompression(BF16(), error_feedback=True), rank)
         send(codes, torch.full((1, 3), 0.3), "weight[1:4]")
         parts.append(saver.save())
-    loader, _ = owner(ErrorFeedback(code=BF16()))
+    loader, _ = owner(GradientCompression(BF16(), error_feedback=True))
     given = loader.redistribute(iter(parts), 1)["weight[1:4]"]["residual"]
     kept = [part["weight[1:4]"]["residual"] for part in parts]
     assert given.shape == (1, 3)

@@ -106,7 +106,7 @@ def assert_as_alone(
 
 @pytest.mark.parametrize("optimizer", [momentum, adam])
 def test_one_node_is_bsp(optimizer: Any) -> None:
-    ours = train("daso:every=3,delay=2,group=3", 3, STEPS, optimizer=optimizer)
+    ours = train("daso:sync_every=3,delay=2,group=3", 3, STEPS, optimizer=optimizer)
     theirs = train("bsp", 3, STEPS, optimizer=optimizer)
     for mine, other in zip(ours[0].steps, theirs[0].steps, strict=True):
         torch.testing.assert_close(mine, other, **CLOSE)
@@ -116,7 +116,7 @@ def test_one_node_is_bsp(optimizer: Any) -> None:
 @pytest.mark.parametrize("workers", [4, 3])
 def test_where_nodes_wait_in_each_step_it_is_bsp_under_sgd(workers: int) -> None:
     """Also of nodes that differ in size; and not under Adam, which is not linear."""
-    method = "daso:every=1,delay=0,group=2"
+    method = "daso:sync_every=1,delay=0,group=2"
     ours, theirs = train(method, workers, STEPS), train("bsp", workers, STEPS)
     for mine, other in zip(ours[0].steps, theirs[0].steps, strict=True):
         torch.testing.assert_close(mine, other, **CLOSE)
@@ -138,7 +138,7 @@ def test_what_arrives_late_is_merged_as_the_formula_says(
 ) -> None:
     every, delay = pace
     workers = sum(nodes)
-    trained = train(f"daso:every={every},delay={delay},group=2", workers, STEPS)
+    trained = train(f"daso:sync_every={every},delay={delay},group=2", workers, STEPS)
     assert_as_alone(trained, Alone(nodes, every, delay, [STEPS] * workers), STEPS)
     assert all(torch.equal(one.end, trained[0].end) for one in trained)
 
@@ -151,20 +151,20 @@ def test_who_is_out_of_data_does_not_hold_its_node_back(
     data: tuple[int, ...], delay: int
 ) -> None:
     """Nor does it speak for it with old parameters."""
-    trained = train(f"daso:every=3,delay={delay},group=2", 4, data)
+    trained = train(f"daso:sync_every=3,delay={delay},group=2", 4, data)
     assert_as_alone(trained, Alone((2, 2), 3, delay, data), max(data))
     assert all(torch.equal(one.end, trained[0].end) for one in trained)
 
 
 def test_nodes_wait_for_each_other_while_warming_up() -> None:
-    method = "daso:every=4,delay=1,group=2,warm_up=3"
+    method = "daso:sync_every=4,delay=1,group=2,warm_up=3"
     trained = train(method, 4, STEPS)
     equal = [step for step in range(STEPS) if spread(trained, step) == 0.0]
     assert equal == [0, 1, 2]
 
 
 def test_nothing_leaves_the_node_between_exchanges() -> None:
-    sent = train("daso:every=4,delay=1,group=2", 4, 12)
+    sent = train("daso:sync_every=4,delay=1,group=2", 4, 12)
     inside = train("bsp", 2, 12)[0].sent[5]
     # One worker of each node speaks, in turn: in steps 3, 7 and 11.
     model = sum(p.numel() for p in double().parameters()) * 8
@@ -182,7 +182,10 @@ def test_nobody_waits_for_an_uplink_that_is_fast_enough_for_the_delay() -> None:
     rack = Rack(workers=2, link=1e9, latency=1e-6, uplink=size / (1.5 * step))
     seconds = {
         (every, delay): train(
-            f"daso:every={every},delay={delay}", Cluster((rack, rack)), 13, pace=step
+            f"daso:sync_every={every},delay={delay}",
+            Cluster((rack, rack)),
+            13,
+            pace=step,
         )[0].seconds
         for every, delay in ((1000, 0), (4, 2), (4, 0))
     }
@@ -201,7 +204,7 @@ def test_statistics_of_batchnorm_travel_with_the_parameters() -> None:
     def watch(rank: int, step: int, model: nn.Module, _: Any) -> None:
         found[step].append(model[1].running_var.clone())  # type: ignore[index]
 
-    trained = train("daso:every=3,delay=0,group=2", 4, 6, make=make, watch=watch)
+    trained = train("daso:sync_every=3,delay=0,group=2", 4, 6, make=make, watch=watch)
     for step, theirs in found.items():
         equal = all(torch.equal(one, theirs[0]) for one in theirs)
         assert equal == ((step + 1) % 3 == 0)
@@ -216,7 +219,7 @@ def test_statistics_of_batchnorm_travel_with_the_parameters() -> None:
 def test_another_number_of_workers_goes_on_from_the_mean(
     workers: int, tmp_path: Path
 ) -> None:
-    method = "daso:every=3,delay=2,group=2"
+    method = "daso:sync_every=3,delay=2,group=2"
 
     def begin() -> tuple[nn.Module, paceline.DistributedOptimizer]:
         model = double()
@@ -263,7 +266,7 @@ def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
         optimizer = paceline.distribute(
             model,
             momentum(model.parameters()),
-            method="daso:every=4,delay=3,group=2",
+            method="daso:sync_every=4,delay=3,group=2",
             buckets=buckets,
         )
         if first:
@@ -289,9 +292,9 @@ def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ("every=0", "1 or more steps"),
-        ("delay=-1", "0 to every=4"),
-        ("delay=5", "0 to every=4"),
+        ("sync_every=0", "1 or more steps"),
+        ("delay=-1", "0 to sync_every=4"),
+        ("delay=5", "0 to sync_every=4"),
         ("warm_up=-1", "0 or more steps"),
         ("group=1", "group of one"),
         ("group=machine", "rack, host"),

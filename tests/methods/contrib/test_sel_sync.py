@@ -33,7 +33,7 @@ def times_equal(method: str, **options: Any) -> list[int]:
 def test_with_delta_0_it_is_local_sgd_in_each_step(optimizer: Any) -> None:
     ends = [
         train(method, WORKERS, STEPS, optimizer=optimizer)[0]
-        for method in ("sel-sync:delta=0,window=4", "local-sgd:every=1")
+        for method in ("sel-sync:delta=0,window=4", "local-sgd:sync_every=1")
     ]
     for ours, theirs in zip(ends[0].steps, ends[1].steps, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
@@ -61,7 +61,7 @@ def test_one_workers_flag_is_everybodys() -> None:
 
 def test_bytes_are_those_of_flags_where_none_is_raised() -> None:
     sent = train("sel-sync:delta=inf,window=3", WORKERS, STEPS)[0].sent
-    plain = train("local-sgd:every=1", WORKERS, STEPS)[0].sent
+    plain = train("local-sgd:sync_every=1", WORKERS, STEPS)[0].sent
     assert min(sent[:2]) > 0.9 * plain[0]
     assert max(sent[3:]) < 0.2 * plain[0]
 
@@ -79,7 +79,7 @@ def test_the_norm_is_the_sum_over_tensors() -> None:
 
 
 def flags(method: SelSync, norms: list[float]) -> list[bool]:
-    run: Any = SimpleNamespace(buckets=[], own_buffers=[])
+    run: Any = SimpleNamespace(buckets=[], own_buffers=[], parameters=[])
     worker = method.start(run)
     return [worker._raises(norm) for norm in norms]
 

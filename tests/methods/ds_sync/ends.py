@@ -9,10 +9,10 @@ from paceline.testing import Case
 from paceline.testing.method_checks import CHECKS, final_parameters
 
 METHODS = (
-    "ds-sync:shuffle=digits,overlap=step",
-    "ds-sync:shuffle=digits,size=3,overlap=forward",
-    "ds-sync:shuffle=digits",
-    "ds-sync:shuffle=digits,swa_from=4,swa_every=2",
+    "ds-sync:groups=digits,overlap=step",
+    "ds-sync:groups=digits,size=3,overlap=forward",
+    "ds-sync:groups=digits",
+    "ds-sync:groups=digits,swa_from=4,swa_every=2",
 )
 RULE = "wfbp"
 LAWS = {
@@ -21,7 +21,7 @@ LAWS = {
         "leaving_after_backward_ends_with_one_model",
         "converges",
     ),
-    "ds-sync:shuffle=digits,overlap=step": ("a_checkpoint_is_a_restart",),
+    "ds-sync:groups=digits,overlap=step": ("a_checkpoint_is_a_restart",),
 }
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from paceline.cluster import Cluster, uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.adjust import decide, for_members
-from paceline.methods.ds_sync.contention import NONE, Contention
 from paceline.methods.ds_sync.cost import group_seconds, steady_seconds
-from paceline.methods.ds_sync.groups import check_partition, parts
-from paceline.methods.ds_sync.plan import make_plan
+from paceline.methods.ds_sync.divide import make_plan
+from paceline.methods.ds_sync.plan import NONE, Contention, check_partition, parts
 from tests.methods.ds_sync.clusters import any_cluster, rack, racks
 from tests.support.profiles import examples
 
@@ -162,7 +161,7 @@ def test_whatever_was_measured_there_is_one_plan_that_connects_all(cluster, seed
 
 
 def test_links_that_nobody_described_are_taken_to_be_alike():
-    plan = make_plan(range(8), shuffle="auto")
+    plan = make_plan(range(8), groups="auto")
     busy = Contention(hosts=((2, 0.2),))
     adjusted = decide(plan, measure(plan, ONE_RACK, busy), None, PAYLOAD, begins=40)
     assert (adjusted.version, adjusted.begins) == (1, 40)
@@ -173,7 +172,7 @@ def test_links_that_nobody_described_are_taken_to_be_alike():
 
 
 def test_a_design_that_was_asked_for_by_name_stays():
-    plan = first_plan(ONE_RACK, shuffle="digits")
+    plan = first_plan(ONE_RACK, groups="digits")
     assert decide(plan, [[9.0, 1.0, 1.0, 1.0]], ONE_RACK, PAYLOAD) is None
 
 
@@ -186,16 +185,16 @@ def test_groups_that_were_not_measured_say_nothing():
 
 @given(st.sets(st.integers(0, 15), min_size=1), st.sampled_from(["auto", "digits"]))
 @settings(max_examples=examples(60))
-def test_those_who_remain_have_a_plan(members, shuffle):
+def test_those_who_remain_have_a_plan(members, groups):
     cluster = Cluster((rack(8, 0.25, slow=(2,)), rack(8, 1.5)))
-    plan = first_plan(cluster, shuffle=shuffle, size=4)
+    plan = first_plan(cluster, groups=groups, size=4)
     fewer = for_members(plan, sorted(members), cluster, PAYLOAD, begins=9)
     assert (fewer.version, fewer.begins) == (1, 9)
     for step in range(9, 14):
         if len(members) > 1:
-            check_partition(fewer.groups(step), members, "remaining")
+            check_partition(fewer.groups_at(step), members, "remaining")
         else:
-            assert fewer.groups(step) == (tuple(members),)
+            assert fewer.groups_at(step) == (tuple(members),)
 
 
 def test_times_of_another_plan_are_told():

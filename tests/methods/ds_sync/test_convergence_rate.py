@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.methods.ds_sync.convergence_rate import (
+from paceline.methods.ds_sync.cost import (
     describe,
     matrix,
     period_matrix,
@@ -15,7 +15,8 @@ from paceline.methods.ds_sync.convergence_rate import (
     rate_per_step,
     spread,
 )
-from paceline.methods.ds_sync.plan import Plan, make_plan
+from paceline.methods.ds_sync.divide import make_plan
+from paceline.methods.ds_sync.plan import Plan
 from tests.methods.ds_sync.clusters import any_cluster, racks
 from tests.support.profiles import examples
 
@@ -26,7 +27,7 @@ def simulated(plan, steps, width=1000, seed=0):
     values = np.zeros((len(plan.members), width))
     for step in range(steps):
         values += noise.standard_normal(values.shape)
-        values = matrix(plan.groups(step), plan.members) @ values
+        values = matrix(plan.groups_at(step), plan.members) @ values
         yield np.mean((values - values.mean(0)) ** 2)
 
 
@@ -73,11 +74,11 @@ def test_fixed_groups_grow_apart_for_ever():
 
 @given(any_cluster, st.sampled_from(["digits", "topology"]), st.integers(0, 9))
 @settings(max_examples=examples(60))
-def test_every_phase_is_a_projection_that_keeps_the_mean(cluster, shuffle, seed):
+def test_every_phase_is_a_projection_that_keeps_the_mean(cluster, groups, seed):
     if cluster.workers < 2:
         return
     plan = make_plan(
-        range(cluster.workers), shuffle=shuffle, cluster=cluster, bytes=1e8, seed=seed
+        range(cluster.workers), groups=groups, cluster=cluster, bytes=1e8, seed=seed
     )
     for groups in plan.phases:
         mean = matrix(groups, plan.members)
@@ -96,7 +97,7 @@ def test_a_rate_is_how_fast_differences_shrink():
     values -= values.mean()
     sizes = []
     for step in range(80):
-        values = matrix(plan.groups(step), plan.members) @ values
+        values = matrix(plan.groups_at(step), plan.members) @ values
         sizes.append(np.linalg.norm(values))
     measured = (sizes[39] / sizes[19]) ** (1 / 20)
     assert measured == pytest.approx(rate_per_step(plan), rel=0.02)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from paceline.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.cost import group_seconds, steady_seconds, step_seconds
-from paceline.methods.ds_sync.plan import Plan, make_plan
+from paceline.methods.ds_sync.divide import make_plan
+from paceline.methods.ds_sync.plan import Plan
 from tests.methods.ds_sync.clusters import LINK, any_cluster, rack, racks
 from tests.support.profiles import examples
 
@@ -17,7 +18,7 @@ PAYLOAD = 1e8
 @given(st.integers(2, 16), st.sampled_from([0.0, 1e-3]))
 @settings(max_examples=examples(40))
 def test_a_group_takes_what_a_ring_does(count, latency):
-    plan = make_plan(range(count), shuffle="digits", size=count)
+    plan = make_plan(range(count), groups="digits", size=count)
     cluster = Cluster((rack(count, latency=latency),))
     around = 2 * (count - 1) * (PAYLOAD / count / LINK + latency)
     assert step_seconds(plan, cluster, PAYLOAD) == pytest.approx((around,))
@@ -58,10 +59,10 @@ def test_a_crossing_delays_its_rack_only_one_phase_later():
 
 @given(any_cluster, st.sampled_from(["digits", "topology"]))
 @settings(max_examples=examples(20))
-def test_a_step_takes_between_computing_and_its_slowest_group(cluster, shuffle):
+def test_a_step_takes_between_computing_and_its_slowest_group(cluster, groups):
     if not 2 <= cluster.workers <= 24:
         return
-    plan = make_plan(range(cluster.workers), shuffle=shuffle, cluster=cluster, bytes=1)
+    plan = make_plan(range(cluster.workers), groups=groups, cluster=cluster, bytes=1)
     compute = 0.2 / min(cluster.speeds)
     steady = steady_seconds(plan, cluster, PAYLOAD, 0.2)
     # Groups of different steps may meet on a link: then all of them are slower.
@@ -71,7 +72,7 @@ def test_a_step_takes_between_computing_and_its_slowest_group(cluster, shuffle):
 
 
 def test_a_cluster_without_some_of_the_workers_is_told():
-    plan = make_plan(range(6), shuffle="digits")
+    plan = make_plan(range(6), groups="digits")
     for price in (step_seconds, steady_seconds, group_seconds):
         with pytest.raises(UsageError, match=r"4 workers.*worker 4"):
             price(plan, racks(1, 4), PAYLOAD)

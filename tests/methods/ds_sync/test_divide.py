@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.errors import UsageError
-from paceline.methods.ds_sync.convergence_rate import period_rate
-from paceline.methods.ds_sync.cost import group_seconds, step_seconds
-from paceline.methods.ds_sync.divide import divide, sites_of
-from paceline.methods.ds_sync.groups import check_partition, parts
-from paceline.methods.ds_sync.plan import Plan, make_plan
+from paceline.methods.ds_sync.cost import group_seconds, period_rate, step_seconds
+from paceline.methods.ds_sync.divide import divide, make_plan, sites_of
+from paceline.methods.ds_sync.plan import Plan, check_partition, parts
 from tests.methods.ds_sync.clusters import LINK, any_cluster, rack, racks
 from tests.support.profiles import examples
 
@@ -206,7 +204,7 @@ def test_auto_looks_at_the_network():
         (Cluster((rack(8, None, slow=(5,)),)), True),
     ):
         plan = make_plan(range(8), cluster=cluster, bytes=PAYLOAD)
-        digits = make_plan(range(8), shuffle="digits")
+        digits = make_plan(range(8), groups="digits")
         assert (plan.phases == digits.phases) is not uneven
 
 
@@ -220,7 +218,7 @@ def test_auto_looks_at_the_network():
 )
 def test_a_cluster_that_is_not_that_of_the_workers_is_told(members, cluster, words):
     with pytest.raises(UsageError, match=words):
-        make_plan(members, shuffle="topology", cluster=cluster, bytes=PAYLOAD)
+        make_plan(members, groups="topology", cluster=cluster, bytes=PAYLOAD)
 
 
 def test_a_later_plan_may_be_for_a_part_of_the_cluster():

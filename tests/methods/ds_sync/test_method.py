@@ -19,7 +19,7 @@ def test_a_group_has_one_model_after_its_step_statistics_included():
     def each(model, optimizer):
         return copy.deepcopy(model.state_dict())
 
-    results = train("ds-sync:shuffle=digits", 4, 4, each=each)
+    results = train("ds-sync:groups=digits", 4, 4, each=each)
     phases = [[(0, 1), (2, 3)], [(0, 2), (1, 3)]]
     for number in range(4):
         states = [seen[number] for _, seen in results]
@@ -34,7 +34,7 @@ def test_a_group_has_one_model_after_its_step_statistics_included():
 
 def test_all_end_with_the_mean_of_all_and_with_the_largest_count():
     """Of the forward passes of those who had fewer BatchNorm knows nothing more."""
-    results = train("ds-sync:shuffle=digits", 4, (5, 3, 5, 4))
+    results = train("ds-sync:groups=digits", 4, (5, 3, 5, 4))
     assert equal(models(results))
     assert results[1][0][1].num_batches_tracked.item() == 5
 
@@ -75,7 +75,7 @@ def test_the_end_is_the_mean_of_all_weights_that_all_workers_have_counted():
         return [p.detach().clone() for p in model.parameters()]
 
     for overlap in ("none", "forward", "step"):
-        method = f"ds-sync:shuffle=digits,swa_from=3,swa_every=2,overlap={overlap}"
+        method = f"ds-sync:groups=digits,swa_from=3,swa_every=2,overlap={overlap}"
         results = train(method, 4, 8, each=each)
         assert equal(models(results))
         if overlap == "none":  # else the script sees what is not averaged yet
@@ -126,7 +126,7 @@ def test_swa_that_begins_after_the_end_changes_nothing_and_that_is_said(capsys):
         ("ds-sync:swa_every=0", "1 or more steps"),
         ("ds-sync:swa_from=-2", "-1 for"),
         ("ds-sync:adjust_every=-1", "0 for none"),
-        ("ds-sync:shuffle=deck", "digits"),
+        ("ds-sync:groups=deck", "digits"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(method, words):
@@ -145,7 +145,7 @@ def test_restarts_in_the_middle_of_a_period_are_the_kits_for_own_states():
     """What is saved says which plan it was, and what was on its way."""
 
     def body(rank):
-        model, optimizer = begin("ds-sync:shuffle=digits,overlap=step,swa_from=0")
+        model, optimizer = begin("ds-sync:groups=digits,overlap=step,swa_from=0")
         step(model, optimizer, 0)
         names = {own.name: own.save() for own in inspect(optimizer).worker_states}
         optimizer.finish()
@@ -153,4 +153,4 @@ def test_restarts_in_the_middle_of_a_period_are_the_kits_for_own_states():
 
     saved, _ = simulate(4, body)
     assert {"0.weight", "buffers 0.0"} <= saved[0]["means"].keys()
-    assert saved[0]["plan"]["phases"] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    assert saved[0]["plan"]["plan"]["phases"] == [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]

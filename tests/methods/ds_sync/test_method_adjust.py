@@ -6,7 +6,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack, Rule
-from paceline.cluster.network_rules import repair, throttle
+from paceline.cluster.cluster import repair, throttle
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.methods.ds_sync.helpers import Walk, equal, simulate, worker_of
@@ -139,5 +139,5 @@ def test_groups_that_were_asked_for_by_name_are_not_adjusted():
     with pytest.raises(Exception, match="stay as they are"):
         paceline.distribute(
             *(model := Walk(), torch.optim.SGD(model.parameters(), lr=1.0)),
-            method="ds-sync:shuffle=digits,adjust_every=10",
+            method="ds-sync:groups=digits,adjust_every=10",
         )

@@ -17,7 +17,7 @@ def test_digit_wise_groups_of_two_steps_have_the_spread_of_the_formula(
     workers, size, steps
 ):
     """1/g - 1/n of unit noise, measured right after averaging."""
-    found = spread(walk(f"ds-sync:shuffle=digits,size={size}", workers, steps))
+    found = spread(walk(f"ds-sync:groups=digits,size={size}", workers, steps))
     expected = 1 / size - 1 / workers
     assert found[SETTLED:].mean().item() == pytest.approx(expected, rel=0.05)
 
@@ -29,7 +29,7 @@ def test_digit_wise_groups_of_two_steps_have_the_spread_of_the_formula(
 def test_digit_wise_groups_agree_exactly_after_as_many_steps_as_digits(
     workers, size, digits
 ):
-    places = walk(f"ds-sync:shuffle=digits,size={size}", workers, digits + 1, own=True)
+    places = walk(f"ds-sync:groups=digits,size={size}", workers, digits + 1, own=True)
     apart = spread(places)
     assert apart[digits - 2] > 0.01
     rounding = 0.0 if size in (2, 4) else 1e-6

@@ -26,9 +26,9 @@ from tests.methods.ds_sync.trainings import (
 @pytest.mark.parametrize(
     ("more", "buckets"),
     [
-        ("shuffle=digits", "wfbp"),
+        ("groups=digits", "wfbp"),
         ("size=4", "ddp"),
-        ("shuffle=auto", "single"),
+        ("groups=auto", "single"),
     ],
 )
 def test_waiting_in_the_forward_pass_changes_no_bit(more, buckets):
@@ -48,7 +48,7 @@ def test_means_that_travel_all_step_are_put_before_the_update():
         def body(rank, overlap=overlap):
             model = Walk()
             inner = torch.optim.SGD(model.parameters(), lr=1.0)
-            method = f"ds-sync:shuffle=digits,overlap={overlap}"
+            method = f"ds-sync:groups=digits,overlap={overlap}"
             optimizer = paceline.distribute(model, inner, method=method)
             noise = torch.Generator().manual_seed(rank)
             for _ in range(5):
@@ -61,7 +61,7 @@ def test_means_that_travel_all_step_are_put_before_the_update():
         walks.append(simulate(4, body)[0])
     assert equal([model for walk in walks for model in walk])
     plain, late = (
-        models(train(f"ds-sync:shuffle=digits,overlap={o}", 4, 5))
+        models(train(f"ds-sync:groups=digits,overlap={o}", 4, 5))
         for o in ("none", "step")
     )
     assert not equal([plain[0], late[0]])
@@ -115,7 +115,7 @@ def test_an_evaluation_is_of_the_mean_wherever_it_is_made(overlap):
                 return copy.deepcopy(model)
 
         def body(rank, evaluates=evaluates):
-            model, optimizer = begin(f"ds-sync:shuffle=digits,overlap={overlap}")
+            model, optimizer = begin(f"ds-sync:groups=digits,overlap={overlap}")
             looks = [look(model, optimizer)] if evaluates else []
             for number in range(5):
                 optimizer.zero_grad()

@@ -34,7 +34,7 @@ def train(folder, method, workers, numbers, load, save):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "overlap"),
-    each_once([f"shuffle=digits,{SWA}", "shuffle=digits", "size=3"]),
+    each_once([f"groups=digits,{SWA}", "groups=digits", "size=3"]),
 )
 def test_a_restart_in_the_middle_of_a_period_changes_no_bit(tmp_path, overlap, more):
     """Eight workers have a period of three; what was on its way is saved, too."""
@@ -46,7 +46,7 @@ def test_a_restart_in_the_middle_of_a_period_changes_no_bit(tmp_path, overlap, m
 
 
 def test_a_job_of_another_size_begins_with_the_mean_and_a_plan_of_its_own(tmp_path):
-    method = f"ds-sync:shuffle=digits,{SWA}"
+    method = f"ds-sync:groups=digits,{SWA}"
     saved = train(tmp_path, method, 4, range(5), load=False, save=True)
     loaded = train(tmp_path, method, 3, range(5, 8), load=True, save=False)
     begins = [before for before, *_ in loaded]
@@ -55,7 +55,7 @@ def test_a_job_of_another_size_begins_with_the_mean_and_a_plan_of_its_own(tmp_pa
     for _, worker, _ in loaded:
         assert worker.current.plan.members == (0, 1, 2)
     assert equal([model for *_, model in loaded])
-    averages = [worker.save_state()["trajectory"] for _, worker, _ in saved]
+    averages = [worker.save_state()["swa"] for _, worker, _ in saved]
     assert [one["count"] for one in averages] == [2] * 4  # of steps 1 and 3
 
 

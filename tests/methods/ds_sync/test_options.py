@@ -11,8 +11,8 @@ from paceline.errors import UsageError
     [
         ("swa_every=2", "swa_from with it"),
         ("cross_rack_every=0", "1 or more phases"),
-        ("cross_rack_every=2,shuffle=digits", "know of no racks"),
-        ("adjust_every=5,shuffle=digits", "stay as they are"),
+        ("cross_rack_every=2,groups=digits", "know of no racks"),
+        ("adjust_every=5,groups=digits", "stay as they are"),
     ],
 )
 def test_what_would_count_for_nothing_is_refused(keys, words):
@@ -25,7 +25,7 @@ def test_what_would_count_for_nothing_is_refused(keys, words):
     [
         "swa_from=0,swa_every=2",
         "cross_rack_every=2",
-        "cross_rack_every=2,shuffle=topology",
+        "cross_rack_every=2,groups=topology",
     ],
 )
 def test_what_counts_is_not(keys):

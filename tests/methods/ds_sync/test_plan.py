@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.methods.ds_sync.plan import Plan, check_connected, make_plan
+from paceline.methods.ds_sync.divide import make_plan
+from paceline.methods.ds_sync.plan import Plan, check_connected
 from tests.support.profiles import examples
 
 
@@ -22,7 +23,7 @@ def test_a_plan_does_not_depend_on_who_makes_it(members, order, step):
     first = make_plan(ordered, seed=3)
     second = make_plan(mixed, seed=3)
     assert first == second
-    groups = first.groups(step)
+    groups = first.groups_at(step)
     assert {rank: first.mine(step, rank) for rank in ordered} == {
         rank: group for group in groups for rank in group
     }
@@ -31,15 +32,15 @@ def test_a_plan_does_not_depend_on_who_makes_it(members, order, step):
 def test_a_period_goes_on_from_where_the_plan_begins():
     plan = make_plan(range(12), begins=7)
     period = len(plan.phases)
-    assert plan.groups(7) == plan.phases[0]
+    assert plan.groups_at(7) == plan.phases[0]
     for step in range(7, 7 + 3 * period):
-        assert plan.groups(step) == plan.phases[(step - 7) % period]
+        assert plan.groups_at(step) == plan.phases[(step - 7) % period]
 
 
 def test_one_worker_and_two_workers_have_plans():
-    alone = make_plan([5], shuffle="digits")
+    alone = make_plan([5], groups="digits")
     assert alone.mine(3, 5) == (5,)
-    assert make_plan([2, 9], shuffle="digits").groups(4) == ((2, 9),)
+    assert make_plan([2, 9], groups="digits").groups_at(4) == ((2, 9),)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +65,9 @@ def test_a_period_that_leaves_workers_apart_is_told():
 
 def test_a_worker_without_a_group_is_told():
     with pytest.raises(UsageError, match="worker 4 is in no group"):
-        make_plan(range(4), shuffle="digits").mine(0, 4)
+        make_plan(range(4), groups="digits").mine(0, 4)
 
 
 def test_a_design_that_is_not_there_is_told():
     with pytest.raises(UsageError, match="Did you mean 'digits'"):
-        make_plan(range(8), shuffle="digit")
+        make_plan(range(8), groups="digit")

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.methods.ds_sync.groups import check_partition, cut, parts
-from paceline.methods.ds_sync.plan import make_plan
-from paceline.methods.ds_sync.shuffle import digits
+from paceline.methods.ds_sync.divide import digits, make_plan
+from paceline.methods.ds_sync.plan import check_partition, cut, parts
 from tests.support.profiles import examples
 
 
@@ -68,4 +67,4 @@ def test_digits_agree_exactly_after_as_many_steps_as_there_are_digits(
 )
 def test_sizes_that_cannot_be_are_told(size, words):
     with pytest.raises(UsageError, match=words):
-        make_plan(range(4), shuffle="digits", size=size)
+        make_plan(range(4), groups="digits", size=size)

@@ -350,11 +350,20 @@ def test_copies_and_pickles_of_a_model_are_plain(method):
 
 
 def test_parameters_are_plain_again_after_finish():
-    def kinds(rank, step, model, optimizer, schedule):
-        return {type(p) for p in model.parameters()} != {nn.Parameter}
+    def kinds(model):
+        return {type(parameter) for parameter in model.parameters()}
 
-    def body(method):
-        return train(method, 2, around=kinds)
+    def body(rank):
+        model = perceptron()
+        optimizer = paceline.distribute(
+            model, sgd(model), method="priority", buckets="wfbp"
+        )
+        squares(model, torch.ones(4, 6)).backward()
+        optimizer.step()
+        watched = kinds(model)
+        optimizer.finish()
+        return watched, kinds(model)
 
-    for _, seen in body("priority"):
-        assert any(seen)  # they were watched: the test sees something
+    for watched, after in simulate(2, body):
+        assert watched != {nn.Parameter}
+        assert after == {nn.Parameter}

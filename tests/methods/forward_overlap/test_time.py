@@ -49,7 +49,7 @@ def step_seconds(method):
             optimizer.zero_grad()
             model(torch.zeros(())).backward()
             optimizer.step()
-            ends.append(join_runtime().now())
+            ends.append(join_runtime().clock.now())
         optimizer.finish()
         return ends[-1] - ends[-2]
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from paceline.interfaces import Groups
 from paceline.methods.gssp.grouping import (
-    BySpeed,
     Hysteresis,
     Merging,
-    fewest,
-    found,
+    Regrouping,
+    StepTime,
+    fewest_groups,
+    group_by_speed,
+    keep_numbers,
     partition,
-    renumbered,
     speed_classes,
 )
-from paceline.methods.gssp.step_times import Measured
 from tests.support.profiles import examples
 
 TIMES = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=7)
@@ -61,7 +61,7 @@ def test_groups_are_numbered_from_the_fastest(times: list[float], groups: int) -
 @settings(max_examples=examples(40))
 @given(TIMES, st.floats(1.0, 4.0))
 def test_so_few_groups_do_and_fewer_do_not(times: list[float], ratio: float) -> None:
-    count = fewest(times, ratio)
+    count = fewest_groups(times, ratio)
     assert widest(times, partition(times, count)) <= ratio
     if count > 1:
         assert widest(times, partition(times, count - 1)) > ratio
@@ -72,18 +72,18 @@ def test_so_few_groups_do_and_fewer_do_not(times: list[float], ratio: float) -> 
 def test_who_is_equally_fast_is_one_group(
     seconds: float, workers: int, ratio: float
 ) -> None:
-    assert found([seconds] * workers, ratio, 4) == [0] * workers
+    assert group_by_speed([seconds] * workers, ratio, 4) == [0] * workers
 
 
 def test_no_more_groups_than_there_may_be() -> None:
     times = [1.0, 2.0, 4.0, 8.0, 16.0]
-    assert found(times, 1.25, 9) == [0, 1, 2, 3, 4]
-    assert len(set(found(times, 1.25, 2))) == 2
+    assert group_by_speed(times, 1.25, 9) == [0, 1, 2, 3, 4]
+    assert len(set(group_by_speed(times, 1.25, 2))) == 2
 
 
 def test_four_classes_are_found_whatever_their_jitter() -> None:
     times = [t * (1 + 0.01 * k) for t in (1.0, 1.5, 2.0, 3.0) for k in range(4)]
-    assert found(times, 1.25, 4) == [k // 4 for k in range(16)]
+    assert group_by_speed(times, 1.25, 4) == [k // 4 for k in range(16)]
 
 
 # ---- classes ----
@@ -111,7 +111,7 @@ def test_other_numbers_are_the_same_groups_and_move_no_more(
     pairs: list[tuple[int, int]],
 ) -> None:
     of, wanted = [a for a, _ in pairs], {i: b for i, (_, b) in enumerate(pairs)}
-    after = renumbered(wanted, of)
+    after = keep_numbers(wanted, of)
     assert len(set(zip(wanted.values(), after.values(), strict=True))) == len(
         set(wanted.values())
     )
@@ -127,10 +127,10 @@ NOW = Groups((0, 0, 0, 1, 1), 3, version=1)
 
 def looks(*times: list[float], margin: float = 0.15, rows: int = 2) -> list[list[int]]:
     """The groups after each look."""
-    by_speed = BySpeed(0, 3, 1.25, Hysteresis(margin, rows), Merging(1.25, rows))
+    by_speed = Regrouping(0, 3, 1.25, Hysteresis(margin, rows), Merging(1.25, rows))
     groups, after = NOW, []
     for its in times:
-        of = by_speed.look(groups, {w: Measured(t) for w, t in enumerate(its)})
+        of = by_speed.decide(groups, {w: StepTime(t) for w, t in enumerate(its)})
         groups = groups._replace(of=tuple(of))
         after.append(list(of))
     return after
@@ -163,15 +163,15 @@ def test_who_would_part_again_soon_does_not_become_one() -> None:
     """Two groups are as alike as the ratio allows, and stay; so do those of a number by hand."""
     hardly = [1.0, 1.0, 1.0, 1.2, 1.2]
     assert looks(*[hardly] * 4)[-1] == list(NOW.of)
-    by_hand = BySpeed(2, 3, 1.25, Hysteresis(0.15, 1), Merging(1.25, 1))
-    times = {worker: Measured(1.0) for worker in range(5)}
-    assert len(set(by_hand.look(NOW, times))) == 2
+    by_hand = Regrouping(2, 3, 1.25, Hysteresis(0.15, 1), Merging(1.25, 1))
+    times = {worker: StepTime(1.0) for worker in range(5)}
+    assert len(set(by_hand.decide(NOW, times))) == 2
 
 
 def test_the_smaller_group_goes_and_takes_along_who_is_away() -> None:
     merging = Merging(1.25, 1)
-    times = {worker: Measured(1.0) for worker in (0, 1, 2, 3)}
-    assert merging.look((2, 0, 0, 0, 2), times) == [0] * 5
+    times = {worker: StepTime(1.0) for worker in (0, 1, 2, 3)}
+    assert merging.decide((2, 0, 0, 0, 2), times) == [0] * 5
 
 
 def test_who_is_as_fast_again_may_be_one_group_while_others_part() -> None:
@@ -189,7 +189,7 @@ def test_of_errors_there_are_never_more_groups(
     times: list[float], error: float, data: st.DataObject
 ) -> None:
     errors = [data.draw(st.floats(0.0, error)) for _ in times]
-    assert fewest(times, 1.25, errors) <= fewest(times, 1.25)
+    assert fewest_groups(times, 1.25, errors) <= fewest_groups(times, 1.25)
 
 
 @settings(max_examples=examples(40))

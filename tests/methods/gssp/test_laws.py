@@ -5,37 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.interfaces import Groups, Parcel, UpdatesOnServer
+from paceline.interfaces import Groups, GroupUpdate, UpdatesOnServer
 from paceline.interfaces.server_messages import Parameters
 from paceline.methods.asp import ASP
 from paceline.methods.grouping_sgd import GroupingSGD
 from paceline.methods.gssp import GSSP
 from paceline.methods.ssp import SSP
-from tests.support.gssp_net import SGD, Net, Worker, each
+from tests.support.group_discipline_trial import SGD, GroupTrial, each
 from tests.support.profiles import examples
 
 TIMES = st.lists(st.floats(0.2, 5.0), min_size=1, max_size=5)
 MOMENTUM = SGD | {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 
 
-def said(net: Net) -> list[tuple[int, int, int, int, list[float]]]:
-    """All answers to pushes and pulls, in order."""
+def replies_of(trial: GroupTrial) -> list[tuple[int, int, int, int, list[float]]]:
+    """All replies to pushes and pulls, in order."""
     return [
         (number, to.worker, message.bucket, message.step, payload.tolist())
-        for number, (to, message, payload) in net.answers
+        for number, (to, message, payload) in trial.answers
         if isinstance(message, Parameters) and payload is not None
     ]
 
 
-def parameters(net: Net, server: int) -> torch.Tensor:
-    return torch.cat(net.servers[server].shard.store.flats)
+def parameters(trial: GroupTrial, server: int) -> torch.Tensor:
+    return torch.cat(trial.servers[server].shard.store.flats)
 
 
 def members(sizes: Sequence[int]) -> str:
@@ -58,26 +57,26 @@ def test_one_group_is_ssp_bit_for_bit(
     dies = [(data.draw(st.floats(0.1, 20.0)), len(times) - 1)]
     dies = dies if data.draw(st.booleans()) else []
 
-    def play(method: UpdatesOnServer) -> Net:
-        return Net(
+    def play(method: UpdatesOnServer) -> GroupTrial:
+        return GroupTrial(
             method, each(*times), steps, 2, 0.5, 0.5, seed, dies, MOMENTUM
         ).play()
 
     one = play(GSSP(number_of_groups=1, staleness=staleness))
-    assert said(one) == said(play(SSP(staleness=staleness)))
+    assert replies_of(one) == replies_of(play(SSP(staleness=staleness)))
 
 
 def test_another_bound_is_not() -> None:
     """A control."""
     plays = [
-        said(Net(method, each(1.0, 3.0), [6, 6], how=MOMENTUM).play())
+        replies_of(GroupTrial(method, each(1.0, 3.0), [6, 6], how=MOMENTUM).play())
         for method in (GSSP(number_of_groups=1, staleness=2), SSP(staleness=3))
     ]
     assert plays[0] != plays[1]
 
 
 def test_one_group_without_staleness_is_bsp_applied_in_rank_order() -> None:
-    net = Net(
+    trial = GroupTrial(
         GSSP(number_of_groups=1, staleness=0),
         each(3.0, 1.0, 2.0),
         [4, 4, 4],
@@ -91,7 +90,7 @@ def test_one_group_without_staleness_is_bsp_applied_in_rank_order() -> None:
             x.grad = torch.zeros(12, dtype=torch.float64)
             x.grad[4 * worker + step] = 1.0
             sgd.step()
-    assert torch.equal(parameters(net, 0), x.detach())
+    assert torch.equal(parameters(trial, 0), x.detach())
 
 
 # ---- a group each ----
@@ -99,24 +98,26 @@ def test_one_group_without_staleness_is_bsp_applied_in_rank_order() -> None:
 
 @settings(max_examples=examples(20))
 @given(TIMES, st.integers(0, 99))
-def test_a_group_for_each_is_asp_in_a_mesh(times: list[float], seed: int) -> None:
+def test_a_group_for_each_is_asp_on_several_servers(
+    times: list[float], seed: int
+) -> None:
     n = len(times)
     method = GSSP(members=members([1] * n), staleness=1, period=1)
 
-    def play(method: UpdatesOnServer, latency: float) -> Net:
-        return Net(
+    def play(method: UpdatesOnServer, latency: float) -> GroupTrial:
+        return GroupTrial(
             method, each(*times), [5] * n, 2, latency, 0.5, seed, how=MOMENTUM
         ).play()
 
-    mesh = play(method, latency=0.0)
+    each_alone = play(method, latency=0.0)
     # Nobody waits for anybody.
-    for worker, seconds in zip(mesh.workers, times, strict=True):
+    for worker, seconds in zip(each_alone.workers, times, strict=True):
         steps = [b - a for a, b in pairwise(worker.began)]
         assert all(its <= 1.51 * seconds for its in steps)
-    # Parcels that take no time come in the order of pushes: all servers are one.
+    # Updates that take no time come in the order of pushes: all servers are one.
     asp = play(ASP(), latency=0.0)
     for number in range(n):
-        assert torch.equal(parameters(mesh, number), parameters(asp, 0))
+        assert torch.equal(parameters(each_alone, number), parameters(asp, 0))
 
 
 # ---- exactly once ----
@@ -138,7 +139,7 @@ RATES = st.lists(
 )
 
 
-def play_any(data: st.DataObject, how: dict[str, Any] = SGD, **others: Any) -> Net:
+def play_any(data: st.DataObject) -> GroupTrial:
     times = data.draw(st.lists(st.floats(0.2, 5.0), min_size=2, max_size=5))
     steps = [data.draw(st.integers(1, 12)) for _ in times]
     method = data.draw(METHODS)
@@ -155,89 +156,55 @@ def play_any(data: st.DataObject, how: dict[str, Any] = SGD, **others: Any) -> N
     else:
         seconds = each(*times)
     dies = [(data.draw(st.floats(0.1, 20.0)), 1)] if data.draw(st.booleans()) else []
-    net = Net(
-        method, seconds, steps, 2, 2.0, 0.3, data.draw(st.integers(0, 99)), dies, how
+    trial = GroupTrial(
+        method, seconds, steps, 2, 2.0, 0.3, data.draw(st.integers(0, 99)), dies
     )
-    net.rates = data.draw(RATES)
-    for name, value in others.items():
-        setattr(net, name, value)
-    return net.play()
+    trial.rates = data.draw(RATES)
+    return trial.play()
 
 
 @settings(max_examples=examples(60))
 @given(st.data())
 def test_every_gradient_is_applied_once_on_every_server(data: st.DataObject) -> None:
-    net = play_any(data)
-    assert all(worker.ended or worker.lost for worker in net.workers), "it hangs"
-    net.flush()
-    for server in range(len(net.servers)):
+    trial = play_any(data)
+    assert all(worker.ended or worker.lost for worker in trial.workers), "it hangs"
+    trial.flush()
+    for server in range(len(trial.servers)):
         for bucket in range(2):
-            assert net.ledger(server, bucket).allclose(net.expected(bucket))
+            assert trial.ledger(server, bucket).allclose(trial.expected(bucket))
 
 
-@settings(max_examples=examples(20))
-@given(st.data())
-def test_after_a_flush_models_differ_only_by_order(data: st.DataObject) -> None:
-    """The same where each is many numbers: equal up to rounding."""
-
-    def gradient(worker: Worker) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * worker.number + worker.done)
-        return torch.randn(60, generator=generator, dtype=torch.float64)
-
-    net = play_any(data, gradient=gradient, size=60)
-    net.flush()
-    for server in range(1, len(net.servers)):
-        torch.testing.assert_close(parameters(net, server), parameters(net, 0))
-
-
-def test_a_parcel_of_several_steps_has_each_gradient_at_its_own_learning_rate() -> None:
-    """As with a schedule, of which workers of a group may be at different steps; here one for
-    each group of the optimizer."""
-    net = Net(GSSP(members="0-1+2", period=3), each(1.0, 1.5, 1.2), [6, 6, 6])
-    net.rates = [[1.0, 1.0, 1.0, 0.5, 0.5, 0.5], [0.0, 0.1]]
-    net.play().flush()
-    for server in range(2):
-        torch.testing.assert_close(net.ledger(server, 0), net.expected(0))
-
-
-def wrong(parcel: Parcel, how: str) -> list[Parcel]:
+def wrong(update: GroupUpdate, how: str) -> list[GroupUpdate]:
     if how == "lost":
         return []
     if how == "twice":
-        return [parcel, parcel]
-    return [parcel._replace(weight=parcel.weight / 2)]
+        return [update, update]
+    return [update._replace(weight=update.weight / 2)]
 
 
 @pytest.mark.parametrize("how", ["lost", "twice", "half"])
-def test_a_parcel_that_goes_wrong_would_be_seen(how: str) -> None:
+def test_an_update_that_goes_wrong_would_be_seen(how: str) -> None:
     """A control of the laws above."""
-    net = Net(GSSP(members="0+1"), each(1.0, 1.5), [5, 5])
-    seen: list[Parcel] = []
+    trial = GroupTrial(GSSP(members="0+1"), each(1.0, 1.5), [5, 5])
+    seen: list[GroupUpdate] = []
 
-    def tamper(to: int, parcel: Parcel) -> list[Parcel]:
-        seen.append(parcel)
-        return wrong(parcel, how) if len(seen) == 3 else [parcel]
+    def tamper(to: int, update: GroupUpdate) -> list[GroupUpdate]:
+        seen.append(update)
+        return wrong(update, how) if len(seen) == 3 else [update]
 
-    net.tamper = tamper
-    net.play().flush()
+    trial.tamper = tamper
+    trial.play().flush()
     assert not all(
-        net.ledger(server, 0).allclose(net.expected(0)) for server in range(2)
+        trial.ledger(server, 0).allclose(trial.expected(0)) for server in range(2)
     )
-
-
-def test_what_is_owed_is_missed_until_it_is_passed_on() -> None:
-    net = Net(GSSP(members="0+1", period=4), each(1.0, 1.5), [5, 5]).play()
-    assert not net.ledger(1, 0).allclose(net.expected(0))
-    net.flush()
-    assert net.ledger(1, 0).allclose(net.expected(0))
 
 
 # ---- inside a group ----
 
 
-def ahead(net: Net, worker: int, other: int) -> int:
+def ahead(trial: GroupTrial, worker: int, other: int) -> int:
     """How many steps *worker* was ahead when it began one, at most, while both trained."""
-    mine, theirs = net.workers[worker].began, net.workers[other].began
+    mine, theirs = trial.workers[worker].began, trial.workers[other].began
     return max(
         number - max(0, sum(time <= now for time in theirs) - 1)
         for number, now in enumerate(mine)
@@ -248,12 +215,12 @@ def ahead(net: Net, worker: int, other: int) -> int:
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_who_waits_for_whom(staleness: int) -> None:
     method = GSSP(members="0-1+2-3", staleness=staleness)
-    net = Net(method, each(1.0, 1.2, 4.0, 4.4), [40, 40, 10, 10]).play()
-    assert ahead(net, 0, 1) <= staleness
-    assert ahead(net, 2, 3) <= staleness
-    assert ahead(net, 0, 2) > 20
+    trial = GroupTrial(method, each(1.0, 1.2, 4.0, 4.4), [40, 40, 10, 10]).play()
+    assert ahead(trial, 0, 1) <= staleness
+    assert ahead(trial, 2, 3) <= staleness
+    assert ahead(trial, 0, 2) > 20
     # The fast group is done when its slower one is: the other group holds up nobody.
-    assert net.workers[1].began[-1] <= 40 * 1.2
+    assert trial.workers[1].began[-1] <= 40 * 1.2
 
 
 # ---- speeds ----
@@ -261,20 +228,22 @@ def test_who_waits_for_whom(staleness: int) -> None:
 
 def test_groups_follow_measured_times_and_their_classes() -> None:
     times = [1.0, 4.0, 1.1, 2.0, 4.2, 2.1]
-    net = Net(GSSP(measure_steps=4), each(*times), [60] * 6, jitter=0.05)
+    trial = GroupTrial(GSSP(measure_steps=4), each(*times), [60] * 6, jitter=0.05)
     known: list[Groups] = []
-    net.after(50.0, lambda: known.extend(net.meshed(q).groups for q in range(4)))
-    net.play()
+    trial.after(
+        50.0, lambda: known.extend(trial.discipline(q).groups for q in range(4))
+    )
+    trial.play()
     groups = known[0]
     assert known == [groups] * 4
     parts = {frozenset(groups.members(group)) for group in range(groups.servers)}
     assert parts == {frozenset(its) for its in ({0, 2}, {3, 5}, {1, 4}, ())}
     speeds = {groups.of[w]: groups.speeds[groups.of[w]] for w in range(6)}
     assert [speeds[groups.of[w]] for w in (0, 3, 1)] == ["fastest", "middle", "slowest"]
-    assert all(net.workers[w].home == groups.of[w] for w in range(6))
-    net.flush()
+    assert all(trial.workers[w].group == groups.of[w] for w in range(6))
+    trial.flush()
     for server in range(4):
-        assert net.ledger(server, 0).allclose(net.expected(0))
+        assert trial.ledger(server, 0).allclose(trial.expected(0))
 
 
 def test_it_is_as_fast_as_asp_where_ssp_is_as_fast_as_the_slowest() -> None:
@@ -282,10 +251,10 @@ def test_it_is_as_fast_as_asp_where_ssp_is_as_fast_as_the_slowest() -> None:
 
     def rate(method: UpdatesOnServer) -> float:
         """Steps of all in a second, in the second half of 100 s."""
-        net = Net(method, each(*times), [110] * 4, jitter=0.05)
+        trial = GroupTrial(method, each(*times), [110] * 4, jitter=0.05)
         horizon = 100.0
-        net.play()
-        began = [time for worker in net.workers for time in worker.began]
+        trial.play()
+        began = [time for worker in trial.workers for time in worker.began]
         return sum(horizon / 2 < time <= horizon for time in began) / (horizon / 2)
 
     gssp, ssp, asp = rate(GSSP(measure_steps=5)), rate(SSP()), rate(ASP())
@@ -293,29 +262,22 @@ def test_it_is_as_fast_as_asp_where_ssp_is_as_fast_as_the_slowest() -> None:
     assert gssp == pytest.approx(asp, rel=0.05)
 
 
-def test_where_all_are_equally_fast_there_is_one_group() -> None:
-    net = Net(GSSP(measure_steps=3), each(1.0, 1.1, 1.05), [20] * 3, jitter=0.02).play()
-    groups = net.meshed(0).groups
-    assert (groups.of, groups.version) == ((0, 0, 0), 1)
-    assert set(groups.speeds) == {"middle"}
-
-
 def test_who_becomes_slow_for_good_gets_a_group_of_its_own() -> None:
     seconds = each(1.0, 1.0, 1.0, 1.0)
     seconds[2] = lambda now: 1.0 if now < 40 else 3.0
-    net = Net(GSSP(measure_steps=4), seconds, [200] * 4, jitter=0.02).play()
-    of = net.meshed(0).groups.of
+    trial = GroupTrial(GSSP(measure_steps=4), seconds, [200] * 4, jitter=0.02).play()
+    of = trial.discipline(0).groups.of
     assert len({of[w] for w in (0, 1, 3)}) == 1
     assert of[2] != of[0]
     # It holds up nobody any more.
-    assert net.workers[0].began[-1] < 280
+    assert trial.workers[0].began[-1] < 280
 
 
 def test_groups_stay_where_they_are_not_to_change() -> None:
     seconds = each(1.0, 1.0, 3.0)
     seconds[1] = lambda now: 1.0 if now < 60 else 3.0
-    net = Net(GSSP(measure_steps=4, regroup=False), seconds, [90] * 3).play()
-    of = net.meshed(0).groups.of
+    trial = GroupTrial(GSSP(measure_steps=4, regroup=False), seconds, [90] * 3).play()
+    of = trial.discipline(0).groups.of
     assert of[0] == of[1] != of[2]
 
 
@@ -334,31 +296,33 @@ def test_means_of_groups_count_as_much_on_every_server_and_at_most_once(
     dies = (
         [(data.draw(st.floats(0.1, 20.0)), n - 1)] if data.draw(st.booleans()) else []
     )
-    net = Net(method, each(*times), steps, 2, 1.0, 0.5, seed, dies)
-    net.rates = data.draw(RATES)
-    net.play()
-    assert all(worker.ended or worker.lost for worker in net.workers), "it hangs"
-    net.flush()
+    trial = GroupTrial(method, each(*times), steps, 2, 1.0, 0.5, seed, dies)
+    trial.rates = data.draw(RATES)
+    trial.play()
+    assert all(worker.ended or worker.lost for worker in trial.workers), "it hangs"
+    trial.flush()
     for bucket in range(2):
-        first, once = net.ledger(0, bucket), net.expected(bucket)
+        first, once = trial.ledger(0, bucket), trial.expected(bucket)
         assert torch.equal(first > 0, once > 0)
         assert (first <= once + 1e-9).all()
-        for server in range(1, len(net.servers)):
-            assert net.ledger(server, bucket).allclose(first)
+        for server in range(1, len(trial.servers)):
+            assert trial.ledger(server, bucket).allclose(first)
 
 
 def test_stale_means_count_for_less_and_as_much_everywhere() -> None:
-    net = Net(GroupingSGD(members="0+1"), each(1.0, 4.0), [16, 4], latency=0.0).play()
-    net.flush()
-    assert net.ledger(0, 0).allclose(net.ledger(1, 0))
+    trial = GroupTrial(
+        GroupingSGD(members="0+1"), each(1.0, 4.0), [16, 4], latency=0.0
+    ).play()
+    trial.flush()
+    assert trial.ledger(0, 0).allclose(trial.ledger(1, 0))
     # In the time of one of its steps the other one does four, which is two steps of both.
-    fast, slow = net.ledger(0, 0)[0], net.ledger(0, 0)[1, :4]
+    fast, slow = trial.ledger(0, 0)[0], trial.ledger(0, 0)[1, :4]
     assert slow[1:3].tolist() == pytest.approx([1 / 3, 1 / 3], rel=0.2)
     assert fast[1:3].tolist() == [1.0, 1.0]
     assert 2 / 3 <= fast.min() < 1.0
 
 
 def test_a_class_outlives_the_slower_groups() -> None:
-    net = Net(GSSP(measure_steps=3), each(1.0, 3.0), [60, 6]).play()
-    groups = net.meshed(0).groups
+    trial = GroupTrial(GSSP(measure_steps=3), each(1.0, 3.0), [60, 6]).play()
+    groups = trial.discipline(0).groups
     assert [groups.speeds[group] for group in groups.of] == ["fastest", "slowest"]

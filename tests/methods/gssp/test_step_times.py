@@ -13,17 +13,22 @@ from hypothesis import strategies as st
 from paceline.errors import UsageError
 from paceline.interfaces import Groups
 from paceline.methods import GSSP
-from paceline.methods.gssp.group_assignment import (
-    Known,
-    Looks,
-    Words,
-    read_words,
-    written,
+from paceline.methods.gssp.grouping import (
+    LEAST_STEPS,
+    GroupKnowledge,
+    GroupNotice,
+    Hysteresis,
+    Merging,
+    RegroupDecisions,
+    Regrouping,
+    StepTime,
+    StepTimes,
+    encode,
+    read_group_notice,
+    step_time,
 )
-from paceline.methods.gssp.grouping import BySpeed, Hysteresis, Merging
-from paceline.methods.gssp.step_times import LEAST, Measured, StepTimes, measured
-from paceline.methods.gssp.step_times import smoothed as smoothed_times
-from tests.support.gssp_net import Net, each
+from paceline.methods.gssp.grouping import smoothed as smoothed_times
+from tests.support.group_discipline_trial import GroupTrial, each
 from tests.support.profiles import examples
 
 Seconds = Callable[[int, int], float]
@@ -31,11 +36,11 @@ Seconds = Callable[[int, int], float]
 MOST = 20
 
 
-def by_speed() -> BySpeed:
-    return BySpeed(0, 4, 1.25, Hysteresis(0.15, 2), Merging(1.25, 2))
+def by_speed() -> Regrouping:
+    return Regrouping(0, 4, 1.25, Hysteresis(0.15, 2), Merging(1.25, 2))
 
 
-class Blind(BySpeed):
+class Blind(Regrouping):
     """Does not know how well times are known."""
 
     error = 1.0  # type: ignore[assignment]
@@ -43,8 +48,8 @@ class Blind(BySpeed):
     def __init__(self) -> None:
         self._inner = by_speed()
 
-    def look(self, groups: Groups, times: Mapping[int, Measured]) -> Sequence[int]:
-        return self._inner.look(
+    def decide(self, groups: Groups, times: Mapping[int, StepTime]) -> Sequence[int]:
+        return self._inner.decide(
             groups, {worker: its._replace(error=0.0) for worker, its in times.items()}
         )
 
@@ -53,24 +58,24 @@ def play(
     workers: int,
     seconds: Seconds,
     rounds: int,
-    regroup: BySpeed | None = None,
+    regroup: Regrouping | None = None,
     most: int = MOST,
 ) -> list[tuple[int, tuple[int, ...]]]:
     """The groups, and after how many measured steps of each they became so."""
-    known = Known(Groups((0,) * workers, 4))
-    looks, times = Looks(regroup or by_speed()), StepTimes(most)
+    known = GroupKnowledge(Groups((0,) * workers, 4))
+    decisions, times = RegroupDecisions(regroup or by_speed()), StepTimes(most)
     now, found = [0.0] * workers, list[tuple[int, tuple[int, ...]]]()
     for number in range(rounds):
         for worker in range(workers):
-            times.goes_on(worker, now[worker])
+            times.begin_step(worker, now[worker])
             now[worker] += seconds(worker, number)
-            its = times.step_is_in(worker, now[worker])
+            its = times.end_step(worker, now[worker])
             new = {} if its is None else {worker: its}
-            if not new and (error := looks.error_of(known.groups)):
-                new = times.soon(range(workers), error)
+            if not new and (error := decisions.needed_error(known.groups)):
+                new = times.take_early(range(workers), error)
             for one, what in new.items():
-                known.measured(one, smoothed_times(known.times.get(one), what))
-            if new and looks.look(known, range(workers)):
+                known.add_time(one, smoothed_times(known.times.get(one), what))
+            if new and decisions.decide(known, range(workers)):
                 found.append((number + 1, known.groups.of))
     return found
 
@@ -115,7 +120,7 @@ def test_lasting_differences_of_a_third_are_found_soon(seed: int, sigma: float) 
 
 def test_what_varies_is_measured_for_longer_and_not_for_ever() -> None:
     steps = [play(4, noisy([1.0] * 4, sigma, 1), 40)[0][0] for sigma in (0.02, 0.1, 1)]
-    assert steps[0] == LEAST < steps[1] < steps[2] == MOST
+    assert steps[0] == LEAST_STEPS < steps[1] < steps[2] == MOST
 
 
 def test_under_noise_classes_are_found_in_the_end() -> None:
@@ -138,7 +143,7 @@ def test_a_warm_up_parts_nobody() -> None:
 
     ((steps, of),) = play(4, seconds, 60)
     assert of == (0,) * 4
-    assert LEAST < steps < MOST
+    assert LEAST_STEPS < steps < MOST
     # Five steps of which nobody asks how well they are known do part them.
     assert len(set(play(4, seconds, 60, Blind())[0][1])) == 2
 
@@ -157,8 +162,8 @@ def test_who_is_slow_for_a_while_stays() -> None:
 
 def test_one_evaluation_changes_neither_a_time_nor_what_is_known_of_it() -> None:
     rest = [1.0 + 0.01 * (step % 3) for step in range(9)]
-    once = measured([*rest, 50.0])
-    assert once.seconds == pytest.approx(measured(rest).seconds, rel=0.01)
+    once = step_time([*rest, 50.0])
+    assert once.seconds == pytest.approx(step_time(rest).seconds, rel=0.01)
     assert once.error < 0.01
 
 
@@ -185,10 +190,10 @@ def test_steps_are_counted_from_the_first_answer_on() -> None:
     seconds = each(*times)
     first = seconds[0]
     seconds[0] = lambda now: 9.0 if now == 0.0 else first(now)
-    net = Net(GSSP(), seconds, [40] * 4, jitter=0.1)
+    trial = GroupTrial(GSSP(), seconds, [40] * 4, jitter=0.1)
     known: list[Groups] = []
-    net.after(9.0 + 8 * 1.33 * 1.1, lambda: known.append(net.meshed(0).groups))
-    net.play()
+    trial.after(9.0 + 8 * 1.33 * 1.1, lambda: known.append(trial.discipline(0).groups))
+    trial.play()
     assert parts(known[0].of) == {frozenset({0, 2}), frozenset({1, 3})}
 
 
@@ -196,11 +201,11 @@ def test_steps_are_counted_from_the_first_answer_on() -> None:
 
 
 @settings(max_examples=examples(20))
-@given(st.integers(0, 10**6), st.integers(LEAST, 40), st.floats(0.01, 0.5))
+@given(st.integers(0, 10**6), st.integers(LEAST_STEPS, 40), st.floats(0.01, 0.5))
 def test_errors_are_those_of_medians(seed: int, steps: int, sigma: float) -> None:
     draws = random.Random(seed)
     found = [
-        measured([math.exp(draws.gauss(0.0, sigma)) for _ in range(steps)])
+        step_time([math.exp(draws.gauss(0.0, sigma)) for _ in range(steps)])
         for _ in range(300)
     ]
     said = math.sqrt(math.fsum(its.error**2 for its in found) / 300)
@@ -209,13 +214,15 @@ def test_errors_are_those_of_medians(seed: int, steps: int, sigma: float) -> Non
 
 
 def test_of_a_few_steps_that_somebody_asked_for_nothing_is_known() -> None:
-    assert measured([1.0, 2.0]) == Measured(1.5, 0.0)
+    assert step_time([1.0, 2.0]) == StepTime(1.5, 0.0)
 
 
 @pytest.mark.parametrize("error", [-0.1, 1e300, math.inf, math.nan])
 def test_errors_that_make_no_sense_are_refused(error: float) -> None:
     groups = Groups((0, 0), 2)
-    good = Words(groups, {1: Measured(1.0, 0.1)})
-    assert read_words(written(good), groups) == good
+    good = GroupNotice(groups, {1: StepTime(1.0, 0.1)})
+    assert read_group_notice(encode(good), groups) == good
     with pytest.raises(UsageError):
-        read_words(written(Words(groups, {1: Measured(1.0, error)})), groups)
+        read_group_notice(
+            encode(GroupNotice(groups, {1: StepTime(1.0, error)})), groups
+        )

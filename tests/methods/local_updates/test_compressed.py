@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.compression import Identity, make
+from paceline.compression import NoCompression, make
 from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.local_updates import SparseLoCo
 from paceline.testing import inspect
@@ -27,14 +27,14 @@ SPARSE = "top-k:density=0.1,error_feedback=true"
 PLAIN = "outer_learning_rate=1,outer_momentum=0,nesterov=false"
 
 METHODS = [
-    "diloco:every=4",
-    "slowmo:every=4",
-    "streaming-diloco:every=6,fragments=2,delay=2",
-    "local-sgd:every=4",
-    "post-local-sgd:every=4,each_until=3",
-    "hierarchical-local-sgd:every=4,group=2,group_every=2",
+    "diloco:sync_every=4",
+    "slowmo:sync_every=4",
+    "streaming-diloco:sync_every=6,fragments=2,delay=2",
+    "local-sgd:sync_every=4",
+    "post-local-sgd:sync_every=4,sync_each_step_until=3",
+    "hierarchical-local-sgd:sync_every=4,group=2,group_every=2",
     "sel-sync:delta=0.01,window=3",
-    "sparse-loco:every=4",
+    "sparse-loco:sync_every=4",
 ]
 
 
@@ -55,7 +55,7 @@ WIDE: dict[str, Any] = {"make": wide, "loss": to_own}
 
 
 @dataclass(frozen=True)
-class Exact(Identity):
+class Exact(NoCompression):
     """A code of which nothing is lost."""
 
     name: ClassVar[str] = "exact"
@@ -81,7 +81,7 @@ def test_a_tensor_that_moves_little_is_not_lost_beside_one_that_moves_far() -> N
         optimizer = paceline.distribute(
             model,
             sgd(model.parameters()),
-            method="diloco:every=2,outer_learning_rate=0.5,outer_momentum=0,nesterov=false",
+            method="diloco:sync_every=2,outer_learning_rate=0.5,outer_momentum=0,nesterov=false",
             compression="int8",
             buckets="single",
         )
@@ -150,7 +150,7 @@ def test_where_workers_share_no_parameters_compression_is_refused(
 
 def test_what_is_left_out_of_one_code_is_sent_with_the_next() -> None:
     plain, coarse = (
-        train("diloco:every=2", 2, 12, compression=code)[0].end
+        train("diloco:sync_every=2", 2, 12, compression=code)[0].end
         for code in ("none", RESIDUALS)
     )
     moved = (plain - flat(double())).abs().max()
@@ -220,7 +220,7 @@ class Seen:
     crossed(
         3,
         [SPARSE, RESIDUALS, "int4:error_feedback=true"],
-        [f"diloco:every=3,{PLAIN}", "local-sgd:every=3"],
+        [f"diloco:sync_every=3,{PLAIN}", "local-sgd:sync_every=3"],
         [((12, 12, 12), 1.0), ((12, 12, 12), 0.9), ((8, 9, 9), 1.0)],
     ),
 )
@@ -247,7 +247,7 @@ def test_what_was_applied_and_what_is_kept_back_is_all_that_was_moved(
     assert max(wrong) < CLOSE if decay == 1 else wrong[-1] > 1e-6
 
 
-@pytest.mark.parametrize("method", ["diloco:every=4", "local-sgd:every=4"])
+@pytest.mark.parametrize("method", ["diloco:sync_every=4", "local-sgd:sync_every=4"])
 def test_a_last_round_that_is_not_full_goes_without_a_code(method: str) -> None:
     """What that would leave out of it no other round would bring."""
     first, second = train(method, 2, 7, **WIDE, compression=SPARSE)
@@ -262,7 +262,7 @@ def test_a_last_round_that_is_not_full_goes_without_a_code(method: str) -> None:
     ("method", "then"),
     crossed(
         2,
-        ["diloco:every=4", "streaming-diloco:every=6,fragments=2,delay=2"],
+        ["diloco:sync_every=4", "streaming-diloco:sync_every=6,fragments=2,delay=2"],
         [(2, "ddp"), (3, "wfbp")],
     ),
 )
@@ -287,13 +287,13 @@ def test_residuals_go_on_in_other_buckets_and_among_other_workers(
     crossed(
         2,
         [
-            ("diloco:every=4", "int4"),
+            ("diloco:sync_every=4", "int4"),
             (
-                "streaming-diloco:every=6,fragments=2,delay=2",
+                "streaming-diloco:sync_every=6,fragments=2,delay=2",
                 "int4:error_feedback=true",
             ),
             ("sel-sync:delta=0.01,window=2", RESIDUALS),
-            ("sparse-loco:every=4", None),
+            ("sparse-loco:sync_every=4", None),
         ],
         [3, 5],
     ),
@@ -342,10 +342,10 @@ def restarted(
 def test_a_round_costs_what_the_code_says(code: str, workers: int) -> None:
     """Each of a bucket's legs, and what says who weighs what."""
     parameters = list(wide().parameters())
-    one, *_ = train("diloco:every=3", workers, 6, **WIDE, compression=code)
+    one, *_ = train("diloco:sync_every=3", workers, 6, **WIDE, compression=code)
     expected = 0.0
     for parameter in parameters:  # under wfbp each is a bucket
-        legs = make(code).traffic([parameter.shape], parameter.dtype, workers)
+        legs = make(code).code.wire_bytes([parameter.shape], parameter.dtype, workers)
         expected += sum(leg_bytes(leg, workers) for leg in legs)
     beside = 3 * 16 * 2 * (workers - 1) / workers
     assert one.sent[0] == one.sent[1] == 0
@@ -359,7 +359,7 @@ def leg_bytes(leg: Any, workers: int) -> float:
     return {
         "sum": 2 * others / workers * size,
         "gather": others * size,
-        "exchange": others / workers * size,
+        "all-to-all": others / workers * size,
     }[leg.kind]
 
 
@@ -372,7 +372,9 @@ def test_what_stands_for_a_large_tensor_costs_what_that_ones_code_does() -> None
         return model
 
     keys: dict[str, Any] = {"make": make_model, "loss": count, "optimizer": sgd}
-    one, *_ = train("sparse-loco:every=2", 2, 2, **keys)
-    (leg,) = make(SparseLoCo.default_compression).traffic([large], torch.float32, 2)
+    one, *_ = train("sparse-loco:sync_every=2", 2, 2, **keys)
+    (leg,) = make(SparseLoCo.default_compression).code.wire_bytes(
+        [large], torch.float32, 2
+    )
     assert leg_bytes(leg, 2) <= one.sent[1] <= leg_bytes(leg, 2) + 100
     assert leg.size < 4 * 1000 * 500 / 100

@@ -19,12 +19,12 @@ from tests.support.training import flat, loss_of, simulate
 @pytest.mark.parametrize(
     "method",
     [
-        "local-sgd:every=3",
-        "post-local-sgd:every=3,each_until=3",
-        "hierarchical-local-sgd:every=6,group=2,group_every=2",
-        "slowmo:every=3",
-        "diloco:every=3",
-        "streaming-diloco:every=3,fragments=1,delay=0,keep_local=0",
+        "local-sgd:sync_every=3",
+        "post-local-sgd:sync_every=3,sync_each_step_until=3",
+        "hierarchical-local-sgd:sync_every=6,group=2,group_every=2",
+        "slowmo:sync_every=3",
+        "diloco:sync_every=3",
+        "streaming-diloco:sync_every=3,fragments=1,delay=0,keep_local=0",
     ],
 )
 def test_where_nobody_has_trained_since_the_last_mean_the_end_moves_nothing(method):
@@ -32,7 +32,7 @@ def test_where_nobody_has_trained_since_the_last_mean_the_end_moves_nothing(meth
         assert torch.equal(one.end, one.steps[-1])
 
 
-@pytest.mark.parametrize("method", ["slowmo:every=4", "diloco:every=4"])
+@pytest.mark.parametrize("method", ["slowmo:sync_every=4", "diloco:sync_every=4"])
 def test_a_last_round_that_is_not_full_is_a_plain_mean(method):
     first, second = train(method, 2, 7)
     plain = (first.steps[-1] + second.steps[-1]) / 2
@@ -41,7 +41,7 @@ def test_a_last_round_that_is_not_full_is_a_plain_mean(method):
 
 def test_what_is_under_way_at_the_end_is_used():
     """Sent after step 4, it would be there after step 7; training ends after step 5."""
-    method = "streaming-diloco:every=4,fragments=1,delay=3,keep_local=0"
+    method = "streaming-diloco:sync_every=4,fragments=1,delay=3,keep_local=0"
     gone_on = train(method, 2, 7)
     for ended in train(method, 2, 5):
         assert not torch.equal(ended.end, ended.steps[-1])
@@ -49,7 +49,7 @@ def test_what_is_under_way_at_the_end_is_used():
 
 
 def test_to_settle_twice_is_to_settle_once():
-    method = StreamingDiLoCo(every=4, fragments=2, delay=0)
+    method = StreamingDiLoCo(sync_every=4, fragments=2, delay=0)
     seen = {}
 
     def watch(rank, step, model, optimizer):
@@ -58,7 +58,7 @@ def test_to_settle_twice_is_to_settle_once():
         training = inspect(optimizer)
         with torch.no_grad():
             for number in range(2):
-                training.worker._settle()
+                training.worker._finish_fragments()
                 seen[rank, number] = flat(model)
 
     train(method, 2, 5, watch=watch)
@@ -74,9 +74,9 @@ STRAIGHT = {}
     crossed(
         2,
         [
-            "diloco:every=4",
-            "local-sgd:every=3,state=average",
-            "streaming-diloco:every=6,fragments=2,delay=2",
+            "diloco:sync_every=4",
+            "local-sgd:sync_every=3,state=average",
+            "streaming-diloco:sync_every=6,fragments=2,delay=2",
         ],
         [1, 2, 3, 4, 5, 6],
     ),
@@ -123,9 +123,9 @@ def test_a_restart_anywhere_in_a_round_changes_no_bit(method, at, tmp_path):
 @pytest.mark.parametrize(
     "method",
     [
-        "diloco:every=2",
-        "local-sgd:every=3",
-        "streaming-diloco:every=4,fragments=1,delay=2,keep_local=0",
+        "diloco:sync_every=2",
+        "local-sgd:sync_every=3",
+        "streaming-diloco:sync_every=4,fragments=1,delay=2,keep_local=0",
     ],
 )
 def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(
@@ -155,7 +155,7 @@ def test_another_number_of_workers_goes_on_from_the_anchor_with_its_momentum(
 
 
 @pytest.mark.parametrize(
-    "other", ["local-sgd:every=2", "local-sgd:every=4,fragments=2"]
+    "other", ["local-sgd:sync_every=2", "local-sgd:sync_every=4,fragments=2"]
 )
 def test_a_checkpoint_of_another_program_is_refused(other, tmp_path):
     """It has the same name, and other options."""
@@ -170,7 +170,9 @@ def test_a_checkpoint_of_another_program_is_refused(other, tmp_path):
             paceline.save(tmp_path / "checkpoint")
         optimizer.finish()
 
-    simulate(2, lambda rank: body("local-sgd:every=2,outer_learning_rate=0.5", False))
+    simulate(
+        2, lambda rank: body("local-sgd:sync_every=2,outer_learning_rate=0.5", False)
+    )
     with pytest.raises(WorkerFailedError, match="the options"):
         simulate(2, lambda rank: body(other, True))
 
@@ -184,14 +186,14 @@ def test_parameters_that_a_script_loads_begin_a_round():
             model.load_state_dict(double().state_dict())
             after[rank] = flat(model)
 
-    loaded = train("diloco:every=2", 2, 8, watch=watch, optimizer=sgd)
+    loaded = train("diloco:sync_every=2", 2, 8, watch=watch, optimizer=sgd)
     assert torch.equal(after[0], flat(double()))
 
     def later(model, rank, step):
         return loss_of(model, rank, step + 5)
 
     # Steps 6 and 8 hold rounds: the first of these after one step.
-    with_one = train("diloco:every=2", 2, 1, loss=later, optimizer=sgd)
+    with_one = train("diloco:sync_every=2", 2, 1, loss=later, optimizer=sgd)
     moved = (with_one[0].steps[0] + with_one[1].steps[0]) / 2 - flat(double())
     expected = flat(double()) + 0.7 * 1.9 * moved
     assert (loaded[0].steps[5] - expected).abs().max() < CLOSE
@@ -199,7 +201,10 @@ def test_parameters_that_a_script_loads_begin_a_round():
 
 @pytest.mark.parametrize(
     "method",
-    ["streaming-diloco:every=4,fragments=1,delay=3", "daso:group=2,every=4,delay=3"],
+    [
+        "streaming-diloco:sync_every=4,fragments=1,delay=3",
+        "daso:group=2,sync_every=4,delay=3",
+    ],
 )
 def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
     method, tmp_path
@@ -212,7 +217,7 @@ def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
         if step == 0:
             paceline.save(tmp_path / "checkpoint")
         if step == 4:
-            flying = worker.exchange if "daso" in method else worker.flights[0]
+            flying = worker.exchange if "daso" in method else worker.pending[0]
             sent = [*flying.pending]
             paceline.load(tmp_path / "checkpoint")
             left.append((len(sent), len(flying.pending)))
@@ -225,9 +230,9 @@ def test_what_is_under_way_is_over_before_a_checkpoint_takes_its_place(
 @pytest.mark.parametrize(
     "method",
     [
-        "local-sgd:every=4",
-        "streaming-diloco:every=4,fragments=1,delay=2",
-        "daso:group=2,every=4,delay=3",
+        "local-sgd:sync_every=4",
+        "streaming-diloco:sync_every=4,fragments=1,delay=2",
+        "daso:group=2,sync_every=4,delay=3",
         "ds-sync:overlap=step",
     ],
 )
@@ -257,7 +262,7 @@ def test_an_evaluation_sees_the_anchor_whoever_looks_alone():
                 seen[rank, "shown"] = [t.clone() for t in model.state_dict().values()]
             assert torch.equal(flat(model), before)
 
-    train("diloco:every=4", 2, 6, make=make, watch=watch)
+    train("diloco:sync_every=4", 2, 6, make=make, watch=watch)
     shown, there = seen[1, "shown"], seen[0, "round"]
     *floating, counter = range(len(there))
     assert all(torch.equal(shown[i], there[i]) for i in floating)
@@ -273,7 +278,7 @@ def test_without_an_anchor_an_evaluation_sees_the_mean_of_all():
             with optimizer.consolidated():
                 seen[rank, "shown"] = flat(model)
 
-    train("local-sgd:every=4", 2, 7, watch=watch)
+    train("local-sgd:sync_every=4", 2, 7, watch=watch)
     assert not torch.equal(seen[0], seen[1])
     for rank in range(2):
         assert (seen[rank, "shown"] - (seen[0] + seen[1]) / 2).abs().max() < CLOSE
@@ -288,7 +293,7 @@ def with_statistics(buffers, steps=4):
         model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = paceline.distribute(
-            model, inner, method="local-sgd:every=2", buffers=buffers
+            model, inner, method="local-sgd:sync_every=2", buffers=buffers
         )
         own = []
         for step in range(steps - rank):
@@ -336,7 +341,7 @@ def moments_after_each_step(method, optimizer, steps=4):
 
 
 def test_what_adam_keeps_stays_each_workers_own():
-    seen = moments_after_each_step("local-sgd:every=2", adam)
+    seen = moments_after_each_step("local-sgd:sync_every=2", adam)
     assert not torch.equal(seen[0, 1]["exp_avg"], seen[1, 1]["exp_avg"])
 
 
@@ -345,9 +350,9 @@ def test_what_adam_keeps_stays_each_workers_own():
     [(adam, {"exp_avg", "exp_avg_sq"}), (momentum, {"momentum_buffer"})],
 )
 def test_or_is_averaged_too_in_each_round(optimizer, names):
-    method = "local-sgd:every=2,state=average"
+    method = "local-sgd:sync_every=2,state=average"
     seen = moments_after_each_step(method, optimizer)
-    own = moments_after_each_step("local-sgd:every=2", optimizer)
+    own = moments_after_each_step("local-sgd:sync_every=2", optimizer)
     for name in names:
         equal = [torch.equal(seen[0, n][name], seen[1, n][name]) for n in range(4)]
         assert equal == [False, True, False, True]
@@ -368,6 +373,6 @@ def test_an_optimizer_that_cannot_be_tried_is_refused_in_words():
 
 
 def test_who_has_not_trained_yet_has_moments_of_nought_and_weighs_nothing():
-    ends = train("local-sgd:every=2,state=average", 2, (4, 0), optimizer=adam)
-    alone = train("local-sgd:every=2", 1, 4, optimizer=adam)
+    ends = train("local-sgd:sync_every=2,state=average", 2, (4, 0), optimizer=adam)
+    alone = train("local-sgd:sync_every=2", 1, 4, optimizer=adam)
     assert (ends[1].end - alone[0].end).abs().max() < CLOSE

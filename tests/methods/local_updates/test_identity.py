@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import torch
 
-from paceline.methods.flat_tensors import Flat
-from paceline.methods.local_updates.fragments import by_parameter
-from paceline.methods.local_updates.optimizer_state import (
-    flats_of_moments,
-    names_of_moments,
+from paceline.methods.local_updates.state import (
+    by_parameter,
+    flatten_moments,
+    learning_rates,
+    optimizer_state_names,
 )
-from paceline.methods.local_updates.worker import rates_of
+from paceline.methods.model_averaging import ModelAverager
 
 
 def sharing():
@@ -24,30 +24,28 @@ def sharing():
     ]
     optimizer = torch.optim.SGD(groups, lr=1.0)
     run = SimpleNamespace(optimizer=optimizer, parameters=[first, second])
-    return run, Flat([second, first])
+    return run, ModelAverager([[second, first]])
 
 
 def test_learning_rates_are_each_parameter_s_own():
-    run, flat = sharing()
-    assert rates_of(run, flat) == [0.25, 0.5]
+    run, model = sharing()
+    assert learning_rates(run, model.parameters[0].of) == [0.25, 0.5]
 
 
 def test_moments_are_each_parameter_s_own():
-    run, flat = sharing()
+    run, model = sharing()
     first, second = run.parameters
-    assert names_of_moments(run.optimizer) == {
+    assert optimizer_state_names(run.optimizer) == {
         id(first): ["momentum_buffer"],
         id(second): [],
     }
     first.grad = torch.ones(6)
     run.optimizer.step()
-    part = SimpleNamespace(parameters=[flat])
-    (moments,) = flats_of_moments(part, run)
+    (moments,) = flatten_moments(model, run)
     assert [moment.tolist() for moment in moments.of] == [[1.0] * 6]
 
 
 def test_what_is_saved_is_in_the_order_of_parameters():
-    run, flat = sharing()
-    flat.take()
-    values = by_parameter(run, [flat], [flat.buffer])
+    run, model = sharing()
+    values = by_parameter(run, model.parameters)
     assert [len(value) for value in values] == [6, 2]

@@ -35,7 +35,7 @@ def apart(a, b):
 @pytest.mark.parametrize("optimizer", [sgd, momentum, nesterov])
 @pytest.mark.parametrize("workers", [2, 3])
 def test_with_a_mean_in_each_step_and_a_linear_optimizer_it_is_bsp(workers, optimizer):
-    local = train("local-sgd:every=1", workers, 6, optimizer=optimizer)
+    local = train("local-sgd:sync_every=1", workers, 6, optimizer=optimizer)
     bsp = train("bsp", workers, 6, optimizer=optimizer)
     for mine, theirs in zip(local, bsp, strict=True):
         assert apart(mine.steps, theirs.steps) < CLOSE
@@ -43,13 +43,13 @@ def test_with_a_mean_in_each_step_and_a_linear_optimizer_it_is_bsp(workers, opti
 
 
 def test_with_adam_it_is_not():
-    local = train("local-sgd:every=1", 2, 3, optimizer=adam)
+    local = train("local-sgd:sync_every=1", 2, 3, optimizer=adam)
     bsp = train("bsp", 2, 3, optimizer=adam)
     assert apart(local[0].steps, bsp[0].steps) > 1e-4
 
 
 def test_nor_where_each_worker_clips_its_own_gradient():
-    local = train("local-sgd:every=1", 2, 3, optimizer=sgd, clip_norm=0.1)
+    local = train("local-sgd:sync_every=1", 2, 3, optimizer=sgd, clip_norm=0.1)
     bsp = train("bsp", 2, 3, optimizer=sgd, clip_norm=0.1)
     assert apart(local[0].steps, bsp[0].steps) > 1e-6
 
@@ -67,7 +67,7 @@ def to_own_center(model, rank, step):
 def test_with_equal_curvatures_the_mean_of_models_is_that_of_bsp(every, optimizer):
     """Whatever the length of rounds: gradients are linear in parameters there."""
     keys = {"make": quadratic, "loss": to_own_center, "optimizer": optimizer}
-    local = train(f"local-sgd:every={every}", 3, 8, **keys)
+    local = train(f"local-sgd:sync_every={every}", 3, 8, **keys)
     bsp = train("bsp", 3, 8, **keys)
     assert spread(local, 0) > 0.01
     for step in range(8):
@@ -75,8 +75,8 @@ def test_with_equal_curvatures_the_mean_of_models_is_that_of_bsp(every, optimize
 
 
 def test_a_round_leaves_the_mean_of_all_models_where_it_is():
-    together = train("local-sgd:every=4", 3, 4)
-    apart_still = train("local-sgd:every=100", 3, 4)
+    together = train("local-sgd:sync_every=4", 3, 4)
+    apart_still = train("local-sgd:sync_every=100", 3, 4)
     assert spread(apart_still, 3) > 1e-3
     assert spread(together, 3) == 0
     assert (mean(together, 3) - mean(apart_still, 3)).abs().max() < CLOSE
@@ -89,7 +89,7 @@ def test_workers_with_the_same_data_are_one_worker(optimizer):
     def same(model, rank, step):
         return loss_of(model, 0, step)
 
-    four = train("local-sgd:every=3", 4, 9, loss=same, optimizer=optimizer)
+    four = train("local-sgd:sync_every=3", 4, 9, loss=same, optimizer=optimizer)
     model = double()
     plain = optimizer(model.parameters())
     for step in range(9):
@@ -134,14 +134,16 @@ def test_the_outer_step_is_that_of_torch(dtype, workers, keys, options):
 
     options += f",outer_learning_rate={keys['lr']}"
     options += f",outer_momentum={keys.get('momentum', 0)}"
-    ours = train(f"diloco:every=2{options}", workers, 10, make=make, optimizer=adam)
+    ours = train(
+        f"diloco:sync_every=2{options}", workers, 10, make=make, optimizer=adam
+    )
     plain = alone(2, workers, 10, torch_outer(**keys), make=make, optimizer=adam)
     for one in ours:
         assert (one.steps[-1] - plain).abs().max().item() == 0.0
 
 
 def test_an_outer_learning_rate_of_nought_never_moves_the_model():
-    (one, other) = train("diloco:every=2,outer_learning_rate=0", 2, 6)
+    (one, other) = train("diloco:sync_every=2,outer_learning_rate=0", 2, 6)
     start = flat(double())
     assert torch.equal(one.steps[5], start)
     assert torch.equal(other.end, start)
@@ -160,7 +162,7 @@ def test_a_lasting_change_moves_the_model_seven_times_as_far_in_the_end():
     """eta (1 - b^(t+1)) / (1 - b) in round t: 1.33, 1.897, 2.407, ..."""
     rounds = 80
     keys = {"make": counting, "loss": count, "optimizer": sgd}
-    one, _ = train("diloco:every=2", 2, 2 * rounds, **keys)
+    one, _ = train("diloco:sync_every=2", 2, 2 * rounds, **keys)
     places = [0.0] + [one.steps[2 * t - 1][0].item() for t in range(1, rounds + 1)]
     moved = [(before - after) / 0.2 for before, after in pairwise(places)]
     for t, gain in enumerate(moved, 1):
@@ -170,9 +172,9 @@ def test_a_lasting_change_moves_the_model_seven_times_as_far_in_the_end():
 
 
 def test_slowmo_is_heavy_ball_while_the_learning_rate_is_constant():
-    rescaled = train("slowmo:every=3", 3, 12)
-    heavy = train("slowmo:every=3,rescale=false", 3, 12)
-    plain = train("local-sgd:every=3", 3, 12)
+    rescaled = train("slowmo:sync_every=3", 3, 12)
+    heavy = train("slowmo:sync_every=3,rescale=false", 3, 12)
+    plain = train("local-sgd:sync_every=3", 3, 12)
     assert apart([rescaled[0].end], [heavy[0].end]) < CLOSE
     assert apart([rescaled[0].end], [plain[0].end]) > 1e-3
 
@@ -188,7 +190,7 @@ def test_bmuf_is_slowmo_with_a_momentum_of_one_minus_one_nth():
             v.mul_(0.75).sub_(change)
             x.add_(v)
 
-    ours = train("slowmo:every=2,outer_momentum=0.75", 4, 10)
+    ours = train("slowmo:sync_every=2,outer_momentum=0.75", 4, 10)
     assert apart([ours[0].steps[-1]], [alone(2, 4, 10, block)]) < CLOSE
 
 
@@ -197,7 +199,7 @@ def test_slowmo_keeps_its_momentum_in_units_of_the_learning_rate_of_the_moment()
     u is 2, 3, 3.5, and moves x by as many learning rates of then."""
     keys = {"make": counting, "loss": count, "optimizer": sgd}
     rates = [0.1, 0.1, 0.05, 0.05, 0.01, 0.01]
-    one, _ = train("slowmo:every=2", 2, 6, rates=rates, **keys)
+    one, _ = train("slowmo:sync_every=2", 2, 6, rates=rates, **keys)
     expected = -(0.1 * 2 + 0.05 * 3 + 0.01 * 3.5)
     assert one.steps[-1][0].item() == pytest.approx(expected, rel=1e-12)
 
@@ -210,7 +212,7 @@ def test_each_parameter_group_has_its_own_unit():
         )
 
     keys = {"make": counting, "loss": count, "optimizer": two_rates}
-    (one,) = train("slowmo:every=1", 1, 2, **keys)
+    (one,) = train("slowmo:sync_every=1", 1, 2, **keys)
     moved = [0.1 * 2.5] * 12 + [0.01 * 2.5] * 6
     expected = -torch.tensor(moved, dtype=torch.float64)
     assert (one.steps[-1] - expected).abs().max() < CLOSE
@@ -220,7 +222,7 @@ def test_a_learning_rate_that_ends_at_nought_gives_no_infinity(capsys):
     """The last round began before it was nought: what was moved stays, plainly."""
     keys = {"make": counting, "loss": count, "optimizer": sgd}
     rates = [0.1, 0.1, 0.1, 0.0, 0.0, 0.0]
-    one, _ = train("slowmo:every=2", 2, 6, rates=rates, **keys)
+    one, _ = train("slowmo:sync_every=2", 2, 6, rates=rates, **keys)
     assert one.end[0].item() == pytest.approx(-(0.1 * 2 + 0.1), rel=1e-12)
     assert capsys.readouterr().err.count("a learning rate is 0") == 1
 
@@ -238,7 +240,9 @@ def test_half_precision_weights_have_anchors_that_small_changes_move():
     def steps_of(size):
         return lambda parameters: torch.optim.SGD(parameters, lr=size)
 
-    method = "diloco:every=1,outer_learning_rate=0.01,outer_momentum=0,nesterov=false"
+    method = (
+        "diloco:sync_every=1,outer_learning_rate=0.01,outer_momentum=0,nesterov=false"
+    )
     size = 2.0**-7
     one, _ = train(method, 2, 100, make=make, loss=count, optimizer=steps_of(size))
     assert one.steps[0][0].item() == 1.0
@@ -267,7 +271,7 @@ def inputs(sample):
     return torch.randn(3, generator=generator).double()
 
 
-@pytest.mark.parametrize("method", ["local-sgd:every=3", "diloco:every=3"])
+@pytest.mark.parametrize("method", ["local-sgd:sync_every=3", "diloco:sync_every=3"])
 def test_a_worker_with_twice_the_samples_is_two_workers(method):
     def on(workers, shares, own):
         def body(rank):
@@ -303,21 +307,21 @@ def test_who_is_out_of_data_weighs_what_it_has_done_since_the_last_round():
     """A round after step 4; one with 4 and 1 more; the rest is the first worker's own."""
     keys = {"make": Counting, "loss": count}
     keys["optimizer"] = lambda parameters: torch.optim.SGD(parameters, lr=1.0)
-    for one in train("local-sgd:every=4", 2, (10, 5), **keys):
+    for one in train("local-sgd:sync_every=4", 2, (10, 5), **keys):
         assert one.end.tolist() == pytest.approx([-((8 * 4 + 5 * 1) / 5 + 2)] * 18)
 
 
 METHODS = [
-    "local-sgd:every=3",
-    "post-local-sgd:every=3,each_until=2",
-    "hierarchical-local-sgd:every=4,group=2,group_every=2",
-    "slowmo:every=3",
-    "diloco:every=3",
-    "diloco:every=4,group=2,group_every=2",
-    "streaming-diloco:every=4,fragments=2,delay=1",
-    "streaming-diloco:every=4,fragments=1,delay=2,keep_local=0,nesterov=false,"
+    "local-sgd:sync_every=3",
+    "post-local-sgd:sync_every=3,sync_each_step_until=2",
+    "hierarchical-local-sgd:sync_every=4,group=2,group_every=2",
+    "slowmo:sync_every=3",
+    "diloco:sync_every=3",
+    "diloco:sync_every=4,group=2,group_every=2",
+    "streaming-diloco:sync_every=4,fragments=2,delay=1",
+    "streaming-diloco:sync_every=4,fragments=1,delay=2,keep_local=0,nesterov=false,"
     "outer_learning_rate=1,outer_momentum=0",
-    "streaming-diloco:every=4,fragments=4,delay=0,keep_local=0.3",
+    "streaming-diloco:sync_every=4,fragments=4,delay=0,keep_local=0.3",
 ]
 
 

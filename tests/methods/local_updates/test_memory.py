@@ -13,13 +13,13 @@ from tests.support.tables import crossed
 from tests.support.training import Trained, flat
 
 METHODS = [
-    "local-sgd:every=3",
-    "local-sgd:every=3,state=average",
-    "hierarchical-local-sgd:every=4,group=2,group_every=2",
-    "slowmo:every=3",
-    "streaming-diloco:every=4,fragments=2,delay=1",
+    "local-sgd:sync_every=3",
+    "local-sgd:sync_every=3,state=average",
+    "hierarchical-local-sgd:sync_every=4,group=2,group_every=2",
+    "slowmo:sync_every=3",
+    "streaming-diloco:sync_every=4,fragments=2,delay=1",
     "sel-sync",
-    "daso:group=2,every=3,delay=2",
+    "daso:group=2,sync_every=3,delay=2",
     "ds-sync",
     "ds-sync:overlap=forward",
     "ds-sync:overlap=step",

@@ -7,9 +7,10 @@ import pytest
 
 from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.interfaces import Placement
 from paceline.methods import METHODS
 from paceline.methods.local_updates import LocalSGD, LocalUpdates
-from paceline.methods.local_updates.groups import places_of
+from paceline.methods.local_updates.options import places_of
 from tests.methods.local_updates.helpers import train
 from tests.methods.local_updates.test_laws import apart
 
@@ -17,7 +18,7 @@ from tests.methods.local_updates.test_laws import apart
 
 
 def test_the_gain_is_said_and_what_would_be_safer(capsys):
-    train("diloco:every=10", 2, 1)
+    train("diloco:sync_every=10", 2, 1)
     said = capsys.readouterr().err
     assert (
         "1.33 times as far as plain averaging in the first round, and 7 times" in said
@@ -32,14 +33,14 @@ def test_the_gain_is_said_and_what_would_be_safer(capsys):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"every": 0}, "every=0: expected 1 or more"),
-        ({"each_until": -1}, "each_until=-1: expected 0 or more"),
+        ({"sync_every": 0}, "sync_every=0: expected 1 or more"),
+        ({"sync_each_step_until": -1}, "sync_each_step_until=-1: expected 0 or more"),
         ({"outer_learning_rate": -0.1}, "outer_learning_rate=-0.1: expected 0 or more"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0: .* less than 1"),
         ({"outer_momentum": -0.5}, "outer_momentum=-0.5: expected 0 or more"),
         ({"nesterov": True}, "nesterov=True: expected an outer_momentum above 0"),
         ({"rescale": True}, "rescale=True: expected an outer_momentum above 0"),
-        ({"fragments": 3}, "fragments=3: expected a divisor of every=8"),
+        ({"fragments": 3}, "fragments=3: expected a divisor of sync_every=8"),
         ({"fragments": 0}, "fragments=0: expected 1 or more"),
         ({"fragments": 2, "delay": 4}, "delay=4: expected less than 4 steps"),
         ({"delay": 8}, "delay=8: expected less than 8 steps"),
@@ -51,7 +52,10 @@ def test_the_gain_is_said_and_what_would_be_safer(capsys):
         ({"group": "1"}, "group=1: a group of one"),
         ({"group": "row"}, "group=row: expected rack, host"),
         ({"group": "2", "fragments": 2}, "group=2: expected neither fragments nor"),
-        ({"each_until": 3, "group": "2"}, "each_until=3: expected neither"),
+        (
+            {"sync_each_step_until": 3, "group": "2"},
+            "sync_each_step_until=3: expected neither",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(keys, told):
@@ -67,7 +71,7 @@ def refused_in_training(method, cluster=2):
 
 
 def test_more_fragments_than_tensors_are_refused():
-    told = refused_in_training("streaming-diloco:every=10,fragments=5,delay=0")
+    told = refused_in_training("streaming-diloco:sync_every=10,fragments=5,delay=0")
     assert "fragments=5: the model has 4 parameters" in told
 
 
@@ -81,7 +85,7 @@ def test_more_fragments_than_tensors_are_refused():
 )
 def test_groups_that_change_nothing_are_told(racks, told, capsys):
     network = tuple(Rack(workers=n, link=1e8, latency=0.0, uplink=1e8) for n in racks)
-    train("hierarchical-local-sgd:every=4", Cluster(network), 1)
+    train("hierarchical-local-sgd:sync_every=4", Cluster(network), 1)
     said = capsys.readouterr().err
     assert told in said
     assert bool(told) == ("group=rack: " in said)
@@ -90,14 +94,14 @@ def test_groups_that_change_nothing_are_told(racks, told, capsys):
 def test_a_group_of_which_nobody_knows_is_refused():
     """In a runtime that tells no network there are no racks; here one of other workers."""
     method = METHODS["hierarchical-local-sgd"]
-    comm = SimpleNamespace(size=4, racks=None)
+    comm = SimpleNamespace(size=4, placement=Placement((0, 1, 2, 3)))
     run = SimpleNamespace(comm=comm, cluster=None)
     for group in ("rack", "host"):
         with pytest.raises(UsageError, match=f"in which {group} each worker is"):
-            places_of(method(group=group), run)
-    comm.racks = [0, 0, 1]
+            places_of(method.name, group, run)
+    comm.placement = Placement((0, 1, 2), (0, 0, 1))
     with pytest.raises(UsageError, match="has 3 workers, and this job 4"):
-        places_of(method(group="rack"), run)
+        places_of(method.name, "rack", run)
 
 
 PRESETS = [cls for cls in METHODS.values() if LocalUpdates in cls.__mro__]
@@ -107,7 +111,9 @@ PRESETS = [cls for cls in METHODS.values() if LocalUpdates in cls.__mro__]
 def test_a_name_is_a_preset_and_nothing_else(cls):
     """Local SGD with another one's options does what that one does, the code apart that a name
     may have."""
-    options = {"every": 4, "each_until": 0} if cls().every > 16 else {}
+    options = (
+        {"sync_every": 4, "sync_each_step_until": 0} if cls().sync_every > 16 else {}
+    )
     if cls().delay:
         options |= {"fragments": 2, "delay": 1}
     preset = cls(**options)

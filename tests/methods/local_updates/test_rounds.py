@@ -7,7 +7,7 @@ from torch import nn
 from paceline.cluster import Cluster, Rack
 from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.local_updates import StreamingDiLoCo
-from paceline.methods.local_updates.fragments import deal_out
+from paceline.methods.local_updates.state import deal_out
 from paceline.testing.problems import Counting
 from tests.methods.local_updates.helpers import double, sgd, spread, train
 from tests.methods.local_updates.test_laws import CLOSE, apart, count, counting
@@ -34,30 +34,30 @@ def sent(method, cluster, steps, **keys):
 
 @pytest.mark.parametrize("name", ["local-sgd", "diloco", "slowmo"])
 def test_a_round_costs_one_mean_of_the_model_and_steps_in_between_nothing(name):
-    for own in sent(f"{name}:every=4", 2, 8):
+    for own in sent(f"{name}:sync_every=4", 2, 8):
         assert own == [0, 0, 0, MODEL + WEIGHTS] * 2
 
 
 def test_what_has_moved_may_be_compressed():
     """Differences are small, so half of the bits will do; parameters are sent as they are."""
-    for own in sent("diloco:every=4", 2, 8, compression="bf16"):
+    for own in sent("diloco:sync_every=4", 2, 8, compression="bf16"):
         assert own[:3] == [0, 0, 0]
         assert MODEL / 2 <= own[3] < MODEL / 2 + 3 * WEIGHTS
     exact, coarse = (
-        train("diloco:every=4", 2, 8, compression=c) for c in ("none", "bf16")
+        train("diloco:sync_every=4", 2, 8, compression=c) for c in ("none", "bf16")
     )
     difference = apart([exact[0].end], [coarse[0].end])
     assert 0 < difference < 0.01 * (exact[0].end - flat(double())).abs().max()
 
 
 def test_post_local_sgd_has_rounds_in_each_step_at_first():
-    for own in sent("post-local-sgd:every=3,each_until=2", 2, 8):
+    for own in sent("post-local-sgd:sync_every=3,sync_each_step_until=2", 2, 8):
         assert [count > 0 for count in own] == [1, 1, 0, 0, 1, 0, 0, 1]
 
 
 def test_a_fragment_travels_in_its_turn():
     """Of 12, 5 and 1 elements."""
-    method = "streaming-diloco:every=6,fragments=3,delay=0,keep_local=0"
+    method = "streaming-diloco:sync_every=6,fragments=3,delay=0,keep_local=0"
     for own in sent(method, 2, 12):
         assert own[::2] == [0] * 6
         small = [one - WEIGHTS for one in own[1::2]]
@@ -69,7 +69,7 @@ def test_a_fragment_travels_in_its_turn():
 
 def test_means_of_a_group_stay_in_it():
     """Only every fourth step is anything sent to the other rack."""
-    method = "hierarchical-local-sgd:every=4,group=rack,group_every=2"
+    method = "hierarchical-local-sgd:sync_every=4,group=rack,group_every=2"
     trained = train(method, two_racks(), 8)
     rows = [spread(trained[:2], step) for step in range(8)]
     across = [spread(trained, step) for step in range(8)]
@@ -80,7 +80,7 @@ def test_means_of_a_group_stay_in_it():
 @pytest.mark.parametrize("group", ["rack", "host", "2"])
 def test_groups_are_racks_or_hosts_or_so_many_workers(group):
     cluster = two_racks(4, workers_per_host=2)
-    method = f"hierarchical-local-sgd:every=4,group={group},group_every=1"
+    method = f"hierarchical-local-sgd:sync_every=4,group={group},group_every=1"
     trained = train(method, cluster, 1)
     size = 4 if group == "rack" else 2
     for first in range(0, 8, size):
@@ -94,8 +94,8 @@ def test_a_group_that_averages_in_each_step_is_one_worker():
     def of_both(model, rank, step):
         return (loss_of(model, 2 * rank, step) + loss_of(model, 2 * rank + 1, step)) / 2
 
-    racks = train("hierarchical-local-sgd:every=3,group=rack", two_racks(), 8)
-    two = train("local-sgd:every=3", 2, 8, loss=of_both)
+    racks = train("hierarchical-local-sgd:sync_every=3,group=rack", two_racks(), 8)
+    two = train("local-sgd:sync_every=3", 2, 8, loss=of_both)
     assert apart(racks[0].steps, two[0].steps) < CLOSE
     assert apart([racks[0].end], [two[0].end]) < CLOSE
 
@@ -106,16 +106,18 @@ def test_a_group_that_averages_in_each_step_is_one_worker():
 def test_one_fragment_without_delay_and_mixing_is_diloco():
     outer = "outer_learning_rate=0.7,outer_momentum=0.9"
     streaming = train(
-        f"streaming-diloco:every=3,fragments=1,delay=0,keep_local=0,{outer}", 3, 8
+        f"streaming-diloco:sync_every=3,fragments=1,delay=0,keep_local=0,{outer}", 3, 8
     )
-    diloco = train(f"diloco:every=3,{outer}", 3, 8)
+    diloco = train(f"diloco:sync_every=3,{outer}", 3, 8)
     for one, other in zip(streaming, diloco, strict=True):
         assert apart([*one.steps, one.end], [*other.steps, other.end]) == 0
 
 
 def test_who_mixes_in_nothing_is_never_synchronised():
-    mixing = train("streaming-diloco:every=2,fragments=2,delay=0,keep_local=1", 2, 6)
-    never = train("local-sgd:every=100", 2, 6)
+    mixing = train(
+        "streaming-diloco:sync_every=2,fragments=2,delay=0,keep_local=1", 2, 6
+    )
+    never = train("local-sgd:sync_every=100", 2, 6)
     for one, other in zip(mixing, never, strict=True):
         assert apart(one.steps, other.steps) == 0
 
@@ -123,7 +125,7 @@ def test_who_mixes_in_nothing_is_never_synchronised():
 def test_each_parameter_is_synchronised_once_in_a_round():
     """Four tensors, two of them in a fragment; each is equal on both workers just after its
     turn, and at no other time."""
-    method = "streaming-diloco:every=4,fragments=2,delay=0,keep_local=0"
+    method = "streaming-diloco:sync_every=4,fragments=2,delay=0,keep_local=0"
     first, second = train(method, 2, 12)
     sizes = [p.numel() for p in first.model.parameters()]
     equal = [
@@ -135,7 +137,7 @@ def test_each_parameter_is_synchronised_once_in_a_round():
 
 
 def test_fragments_are_of_about_one_size_and_neighbours_in_different_ones():
-    method = StreamingDiLoCo(every=4, fragments=2, delay=0)
+    method = StreamingDiLoCo(sync_every=4, fragments=2, delay=0)
 
     def dealt(*sizes):
         order = [nn.Parameter(torch.zeros(size)) for size in sizes]
@@ -155,7 +157,7 @@ def test_a_mean_is_used_so_many_steps_after_it_was_sent():
         return model() * (1 + 2 * rank)
 
     method = (
-        "streaming-diloco:every=4,fragments=1,delay=2,keep_local=0.5,"
+        "streaming-diloco:sync_every=4,fragments=1,delay=2,keep_local=0.5,"
         "outer_learning_rate=1,outer_momentum=0,nesterov=false"
     )
     keys = {"make": counting, "loss": loss, "optimizer": sgd}
@@ -179,9 +181,9 @@ def test_nobody_waits_for_a_mean_that_has_time():
 
     keys = {"make": make, "loss": count, "optimizer": sgd, "pace": 0.01}
     steps = 16
-    waits = train("streaming-diloco:every=4,fragments=1,delay=0", 2, steps, **keys)
-    late = train("streaming-diloco:every=4,fragments=1,delay=3", 2, steps, **keys)
-    never = train("local-sgd:every=100", 2, steps, **keys)
+    waits = train("streaming-diloco:sync_every=4,fragments=1,delay=0", 2, steps, **keys)
+    late = train("streaming-diloco:sync_every=4,fragments=1,delay=3", 2, steps, **keys)
+    never = train("local-sgd:sync_every=100", 2, steps, **keys)
     assert late[0].seconds == pytest.approx(never[0].seconds, rel=1e-6)
     assert waits[0].seconds > never[0].seconds + 4 * 0.015
     assert sum(late[0].sent) >= 4 * 2_000_000 * 0.99

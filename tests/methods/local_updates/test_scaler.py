@@ -13,9 +13,9 @@ from tests.methods.local_updates.helpers import double, momentum
 from tests.support.training import flat, loss_of, simulate
 
 METHODS = [
-    "local-sgd:every=4",
-    "diloco:every=4",
-    "streaming-diloco:every=4,fragments=2,delay=1",
+    "local-sgd:sync_every=4",
+    "diloco:sync_every=4",
+    "streaming-diloco:sync_every=4,fragments=2,delay=1",
     "sel-sync",
     "daso:group=2",
     "ds-sync",
@@ -67,6 +67,6 @@ def test_who_leaves_out_an_update_stays_in_step_with_the_others(method: str) -> 
 
 def test_an_own_gradient_that_was_clipped_with_its_scale_is_refused() -> None:
     with pytest.raises(WorkerFailedError, match="clip_norm with a GradScaler") as error:
-        train("local-sgd:every=4", 8.0, clip_norm=1.0)
+        train("local-sgd:sync_every=4", 8.0, clip_norm=1.0)
     assert isinstance(error.value.__cause__, UsageError)
     train("daso:group=2", 8.0, clip_norm=1.0)  # of the node's mean, after it

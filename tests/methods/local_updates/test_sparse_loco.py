@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import paceline
-from paceline.compression import make, pure
+from paceline.cli.list import methods_table
+from paceline.compression import make
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.methods import METHODS
-from paceline.methods.docs_table import methods_page
 from paceline.methods.local_updates import SparseLoCo
 from paceline.runtimes.join import join_runtime
 from tests.methods.local_updates.helpers import adam, train
@@ -25,8 +25,8 @@ PRESET = SparseLoCo.default_compression
 
 def test_it_is_diloco_with_options_and_a_code() -> None:
     keys = WIDE | {"optimizer": adam}
-    own = train("sparse-loco:every=3", 3, 10, **keys)
-    options = f"diloco:every=3,{PLAIN}"
+    own = train("sparse-loco:sync_every=3", 3, 10, **keys)
+    options = f"diloco:sync_every=3,{PLAIN}"
     same = train(options, 3, 10, **keys, compression=PRESET)
     other = train(options, 3, 10, **keys, compression="top-k")
     for one, twin, third in zip(own, same, other, strict=True):
@@ -36,22 +36,28 @@ def test_it_is_diloco_with_options_and_a_code() -> None:
 
 def test_with_all_elements_and_no_decay_it_is_local_sgd() -> None:
     own = train(
-        "sparse-loco:every=3", 3, 9, **WIDE, compression="top-k:density=1,decay=0.95"
+        "sparse-loco:sync_every=3",
+        3,
+        9,
+        **WIDE,
+        compression="top-k:density=1,decay=0.95",
     )
-    plain = train("local-sgd:every=3", 3, 9, **WIDE)
+    plain = train("local-sgd:sync_every=3", 3, 9, **WIDE)
     assert apart([one.end for one in own], [one.end for one in plain]) < CLOSE
 
 
 def test_a_round_is_the_papers_equation() -> None:
     """Beside the code itself, which is asked of the compressor, worker by worker."""
     workers, rounds = 2, 4
-    after = [one.steps for one in train("sparse-loco:every=1", workers, rounds, **WIDE)]
+    after = [
+        one.steps for one in train("sparse-loco:sync_every=1", workers, rounds, **WIDE)
+    ]
     models = [wide() for _ in range(workers)]
     inner = [
         torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
         for m in models
     ]
-    code: Any = pure(make(PRESET))
+    code: Any = make(PRESET).code
     anchors = [p.detach().clone() for p in models[0].parameters()]
     residuals = [[torch.zeros_like(x) for x in anchors] for _ in models]
     for step in range(rounds):
@@ -63,7 +69,7 @@ def test_a_round_is_the_papers_equation() -> None:
             for n, p in enumerate(model.parameters()):
                 e = 0.95 * residuals[rank][n] + (anchors[n] - p.detach()) / workers
                 coded = torch.empty_like(e)
-                code.decode(code.encode([e], [code.init(e, "", rank)]), [coded])
+                code.decode(code.encode([e], [code.init_state(e, "", rank)]), [coded])
                 sums[n] += coded  # c_i
                 residuals[rank][n] = e - coded
         with torch.no_grad():
@@ -83,7 +89,7 @@ def test_a_round_is_the_papers_equation() -> None:
     ("spec", "code"),
     [
         ("sparse-loco", PRESET),
-        ("sparse-loco:every=9", PRESET),
+        ("sparse-loco:sync_every=9", PRESET),
         ("sparse-loco:compression=int4", "int4"),
         ("sparse-loco:compression=none", "none"),
         ("diloco", "none"),
@@ -131,7 +137,8 @@ def test_what_is_saved_says_it(spec: Any, options: dict[str, Any], said: str) ->
 
 
 def test_the_table_of_methods_shows_it() -> None:
-    (row,) = (r for r in methods_page().splitlines() if r.startswith("| `sparse-loco`"))
+    rows = methods_table().splitlines()
+    (row,) = (row for row in rows if row.startswith("| `sparse-loco`"))
     for key in ("compression=top-k", "compression.bits=2", "compression.decay=0.95"):
         assert f"`{key}`" in row
 

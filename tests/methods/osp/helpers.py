@@ -8,13 +8,28 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.osp_comparisons import compared
+from hypothesis import strategies as st
 from torch import nn
 
 from paceline.methods.osp import OSP
+from paceline.methods.osp.deferral import PATIENCE
+from paceline.methods.osp.measurement import TRIAL_STEPS, ModelPieces, Rate, StepTimes
 from tests.support.training import loss_of
 
 FIRST_DEFERRED = 2
 """With ``budget=constant`` the first decision is made in step 0, and known after step 1."""
+
+INTERVAL = OSP.interval
+
+NATIVE_TRIAL = set(range(INTERVAL + 1, INTERVAL + 1 + TRIAL_STEPS + 2))
+"""After these steps something is deferred: the decision of step 20 holds after step 21, that
+of step 27 has seen steps 23 to 27, and holds after step 28."""
+
+SERVER_TRIAL = set(range(INTERVAL + 1, INTERVAL + 1 + TRIAL_STEPS + 3))
+"""What workers have seen they tell in the step after that."""
+
+AGAIN = PATIENCE * INTERVAL
+"""So many steps later a trial that has failed is repeated."""
 
 HALF = "osp:collective=native,defer=most,budget=constant,most=0.5,chunk=64"
 ALL = "osp:collective=native,defer=most,budget=constant,most=1,chunk=64"
@@ -75,3 +90,16 @@ def gradient_of(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
         allow_unused=True,
     )
     return torch.cat([g.detach().double().reshape(-1) for g in gradients])
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[ModelPieces, StepTimes, Rate, list[int]]:
+    """A model in buckets, its times, a network, and an order of importance."""
+    count = draw(st.integers(1, 5))
+    buckets = sorted(draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=12)))
+    sizes = [draw(st.integers(1, 1000)) for _ in buckets]
+    ready = sorted(draw(st.floats(0.001, 1.0)) for _ in range(count))
+    times = StepTimes(ready, ready[-1] + draw(st.floats(0, 0.2)))
+    rate = Rate(draw(st.floats(0, 0.05)), draw(st.floats(1e-7, 1e-2)))
+    order = draw(st.permutations(range(len(buckets))))
+    return ModelPieces(sizes, buckets, count), times, rate, list(order)

@@ -1,5 +1,5 @@
 """Group servers in virtual time: every gradient once in the end, wherever workers push; and
-models without contents, whose parcels take as long."""
+models without contents, whose updates take as long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.methods.gssp import GSSP
 from paceline.runtimes.simulated.services import SimulatedServer
 from paceline.testing.problems import Counting, flat_parameters
 from tests.runtimes.simulated.test_coding_time import model, train, workload
-from tests.support.group_toy import Grouped
+from tests.support.grouped import Grouped
 from tests.support.simulations import cluster, rack, run, run_on, simulation
 
 LR = 0.5
@@ -63,7 +63,7 @@ def test_workers_that_are_told_to_move_lose_nothing():
     method = "gssp:measure_steps=2,most_groups=3,ratio=1.3"
     found, machines = counted(method, steps=(40, 20, 14, 10))
     assert found == [84 / WORKERS] * WORKERS
-    assert all(machine.counts["gradients applied"] for machine in machines)
+    assert all(machine.local.counts["gradients applied"] for machine in machines)
 
 
 def test_racks_may_be_groups():
@@ -89,7 +89,7 @@ def talk(monkeypatch):
     return asked
 
 
-def test_a_stand_in_s_parcels_are_as_large_as_the_model_s(talk):
+def test_a_stand_in_s_updates_are_as_large_as_the_model_s(talk):
     method, found = "gssp:members=0-1+2-3", []
     for make in (model, lambda: paceline.stand_in(workload())):
         talk.clear()
@@ -97,5 +97,5 @@ def test_a_stand_in_s_parcels_are_as_large_as_the_model_s(talk):
         found.append(set(talk))
     assert found[0] == found[1]
     payload = sum(4 * p.numel() for p in model().parameters())
-    (passed,) = [size for kind, size in found[0] if kind == "Pass"]
+    (passed,) = [size for kind, size in found[0] if kind == "Update"]
     assert payload <= passed < payload + 1000

@@ -9,17 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from paceline.interfaces import Answer, UpdatesOnServer
+from paceline.interfaces import Reply, UpdatesOnServer
 from paceline.interfaces.server_messages import (
-    Done,
     Join,
     Joined,
-    Norm,
-    NormPart,
     Parameters,
     Pull,
-    PullNorm,
-    Refused,
+    Rejected,
 )
 from paceline.methods.backup import Backup
 from paceline.methods.osp import OSP
@@ -34,17 +30,17 @@ HALVED = pytest.approx(-0.5, rel=1e-5)
 """Where a learning rate of 1 leads from 0, by a gradient of ones that is clipped."""
 
 
-def clipping(method: UpdatesOnServer, servers: int = 1, workers: int = 2) -> Case:
+def clipping(method: UpdatesOnServer, workers: int = 2) -> Case:
     """A server with all its workers, whose gradients weigh alike."""
-    join = msgspec.structs.replace(JOIN, clip_norm=LIMIT, servers=servers)
+    join = msgspec.structs.replace(JOIN, clip_norm=LIMIT)
     return Case(method, workers).begin(*range(workers), join=join)
 
 
-def kinds(answers: list[Answer]) -> list[tuple[int, type]]:
+def kinds(answers: list[Reply]) -> list[tuple[int, type]]:
     return [(answer.to.worker, type(answer.message)) for answer in answers]
 
 
-def read(answers: list[Answer]) -> list[float]:
+def read(answers: list[Reply]) -> list[float]:
     """All parameters in answers to one step's pushes."""
     values = [answer.payload for answer in answers if answer.payload is not None]
     return torch.cat(values).tolist()
@@ -84,8 +80,8 @@ def test_who_is_lost_leaves_what_came_to_be_scaled_by_what_is_here(
     case = clipping(method)
     case.push(0, 0, 0, weight=0.5)
     case.push(1, 0, 0, weight=0.5)
-    case.server.on_lost(1, 0, 0.0)
-    case.server.on_lost(0, 0, 0.0)
+    case.server.on_worker_lost(1, 0, 0.0)
+    case.server.on_worker_lost(0, 0, 0.0)
     (joined,) = case.ask(0, case_join(), life=1)
     assert isinstance(joined.message, Joined)
     (answer,) = case.ask(0, Pull(bucket=0, step=joined.message.step), life=1)
@@ -102,11 +98,11 @@ def case_join() -> Join:
 @pytest.mark.parametrize("method", ROUNDS)
 def test_who_joins_in_between_waits_for_what_is_held(method: UpdatesOnServer) -> None:
     case = clipping(method, workers=3)
-    case.server.on_lost(2, 0, 0.0)
+    case.server.on_worker_lost(2, 0, 0.0)
     case.whole_step(0, 0, weight=0.5)
     case.push(1, 0, 0, weight=0.5)
     (joined,) = case.ask(2, case_join(), life=1)
-    assert joined.message == Joined(step=1, loaded=True, guest=True)
+    assert joined.message == Joined(step=1, loaded=True, late_joiner=True)
     assert case.ask(2, Pull(bucket=0, step=1), life=1) == []
     assert not case.server.is_quiet()
     assert case.server.snapshot() == {}
@@ -120,67 +116,20 @@ def test_workers_that_disagree_are_told_once_all_is_there() -> None:
     case.whole_step(0, 0)
     other = [{**HOW[0], "lr": 0.5}]
     answers = case.whole_step(1, 0, hyperparameters=other)
-    assert kinds(answers) == [(0, Refused), (0, Refused), (1, Refused), (1, Refused)]
+    assert kinds(answers) == [
+        (0, Rejected),
+        (0, Rejected),
+        (1, Rejected),
+        (1, Rejected),
+    ]
 
 
-# ---- several servers ----
-
-
-@pytest.mark.parametrize("method", ROUNDS)
-def test_a_part_waits_for_the_norm_of_all(method: UpdatesOnServer) -> None:
-    """Another server holds as much again, with a norm of 0."""
-    case = clipping(method, servers=2)
-    assert case.ask(0, PullNorm(step=0)) == []
-    case.whole_step(0, 0, weight=0.5)
-    answers = case.whole_step(1, 0, weight=0.5)
-    assert [a.message for a in answers] == [NormPart(squares=SQUARES)]
-    assert case.answers(1, PullNorm(step=0)) == [NormPart(squares=SQUARES)]
-    answers = case.ask(1, Norm(step=0, squares=4 * SQUARES))
-    assert kinds(answers).count((1, Done)) == 1
-    assert read(answers) == [pytest.approx(-0.25, rel=1e-5)] * 2 * sum(SIZES)
-    # The other worker has added up the same, and comes too late to matter.
-    assert case.answers(0, Norm(step=0, squares=4 * SQUARES)) == [Done()]
-    assert case.answers(0, PullNorm(step=0)) == [NormPart(squares=SQUARES)]
-
-
-@pytest.mark.parametrize("method", ROUNDS)
-def test_a_norm_that_comes_before_the_last_gradient_waits_for_it(
-    method: UpdatesOnServer,
-) -> None:
-    """The other server has lost a worker, for which this one waits."""
-    case = clipping(method, servers=2)
-    case.whole_step(0, 0)
-    assert case.answers(0, Norm(step=0, squares=SQUARES)) == [Done()]
-    answers = case.server.on_lost(1, 0, 0.0)
-    assert kinds(answers) == [(0, Parameters), (0, Parameters)]
-    assert read(answers) == [HALVED] * sum(SIZES)
-
-
-@pytest.mark.parametrize("method", ROUNDS)
-def test_nobody_is_left_to_tell_the_norm(method: UpdatesOnServer) -> None:
-    case = clipping(method, servers=2)
-    case.whole_step(0, 0, weight=0.5)
-    case.whole_step(1, 0, weight=0.5)
-    case.server.on_lost(1, 0, 0.0)
-    case.server.on_lost(0, 0, 0.0)
-    join = msgspec.structs.replace(case_join(), servers=2)
-    (joined,) = case.ask(0, join, life=1)
-    assert isinstance(joined.message, Joined)
-    (answer,) = case.ask(0, Pull(bucket=1, step=joined.message.step), life=1)
-    assert answer.payload is not None
-    assert answer.payload.tolist() == [HALVED] * SIZES[1]
-
-
-def test_norms_that_make_no_sense_are_refused() -> None:
-    case = clipping(Backup(), servers=2)
-    assert "a sum of squares" in case.refusal(0, Norm(step=0, squares=-1.0))
-    assert "beyond" in case.refusal(0, Norm(step=10**6, squares=1.0))
-    assert "beyond" in case.refusal(0, PullNorm(step=10**6))
-    plain = Case(Backup()).begin(0, 1)
-    assert "nothing is clipped" in plain.refusal(0, PullNorm(step=0))
-    assert "nothing is clipped" in plain.refusal(0, Norm(step=0, squares=1.0))
+def test_limits_that_make_no_sense_are_refused() -> None:
     wrong = msgspec.structs.replace(JOIN, clip_norm=0.0)
     assert "clip_norm" in Case(Backup()).refusal(0, wrong)
+    several = msgspec.structs.replace(case_join(), servers=2)
+    assert "take one server" in Case(Backup()).refusal(0, several)
+    plain = Case(Backup()).begin(0, 1)
     assert "clip_norm" in plain.refusal(1, case_join(), life=1)
 
 

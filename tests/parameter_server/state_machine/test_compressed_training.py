@@ -113,7 +113,8 @@ def train(
             for total, gradient in zip(made, given, strict=True):
                 total += gradient.double() / workers
             after(rank, step, model, optimizer)
-        left = residuals_of(optimizer) if "error_feedback=true" in str(options) else {}
+        corrects = "error_feedback=true" in str(options).lower()
+        left = residuals_of(optimizer) if corrects else {}
         left = {name: value.clone() for name, value in left.items()}
         optimizer.finish()
         ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
@@ -194,13 +195,13 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
             looked.append(
                 all(torch.equal(a, b) for a, b in zip(shown, held, strict=True))
             )
-        spread = inspect(optimizer).remote._spread
-        for part in spread.pulled():
-            shadows = machines(runtime)[part.shard].shard.coded.shadows
+        partition = inspect(optimizer).remote.partition
+        for part in partition.pulled():
+            shadows = machines(runtime)[part.shard].shard.compression.replicas
             shadow = shadows[rank, part.bucket].values
-            assert torch.equal(shadow, spread.landing_of(part))
+            assert torch.equal(shadow, partition.received_part(part))
             flat = torch.cat(
-                [p.detach().view(-1) for p in spread.buckets[part.bucket].parameters]
+                [p.detach().view(-1) for p in partition.buckets[part.bucket].parameters]
             )
             assert torch.equal(shadow, flat[part.start : part.stop])
         now = [machine.shard.store.flats for machine in machines(runtime)]
@@ -216,7 +217,7 @@ def test_servers_know_what_a_worker_holds_to_the_bit(method, servers, dtype):
     )
     assert looked == [False] * 3
     for machine in machines(runtime):
-        assert not machine.shard.coded.shadows  # all have left
+        assert not machine.shard.compression.replicas  # all have left
 
 
 def test_looking_changes_nothing():
@@ -290,7 +291,7 @@ def test_the_bytes_of_codes_count_both_ways():
 def test_coding_takes_virtual_time():
     """A worker codes and its server decodes two; where answers are differences the server
     codes and decodes two, and a worker decodes one."""
-    before, after = make("largest").passes(1)
+    before, after = make("largest").memory_passes(1)
     for answers, passes in (
         ("full", before + 2 * after),
         ("deltas", before + 2 * after + 2 * (before + after + 6) + after),
@@ -539,8 +540,8 @@ def test_keys_of_a_spec_say_it_too():
     runtime = simulation(2)
     train(runtime, spec)
     (machine,) = machines(runtime)
-    assert machine.shard.coded is not None
-    assert machine.shard.coded.shadows == {}
+    assert machine.shard.compression is not None
+    assert machine.shard.compression.replicas == {}
 
 
 def test_workers_that_differ_are_refused_before_training():
@@ -562,11 +563,11 @@ def test_each_code_that_stands_alone_goes_both_ways(name):
     runtime = simulation(2)
 
     def look(rank, step, model, optimizer):
-        spread = inspect(optimizer).remote._spread
-        for part in spread.pulled():
-            shadows = machines(runtime)[0].shard.coded.shadows
+        partition = inspect(optimizer).remote.partition
+        for part in partition.pulled():
+            shadows = machines(runtime)[0].shard.compression.replicas
             held = shadows[rank, part.bucket].values
-            assert torch.equal(held, spread.landing_of(part))
+            assert torch.equal(held, partition.received_part(part))
 
     (one, _, made), (other, _, more) = train(
         runtime,

@@ -10,11 +10,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from paceline.compression import COMPRESSORS, make
-from paceline.compression.packing import Reader, to_bytes
-from paceline.compression.per_worker import Alone
+from paceline.compression import COMPRESSORS, GatheredCompressor, State, make
+from paceline.compression.base import Reader, to_bytes
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, State
+from paceline.interfaces import Reply
 from paceline.interfaces.server_messages import (
     DTYPES,
     Join,
@@ -23,12 +22,12 @@ from paceline.interfaces.server_messages import (
     Load,
     Parameters,
     Pull,
-    Refused,
+    Rejected,
     Unit,
 )
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
-from paceline.parameter_server.process.monitors import make_machine
+from paceline.parameter_server.process.services import make_parameter_server
 from paceline.parameter_server.state_machine.compression import code_bytes, views
 from paceline.parameter_server.state_machine.server import ParameterServer
 from tests.parameter_server.state_machine.test_server import HOW, Case, pushed
@@ -40,14 +39,14 @@ SIZES = [10, 3]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Largest(Alone):
+class Largest(GatheredCompressor):
     """The largest element of each tensor, and its place."""
 
     name: ClassVar[str] = "largest"
     unbiased: ClassVar[bool] = False
     state: ClassVar[str] = "none"
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         return 3.0, 2.0
 
     def _size(self, shapes: Any, dtype: torch.dtype) -> int:
@@ -120,14 +119,14 @@ class Talk(Case):
         parts = views(flat.to(self.kind), UNITS[bucket])
         states = self.states.setdefault(
             (worker, bucket),
-            [self.code.init(p, f"{n}", worker) for n, p in enumerate(parts)],
+            [self.code.init_state(p, f"{n}", worker) for n, p in enumerate(parts)],
         )
         found: torch.Tensor = self.code.encode(parts, states)
         return found
 
     def push_code(
         self, worker: int, step: int, bucket: int, code: Any, **others: Any
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         life = others.pop("life", 0)
         used = [True] * len(UNITS[bucket])
         message = pushed(step, bucket, used=used, **others)
@@ -138,10 +137,10 @@ class Talk(Case):
         return answer
 
     def held(self, worker: int, bucket: int) -> torch.Tensor | None:
-        coded = self.server.shard.coded
+        coded = self.server.shard.compression
         assert coded is not None
-        assert coded.shadows is not None
-        shadow = coded.shadows.get((worker, bucket))
+        assert coded.replicas is not None
+        shadow = coded.replicas.get((worker, bucket))
         return None if shadow is None else shadow.values
 
     def all_is(self) -> tuple[Any, ...]:
@@ -163,9 +162,9 @@ GIVEN = flat(1, -5, 2, 0, 0, 3, 7, 1, 1, -2)
 DECODED = [0, -5, 0, 0, 0, 0, 7, 0, 0, 0]
 
 
-def refusal_of(answers: list[Answer]) -> str:
+def refusal_of(answers: list[Reply]) -> str:
     (answer,) = answers
-    assert isinstance(answer.message, Refused), answer
+    assert isinstance(answer.message, Rejected), answer
     return answer.message.reason
 
 
@@ -230,7 +229,7 @@ def test_coding_is_counted_as_work() -> None:
         talk.pull(worker, 0)
     talk.server.take_work()
     talk.push_code(0, 0, 0, talk.encoded(0, 0, GIVEN))
-    before, after = talk.code.passes(1)
+    before, after = talk.code.memory_passes(1)
     work = talk.server.take_work()
     assert work.stepped == 80
     assert work.coded == 80 * (after + before + after + 6)
@@ -296,7 +295,7 @@ def test_a_push_that_makes_no_sense_changes_nothing(others: Any, said: str) -> N
 
 def test_without_compression_bytes_are_no_gradient() -> None:
     talk = Talk()
-    talk.server = ParameterServer(2, ASP().server(2))
+    talk.server = ParameterServer(2, lambda _: ASP().server(2))
     talk.numbers.clear()
     talk.begin(0, 1)
     code = torch.zeros(2, dtype=torch.uint8)
@@ -323,7 +322,7 @@ def test_mutated_codes_are_decoded_or_refused(name: str, dtype: str) -> None:
         bad = _mutated(rng, code)
         before = talk.all_is()
         (answer,) = talk.push_code(worker, step[worker], bucket, bad)
-        if isinstance(answer.message, Refused):
+        if isinstance(answer.message, Rejected):
             refused += 1
             assert repr(talk.all_is()) == repr(before)
             talk.push_code(worker, step[worker], bucket, code)
@@ -355,7 +354,7 @@ def test_a_code_is_as_large_as_is_said(name: str, dtype: str) -> None:
         return
     code: Any = make(name)
     parts = [torch.ones(shape, dtype=kind) for shape in ((64, 48), (5,), (), (0, 3))]
-    states = [code.init(part, f"{n}", 0) for n, part in enumerate(parts)]
+    states = [code.init_state(part, f"{n}", 0) for n, part in enumerate(parts)]
     if any("steps" in str(state) for state in states):
         return  # it changes from step to step
     shapes = [part.shape for part in parts]
@@ -405,7 +404,7 @@ def differing() -> Talk:
     talk = Talk(replies="deltas")
     for worker in (0, 1):
         for bucket in range(2):
-            assert talk.pull(worker, bucket).message.turn == 1
+            assert talk.pull(worker, bucket).message.sequence == 1
     return talk
 
 
@@ -426,7 +425,7 @@ def test_a_push_is_answered_with_a_code_of_what_has_changed() -> None:
             (answer,) = talk.push_code(worker, step, 0, code)
             assert answer.payload is not None
             assert answer.payload.numel() == 2 * 16
-            assert answer.message.turn == step + 3
+            assert answer.message.sequence == step + 3
             held[worker] = added(talk, 0, held[worker], answer)
             mine = talk.held(worker, 0)
             assert mine is not None
@@ -448,11 +447,11 @@ def test_a_look_changes_nothing_that_is_held() -> None:
     talk.push_code(0, 0, 0, talk.encoded(0, 0, GIVEN))
     before = talk.held(1, 0)
     assert before is not None
-    answer = talk.pull(1, 0, looks=True)
+    answer = talk.pull(1, 0, peek=True)
     assert (-answer.payload).tolist() == DECODED
     assert torch.equal(before, talk.held(1, 0))
     (difference,) = talk.push_code(1, 0, 0, talk.encoded(1, 0, GIVEN * 0))
-    assert difference.message.turn == 2
+    assert difference.message.sequence == 2
     assert added(talk, 0, before, difference).tolist() == (-flat(*DECODED)).tolist()
 
 
@@ -460,10 +459,10 @@ def test_a_pull_is_dense_and_is_what_is_held_from_then_on() -> None:
     talk = differing()
     talk.push_code(0, 0, 0, talk.encoded(0, 0, GIVEN))
     answer = talk.pull(1, 0)
-    assert answer.message.turn == 2
+    assert answer.message.sequence == 2
     assert torch.equal(answer.payload, talk.held(1, 0))
     (difference,) = talk.push_code(1, 0, 0, talk.encoded(1, 0, GIVEN * 0))
-    assert difference.message.turn == 3
+    assert difference.message.sequence == 3
     assert torch.equal(added(talk, 0, answer.payload, difference), answer.payload)
 
 
@@ -481,17 +480,14 @@ def test_an_answer_is_not_written_to_by_the_next() -> None:
     assert torch.equal(first, kept)
 
 
-def test_a_request_that_comes_again_advances_nothing() -> None:
+def test_a_push_that_comes_again_is_refused_and_advances_nothing() -> None:
     talk = differing()
     message = pushed(0, 0, used=[True, True])
-    sender, code = talk.sender(0), talk.encoded(0, 0, GIVEN)
-    (answer,) = talk.server.on_message(sender, message, code.clone(), 0.0)
+    code = talk.encoded(0, 0, GIVEN)
+    talk.server.on_request(talk.sender(0), message, code.clone(), 0.0)
     before = talk.all_is(), talk.held(0, 0)
     assert before[1] is not None
     kept = before[1].clone()
-    (again,) = talk.server.on_message(sender, message, code.clone(), 0.0)
-    assert again == answer
-    assert torch.equal(kept, before[1])
     assert "has pushed bucket 0 of step 0 before" in refusal_of(
         talk.push_code(0, 0, 0, code)
     )
@@ -509,32 +505,32 @@ def test_who_has_not_pulled_gets_no_difference() -> None:
 def test_another_life_begins_with_all_of_it() -> None:
     talk = differing()
     talk.push_code(0, 0, 0, talk.encoded(0, 0, GIVEN))
-    talk.server.on_lost(0, 0, 0.0)
+    talk.server.on_worker_lost(0, 0, 0.0)
     assert talk.held(0, 0) is None
     assert talk.held(1, 0) is not None
     talk.ask(0, talk.joins, None, 1)
     answer = talk.pull(0, 0, life=1)
-    assert answer.message.turn == 1
+    assert answer.message.sequence == 1
     assert (-answer.payload).tolist() == DECODED
 
 
 def test_copies_are_bounded_by_the_workers() -> None:
     """However many lives they have; and who leaves needs none."""
     talk = differing()
-    coded = talk.server.shard.coded
+    coded = talk.server.shard.compression
     assert coded is not None
-    assert coded.shadows is not None
+    assert coded.replicas is not None
     for life in range(1, 6):
         talk.ask(1, talk.joins, None, life)
         for bucket in range(2):
             talk.pull(1, bucket, life=life)
-        assert len(coded.shadows) == 4
+        assert len(coded.replicas) == 4
     talk.ask(1, Leave(), None, 5)
     talk.ask(0, Leave())
     talk.pull(0, 0)
-    assert {worker for worker, _ in coded.shadows} == {1}
+    assert {worker for worker, _ in coded.replicas} == {1}
     talk.pull(1, 0, life=5)
-    assert not coded.shadows
+    assert not coded.replicas
 
 
 def test_a_load_begins_anew_for_all() -> None:
@@ -550,7 +546,7 @@ def test_a_load_begins_anew_for_all() -> None:
             answer = talk.pull(worker, bucket)
             assert answer.payload.unique().tolist() == [5.0]
     for worker in (0, 1):
-        talk.arrive(worker, purpose="pulled")
+        talk.arrive(worker, kind="pulled")
     (difference,) = talk.push_code(0, 1, 0, talk.encoded(0, 0, GIVEN * 0))
     held = torch.full((10,), 5.0, dtype=torch.float64)
     assert torch.equal(added(talk, 0, held, difference), held)
@@ -559,7 +555,7 @@ def test_a_load_begins_anew_for_all() -> None:
 def test_after_a_restart_of_the_server_all_begin_with_all_of_it() -> None:
     join = structs.replace(join_of(replies="deltas"), method="asp")
     talk = Talk(replies="deltas")
-    talk.server, talk.joins = make_machine(2, "server"), join
+    talk.server, talk.joins = make_parameter_server(2, "server"), join
     talk.numbers.clear()
     for worker in (0, 1):
         talk.ask(worker, join)
@@ -571,13 +567,13 @@ def test_after_a_restart_of_the_server_all_begin_with_all_of_it() -> None:
             given = GIVEN[: SIZES[bucket]]
             talk.push_code(worker, 0, bucket, talk.encoded(worker, bucket, given))
     saved = talk.server.snapshot()
-    again = make_machine(2, "server")
+    again = make_parameter_server(2, "server")
     again.restore(saved)
-    assert again.shard.coded is not None
-    assert again.shard.coded.shadows == {}
+    assert again.shard.compression is not None
+    assert again.shard.compression.replicas == {}
     talk.server = again
     for worker in (0, 1):
         talk.ask(worker, join, None, 1)
         answer = talk.pull(worker, 0, life=1)
-        assert answer.message.turn == 1
+        assert answer.message.sequence == 1
         assert torch.equal(answer.payload, saved["store"]["flats"][0])

@@ -15,7 +15,7 @@ from paceline.interfaces.server_messages import (
     Joined,
     Reduce,
     Reduced,
-    Refused,
+    Rejected,
     Request,
 )
 from paceline.parameter_server.state_machine.server import ParameterServer
@@ -48,8 +48,7 @@ class Reducing:
             message = Reduce(channel="", number=number, operation=_operation(number))
             payload = torch.zeros(self.workers, dtype=torch.float64)
             payload[worker] = 1 + worker
-        received = min(self.unanswered[worker], default=number + 1)
-        sender = Sender(worker, 0, "", number + 1, received)
+        sender = Sender(worker, 0, "", number + 1)
         self.unanswered[worker].add(number + 1)
         self.next[worker] += 1
         self.network.send(Letter(0, sender, message, payload))
@@ -58,7 +57,7 @@ class Reducing:
         letter, answers, new = self.network.deliver(index)
         if isinstance(letter.message, Reduce) and new:
             turned_away = any(
-                isinstance(a.message, Refused) and a.to == letter.sender
+                isinstance(a.message, Rejected) and a.to == letter.sender
                 for a in answers
             )
             if not turned_away:
@@ -78,12 +77,8 @@ class Reducing:
                 self.act(index % self.workers)
             elif kind < 10 and net.requests:
                 self.deliver(index % len(net.requests))
-            elif kind < 13 and net.answers:
+            elif kind < 14 and net.answers:
                 self.arrive(index % len(net.answers))
-            elif kind == 13 and net.answers and index % 2:
-                net.resend_for(index % len(net.answers))
-            elif kind == 13 and net.letters:
-                net.repeat(index)
             elif kind == 14 and net.losses:
                 net.lose(0)
             elif kind == 15 and self.deaths and index % self.workers not in self.dead:

@@ -11,16 +11,17 @@ import torch
 from msgspec import structs
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Discipline, Sender, UpdatesOnServer, Work
+from paceline.interfaces import Discipline, Reply, Sender, UpdatesOnServer, Work
 from paceline.interfaces.server_messages import (
-    Arrive,
+    BarrierPassed,
     Done,
+    EnterBarrier,
     Join,
     Joined,
     Leave,
     Load,
     LoadState,
-    Met,
+    LoadUntrained,
     OptimizerState,
     Parameters,
     Pull,
@@ -28,15 +29,17 @@ from paceline.interfaces.server_messages import (
     Push,
     Reduce,
     Reduced,
-    Refused,
-    Reply,
+    Rejected,
+    ReplyMessage,
     Request,
     Unit,
 )
 from paceline.methods.asp import ASP
 from paceline.methods.backup import Backup
 from paceline.methods.ssp import SSP
+from paceline.parameter_server.state_machine.members import STATE_CHANGES, STATES
 from paceline.parameter_server.state_machine.server import ParameterServer
+from tests.support.refusals import Refusal
 
 HOW: list[dict[str, Any]] = [
     {
@@ -62,16 +65,15 @@ class Case:
     """A server, and workers' requests to it, numbered as they should be."""
 
     def __init__(self, method: UpdatesOnServer | None = None, workers: int = 2) -> None:
-        discipline: Discipline | None = None
-        if method is not None:
-            discipline = method.server(workers)
-        self.server = ParameterServer(workers, discipline)
+        self.server = ParameterServer(
+            workers, lambda _: None if method is None else method.server(workers)
+        )
         self.numbers: dict[tuple[int, int], int] = {}
 
     def sender(self, worker: int, life: int = 0) -> Sender:
         number = self.numbers.get((worker, life), 0)
         self.numbers[worker, life] = number + 1
-        return Sender(worker, life, "", number, 0)
+        return Sender(worker, life, "", number)
 
     def ask(
         self,
@@ -79,19 +81,19 @@ class Case:
         message: Request,
         payload: torch.Tensor | None = None,
         life: int = 0,
-    ) -> list[Answer]:
-        return self.server.on_message(self.sender(worker, life), message, payload, 0.0)
+    ) -> list[Reply]:
+        return self.server.on_request(self.sender(worker, life), message, payload, 0.0)
 
     def answers(
         self, worker: int, message: Request, payload: Any = None
-    ) -> list[Reply]:
+    ) -> list[ReplyMessage]:
         return [answer.message for answer in self.ask(worker, message, payload)]
 
     def refusal(
         self, worker: int, message: Request, payload: Any = None, life: int = 0
     ) -> str:
         (answer,) = self.ask(worker, message, payload, life)
-        assert isinstance(answer.message, Refused)
+        assert isinstance(answer.message, Rejected)
         assert answer.to.worker == worker
         return answer.message.reason
 
@@ -103,12 +105,12 @@ class Case:
             self.ask(workers[0], Load(bucket=bucket), zeros(size))
         return self
 
-    def arrive(self, worker: int, **others: Any) -> list[Answer]:
+    def arrive(self, worker: int, **others: Any) -> list[Reply]:
         life = others.pop("life", 0)
-        known: dict[str, Any] = {"purpose": "load", "brings": True}
-        return self.ask(worker, Arrive(**(known | others)), None, life)
+        known: dict[str, Any] = {"kind": "load", "brings": True}
+        return self.ask(worker, EnterBarrier(**(known | others)), None, life)
 
-    def load(self, worker: int, value: float = 0.0, life: int = 0) -> list[Answer]:
+    def load(self, worker: int, value: float = 0.0, life: int = 0) -> list[Reply]:
         """All parameters become this."""
         return [
             answer
@@ -118,14 +120,14 @@ class Case:
             )
         ]
 
-    def push(self, worker: int, step: int, bucket: int, **others: Any) -> list[Answer]:
+    def push(self, worker: int, step: int, bucket: int, **others: Any) -> list[Reply]:
         life = others.pop("life", 0)
         value = others.pop("value", 1.0)
         gradient = torch.full((SIZES[bucket],), value, dtype=torch.float64)
         message = pushed(step, bucket, **others)
         return self.ask(worker, message, gradient, life)
 
-    def whole_step(self, worker: int, step: int, **others: Any) -> list[Answer]:
+    def whole_step(self, worker: int, step: int, **others: Any) -> list[Reply]:
         return [a for b in range(2) for a in self.push(worker, step, b, **others)]
 
     def parameters(self, worker: int, bucket: int) -> list[float]:
@@ -158,10 +160,10 @@ def test_under_rounds_who_comes_back_begins_after_what_has_begun(
     method: UpdatesOnServer,
 ) -> None:
     case = Case(method).begin(0, 1)
-    case.server.on_lost(1, 0, 0.0)
+    case.server.on_worker_lost(1, 0, 0.0)
     case.push(0, 0, 0)
     (answer,) = case.ask(1, JOIN, life=1)
-    assert answer.message == Joined(step=1, loaded=True, guest=True)
+    assert answer.message == Joined(step=1, loaded=True, late_joiner=True)
     assert case.ask(1, Pull(bucket=1), life=1) == []  # step 0 is not all in
     answers = case.push(0, 0, 1)
     assert [a.to.worker for a in answers] == [0, 1]
@@ -171,13 +173,13 @@ def test_under_rounds_who_comes_back_begins_after_what_has_begun(
 @pytest.mark.parametrize("method", [ASP(), SSP(staleness=2)])
 def test_others_begin_with_the_slowest(method: UpdatesOnServer) -> None:
     case = Case(method, 3).begin(0, 1, 2)
-    case.server.on_lost(2, 0, 0.0)
+    case.server.on_worker_lost(2, 0, 0.0)
     for step in range(2):
         case.whole_step(0, step)
         case.whole_step(1, step)
     case.whole_step(0, 2)
     assert case.ask(2, JOIN, life=1)[0].message == Joined(
-        step=2, loaded=True, guest=True
+        step=2, loaded=True, late_joiner=True
     )
 
 
@@ -213,7 +215,10 @@ def test_a_step_moves_the_clock_with_its_last_bucket() -> None:
     (last,) = case.push(0, 0, 0)
     assert last.message == Parameters(bucket=0, version=1, step=1)
     assert (case.server.shard.clock(0), case.server.shard.clock(1)) == (1, 0)
-    assert (case.server.shard.slowest(), case.server.shard.fastest()) == (0, 1)
+    assert (
+        case.server.shard.slowest_step(),
+        case.server.shard.next_unstarted_step(),
+    ) == (0, 1)
 
 
 def test_asp_applies_at_once_at_the_weight() -> None:
@@ -263,7 +268,7 @@ def test_who_is_late_goes_on_where_the_others_are() -> None:
 def test_the_dead_among_the_fastest_count() -> None:
     case = Case(Backup(wait_for=2), 3).begin(0, 1, 2)
     case.whole_step(2, 0, value=2.0)
-    case.server.on_lost(2, 0, 0.0)
+    case.server.on_worker_lost(2, 0, 0.0)
     assert len(case.whole_step(0, 0, value=4.0)) == 2
     assert case.parameters(0, 0) == [-3, -3]
 
@@ -282,7 +287,7 @@ def test_a_later_step_that_another_server_named() -> None:
     case.whole_step(0, 0)
     case.whole_step(1, 0)
     assert len(case.whole_step(2, 2)) == 4  # steps 0, of two workers
-    assert case.server.shard.expected(1) == [0, 1]
+    assert case.server.shard.active_workers(1) == [0, 1]
     case.whole_step(0, 1)
     assert len(case.whole_step(1, 1)) == 4
     case.whole_step(0, 2)
@@ -294,9 +299,9 @@ def test_a_later_step_that_another_server_named() -> None:
 def test_a_step_that_the_dead_had_begun_ends(method: UpdatesOnServer) -> None:
     case = Case(method, 1).begin(0)
     assert len(case.push(0, 0, 0)) == 1
-    case.server.on_lost(0, 0, 0.0)
+    case.server.on_worker_lost(0, 0, 0.0)
     assert case.ask(0, JOIN, life=1)[0].message == Joined(
-        step=1, loaded=True, guest=True
+        step=1, loaded=True, late_joiner=True
     )
     for bucket, value in ((0, [-1.0, -1.0]), (1, [0.0, 0.0, 0.0])):
         (answer,) = case.ask(0, Pull(bucket=bucket), life=1)
@@ -318,7 +323,7 @@ def test_the_state_leaves_and_comes_back() -> None:
     load = LoadState(bucket=0, entries=answer.message.entries)
     assert "others go on from them" in case.refusal(0, load, twice)
     case.arrive(1)
-    assert [a.message for a in case.arrive(0)] == [Met(leads=True)]
+    assert [a.message for a in case.arrive(0)] == [BarrierPassed(leads=True)]
     assert case.answers(0, load, twice) == [Done()]
     assert case.ask(1, PullState(bucket=0))[0].payload.tolist() == [1.5, 1.5]  # type: ignore[union-attr]
     case.load(0)
@@ -340,7 +345,7 @@ def test_who_has_left_and_comes_back_has_no_more_steps() -> None:
     case.whole_step(0, 0)
     case.whole_step(1, 0)
     case.ask(1, Leave())
-    case.server.on_lost(1, 0, 0.0)
+    case.server.on_worker_lost(1, 0, 0.0)
     [answer] = case.ask(1, JOIN, life=1)
     assert isinstance(answer.message, Joined)
     assert answer.message.over
@@ -353,8 +358,8 @@ def test_only_who_has_steps_to_do_waits_for_the_step_under_way() -> None:
     case = Case(Backup(wait_for=2), 4).begin(0, 1, 2, 3)
     case.server.wait_for_the_lost()
     case.ask(0, Leave())
-    case.server.on_lost(0, 0, 0.0)
-    case.server.on_lost(3, 0, 0.0)
+    case.server.on_worker_lost(0, 0, 0.0)
+    case.server.on_worker_lost(3, 0, 0.0)
     case.whole_step(1, 0)
     for worker, over in ((0, True), (3, False)):
         [joined] = case.ask(worker, JOIN, life=1)
@@ -373,7 +378,7 @@ def test_only_who_has_steps_to_do_waits_for_the_step_under_way() -> None:
 def test_who_died_before_it_has_left_has_steps_to_do() -> None:
     case = Case(ASP()).begin(0, 1)
     case.server.wait_for_the_lost()
-    case.server.on_lost(1, 0, 0.0)
+    case.server.on_worker_lost(1, 0, 0.0)
     [answer] = case.ask(1, JOIN, life=1)
     assert isinstance(answer.message, Joined)
     assert not answer.message.over
@@ -383,41 +388,43 @@ def test_the_lost_are_not_waited_for_and_told_nothing() -> None:
     case = Case(SSP(staleness=0), 3).begin(0, 1, 2)
     case.whole_step(0, 0)
     case.whole_step(1, 0)
-    answers = case.server.on_lost(2, 0, 0.0)
+    answers = case.server.on_worker_lost(2, 0, 0.0)
     assert sorted(a.to.worker for a in answers) == [0, 0, 1, 1]
     case.push(0, 1, 0)
-    assert case.server.on_lost(0, 0, 0.0) == []
+    assert case.server.on_worker_lost(0, 0, 0.0) == []
     answers = case.whole_step(1, 1)
     assert [a.to.worker for a in answers] == [1, 1]
     assert case.parameters(1, 0) == [-4, -4]  # what the dead had pushed is in
     assert case.parameters(1, 1) == [-3, -3, -3]
-    assert case.server.on_lost(0, 0, 0.0) == []
+    assert case.server.on_worker_lost(0, 0, 0.0) == []
     assert case.server.counts["workers lost"] == 2
 
 
 def test_who_is_lost_before_it_joins_is_not_waited_for() -> None:
     case = Case(SSP(staleness=0)).begin(0)
     assert case.whole_step(0, 0) == []
-    assert len(case.server.on_lost(1, 0, 0.0)) == 2
+    assert len(case.server.on_worker_lost(1, 0, 0.0)) == 2
     assert case.refusal(1, JOIN).startswith("taken for lost")
     assert case.ask(1, JOIN, life=1)[0].message == Joined(
-        step=1, loaded=True, guest=True
+        step=1, loaded=True, late_joiner=True
     )
 
 
 def test_who_comes_back_and_is_lost_before_it_joins() -> None:
     case = Case(SSP(staleness=0)).begin(0, 1)
     case.whole_step(0, 0)
-    assert len(case.server.on_lost(1, 1, 0.0)) == 2  # its older life is lost as well
+    assert (
+        len(case.server.on_worker_lost(1, 1, 0.0)) == 2
+    )  # its older life is lost as well
     assert case.refusal(1, JOIN, life=1).startswith("taken for lost")
-    assert case.server.on_lost(9, 0, 0.0) == []
+    assert case.server.on_worker_lost(9, 0, 0.0) == []
 
 
 def test_an_older_life_is_not_lost_again() -> None:
     case = Case(ASP()).begin(0, 1)
     case.ask(1, JOIN, life=1)
-    case.server.on_lost(1, 0, 0.0)
-    assert case.server.shard.expected(0) == [0, 1]
+    case.server.on_worker_lost(1, 0, 0.0)
+    assert case.server.shard.active_workers(0) == [0, 1]
 
 
 def test_the_work_that_was_done() -> None:
@@ -460,7 +467,7 @@ def test_a_mean_is_divided_by_who_is_in() -> None:
     message = Reduce(channel="", number=0, operation="mean")
     case.ask(0, message, torch.tensor([2.0]))
     case.ask(1, message, torch.tensor([4.0]))
-    answers = case.server.on_lost(2, 0, 0.0)
+    answers = case.server.on_worker_lost(2, 0, 0.0)
     assert [a.payload.tolist() for a in answers if a.payload is not None] == [[3.0]] * 2
 
 
@@ -482,44 +489,41 @@ def test_reductions_that_do_not_match() -> None:
     assert len(case.ask(1, mean, torch.ones(3))) == 2  # nothing of this was done
 
 
-# ---- what comes again ----
-
-
-def test_what_comes_again_is_answered_again_and_not_done() -> None:
-    case = Case(ASP()).begin(0, 1)
-    sender = Sender(0, 0, "", 10)
-    (first,) = case.server.on_message(sender, pushed(), zeros(2) + 1, 0.0)
-    (again,) = case.server.on_message(sender, pushed(), zeros(2) + 1, 0.0)
-    assert again == first
-    assert again.payload is first.payload
-    assert case.parameters(1, 0) == [-1, -1]
-    assert case.server.counts["requests that came again"] == 1
-
-
-def test_what_is_not_answered_yet_is_not_asked_twice() -> None:
-    case = Case(SSP(staleness=0)).begin(0, 1)
-    sender = Sender(0, 0, "", 10)
-    for _ in range(2):
-        assert case.server.on_message(sender, pushed(), zeros(2) + 1, 0.0) == []
-    assert len(case.push(1, 0, 0)) == 2
-
-
-def test_answers_that_were_received_are_forgotten() -> None:
-    case = Case(ASP()).begin(0, 1)
-    server = case.server
-    for number in range(10, 40):
-        sender = Sender(0, 0, "", number, received=number)
-        server.on_message(sender, Pull(bucket=0), None, 0.0)
-        channel = server.shard.members[0].channels[""]
-        assert list(channel.answers) == [number]
-    assert server.on_message(Sender(0, 0, "", 38), Pull(bucket=0), None, 0.0) == []
-    assert len(server.on_message(Sender(0, 0, "", 39), Pull(bucket=0), None, 0.0)) == 1
-    # Another channel has numbers of its own.
-    other = Sender(0, 0, "other", 0)
-    assert len(server.on_message(other, Pull(bucket=0), None, 0.0)) == 1
-
-
 # ---- refusals ----
+
+
+def begun(method: UpdatesOnServer | None = None) -> Case:
+    """Two workers have parameters."""
+    return Case(method or ASP()).begin(0, 1)
+
+
+def in_step_0() -> Case:
+    case = begun(SSP(staleness=0))
+    case.push(0, 0, 0)
+    case.ask(1, Leave())
+    return case
+
+
+def joined(method: UpdatesOnServer | None = None) -> Case:
+    """One worker has joined, and nobody has loaded."""
+    case = Case(method)
+    case.ask(0, Join(options="") if method is None else JOIN)
+    return case
+
+
+def loading() -> Case:
+    """Worker 0 has loaded one bucket of two."""
+    case = joined(ASP())
+    case.ask(1, JOIN)
+    case.ask(0, Load(bucket=0), zeros(2))
+    return case
+
+
+def in_life_3() -> Case:
+    case = Case(ASP()).begin(0)
+    case.ask(0, JOIN, life=3)
+    return case
+
 
 BAD_PUSHES: list[tuple[Push, torch.Tensor | None, str]] = [
     (pushed(bucket=2), zeros(2), "expected a bucket of [0, 1], got 2"),
@@ -534,73 +538,59 @@ BAD_PUSHES: list[tuple[Push, torch.Tensor | None, str]] = [
     (pushed(hyperparameters=[{}]), zeros(2), "hyperparameters without dampening"),
     (pushed(step=-1), zeros(2), "worker 0 has pushed bucket 0 of step -1 before"),
 ]  # fmt: skip
+METHODS: list[UpdatesOnServer] = [ASP(), SSP(staleness=0), Backup()]
+BUCKETS_2 = "expected a bucket of [0, 1], got"
+REFUSALS = [
+    # Pushes that make no sense, under each kind of method.
+    *(
+        Refusal(lambda method=method: begun(method), push, words, payload=payload)  # type: ignore[misc]
+        for method in METHODS
+        for push, payload, words in BAD_PUSHES
+    ),
+    # At another time than theirs.
+    Refusal(in_step_0, pushed(), "bucket 0 of step 0 before", payload=zeros(2)),
+    Refusal(in_step_0, pushed(step=1), "expected step 0 of worker 0", payload=zeros(2)),
+    Refusal(in_step_0, Leave(), "in the middle of a step"),
+    Refusal(in_step_0, pushed(), "worker 1 has left", worker=1, payload=zeros(2)),
+    Refusal(lambda: joined(ASP()), pushed(), "no parameters", payload=zeros(2)),
+    # What does not fit the model.
+    *(
+        Refusal(lambda: joined(ASP()), message, words, payload=payload)
+        for message, payload, words in (
+            (Load(bucket=0), None, "expected a payload, got none"),
+            (Load(bucket=0), zeros(5), "expected 2 elements"),
+            (Load(bucket=9), zeros(2), f"{BUCKETS_2} 9"),
+            (Pull(bucket=9), None, f"{BUCKETS_2} 9"),
+            (PullState(bucket=9), None, f"{BUCKETS_2} 9"),
+            (LoadState(bucket=9, entries=[]), None, f"{BUCKETS_2} 9"),
+            (LoadState(bucket=0, entries=[]), None, "the state of 0 units"),
+        )
+    ),
+    *(
+        Refusal(loading, message, words, worker=1, payload=payload)
+        for message, payload, words in (
+            (Load(bucket=0), None, "expected a payload, got none"),
+            (LoadState(bucket=0, entries=[]), None, "the state of 0 units"),
+            (LoadUntrained(start=5), torch.zeros(1, dtype=torch.uint8), "byte 0"),
+        )
+    ),
+    *(
+        Refusal(joined, message, "holds no parameters", payload=zeros(2))
+        for message in (pushed(), Pull(bucket=0), Load(bucket=0))
+    ),
+    # Strangers.
+    Refusal(in_life_3, Pull(bucket=0), "join first", worker=1),
+    Refusal(in_life_3, Pull(bucket=0), "join first", life=4),
+    Refusal(in_life_3, JOIN, "worker 2: ", worker=2),
+    Refusal(in_life_3, Pull(bucket=0), "worker -1: ", worker=-1),
+    Refusal(in_life_3, JOIN, "join: worker 0", life=3),
+    Refusal(in_life_3, JOIN, "taken for lost", life=2),
+]
 
 
-@pytest.mark.parametrize(("push", "payload", "words"), BAD_PUSHES)
-@pytest.mark.parametrize("method", [ASP(), SSP(staleness=0), Backup()])
-def test_a_push_that_is_refused_changes_nothing(
-    method: UpdatesOnServer, push: Push, payload: torch.Tensor | None, words: str
-) -> None:
-    case = Case(method).begin(0, 1)
-    assert words in case.refusal(0, push, payload)
-    assert case.server.counts["requests refused"] == 1
-    assert [case.server.shard.clock(w) for w in (0, 1)] == [0, 0]
-    assert case.server.shard.fastest() == 0
-    assert case.server.shard.expected(0) == [0, 1]
-    answers = case.whole_step(0, 0) + case.whole_step(1, 0)
-    assert len(answers) == 4
-    assert case.parameters(0, 0) == ([-1, -1] if method == Backup() else [-2, -2])
-
-
-def test_a_push_of_the_wrong_moment() -> None:
-    case = Case(SSP(staleness=0)).begin(0, 1)
-    case.push(0, 0, 0)
-    words = "worker 0 has pushed bucket 0 of step 0 before"
-    assert words in case.refusal(0, pushed(), zeros(2))
-    words = "expected step 0 of worker 0, whose earlier pushes are not all in, or not"
-    assert words in case.refusal(0, pushed(step=1), zeros(2))
-    assert case.refusal(0, Leave()) == "leave: in the middle of a step"
-    case.ask(1, Leave())
-    assert case.refusal(1, pushed(), zeros(2)) == "push: worker 1 has left"
-
-
-def test_no_later_step_in_the_middle_of_one() -> None:
-    case = Case(ASP()).begin(0, 1)
-    assert len(case.push(0, 0, 0)) == 1
-    assert "expected step 0 of worker 0" in case.refusal(0, pushed(step=3), zeros(2))
-    (answer,) = case.push(0, 0, 1)
-    assert answer.message == Parameters(bucket=1, version=1, step=1)
-
-
-def test_a_push_before_parameters_are_there() -> None:
-    case = Case(ASP())
-    case.ask(0, JOIN)
-    words = "push: no parameters were loaded yet"
-    assert case.refusal(0, pushed(), zeros(2)) == words
-
-
-def test_a_load_that_does_not_fit() -> None:
-    case = Case(ASP())
-    case.ask(0, JOIN)
-    assert case.refusal(0, Load(bucket=0)) == "load: expected a payload, got none"
-    assert "expected 2 elements" in case.refusal(0, Load(bucket=0), zeros(5))
-    assert "expected a bucket" in case.refusal(0, Load(bucket=9), zeros(2))
-    for message in (
-        Pull(bucket=9),
-        PullState(bucket=9),
-        LoadState(bucket=9, entries=[]),
-    ):
-        assert "expected a bucket of [0, 1], got 9" in case.refusal(0, message)
-    words = "bucket 0: the state of 0 units"
-    assert case.refusal(0, LoadState(bucket=0, entries=[])) == words
-
-
-def test_a_server_that_only_reduces() -> None:
-    case = Case()
-    case.ask(0, Join(options=""))
-    for message in (pushed(), Pull(bucket=0), Load(bucket=0)):
-        words = "this server holds no parameters: it only reduces"
-        assert case.refusal(0, message, zeros(2)) == words
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda one: one.words)
+def test_what_is_refused_changes_nothing(refusal: Refusal) -> None:
+    refusal.check()
 
 
 def test_models_that_differ_in_what_nobody_trains() -> None:
@@ -613,17 +603,6 @@ def test_models_that_differ_in_what_nobody_trains() -> None:
     assert "'frozen float32[4] frozen' for worker 1" in refused
     fewer = structs.replace(JOIN, tensors=tensors[:1])
     assert "and 'nothing' for worker 1" in case.refusal(1, fewer)
-
-
-def test_strangers() -> None:
-    case = Case(ASP()).begin(0)
-    assert case.refusal(1, Pull(bucket=0)) == "join first"
-    assert case.refusal(0, Pull(bucket=0), life=3) == "join first"
-    assert "worker 2: " in case.refusal(2, JOIN)
-    assert "worker -1: " in case.refusal(-1, Pull(bucket=0))
-    assert "join: worker 0" in case.refusal(0, JOIN)
-    case.ask(0, JOIN, life=3)
-    assert case.refusal(0, JOIN, life=2).startswith("taken for lost")
 
 
 def test_workers_that_train_different_things() -> None:
@@ -640,7 +619,7 @@ def test_workers_that_train_different_things() -> None:
     assert "optimizer is 'SGD'" in case.refusal(1, other)
     # It has not joined by that, and may yet.
     assert case.refusal(1, pushed(), zeros(2)) == "join first"
-    assert case.server.shard.expected(0) == [0, 1]
+    assert case.server.shard.active_workers(0) == [0, 1]
     assert case.answers(1, JOIN) == [Joined(step=0, loaded=True)]
 
 
@@ -654,13 +633,13 @@ def test_who_comes_back_with_other_options_is_told_so() -> None:
 
 
 def test_a_first_join_that_makes_no_sense_leaves_nothing() -> None:
-    def make(method: str, workers: int) -> Discipline:
-        if method != "asp":
+    def make(method: str) -> Discipline | None:
+        if method not in ("", "asp"):
             raise UsageError(f"unknown method {method!r}")
-        return ASP().server(workers)
+        return ASP().server(2) if method else None
 
     case = Case()
-    case.server = ParameterServer(2, make=make)
+    case.server = ParameterServer(2, make)
     assert case.refusal(0, Join(options="", method="none")) == "unknown method 'none'"
     words = "optimizer '' cannot run"
     assert words in case.refusal(0, Join(options="a", method="asp"))
@@ -671,7 +650,7 @@ def test_a_first_join_that_makes_no_sense_leaves_nothing() -> None:
 
 def test_unequal_hyperparameters_of_a_step_refuse_all() -> None:
     case = Case(Backup(wait_for=2), 4).begin(0, 1, 2, 3)
-    case.server.on_lost(3, 0, 0.0)
+    case.server.on_worker_lost(3, 0, 0.0)
     case.push(2, 0, 0)  # does not count, and is refused too
     case.whole_step(0, 0)
     other = [{**HOW[0], "lr": 0.5}]
@@ -679,7 +658,7 @@ def test_unequal_hyperparameters_of_a_step_refuse_all() -> None:
     case.ask(3, JOIN, life=1)
     assert case.ask(3, Pull(bucket=0), life=1) == []
     answers = case.push(1, 0, 1, hyperparameters=other)
-    refused = [a.to.worker for a in answers if isinstance(a.message, Refused)]
+    refused = [a.to.worker for a in answers if isinstance(a.message, Rejected)]
     assert sorted(refused) == [0, 0, 1, 1, 2, 3]
     assert len(answers) == len(refused)
     words = "step 0: worker 0 has hyperparameters [{'lr': 1.0, "
@@ -697,3 +676,36 @@ def test_unequal_hyperparameters_are_equal_where_they_are_of_different_steps() -
         case.whole_step(0, step, hyperparameters=how)
         assert len(case.whole_step(1, step, hyperparameters=how)) == 4
     assert case.parameters(0, 0) == [-1.5, -1.5]
+
+
+# ---- a worker's states ----
+
+
+def test_a_worker_s_states_change_as_they_are_drawn() -> None:
+    """By hand, through every arrow of the picture."""
+    seen: set[tuple[str, str]] = set()
+
+    def event(replies: list[Reply], worker: int = 1) -> None:
+        after = case.server.members.state(worker)
+        if (states[worker], after) != (after, after):
+            seen.add((states[worker], after))
+        states[worker] = after
+
+    case = Case(ASP(), 3)
+    states = dict.fromkeys(range(3), "awaited")
+    case.begin(0)
+    event(case.ask(1, JOIN))
+    event(case.server.on_worker_finished(2, 0.0), 2)
+    event(case.arrive(1, kind="meet"))
+    case.arrive(0, kind="meet")
+    event([])
+    event(case.server.on_worker_lost(1, 0, 0.0))
+    event(case.ask(1, JOIN, life=1))
+    event(case.arrive(1, kind="meet", life=1))
+    event(case.server.on_worker_lost(1, 1, 0.0))
+    event(case.ask(1, JOIN, life=2))
+    event(case.ask(1, Leave(), life=2))
+    event(case.server.on_worker_lost(1, 2, 0.0))
+    event(case.ask(1, JOIN, life=3))
+    assert seen == {(before, after) for before, _, after in STATE_CHANGES}
+    assert set(states.values()) <= STATES.keys()

@@ -12,8 +12,11 @@ from paceline.errors import UsageError
 from paceline.interfaces import Work
 from paceline.interfaces.buckets import Bucket, make_buckets
 from paceline.interfaces.server_messages import Join, Unit
-from paceline.parameter_server.client.partition import _NOT_SENT
-from paceline.parameter_server.client.shards import Part, split
+from paceline.parameter_server.client.partition import (
+    NOT_SENT,
+    BucketPart,
+    split_buckets,
+)
 from paceline.parameter_server.state_machine.store import Store
 
 SHAPES = [(300, 64), (64, 33), (512, 128), (17, 40), (256, 256)]
@@ -59,12 +62,12 @@ class Model:
             {
                 name: list(value) if isinstance(value, tuple) else value
                 for name, value in group.items()
-                if name not in _NOT_SENT
+                if name not in NOT_SENT
             }
             for group in self.optimizer.param_groups
         ]
 
-    def join(self, plan: list[list[Part]], shard: int) -> Join:
+    def join(self, plan: list[list[BucketPart]], shard: int) -> Join:
         return Join(
             options="",
             units=[
@@ -96,13 +99,13 @@ class Servers:
 
     def __init__(self, model: Model, shards: int, load: bool = True) -> None:
         self.model = model
-        self.plan = split(model.buckets, model.optimizer, shards)
+        self.plan = split_buckets(model.buckets, model.optimizer, shards)
         self.stores = [Store(model.join(self.plan, s)) for s in range(shards)]
         for part, bucket in self.parts() if load else ():
             store = self.stores[part.shard]
             store.load(bucket.index, model.flat(bucket)[part.start : part.stop])
 
-    def parts(self) -> list[tuple[Part, Bucket]]:
+    def parts(self) -> list[tuple[BucketPart, Bucket]]:
         return [
             (part, bucket)
             for bucket in self.model.buckets

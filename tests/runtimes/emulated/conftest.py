@@ -8,7 +8,7 @@ import pytest
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.control import Client
 from paceline.runtimes.emulated.errors import EmulationError
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 
 
 @functools.cache
@@ -34,5 +34,5 @@ def namespaces():
 def fabric(namespaces):
     """Two hosts at 100 Mbit/s, shared by a file's tests, which undo what they do."""
     cluster = uniform_cluster(2, "100 Mbit/s", "0 s")
-    with Fabric(cluster, process_bytes=0) as fabric:
+    with EmulatedNetwork(cluster, process_bytes=0) as fabric:
         yield fabric

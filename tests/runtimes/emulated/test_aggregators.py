@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import Cluster, Rack, cluster_toml
-from paceline.runtimes.emulated.network import Fabric
-from paceline.runtimes.emulated.network_plan import JUMBO_MTU, Plan
-from paceline.runtimes.emulated.shaping import Bucket
+from paceline.runtimes.emulated.network_plan import Plan
+from tests.collectives.in_network.test_real import (
+    JOB,
+    aggregators,
+    digests,
+    learnt,
+    racks,
+    ranks_of,
+)
 from tests.support import forked
-from tests.support.hanging import eventually
 
 ROOT = Path(__file__).parent.parent.parent.parent
 DIGITS = ROOT / "examples" / "digits.py"
@@ -36,13 +41,6 @@ def test_aggregators_stand_at_their_racks_on_no_link_of_the_cluster():
     assert len(build.hosts) == 9
     assert len(build.links) == len(plan.capacities)
     assert {link.host for link in build.links} <= {None, *range(7)}
-    assert build.mtu == JUMBO_MTU
-    assert Plan(cluster(False), extra_hosts=0).build().mtu == 1500
-
-
-@pytest.mark.parametrize("rate", [1e5, 1e6, 1e8])
-def test_a_bucket_holds_the_largest_packet(rate):
-    assert Bucket.of(rate, JUMBO_MTU + 14).burst >= JUMBO_MTU + 14
 
 
 def digits(folder, described, collective, steps=40):
@@ -72,7 +70,17 @@ def test_digits_train_as_around_the_ring(aggregates, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("namespaces")
-def test_large_packets_cross_links_and_those_of_tcp_are_as_ever():
-    with Fabric(cluster(True, True)) as fabric:
-        report = eventually(fabric.measure, lambda report: report.worst < 0.2, 10)
-    assert report.worst < 0.2
+def test_integer_sums_have_the_same_bits_in_three_runtimes(tmp_path):
+    with aggregators(2) as them:
+        variables = them.variables | racks(tmp_path, 2)
+        with ranks_of(4, ["rina", "12"], variables) as ranks:
+            real, said = learnt(ranks)
+    assert "2 of 2 groups" in said
+    file = tmp_path / "aggregating.toml"
+    file.write_text(cluster_toml(cluster(True, True)))
+    for runtime in (["emulate"], ["simulate", "--forward=0.01", "--backward=0.02"]):
+        words = ["-m", "paceline", *runtime, JOB, f"--cluster={file}", "--"]
+        end = forked.run([*words, "rina", "12"])
+        assert end.returncode == 0, end.stderr
+        assert "2 of 2 groups" in " ".join((end.stdout + end.stderr).split())
+        assert digests([end]) == {real}, runtime

@@ -12,9 +12,9 @@ from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import UsageError
 from paceline.runtimes.emulated import link_check
 from paceline.runtimes.emulated.errors import EmulationError, KernelLacksError
+from paceline.runtimes.emulated.keeper import needs
 from paceline.runtimes.emulated.machine_check import capabilities
-from paceline.runtimes.emulated.network import Fabric
-from paceline.runtimes.emulated.switchboard import needs
+from paceline.runtimes.emulated.network import EmulatedNetwork
 from tests.support.emulation import connect
 from tests.support.hanging import SECONDS, eventually
 
@@ -57,7 +57,9 @@ def test_hosts_reach_each_other(fabric):
 
 
 def test_racks_and_servers_reach_each_other(namespaces):
-    with Fabric(parse_cluster(TWO_RACKS), extra_hosts=1, process_bytes=0) as fabric:
+    with EmulatedNetwork(
+        parse_cluster(TWO_RACKS), extra_hosts=1, process_bytes=0
+    ) as fabric:
         assert [host.name for host in fabric.hosts] == [
             "worker 0",
             "worker 1",
@@ -72,7 +74,7 @@ def test_racks_and_servers_reach_each_other(namespaces):
 
 @pytest.mark.slow
 def test_an_uplink_limits_what_crosses_it(namespaces):
-    with Fabric(parse_cluster(TWO_RACKS), process_bytes=0) as fabric:
+    with EmulatedNetwork(parse_cluster(TWO_RACKS), process_bytes=0) as fabric:
         report = eventually(fabric.measure, lambda report: report.worst < 0.1, TRIES)
         found = {link.name: link for link in report.links}
         assert found["rack 0 up"].error == pytest.approx(0, abs=0.1)
@@ -232,14 +234,14 @@ def test_what_does_not_exist_is_refused(fabric):
 
 
 def test_a_fabric_that_was_not_entered_says_how():
-    fabric = Fabric(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0)
-    with pytest.raises(EmulationError, match="with Fabric"):
+    fabric = EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0)
+    with pytest.raises(EmulationError, match="with EmulatedNetwork"):
         fabric.cut(0)
 
 
 def test_what_is_not_emulated_is_said(namespaces):
     cluster = uniform_cluster(2, "100 Gbit/s", "50 us")
-    with Fabric(cluster, process_bytes=0) as fabric:
+    with EmulatedNetwork(cluster, process_bytes=0) as fabric:
         texts = "\n".join(fabric.warnings)
         assert "worker 1 in: 100 Gbit/s is more than can be emulated" in texts
         delayed = "latency is not emulated (50 us asked for)" not in texts

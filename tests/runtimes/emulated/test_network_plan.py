@@ -12,7 +12,7 @@ from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import UsageError
 from paceline.runtimes.emulated import memory
 from paceline.runtimes.emulated.errors import EmulationError
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.emulated.network_plan import Plan
 from paceline.runtimes.emulated.permission import remedies
 from paceline.runtimes.emulated.shaping import (
@@ -95,12 +95,12 @@ def test_a_bucket_counts_headers_and_holds_a_whole_segment():
 
 def test_more_hosts_than_can_be_are_refused_beforehand(monkeypatch):
     with pytest.raises(UsageError, match=r"at most 1000 hosts .* got 2000"):
-        Fabric(uniform_cluster(2000, "1 Gbit/s", "0 s"))
+        EmulatedNetwork(uniform_cluster(2000, "1 Gbit/s", "0 s"))
     with pytest.raises(UsageError, match="extra_hosts: expected 0 or more, got -1"):
-        Fabric(uniform_cluster(2, "1 Gbit/s", "0 s"), extra_hosts=-1)
+        EmulatedNetwork(uniform_cluster(2, "1 Gbit/s", "0 s"), extra_hosts=-1)
     monkeypatch.setattr(memory, "available", lambda: 1_000_000_000)
     with pytest.raises(EmulationError, match=r"8 hosts .* enough for 3 hosts"):
-        Fabric(uniform_cluster(8, "1 Gbit/s", "0 s"))
+        EmulatedNetwork(uniform_cluster(8, "1 Gbit/s", "0 s"))
 
 
 def test_remedies_are_those_that_this_machine_lacks(tmp_path):

@@ -10,8 +10,9 @@ import pytest
 
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.errors import KeeperLostError
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 from tests.support.emulation import SECONDS, Watch, descendants, network_of, networks
+from tests.support.processes import PACELINE, launch, wait_until
 
 pytestmark = pytest.mark.usefixtures("namespaces")
 
@@ -84,7 +85,7 @@ def test_nothing_survives_the_launcher(how):
 
 
 def two_hosts():
-    return Fabric(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0)
+    return EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0)
 
 
 @pytest.mark.parametrize("victim", ["guard", "keeper"])
@@ -104,6 +105,7 @@ def test_when_the_keeper_is_killed_all_is_gone_and_every_call_says_so(victim):
         os.kill({"guard": guard, "keeper": keeper}[victim], signal.SIGKILL)
         watch.wait()
         assert process.wait(SECONDS) == -signal.SIGKILL
+        assert "start the cluster again" in process.keeper_fault
         for call in (
             lambda: fabric.popen(0, ["true"]),
             lambda: fabric.cut(0),
@@ -114,6 +116,26 @@ def test_when_the_keeper_is_killed_all_is_gone_and_every_call_says_so(victim):
             with pytest.raises(KeeperLostError, match="start the cluster again"):
                 call()
         assert space not in networks()
+
+
+@pytest.mark.slow
+def test_a_job_whose_keeper_is_killed_says_so(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text("import time; print('here', flush=True); time.sleep(1000)")
+    words = ["emulate", "--workers=2", "--link=100mbit"]
+    job = launch(PACELINE, words, script, folder=tmp_path / "job", forked=True)
+    try:
+        wait_until(lambda: "here" in job.stdout, 2 * SECONDS, "worker 0")
+        kept = [pid for pid in job.processes() if "emulated.keeper" in command(pid)]
+        (guard,) = (pid for pid in kept if descendants(pid) & set(kept))
+        (keeper,) = set(kept) - {guard}
+        os.kill(keeper, signal.SIGKILL)
+        job.wait().check_nothing_left()
+    finally:
+        job.stop()
+    assert job.status == 1
+    assert "rank 0 was killed by SIGKILL" in job.stderr
+    assert job.stderr.count("start the cluster again") == 1
 
 
 def test_after_an_exception_nothing_is_left():

@@ -17,8 +17,8 @@ RUN = """
 import os, sys
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.machine_check import capabilities
-from paceline.runtimes.emulated.network import Fabric
-with Fabric(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as fabric:
+from paceline.runtimes.emulated.network import EmulatedNetwork
+with EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as fabric:
     fabric.cut(0)
     fabric.repair(0)
     assert not fabric.measure().off(0.2)
@@ -31,7 +31,7 @@ import os
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.machine_check import capabilities
 from paceline.runtimes.emulated.errors import EmulationPermissionError
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 open("/proc/sys/user/max_user_namespaces", "w").write("0")
 import ctypes
 for capability in range(41):
@@ -39,7 +39,7 @@ for capability in range(41):
 found = capabilities()
 assert found.mode is None and not found.enough
 try:
-    Fabric(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0).__enter__()
+    EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0).__enter__()
 except EmulationPermissionError as error:
     print(error)
 """

@@ -31,10 +31,10 @@ pytestmark = [
 ]
 WORKER = """
 import sys
-from paceline.transport.connection import RemoteServer
+from paceline.transport.connection import ServerConnection
 from paceline.transport.security import PLAIN
 address, port, token = sys.argv[1:]
-end = RemoteServer("server 0", address, int(port), worker=0, incarnation=None,
+end = ServerConnection("server 0", address, int(port), worker=0, incarnation=None,
                    token=token, security=PLAIN)
 print("here", flush=True)
 sys.stdin.read()
@@ -70,9 +70,9 @@ def test_a_rank_whose_machine_is_gone_is_free_soon_and_not_while_it_is_there(
     adder = Adder(1)
     with (
         time_limit(3 * SECONDS),
-        running(adder, 1, address="0.0.0.0", numbers=True) as shell,
+        running(adder, 1, address="0.0.0.0", numbers=True) as host,
     ):
-        words = [sys.executable, "-c", WORKER, "10.213.7.1", str(shell.port), TOKEN]
+        words = [sys.executable, "-c", WORKER, "10.213.7.1", str(host.port), TOKEN]
         there = subprocess.Popen(
             ["ip", "netns", "exec", name, *words],
             stdin=subprocess.PIPE,
@@ -87,11 +87,11 @@ def test_a_rank_whose_machine_is_gone_is_free_soon_and_not_while_it_is_there(
             began = time.monotonic()
             while time.monotonic() < began + 4:
                 with pytest.raises(UsageError, match=r"already, from 10\.213\.7\.2"):
-                    connect(shell, incarnation=None)
+                    connect(host, incarnation=None)
                 time.sleep(0.2)
             ip("link", "set", link, "down")
             while not adder.lost:
                 with contextlib.suppress(UsageError):  # not yet
-                    connect(shell, incarnation=None).close()
+                    connect(host, incarnation=None).close()
                 time.sleep(0.2)
         assert adder.lost == [(0, 0)]

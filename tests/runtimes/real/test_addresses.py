@@ -4,15 +4,16 @@ import socket
 
 import pytest
 
-from paceline.runtimes.real.addresses import (
-    Meeting,
-    at_master,
-    found_at,
+from paceline.runtimes.real.job_store import (
+    Address,
+    JobStore,
+    ListenAddress,
+    host_to_connect,
+    on_master,
     resolve,
-    towards_master,
+    toward_master,
 )
-from paceline.runtimes.real.job_store import Address, Board
-from paceline.runtimes.real.peer_monitor import Liveness
+from paceline.runtimes.real.peer_monitor import PeerMonitor
 from tests.support.processes import DictStore
 
 NAMES = {
@@ -26,14 +27,14 @@ NAMES = {
     "fd00::5": "fd00::5",
 }
 OWN = {"127.0.0.1", "127.0.1.1", "::1", "10.0.0.5", "fd00::5"}
-EVERYWHERE = Meeting(bind="0.0.0.0", publish="")
+EVERYWHERE = ListenAddress(bind="0.0.0.0", publish="")
 
 
 def meeting(master, size, local):
     environment = {} if master is None else {"MASTER_ADDR": master}
     if local is not None:
         environment["LOCAL_WORLD_SIZE"] = str(local)
-    return at_master(
+    return on_master(
         size, environment, resolve=NAMES.__getitem__, is_own=OWN.__contains__
     )
 
@@ -41,11 +42,13 @@ def meeting(master, size, local):
 @pytest.mark.parametrize("master", ["node0", "10.0.0.5"])
 @pytest.mark.parametrize("local", [None, 1, 2])
 def test_an_address_that_others_can_use_is_the_only_one(master, local):
-    assert meeting(master, 2, local) == Meeting(bind="10.0.0.5", publish="10.0.0.5")
+    assert meeting(master, 2, local) == ListenAddress(
+        bind="10.0.0.5", publish="10.0.0.5"
+    )
 
 
 def test_an_address_of_version_6_is_one_too():
-    assert meeting("fd00::5", 2, 1) == Meeting(bind="fd00::5", publish="fd00::5")
+    assert meeting("fd00::5", 2, 1) == ListenAddress(bind="fd00::5", publish="fd00::5")
 
 
 def test_a_name_that_is_loopback_at_home_is_looked_up_by_each_for_himself():
@@ -63,7 +66,7 @@ def test_a_launcher_that_calls_its_own_machine_localhost(master):
 
 
 def test_loopback_of_version_6():
-    assert meeting("::1", 2, 1) == Meeting(bind="::", publish="")
+    assert meeting("::1", 2, 1) == ListenAddress(bind="::", publish="")
 
 
 @pytest.mark.parametrize(
@@ -71,12 +74,14 @@ def test_loopback_of_version_6():
     [("localhost", "127.0.0.1"), ("debian", "127.0.1.1"), (None, "127.0.0.1")],
 )
 def test_on_one_machine_nobody_else_can_connect(master, address):
-    assert meeting(master, 2, 2) == Meeting(bind=address, publish=address)
+    assert meeting(master, 2, 2) == ListenAddress(bind=address, publish=address)
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", None])
 def test_a_loopback_address_is_taken_at_its_word(master):
-    assert meeting(master, 2, None) == Meeting(bind="127.0.0.1", publish="127.0.0.1")
+    assert meeting(master, 2, None) == ListenAddress(
+        bind="127.0.0.1", publish="127.0.0.1"
+    )
 
 
 def test_the_address_of_a_service_in_front_is_reached_as_the_others_reach_it():
@@ -84,13 +89,13 @@ def test_the_address_of_a_service_in_front_is_reached_as_the_others_reach_it():
 
 
 def test_who_is_told_nothing_asks_for_the_master():
-    assert found_at("10.0.0.5", {"MASTER_ADDR": "node0"}) == "10.0.0.5"
-    assert found_at("", {"MASTER_ADDR": "node0"}) == "node0"
-    assert found_at("", {}) == "127.0.0.1"
+    assert host_to_connect("10.0.0.5", {"MASTER_ADDR": "node0"}) == "10.0.0.5"
+    assert host_to_connect("", {"MASTER_ADDR": "node0"}) == "node0"
+    assert host_to_connect("", {}) == "127.0.0.1"
 
 
 def test_another_machine_listens_on_the_way_to_the_master():
-    assert towards_master({"MASTER_ADDR": "127.0.0.1"}).bind == "127.0.0.1"
+    assert toward_master({"MASTER_ADDR": "127.0.0.1"}).bind == "127.0.0.1"
     assert resolve("localhost") == "127.0.0.1"  # version 4 first
 
 
@@ -100,10 +105,10 @@ def test_a_rank_that_cannot_reach_the_watch_starts_all_the_same(capsys, monkeypa
         port = listener.getsockname()[1]  # nobody listens there any more
 
     store = DictStore()
-    board = Board(store, 2)
+    board = JobStore(store, 2)
     there = Address(host="127.0.0.2", port=port, token="token")
     board.post("paceline/liveness", there)
-    member = Liveness(1, 2, store, lambda sentence: None)
+    member = PeerMonitor(1, 2, store, lambda sentence: None)
     member.close()
     board.close()
     said = capsys.readouterr().err

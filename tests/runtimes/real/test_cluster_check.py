@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster import Cluster, Rack, cluster_toml, uniform_cluster
 from paceline.errors import ClusterError
-from paceline.runtimes.real.cluster_check import Seat, check_places, seat
+from paceline.runtimes.real.cluster_check import WorkerLocation, check_places, seat
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
@@ -97,9 +97,9 @@ def test_a_file_that_is_not_there_is_named_before_anything_starts(
 # ---- where ranks are ----
 
 
-def seats_on(machines: list[int]) -> list[Seat]:
+def seats_on(machines: list[int]) -> list[WorkerLocation]:
     return [
-        Seat(name=f"node-{m}", machine=f"boot {m}", host=f"network {m}")
+        WorkerLocation(name=f"node-{m}", machine=f"boot {m}", host=f"network {m}")
         for m in machines
     ]
 
@@ -152,7 +152,7 @@ def test_ranks_are_where_the_names_of_hosts_say() -> None:
 def test_containers_of_a_machine_may_be_one_host_or_several() -> None:
     """They share its boot, and have networks of their own."""
     apart = [
-        Seat(name=name, machine="one boot", host=f"network of {name}")
+        WorkerLocation(name=name, machine="one boot", host=f"network of {name}")
         for name in ("a", "b", "c", "d")
     ]
     check_places(Cluster((rack(4, workers_per_host=2),)), apart)

@@ -17,7 +17,7 @@ from tests.support.processes import SCRIPTS, kill
 __all__ = ["start"]
 
 CODES = "compression=top-k,compression.density=0.1,compression.small=0"
-SCRIPT = SCRIPTS / "pushes_codes.py"
+SCRIPT = SCRIPTS / "compressible_pushes.py"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.records import StepRecorder
-from paceline.runtimes.real.failure_hub import LINE_BYTES, News, line_of
+from paceline.runtimes.python_internals import Frame
 from paceline.runtimes.real.hang_report import (
     MOST_FRAMES,
     MOST_NAMED,
@@ -20,6 +20,7 @@ from paceline.runtimes.real.hang_report import (
     Whereabouts,
     stack_of,
 )
+from paceline.runtimes.real.peer_monitor import LINE_BYTES, FailureNotice, line_of
 from paceline.timeouts import timeouts
 from tests.support import forked
 from tests.support.hanging import SECONDS
@@ -114,14 +115,17 @@ def test_a_deep_stack_of_long_names_fits_into_a_line_of_the_hub():
     look = {"look": lambda: found.extend(stack_of(frames()))}
     exec(compile(text, '/\udcff\n"' + "\U0001d51e" * 5000, "exec"), look)
     assert len(found) == MOST_FRAMES
-    news = News(rank=10**6, where=Whereabouts(step=10**9, still=1e9 / 7, stack=found))
+    news = FailureNotice(
+        rank=10**6, where=Whereabouts(step=10**9, still=1e9 / 7, stack=found)
+    )
     assert len(line_of(news)) < LINE_BYTES
 
 
 def frames():
     frame, found = sys._getframe(), []
     while frame is not None:
-        found.append(frame)
+        code = frame.f_code
+        found.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
         frame = frame.f_back
     return found
 

@@ -11,9 +11,16 @@ import msgspec
 import pytest
 
 from paceline.errors import UsageError
-from paceline.interfaces import Service, ServiceJob
+from paceline.interfaces import ServiceJob, ServiceSpec
 from paceline.records import StepRecorder
-from paceline.runtimes.real.job_store import Address, Board, Posted, Sheet, Way, way_of
+from paceline.runtimes.real.job_store import (
+    Address,
+    JobStore,
+    Posted,
+    Sheet,
+    Way,
+    way_of,
+)
 from paceline.runtimes.real.services import RealServices, Where
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 from tests.support.hanging import SECONDS
@@ -30,10 +37,10 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebo
 
 
 @contextlib.contextmanager
-def posted(environment: Mapping[str, str]) -> Iterator[tuple[DictStore, Board, str]]:
+def posted(environment: Mapping[str, str]) -> Iterator[tuple[DictStore, JobStore, str]]:
     """A store in which an address lies, who has posted it, and its token."""
     store = DictStore()
-    board = Board(store, 2, environment)
+    board = JobStore(store, 2, environment)
     token = board.new_token()
     board.post(NAME, Address(host="127.0.0.1", port=4711, token=token))
     yield store, board, token
@@ -68,7 +75,7 @@ def test_workers_learn_the_token_and_the_store_does_not_tell_it(
     environment: dict[str, str],
 ) -> None:
     with posted(environment) as (store, _, token):
-        address = Board(store, 2, environment).read(NAME)
+        address = JobStore(store, 2, environment).read(NAME)
         assert address == Address(host="127.0.0.1", port=4711, token=token)
         assert len(token) == 32
         known = [token, *(environment.get(key, token) for key in (SECRET, TOKEN))]
@@ -80,15 +87,15 @@ def test_workers_learn_the_token_and_the_store_does_not_tell_it(
 
 def test_where_the_network_is_trusted_the_store_tells_it() -> None:
     with posted(APART) as (store, _, token):
-        assert Board(store, 2, APART).read(NAME).token == token
+        assert JobStore(store, 2, APART).read(NAME).token == token
         assert token.encode() in store[NAME]
 
 
 @pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
 def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
     store = DictStore()
-    Board(store, 2, environment).post(NAME, Address(fault="the port is in use"))
-    assert Board(store, 2, environment).read(NAME) == Address(
+    JobStore(store, 2, environment).post(NAME, Address(fault="the port is in use"))
+    assert JobStore(store, 2, environment).read(NAME) == Address(
         fault="the port is in use"
     )
 
@@ -99,23 +106,23 @@ def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
 def test_words_are_heard_as_they_were_said(environment: dict[str, str]) -> None:
     store = DictStore()
-    Board(store, 2, environment).say(NAME, "several\nlines")
-    assert Board(store, 2, environment).hear(NAME) == "several\nlines"
+    JobStore(store, 2, environment).say(NAME, "several\nlines")
+    assert JobStore(store, 2, environment).hear(NAME) == "several\nlines"
 
 
 def test_words_that_somebody_else_has_said_are_refused() -> None:
     store = DictStore()
     for his in (APART, SIGNED | {SECRET: LONG + "!"}, SIGNED | {"MASTER_PORT": "1"}):
-        Board(store, 2, his).say(NAME, "words")
+        JobStore(store, 2, his).say(NAME, "words")
         with pytest.raises(UsageError, match="not signed"):
-            Board(store, 2, SIGNED).hear(NAME)
-    Board(store, 2, SIGNED).say(NAME, "words")
+            JobStore(store, 2, SIGNED).hear(NAME)
+    JobStore(store, 2, SIGNED).say(NAME, "words")
     store["another name"] = store[NAME]
     with pytest.raises(UsageError, match="not signed"):
-        Board(store, 2, SIGNED).hear("another name")
+        JobStore(store, 2, SIGNED).hear("another name")
     store[NAME] = b"{"
     with pytest.raises(UsageError, match="none of ours"):
-        Board(store, 2, SIGNED).hear(NAME)
+        JobStore(store, 2, SIGNED).hear(NAME)
 
 
 def forged(**changes: object) -> Posted:
@@ -138,7 +145,7 @@ def forged(**changes: object) -> Posted:
 def test_what_is_not_signed_is_refused(words: Posted) -> None:
     store = DictStore({NAME: msgspec.json.encode(words)})
     with pytest.raises(UsageError, match=f"not signed with this worker's {SECRET}"):
-        Board(store, 2, SIGNED).read(NAME)
+        JobStore(store, 2, SIGNED).read(NAME)
 
 
 def test_what_another_job_or_name_has_signed_is_refused() -> None:
@@ -150,7 +157,7 @@ def test_what_another_job_or_name_has_signed_is_refused() -> None:
         ):
             store[name] = store[NAME]
             with pytest.raises(UsageError, match="not signed"):
-                Board(store, 2, environment).read(name)
+                JobStore(store, 2, environment).read(name)
 
 
 def here(descriptor: int) -> DictStore:
@@ -167,7 +174,7 @@ def test_a_file_that_others_could_have_made_is_refused(tmp_path: Path) -> None:
     with path.open("rb") as file:
         for descriptor in (file.fileno(), changeable, 9999):
             with pytest.raises(UsageError, match="cannot read what process"):
-                Board(here(descriptor), 2, ALONE).read(NAME)
+                JobStore(here(descriptor), 2, ALONE).read(NAME)
     os.close(changeable)
 
 
@@ -175,16 +182,16 @@ def test_another_jobs_file_is_refused() -> None:
     with posted(ALONE) as (store, _, _):
         others = ALONE | {"MASTER_PORT": "29501"}
         with pytest.raises(UsageError, match=f"it is '29500/{NAME}'"):
-            Board(store, 2, others).read(NAME)
+            JobStore(store, 2, others).read(NAME)
 
 
 def test_nothing_is_left_of_a_file_that_was_read() -> None:
     before = os.listdir("/proc/self/fd")
     with posted(ALONE) as (store, board, _):
-        Board(store, 2, ALONE).read(NAME)
+        JobStore(store, 2, ALONE).read(NAME)
         board.close()
         with pytest.raises(UsageError, match="cannot read what process"):
-            Board(store, 2, ALONE).read(NAME)
+            JobStore(store, 2, ALONE).read(NAME)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -206,13 +213,13 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
     os.seteuid(SOMEBODY)
     try:
         his = DictStore()
-        theirs = Board(his, 2, ALONE)
+        theirs = JobStore(his, 2, ALONE)
         theirs.post(NAME, sheet.address)
     finally:
         os.seteuid(0)
         os.setegid(0)
     with pytest.raises(UsageError, match=f"it is user {SOMEBODY}'s"):
-        Board(his, 2, ALONE).read(NAME)
+        JobStore(his, 2, ALONE).read(NAME)
     theirs.close()
 
 
@@ -220,7 +227,7 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
 
 
 def find(environment: dict[str, str], place: str = "127.0.0.1:1") -> None:
-    job = ServiceJob((Service("server", place=place),))
+    job = ServiceJob((ServiceSpec("server", place=place),))
     RealServices(0, 1, DictStore(), StepRecorder(0, lambda: 0.0)).find(job, environment)
 
 
@@ -237,25 +244,53 @@ def test_workers_that_share_nothing_start_no_servers(place: str) -> None:
         find({"PACELINE_SURVIVE": "1"}, place)
 
 
-def node(number: int) -> dict[str, str]:
-    """The first worker of a node, of two that have two workers each."""
-    return {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": str(number)}
+def told_of(nodes: list[list[int]]) -> list[dict[str, str]]:
+    """What a launcher tells each worker of these nodes, which are lists of ranks. It does not number nodes,
+    as mpirun does not."""
+    places = {rank: (node, local) for node in nodes for local, rank in enumerate(node)}
+    return [
+        {"LOCAL_WORLD_SIZE": str(len(node)), "LOCAL_RANK": str(local)}
+        for _, (node, local) in sorted(places.items())
+    ]
 
 
-@pytest.mark.parametrize("of_second", [0, 1])
-def test_a_server_for_each_node_is_started_by_somebody(of_second: int) -> None:
-    """Where ranks go round the nodes, what rank divided by workers of a node says is wrong."""
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        pytest.param([[0, 1], [2, 3]], [0, 2], id="by slot"),
+        pytest.param([[0, 2], [1, 3]], [0, 1], id="by node"),
+        pytest.param([[3, 1], [0, 2]], [0, 3], id="in any order"),
+        pytest.param([[0, 1, 2, 3]], [0], id="one node"),
+        pytest.param([[0], [1], [2], [3]], [0, 1, 2, 3], id="one on each"),
+    ],
+)
+def test_each_node_has_a_server_however_ranks_are_mapped_to_nodes(
+    nodes: list[list[int]], first: list[int]
+) -> None:
+    told = told_of(nodes)
     store = DictStore()
-    store |= {f"paceline/starters/{rank}": b"2 -" for rank in (2, 3)}
-    store["paceline/starters/1"] = f"2 {of_second}".encode()
-    where = Where(0, 4, store, node(0))
-    if of_second:
-        assert [spot.here for spot in where.spots("per-node")] == [True, False]
-    else:
-        with pytest.raises(
-            UsageError, match=r"nodes 0, 0, expected each of 0 to 1 once"
-        ):
-            where.spots("per-node")
+    store |= {
+        f"paceline/starters/{rank}": f"{one['LOCAL_WORLD_SIZE']} {one['LOCAL_RANK']}".encode()
+        for rank, one in enumerate(told)
+    }
+    for rank, one in enumerate(told):
+        spots = Where(rank, 4, store, one).spots("per-node")
+        assert [spot.here for spot in spots] == [rank == other for other in first]
+
+
+@pytest.mark.parametrize("locals_", ["0000", "1111"])
+def test_nodes_without_one_first_worker_are_refused_on_every_worker(
+    locals_: str,
+) -> None:
+    store = DictStore()
+    store |= {
+        f"paceline/starters/{rank}": f"2 {local}".encode()
+        for rank, local in enumerate(locals_)
+    }
+    for rank, local in enumerate(locals_):
+        told = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": local}
+        with pytest.raises(UsageError, match=r"have LOCAL_RANK=0, expected 2"):
+            Where(rank, 4, store, told).spots("per-node")
 
 
 def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
@@ -264,12 +299,11 @@ def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
     store = DictStore()
     sizes = ["3", "3", "3", "1"]
     store |= {
-        f"paceline/starters/{rank}": f"{size} -".encode()
+        f"paceline/starters/{rank}": f"{size} {rank % 3}".encode()
         for rank, size in enumerate(sizes)
     }
     for rank, size in enumerate(sizes):
         told = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": str(rank % 3)}
-        told["GROUP_RANK"] = str(rank // 3)
         with pytest.raises(
             UsageError, match=r"different numbers of workers \(1, 3, as"
         ):

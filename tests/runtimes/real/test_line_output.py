@@ -2,7 +2,7 @@
 
 import io
 
-from paceline.runtimes.real.line_output import write_whole_lines
+from paceline.runtimes.processes import write_whole_lines
 
 
 class File(io.RawIOBase):

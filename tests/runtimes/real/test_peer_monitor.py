@@ -1,20 +1,29 @@
 """Every survivor learns which rank died: the hub alone, and real processes without any
 launcher that would end them."""
 
+import contextlib
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from paceline.runtimes.real.failure_hub import LINE_BYTES, News
-from paceline.runtimes.real.job_store import Board
-from paceline.runtimes.real.peer_monitor import Liveness
+from paceline.runtimes.real.job_store import JobStore
+from paceline.runtimes.real.peer_monitor import (
+    LINE_BYTES,
+    FailureNotice,
+    PeerMonitor,
+    end_after_grace,
+)
+from paceline.runtimes.real.runtime import RealRuntime
+from paceline.timeouts import timeouts
 from tests.support import forked
 from tests.support.hanging import SECONDS
 from tests.support.processes import DictStore
@@ -27,7 +36,7 @@ def ranks():
     """Three ranks in one process, and the queue of what each was told."""
     store, told = DictStore(), queue.Queue()
     members = [
-        Liveness(rank, 3, store, lambda text, rank=rank: told.put((rank, text)))
+        PeerMonitor(rank, 3, store, lambda text, rank=rank: told.put((rank, text)))
         for rank in range(3)
     ]
     yield members, told, store
@@ -40,7 +49,7 @@ def hear(told, count):
 
 
 def connection(store):
-    address = Board(store, 3).read("paceline/liveness")
+    address = JobStore(store, 3).read("paceline/liveness")
     connection = socket.create_connection((address.host, address.port), SECONDS)
     return connection, address.token
 
@@ -86,7 +95,7 @@ def test_a_goodbye_is_no_alarm_and_hides_no_later_death(ranks):
 def test_a_training_that_broke_is_told_and_its_rank_goes_on():
     store, told = DictStore(), queue.Queue()
     members = [
-        Liveness(
+        PeerMonitor(
             rank,
             3,
             store,
@@ -96,7 +105,7 @@ def test_a_training_that_broke_is_told_and_its_rank_goes_on():
         for rank in range(3)
     ]
     wait_until_known(members)
-    members[1].tell_of_training(4, "broke off: boom")
+    members[1].report_training_failure(4, "broke off: boom")
     assert hear(told, 2) == dict.fromkeys((0, 2), (4, "rank 1 broke off: boom"))
     members[1]._over = True  # and then it dies
     members[1]._socket.shutdown(socket.SHUT_RDWR)
@@ -135,7 +144,7 @@ def test_strangers_are_shown_out_and_nobody_is_alarmed(ranks, words):
     stranger.settimeout(SECONDS)
     assert stranger.recv(1) == b""  # closed by the hub
     stranger.close()
-    members[1]._say(News(rank=1, fault="is the first to be heard"))
+    members[1]._say(FailureNotice(rank=1, fault="is the first to be heard"))
     assert hear(told, 2) == {
         0: "rank 1 is the first to be heard",
         2: "rank 1 is the first to be heard",
@@ -226,6 +235,20 @@ def test_who_hangs_in_a_collective_ends_promptly_and_others_when_their_grace_is_
         assert "rank 2 (host" in end.stderr
 
 
+def test_a_survivor_ends_though_nobody_reads_its_errors(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    said, ends = threading.Event(), []
+    with open(writer, "w") as unread, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", unread)
+        patch.setattr(os, "_exit", ends.append)
+        end_after_grace(0, "rank 1 died", said, lambda: True, 0.0)
+        with contextlib.suppress(OSError):
+            unread.close()
+    assert ends == [1]
+    assert said.is_set()
+
+
 def test_a_grace_that_is_no_time_is_refused(saving):
     end = saving(1, "save", "soon")[0].done()
     assert end.returncode == 1
@@ -266,3 +289,22 @@ def test_a_rank_that_ends_long_before_the_others_alarms_nobody():
     ends = ends_of("early 1 training")
     assert [end.returncode for end in ends] == [0, 0, 0], ends
     assert not any("paceline:" in end.stderr for end in ends)
+
+
+class Leaving(RealRuntime):
+    """A worker at its good end, while another thread decides whether a lost peer makes it a bad one: that
+    thread never finishes."""
+
+    def __init__(self):
+        self._weighed = threading.Event()
+        self._exit_grace = 0.01
+
+
+def test_a_good_end_does_not_wait_for_ever_for_a_decision_that_never_comes(monkeypatch):
+    monkeypatch.setattr(timeouts, "collective_grace", 0.01)
+    closed = queue.Queue()
+    liveness = SimpleNamespace(close=closed.put)
+    threading.Thread(
+        target=Leaving()._part_from_others, args=(liveness, None), daemon=True
+    ).start()
+    assert closed.get(timeout=SECONDS) is None

@@ -9,34 +9,30 @@ import pytest
 import torch
 
 from paceline.run_options import RunOptions
-from paceline.runtimes import script_process_groups
-from paceline.runtimes.failures import Failure, summary
-from paceline.runtimes.processes import LAUNCHER_VARIABLE, as_launcher
+from paceline.runtimes import exec_with_parent, spawn_check
+from paceline.runtimes.processes import (
+    LAUNCHER_VARIABLE,
+    Failure,
+    as_launcher,
+    failure_summary,
+)
 from paceline.runtimes.real import launch
 from tests.support import forked
 from tests.support.hanging import SECONDS
-from tests.support.processes import all_processes, wait_until
+from tests.support.lives import wait_in
+from tests.support.processes import PACELINE, all_processes, kill, wait_until
+from tests.support.processes import launch as launch_job
 
-WORKER = "import paceline, sys, time; print('here', flush=True); time.sleep({})"
+WORKER = "import time; print('here', flush=True); time.sleep(1000)"
 LAUNCHER = f"""
 import os, signal, subprocess, sys
-from paceline.runtimes.processes import as_launcher
-environment = os.environ | as_launcher()
-worker = subprocess.Popen([sys.executable, "-c", {WORKER.format(1000)!r}], env=environment, stdout=subprocess.PIPE)
+from paceline.runtimes.processes import ends_with_this
+command = ends_with_this([sys.executable, "-c", {WORKER!r}])
+worker = subprocess.Popen(command, stdout=subprocess.PIPE)
 worker.stdout.readline()
 print(worker.pid, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-
-
-def worker_of(mark: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WORKER.format(0)],
-        env=os.environ | {LAUNCHER_VARIABLE: mark},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
 
 
 def test_a_worker_ends_with_its_launcher():
@@ -51,6 +47,59 @@ def test_a_worker_ends_with_its_launcher():
     wait_until(lambda: not is_alive(worker), SECONDS, "its end")
 
 
+SUPERVISED = """
+import os, pathlib, time
+part = pathlib.Path(f"process-{os.environ['RANK']}.part")
+part.write_text(str(os.getpid()))
+part.rename(part.stem)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(("--survive", "--method=asp"), id="survive")]
+)
+def test_a_script_that_never_imports_paceline_ends_with_its_launcher(tmp_path, options):
+    """It cannot ask for that itself."""
+    script, folder = tmp_path / "script.py", tmp_path / "job"
+    script.write_text(SUPERVISED)
+    words = ["run", "--workers=2", *options]
+    patient = {"PACELINE_TIMEOUTS": f"server_start={SECONDS}"}
+    job = launch_job(PACELINE, words, script, folder=folder, forked=True, **patient)
+    try:
+        files = [folder / f"process-{rank}" for rank in range(2)]
+        wait_in(job, lambda: all(f.exists() for f in files), "both workers")
+        workers = [int(file.read_text()) for file in files]
+        assert all(map(is_alive, workers))
+        kill(job.process.pid)
+        job.process.wait(SECONDS)
+        wait_until(lambda: not any(map(is_alive, workers)), SECONDS, "their ends")
+        wait_until(lambda: not job.processes(), SECONDS, "the end of all others")
+    finally:
+        job.stop()
+
+
+def shim_of(parent, *command):
+    return subprocess.run(
+        [sys.executable, "-I", "-S", exec_with_parent.__file__, str(parent), *command],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+
+
+def test_a_worker_whose_launcher_was_gone_before_its_command_began_never_runs():
+    assert shim_of(os.getpid(), "echo", "here").stdout == "here\n"
+    late = shim_of(os.getppid(), "echo", "here")
+    assert (late.returncode, late.stdout) == (-signal.SIGKILL, "")
+
+
+def test_a_command_that_there_is_not_is_named():
+    ended = shim_of(os.getpid(), "no-such-command")
+    assert ended.returncode == 1
+    assert "cannot start no-such-command: No such file" in ended.stderr
+
+
 def is_alive(process: int) -> bool:
     if process not in all_processes():
         return False
@@ -58,12 +107,25 @@ def is_alive(process: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_a_worker_whose_launcher_was_gone_before_ends_at_once():
-    process, began = as_launcher()[LAUNCHER_VARIABLE].split()
-    assert worker_of(f"{process} {began}").stdout == "here\n"
-    another = worker_of(f"{process} {int(began) - 1}")  # the number is used again
-    assert another.returncode == -signal.SIGKILL
-    assert not another.stdout
+TOLD_OF_CTRL_C = """
+import paceline
+raise KeyboardInterrupt
+"""
+
+
+def test_a_worker_says_nothing_of_ctrl_c_which_its_launcher_tells():
+    def said(launcher):
+        return subprocess.run(
+            [sys.executable, "-c", TOLD_OF_CTRL_C],
+            env=os.environ | {LAUNCHER_VARIABLE: str(launcher)},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        ).stderr
+
+    assert as_launcher() == {LAUNCHER_VARIABLE: str(os.getpid())}
+    assert said(os.getpid()) == ""
+    assert "KeyboardInterrupt" in said(os.getppid())  # of a worker's own child
 
 
 def test_options_of_a_launch_are_not_those_of_the_next(monkeypatch):
@@ -84,7 +146,7 @@ def failed(rank, message, status=1):
 
 def test_a_cause_is_said_once():
     cause = "UsageError: unknown method 'asq'"
-    lines = summary(
+    lines = failure_summary(
         [
             *(failed(0, cause), failed(1, cause)),
             failed(2, "RuntimeError: Connection closed by peer. GLHF"),
@@ -122,10 +184,10 @@ def test_a_process_group_of_a_script_that_survives_is_warned_of_once(
     monkeypatch.setattr(
         torch.distributed, "init_process_group", lambda *words: made.append(words)
     )
-    script_process_groups.warn_of(1)
+    spawn_check.warn_of_process_group(1)
     torch.distributed.init_process_group("gloo")
     assert not capsys.readouterr().err
-    script_process_groups.warn_of(0)
+    spawn_check.warn_of_process_group(0)
     for _ in range(2):
         torch.distributed.init_process_group("gloo")
     assert made == [("gloo",)] * 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from tests.support.hanging import SECONDS
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -33,7 +33,7 @@ def test_a_signal_leaves_the_block_and_no_folder(number: int) -> None:
     usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
     found = signal.signal(number, usual)
     try:
-        with pytest.raises(ToldToEnd) as told:
+        with pytest.raises(LauncherInterrupted) as told:
             use()
         assert signal.getsignal(number) is usual
     finally:
@@ -55,7 +55,7 @@ def test_a_second_signal_does_not_disturb_the_tidying_up() -> None:
 
     folders: list[str] = []
     done: list[str] = []
-    with pytest.raises(ToldToEnd) as told:
+    with pytest.raises(LauncherInterrupted) as told:
         use()
     assert told.value.number == signal.SIGTERM
     assert done == ["workers ended"]
@@ -79,7 +79,7 @@ def test_a_signal_while_folders_are_removed_comes_afterwards(
         return folder
 
     folders: list[str] = []
-    with pytest.raises(ToldToEnd):
+    with pytest.raises(LauncherInterrupted):
         use()
     assert seen
     assert not Path(folders[0]).exists()

@@ -1,6 +1,5 @@
 """``paceline run --survive``: who dies, when, and what is left of the job then."""
 
-import json
 import os
 import random
 import signal
@@ -15,6 +14,7 @@ from paceline.parameter_server.process import snapshot
 from paceline.runtimes.real.supervised_servers import SurvivingServers
 from tests.support.lives import (
     START_SECONDS,
+    counts_in,
     done_by_all,
     done_in,
     life_of,
@@ -48,7 +48,6 @@ def start(tmp_path):
     ):
         folder = tmp_path / name
         folder.mkdir()
-        environment["PACELINE_SERVER_COUNTS"] = str(folder / "counts")
         if launcher is run:
             words = ["--survive", f"--method={method}", *options]
             environment |= {"options": words, "forked": forked}
@@ -62,9 +61,9 @@ def start(tmp_path):
         job.stop()
 
 
-def check_counts(folder, method, kills):
+def check_counts(job, folder, method, kills):
     """Of what a killed life had pushed, only its last step is not known: at most one."""
-    counts = json.loads((folder / "counts").read_text())
+    counts = counts_in(job.stderr)
     came = counts["gradients applied"] + counts.get("gradients dropped", 0)
     known = BUCKETS * done_by_all(folder)
     assert known <= came <= known + BUCKETS * kills, counts
@@ -99,7 +98,7 @@ def check_kills(start, method, kills, seed=0, **options):
         wait_for_steps(job, folder, rank, life + 1, 1)
     (folder / "enough").touch()
     job.wait(START_SECONDS).check_ended_well()
-    check_counts(folder, method, kills)
+    check_counts(job, folder, method, kills)
     said = job.stderr.count("was killed by SIGKILL after step")
     assert said == kills, job.output
     results = [torch.load(folder / f"result-{rank}") for rank in range(WORKERS)]
@@ -300,7 +299,7 @@ def test_a_snapshot_that_another_job_keeps_is_refused(tmp_path):
     path, script = tmp_path / "snapshot", tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
     with (
-        snapshot.claimed(path),
+        snapshot.snapshot_lock(path),
         pytest.raises(UsageError, match="another server"),
     ):
         app(

@@ -13,6 +13,7 @@ import torch
 from tests.support.lives import (
     START_SECONDS,
     done_by_all,
+    done_in,
     life_of,
     servers_of,
     wait_for_steps,
@@ -37,9 +38,9 @@ def start(tmp_path):
     """Starts counts_gradients.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
-    def start_one(method, workers, *options, forked="all", **environment):
+    def start_one(method, workers, *options, **environment):
         environment["options"] = ["--survive", f"--method={method}", *options]
-        environment["forked"] = forked
+        environment["forked"] = "all"
         script = ("counts_gradients.py", tmp_path)
         job = run(workers, *script, folder=tmp_path / f"job-{len(jobs)}", **environment)
         jobs.append(job)
@@ -83,8 +84,7 @@ def not_passed_on(servers, members):
 
 @pytest.mark.slow
 def test_all_workers_of_a_group_are_killed_and_then_its_server(start):
-    """Steps are long: meanwhile the others do not keep processors busy."""
-    job, folder = start(TWO, 2, forked=True, PAUSE="0.02")
+    job, folder = start(TWO, 2)
     kill(life_of(folder, 1)[0])
     wait_for_lives(job, folder, {1: 1})
     assert life_of(folder, 0)[1] == 0, "nobody else is started again"
@@ -93,18 +93,6 @@ def test_all_workers_of_a_group_are_killed_and_then_its_server(start):
     check(*end(job, folder, 2), ended=3, lost=not_passed_on(1, 1))
     assert "worker 1 was killed by SIGKILL after step" in job.stderr
     assert "server 1 was killed by SIGKILL after step" in job.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_any_of_three_servers_is_killed(start, number):
-    job, folder = start(THREE, 4)
-    kill(servers_of(job)[number])
-    wait_for_lives(job, folder, dict.fromkeys(range(4), 1))
-    check(*end(job, folder, 4), ended=4, lost=not_passed_on(1, 2))
-    assert f"server {number} was killed by SIGKILL after step" in job.stderr
-    assert "the others hold the model, and it takes that over" in job.stderr
-    assert job.stderr.count("all workers are started again") == 1
 
 
 @pytest.mark.slow
@@ -134,7 +122,10 @@ def test_servers_are_killed_one_after_the_other(start):
     for life, number in enumerate((2, 0, 1), 1):
         kill(servers_of(job)[number])
         wait_for_lives(job, folder, dict.fromkeys(range(4), life))
+        assert f"server {number} was killed by SIGKILL after step" in job.stderr
+        assert job.stderr.count("all workers are started again") == life
     check(*end(job, folder, 4), ended=12, lost=not_passed_on(3, 2))
+    assert "the others hold the model, and it takes that over" in job.stderr
 
 
 @pytest.mark.slow
@@ -166,12 +157,23 @@ def test_all_servers_are_killed_and_go_on_from_the_snapshot(start, tmp_path, met
         method, 2, f"--snapshot={path}", PACELINE_SNAPSHOT_SECONDS="0.001"
     )
     wait_in(job, path.exists, "a snapshot")
-    before = done_by_all(folder)
     for process in servers_of(job):
         kill(process)
-    wait_for_lives(job, folder, {0: 1, 1: 1})
+
+    def last_steps():
+        """How many steps each worker has done in its last incarnation, and which that is."""
+        lives = [life_of(folder, rank)[1] for rank in range(2)]
+        return [done_in(folder, rank, lives[rank]) for rank in range(2)], lives
+
+    def goes_on():
+        # The last server may be seen to die after another was started: so maybe twice.
+        steps, lives = last_steps()
+        return min(lives) > 0 and min(steps) >= 2 * PERIOD
+
+    wait_in(job, goes_on, "the next incarnations")
     applied, noted = end(job, folder, 2)
-    check(applied, noted, ended=2, lost=before)
+    steps, lives = last_steps()
+    check(applied, noted, ended=sum(lives), lost=noted - sum(steps))
     assert applied.min() > 0
     assert FROM_SNAPSHOT[method] in job.stderr
     assert not path.exists(), "the job has ended well"

@@ -1,7 +1,6 @@
 """Jobs that survive without a supervisor: a server and workers that know each other by address
 alone, each started again with the words that it was started with."""
 
-import json
 import os
 import signal
 import socket
@@ -17,11 +16,12 @@ from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.run_options import RunOptions
 from paceline.runtimes.real import external_worker, runtime
 from paceline.timeouts import timeouts
+from paceline.transport.listener import ServerListener
 from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
 from paceline.transport.security import SECRET
 from tests.support.engine import TOKEN, Engine
 from tests.support.hanging import free_port
-from tests.support.lives import done_by_all, done_in, life_of
+from tests.support.lives import counts_in, done_by_all, done_in, life_of
 from tests.support.processes import SCRIPTS, kill
 
 WORKERS = 2
@@ -79,7 +79,7 @@ def test_workers_are_killed_and_no_gradient_counts_twice(engine, method):
     (job.folder / "enough").touch()
     job.wait()
     assert job.ends == [(name, -signal.SIGKILL) for name in "101"]
-    counts = json.loads((job.folder / "counts").read_text())
+    counts = counts_in(job.now["server"].stderr)
     known = BUCKETS * done_by_all(job.folder)
     # Of what a killed life had pushed, only its last step is not known.
     assert known <= counts["gradients applied"] <= known + 3 * BUCKETS, counts
@@ -275,14 +275,15 @@ def server(monkeypatch):
     for name in (SECRET, "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PACELINE_SERVERS_TOKEN", TOKEN)
-    job = SurvivingJob(3, "127.0.0.1", 0, TOKEN)
+    listener = ServerListener(workers=3, token=TOKEN, numbers=True)
+    job = SurvivingJob(listener)
     read, write = os.pipe()
-    thread = threading.Thread(target=job.run, args=(read,))
+    thread = threading.Thread(target=lambda: list(job.run(read)))
     thread.start()
-    yield f"127.0.0.1:{job.port}"
+    yield f"127.0.0.1:{listener.port}"
     os.close(write)
     thread.join()
-    job.close()
+    job.host.close()
     os.close(read)
 
 
@@ -392,7 +393,7 @@ BAD_INPUT = {
     "no token": (SERVE, {"PACELINE_SERVERS_TOKEN": ""}, "the same for this server"),
     "no survive": (["serve", "--workers=2", "--snapshot=a"], {}, "means nothing"),
     "no folder": ([*SERVE, "--snapshot=nowhere/a"], {}, "there is no folder"),
-    "damaged": ([*SERVE, "--snapshot=there"], {}, "is no snapshot of this version"),
+    "damaged": ([*SERVE, "--snapshot=there"], {}, "there cannot be read"),
     "seconds": ([*SERVE, "--snapshot-seconds=1"], {}, "nothing without --snapshot"),
     "evict": (
         ["serve", "--workers=2", "--evict-silent=5"],

@@ -8,11 +8,16 @@ from collections.abc import Callable
 import pytest
 
 from paceline.errors import DeadlockError, WorkerFailedError
-from paceline.runtimes.simulated.clock import Abandoned, Clock, Completion, Worker
+from paceline.runtimes.simulated.clock import (
+    Abandoned,
+    Completion,
+    VirtualClock,
+    Worker,
+)
 from tests.support.simulations import until_over
 
 
-def run(clock: Clock, *bodies: Callable[[], object]) -> None:
+def run(clock: VirtualClock, *bodies: Callable[[], object]) -> None:
     clock.run(bodies, until_over)
 
 
@@ -20,14 +25,14 @@ def completion(name: str = "it") -> Completion:
     return Completion(lambda: name)
 
 
-def completed_at(clock: Clock, time: float) -> Completion:
+def completed_at(clock: VirtualClock, time: float) -> Completion:
     awaited = completion()
     clock.at(time, lambda: clock.complete(awaited))
     return awaited
 
 
 def test_events_come_by_time_then_in_the_order_of_their_making() -> None:
-    clock = Clock(1)
+    clock = VirtualClock(1)
     seen: list[tuple[float, str]] = []
 
     def body() -> None:
@@ -45,7 +50,7 @@ def test_events_come_by_time_then_in_the_order_of_their_making() -> None:
 
 
 def test_an_event_may_make_another_of_its_own_instant() -> None:
-    clock = Clock(1)
+    clock = VirtualClock(1)
     seen = []
 
     def body() -> None:
@@ -58,7 +63,7 @@ def test_an_event_may_make_another_of_its_own_instant() -> None:
 
 
 def test_time_cannot_go_backwards() -> None:
-    clock = Clock(1)
+    clock = VirtualClock(1)
 
     def body() -> None:
         clock.wait(completed_at(clock, 2.0))
@@ -69,7 +74,7 @@ def test_time_cannot_go_backwards() -> None:
 
 
 def test_waiting_returns_the_seconds_waited() -> None:
-    clock = Clock(1)
+    clock = VirtualClock(1)
     waited = []
 
     def body() -> None:
@@ -86,7 +91,7 @@ def test_waiting_returns_the_seconds_waited() -> None:
 
 
 def test_workers_run_one_at_a_time_and_computing_does_not_switch() -> None:
-    clock = Clock(3)
+    clock = VirtualClock(3)
     log: list[str] = []
 
     def body(name: str) -> Callable[[], None]:
@@ -108,7 +113,7 @@ def test_workers_run_one_at_a_time_and_computing_does_not_switch() -> None:
 
 
 def test_all_who_wait_are_woken_in_the_order_of_waiting() -> None:
-    clock = Clock(3)
+    clock = VirtualClock(3)
     log: list[int] = []
     shared = completion()
 
@@ -124,9 +129,9 @@ def test_all_who_wait_are_woken_in_the_order_of_waiting() -> None:
     assert log == [0, 1, 2]
 
 
-def test_resumed_is_called_with_whoever_gets_the_baton() -> None:
+def test_resumed_is_called_with_whoever_gets_the_turn() -> None:
     resumed: list[int] = []
-    clock = Clock(2, lambda worker: resumed.append(worker.rank))
+    clock = VirtualClock(2, lambda worker: resumed.append(worker.rank))
 
     def body() -> None:
         assert resumed[-1] == clock.current.rank
@@ -138,7 +143,7 @@ def test_resumed_is_called_with_whoever_gets_the_baton() -> None:
 
 
 def test_deadlock_says_who_waits_for_what() -> None:
-    clock = Clock(3)
+    clock = VirtualClock(3)
 
     def waits() -> None:
         clock.current.time = 7.0
@@ -159,7 +164,7 @@ def test_deadlock_says_who_waits_for_what() -> None:
 
 
 def test_deadlock_of_many_counts_the_rest() -> None:
-    clock = Clock(20)
+    clock = VirtualClock(20)
     with pytest.raises(DeadlockError) as caught:
         run(clock, *[lambda: clock.wait(completion("godot"))] * 20)
     lines = str(caught.value).splitlines()
@@ -168,7 +173,7 @@ def test_deadlock_of_many_counts_the_rest() -> None:
 
 
 def test_deadlock_names_first_those_that_wait() -> None:
-    clock = Clock(20)
+    clock = VirtualClock(20)
 
     def body() -> None:
         if clock.current.rank == 19:
@@ -179,7 +184,7 @@ def test_deadlock_names_first_those_that_wait() -> None:
 
 
 def test_a_worker_that_raises_ends_all() -> None:
-    clock = Clock(3)
+    clock = VirtualClock(3)
     cleaned: list[int] = []
 
     def waits() -> None:
@@ -203,7 +208,7 @@ def test_a_worker_that_raises_ends_all() -> None:
 
 
 def test_waiting_after_the_end_is_abandoned_too() -> None:
-    clock = Clock(2)
+    clock = VirtualClock(2)
     ends: list[str] = []
 
     def stubborn() -> None:
@@ -222,7 +227,7 @@ def test_waiting_after_the_end_is_abandoned_too() -> None:
 
 
 def test_the_first_failure_counts() -> None:
-    clock = Clock(2)
+    clock = VirtualClock(2)
 
     def waits_then_raises() -> None:
         try:
@@ -238,7 +243,7 @@ def test_the_first_failure_counts() -> None:
 
 
 def test_an_event_that_raises_ends_the_job() -> None:
-    clock = Clock(2)
+    clock = VirtualClock(2)
 
     def body() -> None:
         clock.at(1.0, lambda: [][0])
@@ -250,7 +255,7 @@ def test_an_event_that_raises_ends_the_job() -> None:
 
 
 def test_an_interruption_takes_effect_at_the_next_wait() -> None:
-    clock = Clock(2)
+    clock = VirtualClock(2)
     steps: list[float] = []
 
     def body() -> None:
@@ -267,7 +272,7 @@ def test_an_interruption_takes_effect_at_the_next_wait() -> None:
 
 def test_no_thread_is_left() -> None:
     before = threading.enumerate()
-    run(Clock(50), *[lambda: None] * 50)
+    run(VirtualClock(50), *[lambda: None] * 50)
     assert threading.enumerate() == before
 
 
@@ -277,7 +282,7 @@ def no_description() -> str:
 
 def test_an_error_in_the_text_of_a_deadlock_ends_the_job() -> None:
     """Not the thread of the worker that happened to wait last, and then nobody runs."""
-    clock = Clock(3)
+    clock = VirtualClock(3)
 
     def waits() -> None:
         clock.wait(Completion(no_description))
@@ -298,7 +303,7 @@ def test_a_worker_whose_turn_cannot_begin_ends_the_job(turn: int) -> None:
         if turns == turn:
             raise LookupError(f"no state for worker {worker.rank}")
 
-    clock = Clock(2, resumed)
+    clock = VirtualClock(2, resumed)
 
     def body() -> None:
         clock.wait(completed_at(clock, clock.current.time + 1.0))

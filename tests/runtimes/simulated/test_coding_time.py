@@ -11,7 +11,7 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Workload
 from paceline.cluster.cluster import Processor
-from paceline.cluster.workload import CodingTimes
+from paceline.cluster.workload import CompressorTimes
 from paceline.compression import COMPRESSORS, full_spec, make
 from paceline.errors import WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
@@ -20,7 +20,7 @@ from paceline.testing import inspect
 from tests.support.simulations import cluster, rack, run, run_on, simulation
 from tests.support.tables import crossed
 
-TIMES = CodingTimes(encode=3.0, decode=1.0, decode_per_worker=0.25)
+TIMES = CompressorTimes(encode=3.0, decode=1.0, decode_per_worker=0.25)
 STEPS = 3
 MEANS = STEPS + 1
 """One more where all find out, in `finish`, that nobody trains any longer."""
@@ -33,7 +33,7 @@ def model() -> torch.nn.Module:
     )
 
 
-def workload(**coding: CodingTimes) -> Workload:
+def workload(**coding: CompressorTimes) -> Workload:
     named = list(model().named_parameters())
     return Workload(
         names=tuple(name for name, _ in named),
@@ -84,13 +84,13 @@ def test_a_step_is_charged_what_the_workload_says(workers, buckets):
 
 
 @pytest.mark.parametrize(
-    ("cores", "crowd"), [(None, 1.0), (8, 1.0), (2, 2.0), (1, 4.0)]
+    ("cores", "oversubscription"), [(None, 1.0), (8, 1.0), (2, 2.0), (1, 4.0)]
 )
-def test_workers_that_share_cores_code_in_turn(cores, crowd):
+def test_workers_that_share_cores_code_in_turn(cores, oversubscription):
     compute = ComputeModel(workload=workload(**{full_spec(make("bf16")): TIMES}))
     shared = replace(cluster(rack(4)), processor=Processor(cores=cores))
     seconds = coding_seconds(compute, shared, compression="bf16", buckets="single")
-    assert seconds == pytest.approx(crowd * MEANS * (3.0 + 1.0 + 4 * 0.25))
+    assert seconds == pytest.approx(oversubscription * MEANS * (3.0 + 1.0 + 4 * 0.25))
 
 
 def test_dense_first_steps_are_no_other_compressor():
@@ -105,7 +105,7 @@ def test_bytes_are_charged_where_nobody_has_measured():
     run_on(runtime, lambda rank: train(model(), compression="bf16") and None)
     (sentence,) = runtime.result.guessed
     assert "paceline profile SCRIPT --compression bf16:error_feedback=false" in sentence
-    before, after = make("bf16").passes(2)
+    before, after = make("bf16").memory_passes(2)
     seconds = coding_seconds(compute, 2, compression="bf16", buckets="single")
     whole = sum(workload().sizes)
     assert seconds == pytest.approx(MEANS * (before + after) * whole / 1e6)
@@ -139,7 +139,7 @@ def bytes_of_steps(stands_in: bool, compression: str, buckets: str) -> list[int]
 
     def body(rank: int) -> list[int]:
         trained = paceline.stand_in(workload()) if stands_in else model()
-        recorder = train(trained, 5, compression=compression, buckets=buckets)
+        recorder = train(trained, 6, compression=compression, buckets=buckets)
         return [step.bytes_sent for step in recorder.steps]
 
     return run(3, body)[0][-2:]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.errors import WorkerFailedError
 from paceline.runtimes.join import join_runtime
 from tests.support.simulations import LATENCY, LINK, run
@@ -17,8 +17,8 @@ RING = 4 * LATENCY + 4 / 3 * 4 * SIZE / LINK
 """Seconds of an all-reduce of so many on three workers: 2 (n - 1) steps of a third."""
 
 
-def comm_of(name: str = "test") -> TorchComm:
-    return TorchComm(join_runtime(), name)
+def comm_of(name: str = "test") -> Communicator:
+    return Communicator(join_runtime(), name)
 
 
 def test_a_second_round_begins_when_the_first_ends():
@@ -48,8 +48,8 @@ def test_what_a_work_computes_delays_what_it_issues_and_nothing_else():
         buffer = torch.ones(SIZE)
 
         def second():
-            runtime.spend(2.0, "coding")
-            assert runtime.now() == pytest.approx(RING + 2.0)
+            runtime.clock.charge(2.0, "coding")
+            assert runtime.clock.now() == pytest.approx(RING + 2.0)
             return comm.all_reduce(buffer, "sum")
 
         pending = comm.all_reduce(buffer, "sum").then(second)
@@ -66,7 +66,7 @@ def test_works_of_a_worker_compute_one_after_the_other():
         ends = []
         for _ in range(3):
             pending = comm.all_reduce(torch.ones(1), "sum").then(
-                lambda: runtime.spend(1.0, "coding")
+                lambda: runtime.clock.charge(1.0, "coding")
             )
             ends.append(pending)
         times = []

@@ -8,14 +8,14 @@ import torch
 
 from paceline.cluster import uniform_cluster
 from paceline.cluster.links import Links
-from paceline.interfaces import Answer, Sender, Work
-from paceline.interfaces.server_messages import Note, Request
-from paceline.runtimes.simulated.clock import Clock, Completion
+from paceline.interfaces import Reply, Sender, Service, Work
+from paceline.interfaces.server_messages import KeepAlive, Request
+from paceline.runtimes.simulated.clock import Completion, VirtualClock
 from paceline.runtimes.simulated.services import ServerRates, SimulatedServer
 from tests.support.simulations import until_over
 
 
-class Sleeper:
+class Sleeper(Service):
     """Its deadline is as of the last message that said one: the message at *t* sets
     ``plan[t]``. Each message is *work* bytes to add."""
 
@@ -24,19 +24,19 @@ class Sleeper:
         self.deadline: float | None = None
         self.rang: list[float] = []
 
-    def on_message(
+    def on_request(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         self.deadline = self.plan[now]
         return []
 
-    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> list[Reply]:
         return []
 
     def next_deadline(self) -> float | None:
         return self.deadline
 
-    def on_timer(self, now: float) -> list[Answer]:
+    def on_timer(self, now: float) -> list[Reply]:
         self.rang.append(now)
         self.deadline = None
         return []
@@ -47,14 +47,14 @@ class Sleeper:
 
 def when_it_rings(plan: dict[float, float | None], work: int = 0) -> list[float]:
     """With a message at each time of *plan*, which sets the deadline to what stands there."""
-    clock = Clock(1)
+    clock = VirtualClock(1)
     server = Sleeper(plan, work)
     links = Links(clock, uniform_cluster(1, "1gbit", "0 s", 1))
     rates = ServerRates(added=1.0)
     virtual = SimulatedServer("server 0", 1, 0, server, clock, links, rates)
     for number, time in enumerate(plan):
         sender = Sender(0, 0, "", number)
-        heard = partial(server.on_message, sender, Note(), None)
+        heard = partial(server.on_request, sender, KeepAlive(), None)
         clock.at(time, partial(virtual.enter, heard))
 
     def body() -> None:

@@ -33,7 +33,7 @@ from paceline.errors import (
 from paceline.interfaces import current_runtime
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation
-from paceline.runtimes.simulated.simulation import place_of
+from paceline.runtimes.simulated.simulation import locations_of
 from paceline.torch_internals import load_lazy_modules
 from tests.support.hanging import SECONDS
 from tests.support.simulations import run, run_on, simulation
@@ -317,9 +317,9 @@ def test_each_worker_sees_its_own_rank_variables() -> None:
 
 def test_local_ranks_are_devices_where_there_are_any() -> None:
     """So that `torch.cuda.set_device(local_rank)` works, however many workers there are."""
-    ranks = [place_of(rank, range(4), 2)["LOCAL_RANK"] for rank in range(4)]
+    ranks = [here["LOCAL_RANK"] for here in locations_of(range(4), 2)]
     assert ranks == ["0", "1", "0", "1"]
-    ranks = [place_of(rank, [0, 0, 0, 1], 2)["LOCAL_RANK"] for rank in range(4)]
+    ranks = [here["LOCAL_RANK"] for here in locations_of([0, 0, 0, 1], 2)]
     assert ranks == ["0", "1", "0", "0"]
 
 
@@ -397,7 +397,7 @@ def test_each_worker_has_its_own_main_module() -> None:
 def test_workers_compute_with_one_thread_and_call_hooks_on_their_own() -> None:
     def body(rank: int) -> None:
         assert torch.get_num_threads() == 1
-        # Else CUDA's backward would run on a thread that does not hold the baton.
+        # Else CUDA's backward would run on a thread that does not have the turn.
         assert not torch.autograd.is_multithreading_enabled()
         called: list[threading.Thread] = []
         weight = torch.ones(3, requires_grad=True)

@@ -12,7 +12,7 @@ import pytest
 from paceline.cluster import Workload
 from paceline.errors import UsageError
 from paceline.runtimes.simulated.profile_cache import (
-    Circumstances,
+    ProfileKey,
     find_profile,
     keep_profile,
 )
@@ -68,7 +68,7 @@ def test_a_file_that_is_gone_has_changed(script: Path) -> None:
 
 
 def test_what_it_was_measured_with_counts(script: Path) -> None:
-    made = Circumstances.now(script, ["1"], None, 2)
+    made = ProfileKey.now(script, ["1"], None, 2)
     assert made.changed(script, ["1"], 2) is None
     for other, said in (
         ({"arguments": ["2"]}, "the script's arguments have changed"),

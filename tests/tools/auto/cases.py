@@ -124,7 +124,7 @@ def a_worker_without_data_keeps_company_through_changes():
     assert_equal_everywhere(found)
     assert torch.allclose(found, usual, rtol=1e-5, atol=1e-6)
     steps.reverse()
-    trained(changing({2: "local-sgd:every=3", 6: "osp", 8: "bsp"}), steps)
+    trained(changing({2: "local-sgd:sync_every=3", 6: "osp", 8: "bsp"}), steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ def a_checkpoint_says_which_method_it_had():
     code = "bsp:compression=top-k,compression.density=0.25,compression.small=0"
     folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "under-auto"
     runtime = join_runtime()
-    for spec in (code, "local-sgd:every=3"):
+    for spec in (code, "local-sgd:sync_every=3"):
         runtime.registry.trainings.clear()
         net, straight = begun(changing({3: spec}))
         for step in range(5):
@@ -252,7 +252,7 @@ def buckets_that_were_planned_are_known_when_a_method_comes_back():
         one_step(net, wrapped, step)
     planned = recorder.buckets
     assert changes.spec.startswith("dear")
-    assert inspect(wrapped).planner.kept is None
+    assert inspect(wrapped).tuner.adopted is None
     for step in range(5):
         one_step(net, wrapped, step)
     assert recorder.buckets == planned

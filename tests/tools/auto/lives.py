@@ -15,7 +15,7 @@ from tests.tools.auto.cases import Follows, begun, changing, flat, one_step
 SPECS = (
     *("dear", "bsp:collective=tree", "bsp:compression=int8", "osp:collective=native"),
     *(
-        "local-sgd:every=2",
+        "local-sgd:sync_every=2",
         "bsp:buckets=wfbp",
         "ds-sync",
         "bsp:collective=parameter-server",

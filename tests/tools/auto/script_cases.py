@@ -96,7 +96,7 @@ def a_scaler_skips_the_same_steps():
         assert scaler.get_scale() == 2.0
 
     both(train, {2: "dear", 4: "priority"})
-    follows = Follows({2: "local-sgd:every=2", 5: "osp:collective=native"})
+    follows = Follows({2: "local-sgd:sync_every=2", 5: "osp:collective=native"})
     both(train, Auto(follows))
     assert "GradScaler" in follows.why[0][1]
     assert "GradScaler" in follows.why[1][1]
@@ -134,7 +134,7 @@ def results_are_looked_at_in_between():
                     net(inputs(0, 99))
 
     both(train)
-    net, wrapped = begun(changing({2: "diloco:every=2", 6: "bsp"}))
+    net, wrapped = begun(changing({2: "diloco:sync_every=2", 6: "bsp"}))
     train(net, wrapped)
     wrapped.finish()
 

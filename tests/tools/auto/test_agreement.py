@@ -1,6 +1,7 @@
 """Messages of all ranks: texts of any length, also where somebody leaves in the middle of one."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,13 @@ import torch
 
 from paceline.tools.auto.agreement import WORDS, Exchange
 from paceline.tools.auto.controller_interfaces import LeftError
-from tests.collectives.in_network.places import together
 from tests.support.hanging import SECONDS
+
+
+def together(ranks, work):
+    """What *work* of each rank returns, a thread each."""
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(work, range(ranks), timeout=SECONDS))
 
 
 class Sums:

@@ -57,7 +57,7 @@ def test_a_cluster_of_other_workers(tmp_path):
     ],
 )
 def test_where_nothing_can_be_chosen(alone, beside, others, words):
-    runtime = SimpleNamespace(alone=alone)
+    runtime = SimpleNamespace(server_only=alone)
     with pytest.raises(UsageError, match=words):
         check_wish(runtime, chosen_beside=beside, others=others)
-    check_wish(SimpleNamespace(alone=False), chosen_beside={}, others=False)
+    check_wish(SimpleNamespace(server_only=False), chosen_beside={}, others=False)

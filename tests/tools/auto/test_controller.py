@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from paceline.bucketing.trial import WORTH_IT
+from paceline.bucketing.tuner import WORTH_IT
 from paceline.tools.auto import controller
 from paceline.tools.auto.controller import typical
 from tests.tools.auto.fleet import Runtime

@@ -5,7 +5,7 @@ from operator import truediv
 import pytest
 
 from paceline.cluster import Cluster, Rack, uniform_cluster
-from paceline.cluster.probe.racks import find_racks
+from paceline.cluster.probe.infer import find_racks
 from paceline.tools.auto.measurements import _alike, with_speeds
 from paceline.tools.auto.quick_probe import _matrix, _rates, _uplinks
 

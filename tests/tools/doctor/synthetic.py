@@ -47,7 +47,7 @@ class Site:
     busy: dict = field(default_factory=dict)
     interfaces: dict = field(default_factory=dict)
     compiled: bool = False
-    crowd: float = 1.0
+    oversubscription: float = 1.0
     messages: float = 2.0
     noise: float = 0.05
     seed: int = 0
@@ -118,7 +118,7 @@ class _Measures:
                     for x, y in zip(hosts, targets, strict=True)
                 )
                 share = min(share, self.site.uplink / beside)
-            rates.append(self.noisy(share * self.site.crowd))
+            rates.append(self.noisy(share * self.site.oversubscription))
         return TogetherEvidence(
             sources=tuple(hosts), targets=tuple(targets), rates=tuple(rates)
         )

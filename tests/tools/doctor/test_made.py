@@ -8,7 +8,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.cluster.network_rules import throttle
+from paceline.cluster.cluster import throttle
 from paceline.interfaces import current_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.tools.doctor import diagnose
@@ -36,7 +36,7 @@ def evidence_of(
                 with optimizer.no_sync():
                     model(torch.full((8,), 1.0 + rank)).backward()
             if waits:
-                current_runtime().spend(waits.get(rank, 0.0), "input")
+                current_runtime().clock.charge(waits.get(rank, 0.0), "input")
             model(torch.full((8,), 1.0 + rank)).backward()
             optimizer.step()
 

@@ -5,7 +5,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.cluster.network_rules import throttle
+from paceline.cluster.cluster import throttle
 from paceline.core import broadcast
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import ComputeModel, Simulation
@@ -120,7 +120,7 @@ PARTS = ("input", "forward", "backward", "update", "exposed")
     [
         "asp",
         "dear",
-        "local-sgd:every=3",
+        "local-sgd:sync_every=3",
         "bsp:compression=int8",
         "bsp:collective=parameter-server",
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import paceline.tools.doctor
-from paceline.cluster.probe.pairs import Again
+from paceline.cluster.probe.pairs import LinkMeasurement
 from paceline.cluster.probe.tcp_counters import connections
 from paceline.tools.doctor import host_measurement
 from paceline.tools.doctor.evidence import Evidence
@@ -57,7 +57,7 @@ def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
 )
 def test_packets_that_get_lost(word):
     first, _ = forked.run_together(2, [WHISPERS, word])
-    found = [Again(**one) for one in json.loads(first.stdout)]
+    found = [LinkMeasurement(**one) for one in json.loads(first.stdout)]
     # Flows go from rank 0 to rank 1, and back, in turn.
     there = [(one.sent, one.lost) for one in found[::2]]
     there += [(one.sent_back, one.lost_back) for one in found[1::2]]

@@ -140,7 +140,7 @@ def test_a_collective_that_fails_is_no_collective_without_messages(monkeypatch):
     class Broken(Scheduled):
         name = "broken"
 
-        def schedule(self, size, comm, racks):
+        def schedule(self, size, at):
             raise ZeroDivisionError("in its schedule")
 
     monkeypatch.setitem(COLLECTIVES, "broken", Broken)

@@ -9,10 +9,10 @@ from paceline.cli import script_plan
 from paceline.cli.script_plan import _busy_cores, _with_codes
 from paceline.cluster import Processor
 from paceline.cluster.profiling import coding_times_of_busy
-from paceline.cluster.workload import CodingTimes
+from paceline.cluster.workload import CompressorTimes
 from paceline.errors import UsageError
-from paceline.runtimes.simulated import profile
-from paceline.runtimes.simulated.profile import measured_codes
+from paceline.runtimes.simulated import profile_cache
+from paceline.runtimes.simulated.profile_cache import measure_compressors
 from paceline.tools.plan import plan
 from paceline.tools.plan.compression_times import (
     code_of,
@@ -47,7 +47,7 @@ def test_a_slow_code_falls_behind_once_it_is_measured():
     front = made.best["lossy"]
     assert codes[0] == code_of(front.spec)
     assert front.guessed
-    slow = {codes[0]: CodingTimes(encode=1.0, decode=1.0, decode_per_worker=0.0)}
+    slow = {codes[0]: CompressorTimes(encode=1.0, decode=1.0, decode_per_worker=0.0)}
     again, knowing = revised(made, job, slow)
     row = again.row(front.spec)
     assert row is not None
@@ -67,7 +67,7 @@ def test_a_slow_code_falls_behind_once_it_is_measured():
 def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    found = measured_codes(str(script), [], [code_of("bsp:compression=int8")])
+    found = measure_compressors(str(script), [], [code_of("bsp:compression=int8")])
     (times,) = found.values()
     assert times.encode > 0
 
@@ -77,7 +77,7 @@ def test_codes_are_measured_on_as_many_cores_as_have_such_work(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     code = code_of("bsp:compression=int8")
-    ((full, times),) = measured_codes(str(script), [], [code], 2).items()
+    ((full, times),) = measure_compressors(str(script), [], [code], 2).items()
     assert full == code
     assert times.encode > 0
 
@@ -115,14 +115,14 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
 
     def measure(script, arguments, codes, cores):
         measured.extend(codes)
-        free = CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+        free = CompressorTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
         return dict.fromkeys(codes, free)
 
     def predict_(job, specs, *, short):
         told = {"step_seconds": 0.1, "compute_seconds": 0.1, "exposed_seconds": 0.0}
         return iter([Prediction(**told, bytes_sent=0.0, buckets=1) for _ in specs])
 
-    monkeypatch.setattr(profile, "measured_codes", measure)
+    monkeypatch.setattr(profile_cache, "measure_compressors", measure)
     budget = Budget(sum(prices[:2]) + 0.5 * min(prices))
     again, _ = _with_codes(
         plan_, job, Path("train.py"), [], budget, lambda *_: None, predict_
@@ -138,7 +138,9 @@ def test_rows_that_were_cut_stay_those_of_few_tensors():
     cut = row("bsp:compression=int8", "lossy", cut=True, guessed=True)
     full = row("bsp:buckets=wfbp,compression=int8", "lossy", guessed=True)
     coding = {
-        code_of(cut.spec): CodingTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+        code_of(cut.spec): CompressorTimes(
+            encode=0.0, decode=0.0, decode_per_worker=0.0
+        )
     }
     asked = {}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from paceline.bucketing import RULES
+from paceline.bucketing.rules import RULES
 from paceline.cluster import Cluster, Rack
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS, CONTRIB
@@ -22,7 +22,7 @@ from tests.tools.plan.helpers import cluster, layers
 AT_SWITCHES = {
     f"bsp:collective={name}"
     for name, row in COLLECTIVES.items()
-    if getattr(row, "needs_aggregators", False)
+    if row.needs == "aggregators"
 }
 
 

@@ -47,8 +47,8 @@ def test_equal_questions_have_equal_answers():
 @pytest.mark.parametrize("every", [SHORTENED + 1, 40])
 def test_rounds_that_are_run_with_fewer_steps_are_as_whole_ones(every):
     """Between two rounds a worker only computes."""
-    found = predicted(f"local-sgd:every={every}")
-    whole = predicted(f"local-sgd:every={SHORTENED}")
+    found = predicted(f"local-sgd:sync_every={every}")
+    whole = predicted(f"local-sgd:sync_every={SHORTENED}")
     wait = whole.exposed_seconds * SHORTENED
     assert found.step_seconds == pytest.approx(0.09 + wait / every, rel=1e-6)
     assert found.bytes_sent == pytest.approx(whole.bytes_sent * SHORTENED / every)
@@ -57,8 +57,8 @@ def test_rounds_that_are_run_with_fewer_steps_are_as_whole_ones(every):
 @pytest.mark.parametrize(
     "spec",
     [
-        "local-sgd:every=48",
-        "diloco:every=40",
+        "local-sgd:sync_every=48",
+        "diloco:sync_every=40",
         "slowmo",
         "sparse-loco",
         "streaming-diloco",
@@ -79,8 +79,8 @@ def test_at_the_end_of_a_long_round_all_wait_for_the_slowest(spec):
 
 
 def test_a_warm_up_is_left_out():
-    assert predicted("post-local-sgd:every=8").step_seconds == pytest.approx(
-        predicted("local-sgd:every=8").step_seconds
+    assert predicted("post-local-sgd:sync_every=8").step_seconds == pytest.approx(
+        predicted("local-sgd:sync_every=8").step_seconds
     )
 
 

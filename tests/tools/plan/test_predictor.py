@@ -9,10 +9,13 @@ import subprocess
 import sys
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 
+from paceline.cluster import Workload, uniform_cluster
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
+from paceline.tools.plan import predict as predict_module
 from paceline.tools.plan.predict import Job
 from paceline.tools.plan.predictor import _Pool
 from tests.tools.plan.helpers import cluster, layers
@@ -91,3 +94,21 @@ def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
     (said,) = _Pool(pool)(job, ["own:buckets=ddp"], short=True)
     assert pool.specs == []
     assert said.step_seconds > 0
+
+
+@pytest.mark.parametrize("spec", ["bsp", "dear", "local-sgd:sync_every=4"])
+def test_representatives_of_many_workers_have_the_figures_of_all(spec, monkeypatch):
+    load = Workload(
+        names=("a", "b", "c"),
+        sizes=(4_000_000, 1_000_000, 4000),
+        forward=(0.01,) * 3,
+        backward=(0.02,) * 3,
+        update=0.0,
+    )
+    job = Job(cluster=uniform_cluster(20, "1gbit", "50us"), workload=load)
+    few = predict_module.predict(job, spec)
+    monkeypatch.setattr(predict_module, "_few_are_enough", lambda job, run: False)
+    full = predict_module.predict(job, spec)
+    # Ranks of a ring send a byte more or less where a message has no whole parts.
+    assert few.bytes_sent == pytest.approx(full.bytes_sent, rel=1e-6)
+    assert msgspec.structs.replace(few, bytes_sent=full.bytes_sent) == full

@@ -7,12 +7,12 @@ import torch
 
 from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
-from paceline.cluster.profiling.step_habits import MOST_STEPS
+from paceline.cluster.profiling.step_profiler import MOST_STEPS
 from paceline.run_options import RunOptions
 from paceline.runtimes.results import Summary
 from paceline.runtimes.simulated import ComputeModel, Simulation
-from paceline.runtimes.simulated.profile import profile_script
-from paceline.runtimes.simulated.script import run_script
+from paceline.runtimes.simulated.launch import run_script
+from paceline.runtimes.simulated.profile_cache import profile_script
 from paceline.tools.auto.step_watch import with_all
 from paceline.tools.plan.lower_bound import alone, limit_seconds
 from paceline.tools.plan.predict import Job, Prediction, predict

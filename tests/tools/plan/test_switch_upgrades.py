@@ -8,8 +8,8 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.cluster import Cluster, Rack, ServerHost
-from paceline.collectives.pricing import seconds
 from paceline.collectives.schedules import Ring
+from paceline.collectives.timing import seconds
 from paceline.errors import UsageError
 from paceline.tools.plan.switch_upgrades import Upgrade, plan_switches, stage, ways_for
 from paceline.tools.plan.switch_upgrades_report import advice

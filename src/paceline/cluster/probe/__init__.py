@@ -4,14 +4,11 @@
 - `measure`: measures between the workers of a job, in any runtime.
 - `pairs`: bandwidth from one worker's host to another's, alone and under load.
 - `tcp_counters`: the kernel's counts of this process's TCP connections.
-- `result`: the measurements as data.
-- `infer`: a `Cluster` from these.
-- `racks`: which workers share a rack.
+- `infer`: the measurements as data, which workers share a rack, and a `Cluster` from both.
 - `tables`: the measurements for people.
 """
 
-from paceline.cluster.probe.infer import infer_cluster
+from paceline.cluster.probe.infer import ProbeResult, infer_cluster
 from paceline.cluster.probe.measure import measure
-from paceline.cluster.probe.result import Findings
 
-__all__ = ["Findings", "infer_cluster", "measure"]
+__all__ = ["ProbeResult", "infer_cluster", "measure"]

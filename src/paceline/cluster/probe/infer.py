@@ -6,12 +6,104 @@ import math
 import statistics
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.cluster import Cluster, Processor
-from paceline.cluster.probe.result import Findings, Size
-from paceline.cluster.rack import Rack
+from paceline.cluster.cluster import Cluster, Processor, Rack
+
+
+class Size(msgspec.Struct, kw_only=True):
+    """All-reduces of one size: seconds of one alone (median), the spread of that, seconds
+    of two at a time, and core-seconds of one over all hosts."""
+
+    bytes: int
+    seconds: float
+    spread: float
+    pair_seconds: float
+    core_seconds: float
+
+
+class ProbeResult(msgspec.Struct, kw_only=True):
+    """Figures by worker, in rank order; a matrix's row is the sender.
+
+    *hosts*: which host each worker is on. *goodput*: bytes per second, *latency*: one-way
+    seconds of a message without content, its processor time included; zero within a host.
+    *uplinks*: for each pair of racks found, bytes per second of all workers of the one
+    sending to the other at once. *shared_cores*: cores that all hosts share, None where
+    each has its own. *speeds*: relative compute speed. *names*: what each worker's host calls
+    itself, where the hosts are machines.
+    """
+
+    runtime: str
+    hosts: list[int]
+    goodput: list[list[float]]
+    latency: list[list[float]]
+    racks: list[int]
+    uplinks: list[tuple[int, int, float]]
+    all_reduce: list[Size]
+    shared_cores: int | None
+    speeds: list[float]
+    names: list[str] = []
+
+    @property
+    def workers(self) -> int:
+        """Number of workers."""
+        return len(self.hosts)
+
+
+SAME_RATE = 0.75
+"""Within a rack a pair gets at least this part of what both its hosts can do..."""
+
+SAME_LATENCY = 3.0
+"""...and takes at most this multiple of the shortest latency of either."""
+
+NOTICEABLE = 2e-3
+"""Seconds by which a latency must be longer to tell anything at all: waking up a process on
+a busy machine may take nearly as long."""
+
+
+def find_racks(
+    goodput: Sequence[Sequence[float]],
+    latency: Sequence[Sequence[float]],
+    hosts: Sequence[int],
+) -> list[int]:
+    """Each worker's rack, numbered in order of first appearance.
+
+    Two hosts are in one rack if a stream between them is as fast as the slower one of the
+    two is anywhere, and as near; and if the same is true of all that are joined to either.
+    A rack whose uplink is no slower than its hosts' links, and as near, cannot be told
+    from its neighbour in this way.
+    """
+    n = len(hosts)
+    leaders = sorted({hosts.index(host) for host in hosts})
+    others = {i: [j for j in leaders if j != i] for i in leaders}
+    best_out = {
+        i: max((goodput[i][j] for j in others[i]), default=0.0) for i in leaders
+    }
+    best_in = {i: max((goodput[j][i] for j in others[i]), default=0.0) for i in leaders}
+    nearest = {i: min((latency[i][j] for j in others[i]), default=0.0) for i in leaders}
+
+    def near(i: int, j: int) -> bool:
+        possible = min(best_out[i], best_in[j])
+        shortest = min(nearest[i], nearest[j])
+        far = latency[i][j] > max(SAME_LATENCY * shortest, shortest + NOTICEABLE)
+        return goodput[i][j] >= SAME_RATE * possible and not far
+
+    groups: list[list[int]] = []
+    for i in leaders:
+        for group in groups:
+            together = sum(near(i, j) and near(j, i) for j in group)
+            if 2 * together > len(group):
+                group.append(i)
+                break
+        else:
+            groups.append([i])
+    rack_of_host = {
+        hosts[leader]: number for number, group in enumerate(groups) for leader in group
+    }
+    return [rack_of_host[hosts[i]] for i in range(n)]
+
 
 Seconds = NDArray[np.float64]
 
@@ -22,7 +114,7 @@ NO_LIMIT = 0.9
 """Racks' uplinks that give this part of what their hosts' links can do are no limit."""
 
 
-def infer_cluster(findings: Findings) -> Cluster:
+def infer_cluster(findings: ProbeResult) -> Cluster:
     """The cluster in which the simulated runtime takes the times that were measured.
 
     Each host's link is the best goodput to or from it in its rack. A message's latency and
@@ -59,7 +151,7 @@ def fit(sizes: Sequence[Size]) -> tuple[float, float]:
     return max(0.0, float(start_up)), max(0.0, float(slope))
 
 
-def _links(findings: Findings, leaders: Sequence[int]) -> list[float]:
+def _links(findings: ProbeResult, leaders: Sequence[int]) -> list[float]:
     everyone = sorted({findings.hosts.index(host) for host in findings.hosts})
     links = []
     for i in leaders:
@@ -75,7 +167,7 @@ def _links(findings: Findings, leaders: Sequence[int]) -> list[float]:
     return links
 
 
-def _uplink(findings: Findings, rack: int, links: float) -> float | None:
+def _uplink(findings: ProbeResult, rack: int, links: float) -> float | None:
     rates = [rate for a, b, rate in findings.uplinks if rack in (a, b)]
     if not rates:
         return None
@@ -83,7 +175,7 @@ def _uplink(findings: Findings, rack: int, links: float) -> float | None:
     return None if best > NO_LIMIT * links else best
 
 
-def _start_up(findings: Findings) -> tuple[float, Processor | None]:
+def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
     """A message's latency, and what it costs processors: what fits all sizes best."""
     n = findings.workers
     steps = 2 * (n - 1)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
-from paceline.cluster.probe.racks import find_racks
-from paceline.cluster.probe.result import Findings, Size
+from paceline.cluster.probe.infer import ProbeResult, Size, find_racks
+from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
@@ -36,7 +35,7 @@ def measure(
     seconds_per_pair: float = 0.1,
     largest: int = SIZES[-1],
     say: Callable[[str], None] = lambda text: None,
-) -> Findings:
+) -> ProbeResult:
     """Measure everything; the same findings on every rank. Collective.
 
     Pairs are measured one after the other, both ways, *seconds_per_pair* each way; nothing
@@ -60,7 +59,7 @@ def measure(
     say("all-reduces")
     all_reduce = probe.all_reduces([s for s in SIZES if s <= largest], shared_cores)
     say("compute speeds")
-    return Findings(
+    return ProbeResult(
         runtime=runtime.name,
         hosts=hosts,
         goodput=goodput,
@@ -79,7 +78,7 @@ class _Probe:
         self._runtime = runtime
         self._rank, self._size = runtime.rank, runtime.size
         self._seconds = seconds_per_pair
-        self.pairs = Pairs(runtime, seconds_per_pair)
+        self.pairs = PairProbe(runtime, seconds_per_pair)
 
     # ---- who is where ----
 
@@ -91,7 +90,7 @@ class _Probe:
         the network, and each worker counts as a host.
         """
         cluster = self._runtime.cluster
-        if self._runtime.name == "simulated" and cluster is not None:
+        if self._runtime.clock.is_virtual and cluster is not None:
             return [cluster.host_of(worker) for worker in range(self._size)], None
         mine = seat()
         machines = self._gather([_number(mine.machine)])
@@ -112,8 +111,8 @@ class _Probe:
     def speeds(self) -> list[float]:
         """Relative compute speeds: what the runtime says, else of a product of matrices,
         worker by worker, since they may share cores."""
-        if self._runtime.speeds is not None:
-            return list(self._runtime.speeds)
+        if self._runtime.cluster is not None:
+            return list(self._runtime.cluster.speeds)
         times = []
         a = torch.randn(256, 256)
         for turn in range(self._size):
@@ -149,14 +148,14 @@ class _Probe:
                 pairs = list(zip(senders, takers, strict=False))
                 size = int(goodput[senders[0]][takers[0]] * 4 * self._seconds)
                 self.pairs.barrier()
-                start = self._runtime.now()
+                start = self._runtime.clock.now()
                 for sender, taker in pairs:
                     if self._rank == sender:
                         self.pairs.send(self._runtime.blank(size, CPU), taker)
                     elif self._rank == taker:
                         data = self._runtime.blank(size, CPU)
                         self.pairs.receive(data, sender)
-                took = self.pairs.max(self._runtime.now() - start)
+                took = self.pairs.max(self._runtime.clock.now() - start)
                 found.append((a, b, len(pairs) * size / took))
         return found
 
@@ -172,14 +171,14 @@ class _Probe:
             if found and estimate > LONGEST_SECONDS:
                 break  # what is larger only takes longer, by its bytes
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
-            if self._runtime.name == "simulated":
+            if self._runtime.clock.is_virtual:
                 repeats = 1  # all are alike
             self.pairs.barrier()
             before = self._core_seconds(shared_cores)
-            start = self._runtime.now()
+            start = self._runtime.clock.now()
             times = [self._run(size, 1) for _ in range(repeats)]
             spent = self._core_seconds(shared_cores) - before
-            spent -= idle * (self._runtime.now() - start)
+            spent -= idle * (self._runtime.clock.now() - start)
             spent = max(0.0, spent / repeats)
             pairs = [
                 self._run(size, 2) for _ in range(max(min(3, repeats), repeats // 2))
@@ -202,10 +201,10 @@ class _Probe:
 
     def _run(self, size: int, together: int) -> float:
         buffers = [self._runtime.blank(size, CPU) for _ in range(together)]
-        start = self._runtime.now()
+        start = self._runtime.clock.now()
         for pending in [self.pairs.comm.all_reduce(b, "sum") for b in buffers]:
             pending.wait()
-        return self._runtime.now() - start
+        return self._runtime.clock.now() - start
 
     def _idle_load(self, shared_cores: int | None) -> float:
         """Cores that others keep busy on this machine while no worker does anything."""
@@ -220,7 +219,7 @@ class _Probe:
     def _core_seconds(self, shared_cores: int | None) -> float:
         """Processor time so far: of the whole machine where all hosts are on it (the
         kernel's work for the network is nobody's), else of this process."""
-        if self._runtime.name == "simulated":
+        if self._runtime.clock.is_virtual:
             return 0.0
         if shared_cores is None or not Path("/proc/stat").exists():
             return time.process_time()

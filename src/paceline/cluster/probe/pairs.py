@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster.probe import tcp_counters
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import PeerLostError
 from paceline.interfaces import Runtime
@@ -34,7 +34,7 @@ Matrix = list[list[float]]
 
 
 @dataclass(frozen=True)
-class Again:
+class LinkMeasurement:
     """Bytes a second from one rank to another. While little was sent: the segments that went this way, and
     those of them that were *lost*; and *back* the other way. Nothing was sent where the system
     does not count."""
@@ -46,7 +46,7 @@ class Again:
     lost_back: float
 
 
-class Pairs:
+class PairProbe:
     """One worker's end of all measures between two. Collective, as `Comm`s are.
 
     A transfer takes about *seconds*; the time that a longer one takes more than a shorter one is what
@@ -57,13 +57,13 @@ class Pairs:
         self._runtime, self._seconds = runtime, seconds
         self._rank, self._size = runtime.rank, runtime.size
         # Times in virtual time are all alike, and nothing is lost there.
-        simulated = runtime.name == "simulated"
+        simulated = runtime.clock.is_virtual
         self._pings, self._whispers = (2, 1) if simulated else (PINGS, WHISPERS)
         self._tries = 1 if simulated else TRIES
         self._group: Any = dist.group.WORLD
         if not moves_host_tensors(self._group):  # NCCL alone
             self._group = dist.new_group(backend="gloo")
-        self.comm = TorchComm(runtime, "probe", self._group)
+        self.comm = Communicator(runtime, "probe", self._group)
         # Asked now: when a pair fails, nobody answers.
         names = gather_bytes(seat().name.encode(), CPU)
         self._names = [name.decode(errors="replace") for name in names]
@@ -97,7 +97,7 @@ class Pairs:
 
     def again(
         self, flows: Sequence[tuple[int, int]], expected: Sequence[float]
-    ) -> list[Again]:
+    ) -> list[LinkMeasurement]:
         """Each of *flows* (from rank, to rank) after the other, where about *expected* bytes a second are
         expected."""
         rate_of = dict(zip(flows, expected, strict=True))
@@ -125,7 +125,7 @@ class Pairs:
                 self.receive(over, peer)
             return [rates[-1], 0.0, 0.0, *self._answer_whispers(peer)]
 
-        return [Again(*row) for row in self._in_turn(flows, ask, answer, 5)]
+        return [LinkMeasurement(*row) for row in self._in_turn(flows, ask, answer, 5)]
 
     def _in_turn(
         self,
@@ -207,7 +207,7 @@ class Pairs:
             if self._rank == source:
                 going = target, parts
         self.barrier()
-        start = self._runtime.now()
+        start = self._runtime.clock.now()
         self.barrier()  # nobody has begun before the start that any of them knows
         works = [] if going is None else self._begin(*going)
         if coming is not None:
@@ -222,10 +222,10 @@ class Pairs:
         word = torch.zeros(1, dtype=torch.int64)
         times = []
         for _ in range(self._pings):
-            start = self._runtime.now()
+            start = self._runtime.clock.now()
             self.send(word, peer)
             self.receive(word, peer)
-            times.append((self._runtime.now() - start) / 2)
+            times.append((self._runtime.clock.now() - start) / 2)
         return min(times)  # what is longer waited for a processor
 
     def _answer_pings(self, peer: int) -> None:
@@ -252,10 +252,10 @@ class Pairs:
             return 0.0
         data = self._blank(size)
         self.receive(length, peer)  # the peer's buffer is there
-        start = self._runtime.now()
+        start = self._runtime.clock.now()
         self.send(data, peer)
         self.receive(length, peer)
-        return self._runtime.now() - start
+        return self._runtime.clock.now() - start
 
     def _answer(self, peer: int) -> None:
         word = torch.zeros(1, dtype=torch.int64)
@@ -280,7 +280,7 @@ class Pairs:
 
     def _take_parts(self, peer: int, sizes: Sequence[int]) -> float:
         works = self._expect(peer, sizes)
-        start = self._runtime.now()
+        start = self._runtime.clock.now()
         self.send(torch.zeros(1, dtype=torch.int64), peer)
         return self._rate(works, sizes, start)
 
@@ -305,7 +305,7 @@ class Pairs:
         times = []
         for work in works:
             work.wait()
-            times.append(self._runtime.now() - start)
+            times.append(self._runtime.clock.now() - start)
         return _rate_of(sum(sizes), times[-1], sum(sizes[1:]), times[-1] - times[0])
 
     def _is_disturbed(self, transfer: Callable[[], object]) -> bool:
@@ -320,9 +320,9 @@ class Pairs:
 
     def _whisper(self, peer: int) -> list[float]:
         """Segments sent meanwhile, and those sent again."""
-        before, start = tcp_counters.segments(), self._runtime.now()
+        before, start = tcp_counters.segments(), self._runtime.clock.now()
         for left in reversed(range(self._whispers)):
-            over = not left or self._runtime.now() - start > self._seconds
+            over = not left or self._runtime.clock.now() - start > self._seconds
             self.send(torch.tensor([int(over)]), peer)
             self.receive(torch.zeros(1, dtype=torch.int64), peer)
             if over:
@@ -344,7 +344,7 @@ class Pairs:
 
     def now(self) -> float:
         """This worker's clock."""
-        return self._runtime.now()
+        return self._runtime.clock.now()
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
         dist.send(tensor, peer, group=self._group)

@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from paceline.cluster.probe.infer import fit, infer_cluster
-from paceline.cluster.probe.result import Findings
+from paceline.cluster.probe.infer import ProbeResult, fit, infer_cluster
 from paceline.units import show_bytes, show_rate, show_seconds
 
 MAX_COLUMNS = 12
 """Hosts that a matrix shows; larger ones are in the JSON."""
 
 
-def print_findings(findings: Findings) -> None:
+def print_findings(findings: ProbeResult) -> None:
     """Matrices of goodput and latency, the all-reduce curve and its fit."""
     console = Console() if Console().is_terminal else Console(width=120)
     leaders = sorted({findings.hosts.index(host) for host in findings.hosts})
@@ -43,7 +42,7 @@ def print_findings(findings: Findings) -> None:
     console.print(comment_on(findings))
 
 
-def comment_on(findings: Findings) -> str:
+def comment_on(findings: ProbeResult) -> str:
     """What stands above the cluster file: the all-reduce's fit and its range."""
     lines = [
         f"measured by paceline probe: {findings.workers} workers, {findings.runtime} runtime"

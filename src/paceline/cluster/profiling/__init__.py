@@ -1,37 +1,36 @@
 """What training costs on this machine, measured: computing and compressing gradients.
 
-- `step_profiler`: `Profiler`: compute times of a training step, tensor by tensor.
+- `step_profiler`: compute times of a training step, tensor by tensor; what a script does in each
+  step beside computing; real gradients of some steps, in files.
+- `compressors`: the time to compress a gradient, alone and while all cores do so, and what each
+  compressor costs and gains on one model.
 - `timers`: times on the host's clock or in a CUDA stream.
-- `step_habits`: passes in a step, and whether the script uses gradients.
-- `gradient_dump`: real gradients of some steps, in files.
-- `compressors`: `coding_times`: the time to compress a gradient.
-- `loaded_compressor_times`: the same while all cores compress.
-- `compressor_costs`: `price`: time and size of each compressor on one model.
 """
 
-from paceline.cluster.profiling.compressor_costs import (
-    Price,
-    Unsuited,
+from paceline.cluster.profiling.compressors import (
+    CompressorCost,
+    NotApplicable,
+    coding_times,
+    coding_times_of_busy,
+    measure_coding,
     price,
 )
-from paceline.cluster.profiling.compressors import coding_times, measure_coding
-from paceline.cluster.profiling.gradient_dump import KeptGradients
-from paceline.cluster.profiling.loaded_compressor_times import coding_times_of_busy
-from paceline.cluster.profiling.step_habits import StepHabits
 from paceline.cluster.profiling.step_profiler import (
     WARM_UP_STEPS,
-    Profiler,
+    GradientDump,
+    StepHabits,
+    StepProfiler,
     times_of,
     with_times,
 )
 
 __all__ = [
     "WARM_UP_STEPS",
-    "KeptGradients",
-    "Price",
-    "Profiler",
+    "CompressorCost",
+    "GradientDump",
+    "NotApplicable",
     "StepHabits",
-    "Unsuited",
+    "StepProfiler",
     "coding_times",
     "coding_times_of_busy",
     "measure_coding",

@@ -4,33 +4,57 @@ The gradient is divided into buckets as DDP does, and each is coded in turn. Col
 made up here: some workers code in lock step, and all others have sent what the first one
 has. Only what rank 0's compressor does between two collectives is timed, as it does it long
 after its start.
+
+Of cores that all work (`coding_times_of_busy`): one that works alone is faster than one beside which
+others do. They share a cache, the memory and its bus, the power, and may be two threads of one core.
+Workers that share a machine code at the same time, as their gradients are ready at the same time.
+
+What a compressor gains (`price`): beside the bytes of its codes, indices and scales included, stands a
+ring all-reduce of the whole gradient as it is, S bytes, among n workers with links of B bytes a second,
+without start-ups:
+
+    dense       2 (n - 1) / n S / B
+    compressed  coding + (2 (n - 1) / n sums + (n - 1) gathers + (n - 1) / n exchanges) / B
+
+where sums, gathers and exchanges are the bytes of a worker's own codes that are all-reduced,
+gathered by all, or sent in parts to each. It pays below the B at which both are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from statistics import fmean
+from threading import Barrier, BrokenBarrierError
 
 import torch
 
-from paceline import bucketing
-from paceline.cluster.profiling.gradient_dump import KeptGradients, Named
+from paceline.bucketing.rules import plan_buckets
+from paceline.cluster.profiling.step_profiler import GradientDump, Named
 from paceline.cluster.profiling.timers import stopwatch_for
-from paceline.cluster.workload import CodingTimes
-from paceline.compression import full_spec
-from paceline.interfaces import (
-    Asked,
-    Coding,
-    Compressor,
+from paceline.cluster.workload import CompressorTimes
+from paceline.compression import (
     Gather,
+    GradientCompression,
     Leg,
-    Place,
+    RankInfo,
+    Request,
+    Rounds,
     State,
-    Stopwatch,
     Sum,
+    full_spec,
+    make,
 )
+from paceline.errors import UsageError
+from paceline.interfaces import Stopwatch
 from paceline.interfaces.buckets import kind_of, wire_bytes
+from paceline.runtimes.python_internals import end_pool
+from paceline.timeouts import timeouts
+from paceline.transport.liveness import end_with_parent, without_interrupts
 
 SETTLES = 2
 """Gradients that are coded before times are taken: memory is touched for the first time, and
@@ -44,7 +68,7 @@ WORKERS = (2, 8)
 
 
 @dataclass
-class Coded:
+class CompressionRun:
     """The coding of one gradient: rank 0's seconds until the *first* codes, until the last ones
     (*between*), and until the end (*last*); and what it sent."""
 
@@ -67,12 +91,14 @@ class Coded:
 class Coder:
     """One worker's tensors, buckets and states. *like*: a gradient, in ready order."""
 
-    def __init__(self, compressor: Compressor, like: Named, place: Place) -> None:
-        self._compressor, self._place = compressor.settled(), place
+    def __init__(
+        self, compression: GradientCompression, like: Named, place: RankInfo
+    ) -> None:
+        self._compression, self._place = compression.steady_state(), place
         tensors = [tensor for _, tensor in like]
         kinds = [kind_of(tensor) for tensor in tensors]
         sizes = [wire_bytes(tensor) for tensor in tensors]
-        self.buckets = bucketing.group("ddp", sizes, kinds)
+        self.buckets = plan_buckets("ddp", sizes, kinds)
         self.parts = [torch.empty_like(tensor) for tensor in tensors]
         for bucket in self.buckets:
             members = [tensors[i] for i in bucket]
@@ -81,25 +107,25 @@ class Coder:
             for i, flat in zip(bucket, buffer.split(lengths), strict=True):
                 self.parts[i] = flat.view(tensors[i].shape)
         self.states: list[State] = [
-            self._compressor.init(part, name, place.rank)
+            self._compression.init_state(part, name, place.rank)
             for part, (name, _) in zip(self.parts, like, strict=True)
         ]
 
-    def begin(self, bucket: Sequence[int], gradient: Sequence[torch.Tensor]) -> Coding:
+    def begin(self, bucket: Sequence[int], gradient: Sequence[torch.Tensor]) -> Rounds:
         """Start to code a bucket of *gradient*, of which this worker has an equal share."""
         parts = [self.parts[i] for i in bucket]
         for i, part in zip(bucket, parts, strict=True):
             torch.div(gradient[i], self._place.workers, out=part)
         states = [self.states[i] for i in bucket]
-        return self._compressor.average(parts, states, self._place)
+        return self._compression.average(parts, states, self._place)
 
 
-class Coders:
+class CompressorBenchmark:
     """*workers* workers with the same gradients, of whom *coding* really code."""
 
     def __init__(
         self,
-        compressor: Compressor,
+        compression: GradientCompression,
         like: Named,
         workers: int,
         stopwatch: Stopwatch,
@@ -107,7 +133,7 @@ class Coders:
     ) -> None:
         self._workers, self._stopwatch = workers, stopwatch
         self._coders = [
-            Coder(compressor, like, Place(rank=rank, workers=workers))
+            Coder(compression, like, RankInfo(rank=rank, workers=workers))
             for rank in range(coding)
         ]
 
@@ -117,9 +143,9 @@ class Coders:
         return self._coders[0].parts
 
     @torch.no_grad()
-    def mean(self, gradient: Sequence[torch.Tensor]) -> Coded:
+    def mean(self, gradient: Sequence[torch.Tensor]) -> CompressionRun:
         """Form the mean of all workers' *gradient*."""
-        coded = Coded()
+        coded = CompressionRun()
         for bucket in self._coders[0].buckets:
             rounds = [coder.begin(bucket, gradient) for coder in self._coders]
             answers: list[torch.Tensor | None] = [None] * len(rounds)
@@ -145,20 +171,24 @@ class Coders:
 
 
 def measure_coding(
-    compressor: Compressor,
+    compression: GradientCompression,
     gradient: Named,
     stopwatch: Stopwatch,
     *,
     usual: bool = False,
-) -> CodingTimes:
-    """What *compressor* takes for one such *gradient*, long after its start. *usual*: see `repeat`."""
+) -> CompressorTimes:
+    """What *compression* takes for one such *gradient*, long after its start. *usual*: see `repeat`."""
     tensors = [tensor for _, tensor in gradient]
     few, many = (
-        repeat(Coders(compressor, gradient, workers, stopwatch), tensors, usual=usual)
+        repeat(
+            CompressorBenchmark(compression, gradient, workers, stopwatch),
+            tensors,
+            usual=usual,
+        )
         for workers in WORKERS
     )
     per_worker = max(0.0, (many.after - few.after) / (WORKERS[1] - WORKERS[0]))
-    return CodingTimes(
+    return CompressorTimes(
         encode=(few.first + many.first) / 2,
         decode=max(0.0, many.after - WORKERS[1] * per_worker),
         decode_per_worker=per_worker,
@@ -166,18 +196,21 @@ def measure_coding(
 
 
 def coding_times(
-    compressors: Iterable[Compressor], kept: KeptGradients, *, usual: bool = False
-) -> dict[str, CodingTimes]:
+    compressions: Iterable[GradientCompression],
+    kept: GradientDump,
+    *,
+    usual: bool = False,
+) -> dict[str, CompressorTimes]:
     """What each takes for the first gradient that was kept, with as many threads as training
     had, by its full spec. *usual*: see `repeat`. Raises `UsageError` where no gradient was kept."""
     gradient, threads = kept.read(0)
     watch = stopwatch_for(gradient[0][1].device)
     with threads_set(threads):
         return {
-            full_spec(compressor): measure_coding(
-                compressor, gradient, watch, usual=usual
+            full_spec(compression): measure_coding(
+                compression, gradient, watch, usual=usual
             )
-            for compressor in compressors
+            for compression in compressions
         }
 
 
@@ -193,14 +226,17 @@ def threads_set(number: int) -> Iterator[None]:
 
 
 def repeat(
-    coders: Coders, gradient: Sequence[torch.Tensor], *, usual: bool = False
-) -> Coded:
+    coders: CompressorBenchmark,
+    gradient: Sequence[torch.Tensor],
+    *,
+    usual: bool = False,
+) -> CompressionRun:
     """Code the same gradient several times: seconds of the quickest two after each other, as
     other work on the machine is no part of them, and the mean gradient's codes, by kind. *usual*: it
     is part of them, and the seconds are those of the median two."""
     for _ in range(SETTLES):
         coders.mean(gradient)
-    pairs: list[tuple[Coded, Coded]] = []
+    pairs: list[tuple[CompressionRun, CompressionRun]] = []
     spent = 0.0
     while len(pairs) < REPEATS and spent < SECONDS:
         pair = coders.mean(gradient), coders.mean(gradient)
@@ -211,7 +247,7 @@ def repeat(
         sent[leg.kind] = sent.get(leg.kind, 0.0) + leg.size / (2 * len(pairs))
     pairs.sort(key=lambda pair: sum(run.seconds for run in pair))
     one, two = pairs[len(pairs) // 2 if usual else 0]
-    return Coded(
+    return CompressionRun(
         first=(one.first + two.first) / 2,
         between=(one.between + two.between) / 2,
         last=(one.last + two.last) / 2,
@@ -219,14 +255,14 @@ def repeat(
     )
 
 
-def _resume(coding: Coding, answer: torch.Tensor | None) -> Asked | None:
+def _resume(coding: Rounds, answer: torch.Tensor | None) -> Request | None:
     try:
         return next(coding) if answer is None else coding.send(answer)
     except StopIteration:
         return None
 
 
-def _answers(asked: Sequence[Asked], workers: int) -> list[torch.Tensor]:
+def _answers(asked: Sequence[Request], workers: int) -> list[torch.Tensor]:
     """What a collective gives back to each who codes; *workers* are those and others, who
     have sent what rank 0 has."""
     codes = [message.code for message in asked]
@@ -244,8 +280,223 @@ def _answers(asked: Sequence[Asked], workers: int) -> list[torch.Tensor]:
     return [torch.stack([row[rank] for row in rows]) for rank in range(len(codes))]
 
 
-def _leg(message: Asked) -> Leg:
+def _leg(message: Request) -> Leg:
     size = message.code.numel() * message.code.element_size()
     if isinstance(message, Sum):
         return Leg("sum", size)
-    return Leg("gather" if isinstance(message, Gather) else "exchange", size)
+    return Leg("gather" if isinstance(message, Gather) else "all-to-all", size)
+
+
+_together: Barrier | None = None
+"""Of all processes of the pool, in each of them."""
+
+
+def coding_times_of_busy(
+    codes: Sequence[str], folder: str, processes: int
+) -> dict[str, CompressorTimes]:
+    """What each of *codes*, specs of compressors, takes for the first gradient that was kept in
+    *folder*, on so many cores at the same time: means over these. Raises `UsageError` as
+    `coding_times` does. Only this library's compressors are known in other processes."""
+    # A fork of a process with threads, as torch's autograd engine has, can hang.
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(processes)
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(barrier,)
+    )
+    try:
+        with without_interrupts():
+            asked = [
+                pool.submit(_measure, tuple(codes), folder) for _ in range(processes)
+            ]
+        found = [one.result() for one in asked]
+    finally:
+        end_pool(pool)
+    return {full: _mean([times[full] for times in found]) for full in found[0]}
+
+
+def _begin(barrier: Barrier) -> None:
+    global _together
+    _together = barrier
+    end_with_parent()
+
+
+def _measure(codes: Sequence[str], folder: str) -> dict[str, CompressorTimes]:
+    """Code by code, each when all are there; alone, once another has failed, or does not come."""
+    assert _together is not None
+    kept = GradientDump(folder)
+    found: dict[str, CompressorTimes] = {}
+    try:
+        for code in codes:
+            with suppress(BrokenBarrierError):
+                _together.wait(timeouts.busy_processes)
+            found |= coding_times([make(code)], kept, usual=True)
+    except BaseException:
+        _together.abort()  # nobody waits for this one, whose error is the one to tell
+        raise
+    return found
+
+
+def _mean(times: Sequence[CompressorTimes]) -> CompressorTimes:
+    return CompressorTimes(
+        encode=fmean(one.encode for one in times),
+        decode=fmean(one.decode for one in times),
+        decode_per_worker=fmean(one.decode_per_worker for one in times),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressorCost:
+    """One compressor's row. *code_bytes*: a worker's own codes of a gradient of *dense_bytes*;
+    *traffic_bytes*: what a worker sends for them, where dense it sends *dense_traffic_bytes*.
+    *encode_seconds*: until the last code is sent, *decode_seconds*: of all after that.
+    *error*: the norm of what a mean is beside the gradient, over the gradient's, in the first
+    step; *error_of_sum*: the same of the sums of means and of gradients over *steps* steps,
+    with what the compressor keeps in between. *pays_below*: bytes a second; None: nowhere."""
+
+    compression: str
+    workers: int
+    dense_bytes: int
+    dense_traffic_bytes: float
+    code_bytes: float
+    traffic_bytes: float
+    encode_seconds: float
+    decode_seconds: float
+    error: float
+    error_of_sum: float
+    steps: int
+    pays_below: float | None
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the gradient over those of its codes."""
+        return self.dense_bytes / self.code_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotApplicable:
+    """A compressor that has no row, and why."""
+
+    compression: str
+    reason: str
+
+
+def traffic(legs: Iterable[Leg], workers: int) -> float:
+    """Bytes that each of *workers* sends for codes of these bytes."""
+    n = workers
+    parts = {"sum": 2 * (n - 1) / n, "gather": n - 1, "all-to-all": (n - 1) / n}
+    return math.fsum(parts[leg.kind] * leg.size for leg in legs)
+
+
+def pays_below(dense: float, compressed: float, coding: float) -> float | None:
+    """The bandwidth at which *coding* seconds are as long as the bytes that they save."""
+    saved = dense - compressed
+    if saved <= 0:
+        return None
+    return saved / coding if coding else math.inf
+
+
+def price(
+    compressors: Sequence[str],
+    kept: GradientDump,
+    workers: int,
+    begins: Callable[[str], object] = lambda spec: None,
+) -> Iterator[CompressorCost | NotApplicable]:
+    """A row for each spec, as it is found; *begins* is told each first. Raises `UsageError`
+    for specs that mean nothing, and where no gradients were kept."""
+    made = [(text, make(text)) for text in compressors]
+    steps = [step for step in range(len(kept)) if _is_finite(kept.read(step)[0])]
+    if not steps:
+        kept.read(0)  # which says it, where there is none at all
+        raise UsageError(
+            f"none of the {len(kept)} gradients that were seen is finite: expected some "
+            "that are, to code them; with a GradScaler, start at a smaller scale"
+        )
+    optimizer = kept.optimizer()
+    with threads_set(kept.read(steps[0])[1]):
+        for text, compression in made:
+            begins(text)
+            try:
+                if optimizer is not None:
+                    compression.code.check_optimizer(optimizer)
+                yield _price(text, compression, kept, steps, workers)
+            except UsageError as error:
+                yield NotApplicable(compression=text, reason=str(error))
+
+
+def _price(
+    text: str,
+    compression: GradientCompression,
+    kept: GradientDump,
+    steps: Sequence[int],
+    workers: int,
+) -> CompressorCost:
+    like, _ = kept.read(steps[0])
+    tensors = [tensor for _, tensor in like]
+    watch = stopwatch_for(tensors[0].device)
+    coded = repeat(CompressorBenchmark(compression, like, workers, watch), tensors)
+    dense = sum(wire_bytes(tensor) for tensor in tensors)
+    as_it_is = Leg("sum", dense)
+    if coded.legs == [as_it_is]:
+        raise UsageError(
+            "sends every tensor of this model as it is: they are too small for it, or of a "
+            "type or shape that it does not code"
+        )
+    # Where each has a part of its own to code, others must be real ones, too.
+    in_parts = any(leg.kind == "all-to-all" for leg in coded.legs)
+    real = CompressorBenchmark(compression, like, 2, watch, coding=2 if in_parts else 1)
+    first, all_of_them = _errors(real, kept, steps)
+    sent, would_be = traffic(coded.legs, workers), traffic([as_it_is], workers)
+    return CompressorCost(
+        compression=text,
+        workers=workers,
+        dense_bytes=dense,
+        dense_traffic_bytes=would_be,
+        code_bytes=math.fsum(leg.size for leg in coded.legs),
+        traffic_bytes=sent,
+        encode_seconds=coded.first + coded.between,
+        decode_seconds=coded.last,
+        error=first,
+        error_of_sum=all_of_them,
+        steps=len(steps),
+        pays_below=pays_below(would_be, sent, coded.seconds),
+    )
+
+
+def _errors(
+    coders: CompressorBenchmark, kept: GradientDump, steps: Sequence[int]
+) -> tuple[float, float]:
+    """Of the mean of the first step, and of the sum over all *steps*."""
+    first = 0.0
+    differences: list[torch.Tensor] = []
+    sums: list[torch.Tensor] = []
+    for step in steps:
+        gradient = [tensor for _, tensor in kept.read(step)[0]]
+        coders.mean(gradient)
+        pairs = zip(coders.result, gradient, strict=True)
+        off = [mean - tensor for mean, tensor in pairs]
+        if not sums:
+            first = _ratio(off, gradient)
+            differences, sums = off, [tensor.clone() for tensor in gradient]
+            continue
+        for difference, total, more, tensor in zip(
+            differences, sums, off, gradient, strict=True
+        ):
+            difference.add_(more)
+            total.add_(tensor)
+    return first, _ratio(differences, sums)
+
+
+def _ratio(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> float:
+    """Of two norms over all tensors; 0 where both are."""
+    norm = _norm(those)
+    return _norm(these) / norm if norm else 0.0
+
+
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    wide = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors)
+    norms = [torch.linalg.vector_norm(tensor).double().cpu() for tensor in wide]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _is_finite(gradient: Named) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for _, tensor in gradient)

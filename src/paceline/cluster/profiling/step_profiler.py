@@ -2,26 +2,189 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.cluster.profiling.gradient_dump import KeptGradients
-from paceline.cluster.profiling.step_habits import StepHabits
 from paceline.cluster.workload import Workload
+from paceline.compression import GradientCompression
 from paceline.errors import UsageError
-from paceline.interfaces import CodingStage, Compressor, Stopwatch
+from paceline.interfaces import CodingStage, Stopwatch
 from paceline.interfaces.buckets import stands_in, wire_bytes
-from paceline.torch_internals import Uncopied
+from paceline.torch_internals import Uncopied, notify_before_use, stop_notifying
+
+MOST_STEPS = 64
+"""What is done in so many steps is a habit: no more are watched, and nothing is charged for it."""
+
+
+class StepHabits:
+    """Is told a training's events (`paceline.core.step_listeners`), and counts.
+
+    A step has as many passes as accumulate into one update: those under ``no_sync`` and the one that is sent.
+    A script uses gradients where it reads or changes one between the end of backward and ``step()``, as
+    one that clips does; so does ``distribute(check_finite=True)``. What is done in fewer than half of
+    the steps, as a norm that is logged now and then, does not count.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._came: Counter[int] = Counter()
+        self._left: Counter[int] = Counter()
+        self._watched: list[torch.Tensor] = []
+        self._ended = self._used = False
+        self._steps = 0
+        self._passes: list[int] = []
+        self._uses: list[bool] = []
+
+    @property
+    def passes(self) -> int | None:
+        """Of a usual step; None where there was none."""
+        return statistics.median_low(self._passes) if self._passes else None
+
+    @property
+    def uses_gradients(self) -> bool | None:
+        """In most steps; None where no step has shown it."""
+        if not self._uses:
+            return None
+        return 2 * sum(self._uses) > len(self._uses)
+
+    def step_begins(self) -> None:
+        """A pass begins: what it does to gradients is not the script's doing."""
+        self._release()
+
+    def gradient(self, index: int) -> None:
+        if self._steps < MOST_STEPS:
+            self._came[index] += 1
+
+    def gradient_ready(self, index: int) -> None:
+        if self._steps < MOST_STEPS:
+            self._left[index] += 1
+
+    def means_are_there(self) -> None:
+        """From here on the script may look."""
+        if self._steps >= MOST_STEPS:
+            return
+        self._ended = True
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and notify_before_use(gradient, self._is_used):
+                self._watched.append(gradient)
+
+    def step_is_called(self) -> None:
+        self._release()
+
+    def step_ended(self) -> None:
+        self._steps += 1
+        if self._came:
+            passes = (
+                count - max(0, self._left[index] - 1)
+                for index, count in self._came.items()
+            )
+            self._passes.append(max(passes))
+        if self._ended:
+            self._uses.append(self._used)
+        self._came.clear()
+        self._left.clear()
+        self._ended = self._used = False
+
+    def end(self) -> None:
+        """Nothing is counted any more."""
+        self._release()
+
+    def _is_used(self, gradient: torch.Tensor) -> None:
+        self._used = True
+        stop_notifying(gradient)
+
+    def _release(self) -> None:
+        for gradient in self._watched:
+            stop_notifying(gradient)
+        self._watched.clear()
+
+
+Named = list[tuple[str, torch.Tensor]]
+"""A gradient, tensor by tensor, in the order in which tensors become ready."""
+
+
+class GradientDump:
+    """One worker's own gradients of its first steps, in a *folder*, which exists; *wanted*: of
+    how many steps."""
+
+    def __init__(self, folder: str | Path, wanted: int = 1) -> None:
+        self._folder, self.wanted = Path(folder), wanted
+
+    def __len__(self) -> int:
+        return len(list(self._folder.glob("*.pt")))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are as many as are wanted."""
+        return len(self) >= self.wanted
+
+    def keep(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        """Write down the gradient of a step, in ready order."""
+        content = {
+            "names": list(names),
+            "gradients": list(tensors),
+            "threads": torch.get_num_threads(),
+        }
+        torch.save(content, self._folder / f"{len(self)}.pt")
+
+    def read(self, step: int) -> tuple[Named, int]:
+        """The gradient of a step, on its device, and of how many threads the training was.
+
+        Raises `UsageError` where there is none.
+        """
+        if not len(self):
+            raise UsageError(
+                "no gradients were seen: expected a script that trains with "
+                "paceline.distribute, calls the model itself and then backward()"
+            )
+        content = torch.load(self._folder / f"{step}.pt", weights_only=True)
+        named = list(zip(content["names"], content["gradients"], strict=True))
+        return named, int(content["threads"])
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Write down what is trained with: its class's name and its groups' options."""
+        groups = [
+            {key: value for key, value in group.items() if _is_plain(value)}
+            for group in optimizer.param_groups
+        ]
+        content = {"name": type(optimizer).__name__, "groups": groups}
+        (self._folder / _OPTIMIZER).write_text(json.dumps(content))
+
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """One of that name, with these options and no parameters of the model's; None where
+        nobody has said which."""
+        file = self._folder / _OPTIMIZER
+        if not file.exists():
+            return None
+        content = json.loads(file.read_text())
+        cls: Any = type(content["name"], (torch.optim.Optimizer,), {})
+        groups = [{"params": [torch.zeros(1)], **group} for group in content["groups"]]
+        made: torch.optim.Optimizer = cls(groups, {})
+        return made
+
+
+_OPTIMIZER = "optimizer.json"
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):  # betas
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
 
 WARM_UP_STEPS = 1
 
 
-class Profiler:
+class StepProfiler:
     """A `Compute` that measures, and makes a `Workload` of medians over steps.
 
     A module's part of the forward pass is the time from its own start to that of the next
@@ -37,7 +200,7 @@ class Profiler:
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         stopwatch: Stopwatch,
-        keep: KeptGradients | None = None,
+        keep: GradientDump | None = None,
     ) -> None:
         self._names = [name for name, _ in parameters]
         self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
@@ -49,7 +212,7 @@ class Profiler:
         self.gradient_ready = habits.gradient_ready
         self.means_are_there = habits.means_are_there
         self.step_is_called = habits.step_is_called
-        self.compressors: list[Compressor] = []
+        self.compressors: list[GradientCompression] = []
         """Those that training is going to code with."""
         index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
         self._owned: list[list[int]] = []  # each module's own tensors, as indices
@@ -109,13 +272,17 @@ class Profiler:
         if self._start is not None:
             self._taken.append(self._stopwatch.mark())
 
-    def codes_with(self, compressor: Compressor) -> None:
-        self.compressors.append(compressor)
+    def uses_compressor(self, compression: GradientCompression) -> None:
+        self.compressors.append(compression)
         if self._keep is not None:  # one gradient, to time it by
             self._keep.wanted = max(1, self._keep.wanted)
 
     def coded(
-        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+        self,
+        compression: GradientCompression,
+        workers: int,
+        size: float,
+        stage: CodingStage,
     ) -> None:
         """It takes its own time."""
 

@@ -1,13 +1,12 @@
-"""What collectives have in common whose sums are formed at switches: numbers become integers.
+"""`SwitchML`, `Rina` and `ATP`: all-reduces whose sums are formed at switches, as integers.
 
-1. The buffer is cut into blocks of `BLOCK` numbers, as many as a datagram has on an Ethernet;
-   whatever datagrams really are, so that all runtimes have the same bits. The last number is a block
+1. The buffer is cut into blocks of `BLOCK` numbers, whatever chunks they
+   travel in, so that all runtimes have the same bits. The last number is a block
    by itself: a worker that has something to tell makes it NaN (`core.participation`), and all
-   others must get through. All ranks agree on each block's
-   exponent: the largest of theirs, by a schedule of 2 log2 n steps. One element more is what ranks
-   have to say (`Aggregation.standing`).
+   others must get through. All ranks agree on each block's exponent, the largest of theirs:
+   switches find it as they find sums, or ranks in 2 log2 n steps, where these are fewer.
 2. Numbers become 32-bit integers (`collectives.in_network.fixed_point`), whose sums cannot overflow.
-3. An `Aggregation` adds them up; integers add up to the same in any order.
+3. Aggregators, or the simulated runtime, add them up; integers add up to the same in any order.
 4. Sums become numbers: a mean is divided by n. A block in which any rank has a NaN, an infinity or
    2^127 and more is NaN on all ranks.
 
@@ -20,38 +19,62 @@ under NCCL, which performs no schedules, all is native.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
 
 from paceline.collectives.algorithms import Scheduled
-from paceline.collectives.halving_doubling import HalvingDoubling
-from paceline.collectives.in_network.aggregation import (
-    Aggregation,
-    ScheduledAggregation,
+from paceline.collectives.communicator import flat_of
+from paceline.collectives.in_network.aggregator_addresses import check_found
+from paceline.collectives.in_network.aggregator_sums import (
+    AggregatorSums,
+    sums_by_aggregators,
 )
-from paceline.collectives.in_network.datagram_sums import (
-    UdpAggregation,
-    check_found,
-    terms_of,
+from paceline.collectives.in_network.fixed_point import (
+    Array,
+    FixedPoint,
+    exponents_of,
 )
-from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
-from paceline.collectives.in_network.packets import MOST_WORKERS, Array
-from paceline.collectives.in_network.ring_session import RingEnd
-from paceline.collectives.in_network.slots import all_bits
-from paceline.collectives.in_network.sum_queue import MakeEnd
-from paceline.collectives.in_network.topology import Group
-from paceline.collectives.schedules import Ring
-from paceline.collectives.send_receive import flat_of
-from paceline.interfaces import Comm, Pending, ReduceOperation, Runtime, Schedule
+from paceline.collectives.in_network.joining import (
+    JobConfig,
+    Joining,
+    JoinRing,
+    JoinTree,
+)
+from paceline.collectives.in_network.pricing import atp_sum, ring_of_racks_sum
+from paceline.collectives.in_network.sums_service import KIND, ServerHosts
+from paceline.collectives.in_network.topology import (
+    AtpTree,
+    Group,
+    ServerPlace,
+    beside_workers,
+    one_switch,
+    ring_of_racks,
+)
+from paceline.collectives.in_network.wire import IntegerOperation
+from paceline.collectives.schedules import HalvingDoubling, Ring
+from paceline.errors import UsageError
+from paceline.interfaces import (
+    CollectiveSummary,
+    Comm,
+    Needs,
+    Pending,
+    Placement,
+    ReduceOperation,
+    Runtime,
+    Schedule,
+    ServiceJob,
+    ServiceSpec,
+)
 from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.torch_internals import simulated_end
 
 if TYPE_CHECKING:
-    from paceline.collectives.communicator import TorchComm
+    from paceline.collectives.communicator import Communicator
+    from paceline.transport.connection import ServerConnection
 
 BLOCK = 358
 """Numbers with one exponent."""
@@ -66,162 +89,302 @@ def suits_switches(dtype: torch.dtype, operation: ReduceOperation) -> bool:
     return dtype == torch.float32 and operation != "max"
 
 
-class Aggregated:
-    """A collective whose sums are formed at switches, where there are any."""
+class InNetworkAllReduce:
+    """An all-reduce whose sums are formed at switches, where there are any."""
 
     name: ClassVar[str]
-    needs_servers: ClassVar[bool] = False
-    needs_aggregators: ClassVar[bool] = True
+    needs: ClassVar[Needs] = "aggregators"
 
     def __init__(self) -> None:
-        self._aggregations: dict[str, Aggregation] = {}
         self._ring = _Ring()
-        self._datagrams: UdpAggregation | None = None
-        self._tell: Callable[[str], None] | None = None
+        self._by_aggregators: AggregatorSums | None = None
+        self._log: Callable[[str], None] | None = None
         """Says a sentence to people, once for the job; None: it has been said."""
 
     # ---- what a row says ----
 
-    def groups(self, comm: Comm) -> tuple[Group, ...]:
-        """Whose sums are formed where, in the order of the ring that these groups are."""
+    def groups(self, at: Placement) -> tuple[Group, ...]:
+        """Return whose sums are formed where, in the order of the ring that these groups are."""
         raise NotImplementedError
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        """In the coarsest pieces; *racks* are those of *comm*."""
-        raise NotImplementedError
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        """See `AllReduceAlgorithm.schedule`."""
+        if self.uses_ring_only(at):
+            return Ring(at.size, size)
+        return ring_of_racks_sum(self.groups(at), size)
 
-    def timed(self, size: int, comm: Comm) -> Schedule:
-        """`schedule` in pieces as fine as it is played in."""
-        return self.schedule(size, comm, None)
+    def uses_ring_only(self, at: Placement) -> bool:
+        """Return whether no switch has anything to add up, so that all goes around the ring."""
+        return all(group.rack is None for group in self.groups(at))
 
-    def plain(self, comm: Comm) -> bool:
-        """Whether no switch has anything to add up, so that all goes around the ring."""
-        return all(group.rack is None for group in self.groups(comm))
+    def agrees_at_switches(self, at: Placement) -> bool:
+        """Return whether switches find exponents, and not ranks by themselves."""
+        return is_sooner_at_switches(len(self.groups(at)), at.size)
 
-    def has_room(self, comm: Comm) -> bool:
-        """Whether no aggregator would have more workers than it takes."""
-        return all(len(group.ranks) <= MOST_WORKERS for group in self.groups(comm))
+    def agreement(self, elements: int, at: Placement) -> Schedule:
+        """Return the schedule of agreeing on the exponents of so many numbers."""
+        if self.agrees_at_switches(at):
+            return self.schedule(4 * blocks_of(elements), at)
+        return agreement_of_ranks(elements, at.size)
 
-    def end(self, comm: TorchComm) -> MakeEnd:
-        """What makes a rank's end of what adds up for *comm*, where aggregators are programs."""
-        return partial(RingEnd, self.groups(comm))
+    def joining(self, comm: Communicator, job: JobConfig) -> Joining:
+        """Return a rank's way to the aggregators of *comm*'s sums."""
+        return JoinRing(self.groups(comm.placement), job)
 
     # ---- at the start ----
 
-    def begin(self, comm: TorchComm, runtime: Runtime) -> str:
-        """Returns what to tell people. Raises `UsageError` where more workers would be at one
-        aggregator than it takes, and where one refuses; `PeerLostError` where there is none.
-        Collective."""
-        check_found(comm, runtime)
-        groups = self.groups(comm)
-        for group in groups:
-            all_bits(len(group.ranks))
-        if self.plain(comm):
+    def setup(self, comm: Communicator, runtime: Runtime) -> str:
+        """Return a message for people. Raises `UsageError` where an aggregator refuses, and
+        `PeerLostError` where there is none. Collective."""
+        check_found(comm.placement, runtime)
+        groups = self.groups(comm.placement)
+        if self.uses_ring_only(comm.placement):
             return (
                 f"collective={self.name}: no rack with two workers of this job has something "
                 "that adds up at its switch (key 'aggregates' of the cluster file), so sums "
                 "go around the plain ring"
             )
-        self._tell = comm.tell
+        self._log = comm.log
         if simulated_end(comm.process_group) is None:
-            self._datagrams = UdpAggregation(self, terms_of(comm, runtime))
-            comm.at_close(self._datagrams.close)
-            self._datagrams.start(comm)
+            self._by_aggregators = sums_by_aggregators(self, comm, runtime)
+            comm.at_close(self._by_aggregators.close)
+            self._by_aggregators.start(comm, "sum")
+            if self.agrees_at_switches(comm.placement):
+                self._by_aggregators.start(comm, "max")
         at_switches = sum(group.rack is not None for group in groups)
         return (
             f"collective={self.name}: sums of {at_switches} of {len(groups)} groups of workers "
             "are formed at their switches"
         )
 
-    def aggregation_of(self, comm: TorchComm) -> Aggregation | None:
-        """What adds up for *comm*; None: nothing does. Collective."""
-        if comm.name not in self._aggregations:
-            if simulated_end(comm.process_group) is None:
-                # Groups that come and go have no queue of their own.
-                return self._datagrams if comm.has_own_group else None
-            self._aggregations[comm.name] = ScheduledAggregation(self)
-        return self._aggregations[comm.name]
-
     # ---- sums ----
 
-    def run(
+    def forms_sums_of(self, comm: Communicator) -> bool:
+        """Return whether sums of *comm* are formed at switches."""
+        if simulated_end(comm.process_group) is not None:
+            return True
+        # Groups that come and go have no queue of their own.
+        return self._by_aggregators is not None and comm.has_own_group
+
+    def reduce_integers(
+        self,
+        comm: Communicator,
+        values: torch.Tensor,
+        operation: IntegerOperation = "sum",
+    ) -> Pending:
+        """Replace *values* on every rank of *comm* by their sums over ranks, or by the largest.
+
+        Sums are exact where they are below 2^31. Collective, in the order of issue. *values*
+        (int32, flat, on the host) count as many bytes on the network as `wire_bytes` says.
+        """
+        if self._by_aggregators is not None:
+            return self._by_aggregators.all_reduce(comm, values, operation)
+        schedule = self.schedule(values.numel(), comm.placement)
+        timed = self.schedule(wire_bytes(values), comm.placement)
+        return comm.perform(schedule, values, operation, timed)
+
+    def all_reduce(
         self, comm: Comm, buffer: torch.Tensor, operation: ReduceOperation
     ) -> Pending:
-        own = cast("TorchComm", comm)
+        own = cast("Communicator", comm)
         if buffer.is_cuda and own.follows_streams:
             return own.all_reduce_natively(buffer, operation)
         flat = flat_of(buffer.detach())
-        if not len(flat) or self.plain(own):
-            return self._ring.run(comm, buffer, operation)
+        if not len(flat) or self.uses_ring_only(own.placement):
+            return self._ring.all_reduce(comm, buffer, operation)
         if not suits_switches(flat.dtype, operation):
             if flat.dtype.is_floating_point and flat.dtype.itemsize == 2:
                 self._say_half(flat.dtype)
-            return self._ring.run(comm, buffer, operation)
-        aggregation = self.aggregation_of(own)
-        if aggregation is None:
-            return self._ring.run(comm, buffer, operation)
+            return self._ring.all_reduce(comm, buffer, operation)
+        if not self.forms_sums_of(own):
+            return self._ring.all_reduce(comm, buffer, operation)
         elements = len(flat)
         if stands_in(buffer):
             elements = wire_bytes(buffer) // flat.element_size()
         kind = _Integers if flat.dtype == torch.int32 else _Numbers
-        return kind(aggregation, own, flat, elements, operation).start()
+        return kind(self, own, flat, elements, operation).start()
 
     def _say_half(self, dtype: torch.dtype) -> None:
-        tell, self._tell = self._tell, None
-        if tell is not None:
+        log, self._log = self._log, None
+        if log is not None:
             name = str(dtype).removeprefix("torch.")
-            tell(
+            log(
                 f"collective={self.name}: {name} buffers go around the plain ring, with 2 bytes "
                 "a number; at switches they would be 4 bytes a number, more than the ring sends"
             )
 
 
+class SwitchML(InNetworkAllReduce):
+    """One switch that adds up what all workers send."""
+
+    name: ClassVar[str] = "switchml"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "what stands at one rack's switch, which adds up all workers' integers: "
+            "that rack, among those that aggregate, in which most of the workers are "
+            "(SwitchML, NSDI 2021; none aggregates: a ring)"
+        ),
+        sends="the buffer once per rank, and once to each",
+        good_for=(
+            "one rack; other racks' contributions all cross their uplinks, and that "
+            "one's downlink"
+        ),
+    )
+
+    def groups(self, at: Placement) -> tuple[Group, ...]:
+        if not at.aggregating or at.racks is None or at.size == 1:
+            return tuple(Group((rank,)) for rank in range(at.size))
+        count = Counter(at.racks)
+        rack = min(at.aggregating, key=lambda rack: (-count[rack], rack))
+        return one_switch(at.size, rack)
+
+
+class Rina(InNetworkAllReduce):
+    """A ring of racks, whose switches add up what their workers send."""
+
+    name: ClassVar[str] = "rina"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "a ring of racks, where all workers behind a switch that adds up are one "
+            "member, and every other worker is one (Rina, ICNP 2024; none adds up: a "
+            "ring of all)"
+        ),
+        sends=(
+            "the buffer once per rank and a little more; 2 (G - 1) / G of it where a "
+            "worker is a member of its own, for G members"
+        ),
+        good_for=(
+            "racks of which some have something that adds up at their switch "
+            "(`paceline aggregate`), and latency"
+        ),
+    )
+
+    def groups(self, at: Placement) -> tuple[Group, ...]:
+        racks = range(at.size) if at.racks is None else at.racks
+        return ring_of_racks(racks, at.aggregating)
+
+
+class ATP(InNetworkAllReduce):
+    """Sums that servers form, behind switches that add up what comes from their racks."""
+
+    name: ClassVar[str] = "atp"
+    summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        formed_by=(
+            "servers, behind switches of which those that aggregate add up what comes "
+            "from their rack, and that of a server's own rack what comes from all "
+            "(ATP, NSDI 2021): on hosts of their own where the cluster has some, else "
+            "one beside each worker"
+        ),
+        sends=(
+            "the buffer once per rank; n times the buffer, divided by the number of "
+            "servers, goes to each of them and back, n being racks that aggregate and "
+            "workers in others"
+        ),
+        good_for="clusters whose switches all aggregate",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hosts: ServerHosts | None = None
+
+    def tree(self, at: Placement) -> AtpTree:
+        """Return who adds up what."""
+        racks = at.racks or (0,) * at.size
+        servers = beside_workers(racks)
+        if at.cluster is not None and at.cluster.servers:
+            servers = tuple(
+                ServerPlace(server.rack, None, number)
+                for number, server in enumerate(at.cluster.servers)
+            )
+        return AtpTree(racks, tuple(sorted(at.aggregating)), servers)
+
+    def groups(self, at: Placement) -> tuple[Group, ...]:
+        tree = self.tree(at)
+        return (
+            *(Group(tree.members[rack], rack) for rack in tree.aggregating_racks),
+            *(Group((rank,)) for rank in tree.direct_workers),
+        )
+
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        if self.uses_ring_only(at):
+            return Ring(at.size, size)
+        return atp_sum(self.tree(at), size)
+
+    def uses_ring_only(self, at: Placement) -> bool:
+        if at.size == 1:
+            return True
+        tree = self.tree(at)
+        dedicated = any(server.rank is None for server in tree.servers)
+        return not tree.aggregating_racks and not dedicated
+
+    def agrees_at_switches(self, at: Placement) -> bool:
+        return True  # up to a server, and back
+
+    def joining(self, comm: Communicator, job: JobConfig) -> Joining:
+        return JoinTree(self.tree(comm.placement), self._hosts, job)
+
+    def setup(self, comm: Communicator, runtime: Runtime) -> str:
+        if self.uses_ring_only(comm.placement):
+            return super().setup(comm, runtime)
+        tree = self.tree(comm.placement)
+        own = sum(server.rank is None for server in tree.servers)
+        if own and simulated_end(comm.process_group) is None:
+            self._hosts = self._found(comm, runtime, own)
+        super().setup(comm, runtime)
+        where = "on hosts of their own" if own else "beside workers"
+        count = len(tree.servers)
+        streams = len(tree.aggregating_racks) + len(tree.direct_workers)
+        return (
+            f"collective={self.name}: {count} server{'s' * (count > 1)} {where}: sums of "
+            f"{streams} streams, {len(tree.aggregating_racks)} of which are added up at their "
+            "racks' switches"
+        )
+
+    def _found(self, comm: Communicator, runtime: Runtime, own: int) -> ServerHosts:
+        """The servers on hosts of their own. Collective."""
+        job = ServiceJob((ServiceSpec("sums", kind=KIND, place="dedicated"),))
+        ends = cast("Sequence[ServerConnection]", runtime.services(job))
+        for end in ends:
+            comm.at_close(end.close)
+        if len(ends) != own:
+            raise UsageError(
+                f"collective={self.name}: the cluster has {own} hosts for servers, and "
+                f"{len(ends)} servers have been started: start one on each"
+            )
+        return ServerHosts(ends)
+
+
 class _Ring(Scheduled):
     """The row ``ring``, which imports none of this."""
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        return Ring(comm.size, size)
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        return Ring(at.size, size)
 
 
 class _Integers:
     """One sum of *flat*, which stands for so many *elements*, over the ranks of *comm*."""
 
-    blocks = 0
-
     def __init__(
         self,
-        aggregation: Aggregation,
-        comm: TorchComm,
+        algorithm: InNetworkAllReduce,
+        comm: Communicator,
         flat: torch.Tensor,
         elements: int,
         operation: ReduceOperation,
     ) -> None:
-        self._aggregation, self._comm = aggregation, comm
+        self._algorithm, self._comm = algorithm, comm
         self._flat, self._elements, self._operation = flat, elements, operation
 
     def start(self) -> Pending:
-        """All ranks agree on exponents, and on where the sum is formed; then it is."""
-        comm = self._comm
-        agreed = torch.empty(self.blocks + 1, dtype=torch.int16)
-        agreed[: self.blocks] = self.exponents()
-        agreed[self.blocks] = self._aggregation.standing(comm)
-        schedule = HalvingDoubling(comm.size, len(agreed))
-        size = exponent_bytes(self._elements if self.blocks else 0)
-        timed = HalvingDoubling(comm.size, size)
-        pending = comm.perform(schedule, agreed, "max", timed)
-        return pending.then(lambda: self._add_up(agreed))
+        """Nothing is to be agreed on."""
+        return self._add_up(np.empty(0, np.int16))
 
-    def _add_up(self, agreed: torch.Tensor) -> Pending:
-        values = self.integers(agreed[:-1].numpy())
+    def _add_up(self, exponents: Array) -> Pending:
+        values = self.integers(exponents)
         if self._elements != len(values):
             stand_in_for(4 * self._elements, values)
-        standing = int(agreed[-1])
-        pending = self._aggregation.add_up(self._comm, values, standing)
-        return pending.then(lambda: self.take(values, agreed[:-1].numpy()))
-
-    def exponents(self) -> torch.Tensor:
-        """Of this rank's blocks."""
-        return torch.empty(0, dtype=torch.int16)
+        pending = self._algorithm.reduce_integers(self._comm, values)
+        return pending.then(lambda: self.take(values, exponents))
 
     def integers(self, exponents: Array) -> torch.Tensor:
         """What this rank contributes."""
@@ -237,22 +400,37 @@ class _Numbers(_Integers):
 
     def __init__(
         self,
-        aggregation: Aggregation,
-        comm: TorchComm,
+        algorithm: InNetworkAllReduce,
+        comm: Communicator,
         flat: torch.Tensor,
         elements: int,
         operation: ReduceOperation,
     ) -> None:
-        super().__init__(aggregation, comm, flat, elements, operation)
-        self.blocks = blocks_of(len(flat))
+        super().__init__(algorithm, comm, flat, elements, operation)
         self._fixed = FixedPoint(comm.size)
         self._numbers = flat.to("cpu", torch.float32)
 
-    def exponents(self) -> torch.Tensor:
-        found = np.empty(self.blocks, np.int16)
+    def start(self) -> Pending:
+        """All ranks agree on exponents; then the sum is formed."""
+        comm, at = self._comm, self._comm.placement
+        agreed = torch.from_numpy(self._exponents())
+        if self._algorithm.agrees_at_switches(at):
+            agreed = agreed.to(torch.int32)
+            if self._elements != len(self._numbers):
+                stand_in_for(4 * blocks_of(self._elements), agreed)
+            pending = self._algorithm.reduce_integers(comm, agreed, "max")
+        else:
+            timed = self._algorithm.agreement(self._elements, at)
+            schedule = HalvingDoubling(comm.size, len(agreed))
+            pending = comm.perform(schedule, agreed, "max", timed)
+        return pending.then(lambda: self._add_up(agreed.numpy()))
+
+    def _exponents(self) -> Array:
+        """Of this rank's blocks."""
+        found = np.empty(blocks_of(len(self._numbers)), np.int16)
         for first, rows in _slabs(self._numbers.numpy()):
             found[first : first + len(rows)] = exponents_of(rows)
-        return torch.from_numpy(found)
+        return found
 
     def integers(self, exponents: Array) -> torch.Tensor:
         values = np.empty(len(self._numbers), np.int32)
@@ -276,14 +454,19 @@ class _Numbers(_Integers):
             self._flat.copy_(numbers)
 
 
+def is_sooner_at_switches(groups: int, ranks: int) -> bool:
+    """Return whether a ring of so many groups has fewer steps in a row than ranks by themselves."""
+    return 2 * (groups - 1) <= agreement_of_ranks(1, ranks).steps
+
+
+def agreement_of_ranks(elements: int, ranks: int) -> HalvingDoubling:
+    """Return how ranks agree on the exponents of so many numbers, in 2 bytes each."""
+    return HalvingDoubling(ranks, 2 * blocks_of(elements))
+
+
 def blocks_of(elements: int) -> int:
     """How many blocks so many numbers have."""
     return -(-(elements - 1) // BLOCK) + 1 if elements else 0
-
-
-def exponent_bytes(elements: int) -> int:
-    """Bytes of what ranks agree on before they add up so many numbers."""
-    return 2 * (blocks_of(elements) + 1)
 
 
 def _slabs(values: Array) -> Iterator[tuple[int, Array]]:

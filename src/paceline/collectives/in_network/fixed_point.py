@@ -28,12 +28,14 @@ smallest exponent, whose factor is a large, finite double.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from paceline.collectives.in_network.packets import Array
 from paceline.errors import UsageError
 
+Array = NDArray[Any]
 SMALLEST = -126
 LARGEST = 127
 NOT_FINITE = 1000

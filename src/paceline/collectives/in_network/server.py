@@ -1,381 +1,580 @@
-"""The aggregator in user space: `Jobs` behind a UDP socket and a TCP port of the same number.
+"""The aggregator: a `ChunkPool` behind a TCP port, in one thread and one loop.
 
-One thread, one loop. Datagrams are taken and sent in batches (see `datagrams`), each batch is
-dealt with as arrays, and nothing here has a timer: who misses an answer asks again. Answers go to
-the addresses that were registered, never to where a datagram claims to be from, so nobody can
-be flooded by way of an aggregator.
+It stands beside a rack's switch (``paceline aggregate``). ATP's servers are the same, as a thread of
+a worker's process or of ``paceline serve``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import selectors
 import socket
 import sys
+import threading
+import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-import msgspec
 import numpy as np
 
-from paceline.collectives.in_network.datagrams import (
-    Addresses,
-    held_datagrams,
-    open_socket,
+from paceline.collectives.in_network.aggregator import (
+    Agent,
+    ChunkPool,
+    Job,
+    ParentLink,
+    Send,
 )
-from paceline.collectives.in_network.jobs import Job, Jobs
-from paceline.collectives.in_network.packets import (
-    IP6_BYTES,
-    IP_BYTES,
-    MOST_WORKERS,
-    Array,
-    elements_for,
-)
-from paceline.collectives.in_network.registration import (
-    LINE_BYTES,
+from paceline.collectives.in_network.wire import (
+    CONTRIBUTIONS,
     VERSION,
+    WORDS_BYTES,
+    Address,
     Challenge,
-    Ended,
-    Goodbye,
+    Connection,
+    Frame,
     Granted,
-    Refused,
-    Register,
+    Header,
+    Hello,
+    Integers,
+    Kind,
+    Parent,
+    ProtocolError,
+    Terms,
+    bytes_of,
     check_may_be_read,
-    from_worker,
+    frame,
     is_proven,
-    line_of,
     proof_of,
+    words_frame,
+    words_of,
 )
-from paceline.collectives.in_network.slots import EVERYONE, NEXT, Outgoing
-from paceline.collectives.in_network.udp_socket import datagrams
 from paceline.errors import UsageError
+from paceline.timeouts import timeouts
 from paceline.transport import liveness
-from paceline.transport.poll_loop import PollLoop
 
-SLOTS = 1024
-"""Of 1432 values twice: 3 MB."""
-PLACES = 1024
-"""That jobs without a lease compete for."""
-MTU = 1500
-BATCHES = 8
-"""Of datagrams, before a control connection is looked at again."""
+MEMORY = 256 << 20
+MOST_NAME = 64
 STRANGERS = 64
-"""Control connections that have not registered."""
-_TRIES = 16
-"""To find a port that is free for both protocols."""
+"""Connections that have not shown the token."""
+FRAMES = 8
+"""Of one connection, before others have their turn."""
+UP_FRAMES = 16
+"""That wait for a parent, before no more of the job is read."""
 
 
-@dataclass
-class _Caller:
-    """A control connection: *nonce* of its challenge; later its job and worker."""
+@dataclass(frozen=True)
+class Child:
+    """An aggregator whose sums are added up further here."""
 
-    nonce: str
-    job: Job | None = None
-    worker: int = -1
+    number: int
 
 
-@dataclass
-class _Ways:
-    """Where a job's datagrams go: rows of its *table*. *workers*: by worker; some share a way.
-    *expected*: see `Terms`."""
+class _Link:
+    """One connection, and what it is to its job: *key* names it there. None: a stranger."""
 
-    expected: Array
-    table: Addresses = field(default_factory=Addresses)
-    workers: dict[int, int] = field(default_factory=dict)
-    next: list[int] = field(default_factory=list)
-    _shared: list[Array] = field(default_factory=list)
-
-    def lead(
-        self, words: Register, own: tuple[str, int], others: Sequence[tuple[str, int]]
-    ) -> None:
-        """One more worker is here: its *own* address, and the *others* that it names, those
-        behind and then those of routes."""
-        self.workers[words.worker] = self.table.add(own)
-        if words.next:
-            self.next = [self.table.add(one) for one in others[: len(words.next)]]
-        for (bits, _, _), address in zip(
-            words.routes, others[len(words.next) :], strict=True
-        ):
-            place = self.table.add(address)
-            for worker in range(bits.bit_length()):
-                if bits >> worker & 1:
-                    self.workers[worker] = place
-        self._shared.clear()
-
-    def shared(self, turn: int) -> Array:
-        """The ways to all whose contributions to slots of that turn come through here."""
-        if not self._shared:
-            self._shared = [
-                np.unique([p for w, p in self.workers.items() if bits >> w & 1])
-                for bits in self.expected.tolist()
-            ]
-        return self._shared[turn]
+    def __init__(self, connection: Connection, nonce: str) -> None:
+        self.connection = connection
+        self.nonce = nonce
+        self.job: _ServedJob | None = None
+        self.key: Any = None
+        self.name = "a stranger"
+        self.most = WORDS_BYTES
+        """Bytes of the largest frame that it may send."""
+        self.scratch: Integers | bytearray | None = None
+        self.waiting: list[Frame] | None = None
+        """For a parent that has not granted anything yet; None: it has, or is no parent."""
+        self.is_connecting = False
+        self.is_ending = False
+        """It has been told why its job is over: nothing of it counts any more."""
+        self.events = 0
 
 
-class UserSpaceAggregator:
-    """The shell. *port* 0: a free one."""
+class _ServedJob:
+    """A job and its connections."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.links: dict[Any, _Link] = {}
+        self.known_parents: tuple[Parent, ...] = ()
+        self.is_held_back = False
+        """A parent takes no more: contributions are not read."""
+
+    @property
+    def parents(self) -> list[_Link]:
+        return [link for key, link in self.links.items() if isinstance(key, ParentLink)]
+
+    @property
+    def others(self) -> list[_Link]:
+        """Who has come by himself."""
+        return [
+            link for key, link in self.links.items() if not isinstance(key, ParentLink)
+        ]
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether somebody is here who is no aggregator."""
+        return any(not isinstance(key, (ParentLink, Child)) for key in self.links)
+
+
+class AggregatorServer:
+    """Adds up what workers send to *address* and *port* (0: a free one), with so many bytes of
+    *memory*. Raises `UsageError` where it cannot listen, or may not."""
 
     def __init__(
-        self,
-        address: str,
-        port: int,
-        *,
-        token: str,
-        slots: int = SLOTS,
-        places: int = PLACES,
-        mtu: int = MTU,
+        self, address: str, port: int, *, token: str, memory: int = MEMORY
     ) -> None:
-        """Raises `UsageError` where it cannot listen, or may not."""
         check_may_be_read(address)
         if not token:
             raise UsageError(
                 "token: expected the aggregator's secret token, got nothing"
             )
-        for name, number in (("slots", slots), ("best-effort places", places)):
-            if not 1 <= number <= 1 << 20:
-                raise UsageError(f"{name}: expected 1 to {1 << 20}, got {number}")
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        ip_bytes = IP6_BYTES if family == socket.AF_INET6 else IP_BYTES
-        elements = elements_for(mtu, ip_bytes=ip_bytes)
-        self._listener, self._udp = _listen(address, port, family)
-        self.port = int(self._listener.getsockname()[1])
-        self._datagrams = datagrams(self._udp, elements)
-        room = held_datagrams(self._udp, elements)
-        self.jobs = Jobs(slots, places, elements, token, most_slots=room)
-        self.counts: Counter[str] = self.jobs.counts
+        if memory < 1:
+            raise UsageError(f"memory: expected some bytes, got {memory}")
+        self._listener = _listen(address, port)
+        self.address: Address = address, int(self._listener.getsockname()[1])
+        self.pool = ChunkPool(memory)
+        self.counts: Counter[str] = Counter()
         self._token = token
-        self._callers = liveness.Callers(STRANGERS, LINE_BYTES)
-        self._known: dict[socket.socket, _Caller] = {}
-        self._ways: dict[int, _Ways] = {}
-        self._loop = PollLoop()
-        self._loop.watch(self._udp, self._read_datagrams)
-        self._loop.watch(self._listener, self._accept)
+        self._jobs: dict[str, _ServedJob] = {}
+        self._links: dict[_Link, None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._stopped = False
-        for end in (self._listener, self._udp):
-            liveness.close_in_children(end)
+        liveness.close_in_children(self._listener)
 
     # ---- the loop ----
 
     def run(
         self,
-        stop: socket.socket | int | None = None,
+        stop: socket.socket | int,
         every: float | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
         """Serve until *stop* can be read; call *tell* about *every* so many seconds."""
-        if stop is not None:
-            self._loop.watch(stop, self._stop)
-        patience = None if every is None else int(1000 * every)
+        self._selector.register(stop, selectors.EVENT_READ, self._stop)
         while not self._stopped:
-            self._loop.handle(patience)
+            self._handle(every)
             tell()
+        self._selector.unregister(stop)
+
+    def finish(self, seconds: float) -> None:
+        """After `run`: serve so long at most, until all jobs have ended."""
+        over = time.monotonic() + seconds
+        while self._jobs and time.monotonic() < over:
+            self._handle(max(0.0, over - time.monotonic()))
+
+    def _handle(self, seconds: float | None) -> None:
+        for key, events in self._selector.select(seconds):
+            if not isinstance(key.data, _Link):
+                key.data()
+            elif key.data in self._links:  # another may have closed it
+                self._serve(key.data, events)
 
     def close(self) -> None:
-        """Close all sockets; jobs learn of it by their connections."""
-        self._loop.let_go()
-        self._callers.close_all()
+        """Close all connections; jobs learn of it by that."""
+        for link in self._links:
+            link.connection.close()
+        self._links.clear()
+        self._selector.close()
         self._listener.close()
-        self._udp.close()
 
     def _stop(self) -> None:
         self._stopped = True
 
     def summary(self) -> dict[str, int]:
         """All counts, by word."""
-        total = Counter(self.counts)
-        total["collisions"] = self.jobs.best_effort.collisions
-        for word, count in self.jobs.all_dropped().items():
-            total[f"dropped: {word}"] += count
-        for word, count in self._datagrams.counts.items():
-            total[word] += count
-        return dict(total)
+        return {**self.counts, "passed on": self.pool.passed_on}
 
-    # ---- datagrams ----
+    def _serve(self, link: _Link, events: int) -> None:
+        job = link.job
+        try:
+            if link.is_connecting:
+                _check_connected(link.connection.socket)
+                link.is_connecting = False
+            if events & selectors.EVENT_WRITE and link in self._links:
+                self._flush(link)
+            if events & selectors.EVENT_READ and link in self._links:
+                self._read(link)
+        except (OSError, EOFError) as error:
+            fault = error if isinstance(error, OSError) else None
+            self._lose(link, liveness.how_it_ended(fault))
+        except (ProtocolError, UsageError) as error:
+            self.counts["refused: frames"] += 1
+            self._lose(link, f"broke the protocol: {error}")
+        if job is not None:
+            self._hold_back(job)
+        if link in self._links:
+            self._watch(link)
 
-    def _read_datagrams(self) -> None:
-        for _ in range(BATCHES):
-            packets, lengths = self._datagrams.receive()
-            if not len(packets):
-                return
-            self.counts["datagrams in"] += len(packets)
-            self.counts["bytes in"] += int(np.maximum(lengths, 0).sum())
-            for job, out in self.jobs.take(packets, lengths):
-                self._send(job, out)
-
-    def _send(self, job: Job, out: Outgoing) -> None:
-        if not len(out.to):
+    def _watch(self, link: _Link) -> None:
+        """Wait for what this connection can do next."""
+        events = 0
+        job = link.job
+        # Aggregators are always read: two that are each other's parents would wait for each other.
+        held = job is not None and job.is_held_back and isinstance(link.key, int)
+        if not held:
+            events |= selectors.EVENT_READ
+        if link.connection.is_sending or link.is_connecting:
+            events |= selectors.EVENT_WRITE
+        if events == link.events:
             return
-        ways = self._ways[job.number]
-        rows, places = _destinations(out, ways)
-        known = places >= 0
-        if not known.all():
-            self.counts["dropped: for nobody"] += int(np.count_nonzero(~known))
-            rows, places = rows[known], places[known]
-        self.counts["sums out"] += len(out.to)
-        self.counts["datagrams out"] += len(rows)
-        self._datagrams.send(out.packets, rows, ways.table, places)
+        peer = link.connection.socket
+        if not link.events:
+            self._selector.register(peer, events, link)
+        elif events:
+            self._selector.modify(peer, events, link)
+        else:
+            self._selector.unregister(peer)
+        link.events = events
 
-    # ---- control connections ----
+    def _hold_back(self, job: _ServedJob) -> None:
+        """While a parent takes no more, nothing of the job is read that could go there."""
+        if not job.known_parents:
+            return
+        full = any(link.connection.queued > UP_FRAMES for link in job.parents)
+        if full != job.is_held_back:
+            job.is_held_back = full
+            for link in job.others:
+                self._watch(link)
+
+    # ---- chunks ----
+
+    def _read(self, link: _Link) -> None:
+        connection = link.connection
+        if link.is_ending:
+            if not connection.socket.recv(WORDS_BYTES):
+                raise EOFError
+            return
+        frames = 0
+        # A header that is here already, and nothing after it, wakes nobody: it is dealt with now.
+        while frames < FRAMES or (connection.header and not connection.header.size):
+            header = connection.read_header(link.most)
+            if header is None:
+                return
+            if link.scratch is None:
+                link.scratch = _room_for(header)
+            if not connection.read_payload(bytes_of(link.scratch), link.most):
+                return
+            payload, link.scratch = link.scratch, None
+            self._take(link, header, payload)
+            if link not in self._links or link.is_ending:
+                return
+            frames += 1
+
+    def _take(self, link: _Link, header: Header, payload: Integers | bytearray) -> None:
+        job = link.job
+        if isinstance(payload, bytearray) or job is None:
+            self._hear(link, header, bytes(payload))
+        elif header.kind in CONTRIBUTIONS and not isinstance(link.key, Agent):
+            self.counts["contributions"] += 1
+            self.counts["bytes in"] += header.size
+            self._send_all(
+                job,
+                job.job.contribute(
+                    link.key,
+                    header.position,
+                    header.members,
+                    payload if len(payload) else None,
+                    header.mode,
+                    Kind(header.kind),
+                ),
+            )
+        elif header.kind == Kind.SUM and isinstance(link.key, ParentLink):
+            self._send_all(job, job.job.result(header.position, payload))
+        else:
+            raise ProtocolError(f"a frame of kind {header.kind} from {link.name}")
+
+    def _send_all(self, job: _ServedJob, sends: Sequence[Send]) -> None:
+        for one in sends:
+            link = job.links.get(one.to)
+            if link is None:
+                raise UsageError(
+                    f"chunk {one.position} is for {one.to}, who is not here"
+                )
+            self.counts["sums out"] += one.kind == Kind.SUM
+            self._put(
+                link,
+                frame(one.kind, one.position, one.values, one.members, then=one.then),
+            )
+
+    def _put(self, link: _Link, one: Frame) -> None:
+        if link.waiting is not None:
+            link.waiting.append(one)
+            return
+        link.connection.put(one)
+        self._flush(link)
+        if link in self._links:
+            self._watch(link)
+
+    def _flush(self, link: _Link) -> None:
+        job = link.job
+        try:
+            freed = link.connection.flush()
+        except OSError as error:
+            self._lose(link, liveness.how_it_ended(error))
+            return
+        if freed and job is not None:
+            self._send_all(job, freed)
+
+    # ---- who takes part ----
 
     def _accept(self) -> None:
-        peer = self._callers.accept(self._listener, self._drop)
-        if peer is not None:
-            caller = self._known[peer] = _Caller(secrets.token_hex(16))
-            self._loop.watch(peer, partial(self._read, peer))
-            self._say(peer, Challenge(version=VERSION, nonce=caller.nonce))
-
-    def _read(self, peer: socket.socket) -> None:
-        said = self._callers.read(peer)
-        for line in said.lines:
-            if peer not in self._callers:
-                return
-            self._hear(peer, line)
-        if said.over and peer in self._callers:
-            self._lose(peer, liveness.how_it_ended(said.error))
-
-    def _hear(self, peer: socket.socket, line: bytes) -> None:
-        caller = self._known[peer]
         try:
-            words = from_worker(line)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            self.counts["refused: undecodable"] += 1
-            self._lose(peer, "said what is none of a worker's words")
-            return
-        if isinstance(words, Goodbye):
-            if caller.job is not None and self.jobs.depart(caller.job, caller.worker):
-                self._ways.pop(caller.job.number, None)
-            self._drop(peer)
-            return
-        if caller.job is not None:
-            self._lose(peer, "registered twice on one connection")
-            return
-        self._register(peer, caller, words)
-
-    def _register(self, peer: socket.socket, caller: _Caller, words: Register) -> None:
-        if not is_proven(self._token, caller.nonce, words):
-            self._refuse(peer, "it expects another token than the worker's")
-            return
-        try:
-            words.terms().check()
-            own = words.host or str(peer.getpeername()[0]), words.port
-            named = [*words.next, *(way[1:] for way in words.routes)]
-            if len(named) > 2 * MOST_WORKERS:
-                raise UsageError(
-                    f"{len(named)} addresses behind: expected fewer than workers"
-                )
-            if any(not 0 <= way[0] < 1 << words.workers for way in words.routes):
-                raise UsageError("routes: expected bits of the job's workers")
-            plain = [(_plain(host), _port(port)) for host, port in (own, *named)]
-            job = self.jobs.register(words.terms(), words.worker)
-        except (ValueError, OSError) as error:  # UsageError is one of the former
-            self._refuse(peer, str(error))
-            return
-        ways = self._ways.setdefault(job.number, _Ways(job.expected))
-        ways.lead(words, plain[0], plain[1:])
-        caller.job, caller.worker = job, words.worker
-        self._callers.know(peer)
-        slots = len(job.lease) or job.terms.slots
-        granted = Granted(number=job.number, slots=slots, capacity=self.jobs.elements)
-        granted.proof = proof_of(self._token, words.nonce, granted)
-        self._say(peer, granted)
-
-    def _refuse(self, peer: socket.socket, reason: str) -> None:
-        self.counts["refused: registrations"] += 1
-        self._say(peer, Refused(reason=reason[: LINE_BYTES // 2]))
-        self._drop(peer)
-
-    def _lose(self, peer: socket.socket, why: str) -> None:
-        """A connection ended without a goodbye: its job, if any, is over for all."""
-        caller = self._known[peer]
-        self._drop(peer)
-        if caller.job is None:
-            return
-        job = caller.job
-        reason = f"worker {caller.worker} {why}, so its job is over"
-        for other, known in list(self._known.items()):
-            if known.job is job:
-                self._say(other, Ended(reason=reason))
-                self._drop(other)
-        self._ways.pop(job.number, None)
-        self.jobs.end(job)
-        self.counts["jobs lost"] += 1
-        print(
-            f"paceline: job {job.terms.name!r}: {reason}", file=sys.stderr, flush=True
+            peer, _ = self._listener.accept()
+            connection = Connection(peer)
+        except OSError:
+            return  # it is gone again
+        strangers = [link for link in self._links if link.job is None]
+        if len(strangers) >= STRANGERS:
+            self._drop(strangers[0])  # it has had its time
+        link = _Link(connection, secrets.token_hex(16))
+        self._links[link] = None
+        self._put(
+            link,
+            words_frame(Kind.CHALLENGE, Challenge(version=VERSION, nonce=link.nonce)),
         )
 
-    def _drop(self, peer: socket.socket) -> None:
-        self._known.pop(peer, None)
-        self._loop.unwatch(peer)
-        self._callers.close(peer)
+    def _hear(self, link: _Link, header: Header, payload: bytes) -> None:
+        if isinstance(link.key, ParentLink) and link.waiting is not None:
+            self._hear_parent(link, header, payload)
+        elif header.kind == Kind.HELLO and link.job is None:
+            self._welcome(link, words_of(payload, Hello))
+        elif header.kind == Kind.GOODBYE and link.job is not None:
+            self._depart(link)
+        elif header.kind == Kind.LOST and isinstance(link.key, ParentLink):
+            self._end_job(link, payload.decode(errors="replace"))
+        else:
+            raise ProtocolError(f"a frame of kind {header.kind} from {link.name}")
 
-    def _say(self, peer: socket.socket, words: msgspec.Struct) -> None:
-        with contextlib.suppress(OSError):  # its end will be read
-            peer.send(line_of(words))  # fits into an idle connection's buffer
-
-
-def _destinations(out: Outgoing, ways: _Ways) -> tuple[Array, Array]:
-    """Which row goes to which place of the job's table (-1: to nobody)."""
-    to = out.to
-    plain = np.flatnonzero(to != EVERYONE)
-    known = np.full(max(ways.workers, default=0) + 1, -1, np.int64)
-    for worker, place in ways.workers.items():
-        known[worker] = place
-    targets = to[plain]
-    within = (targets >= 0) & (targets < len(known))
-    places = np.where(within, known[np.where(within, targets, 0)], -1)
-    if ways.next:  # they take turns, slot by slot
-        slot = out.packets["header"]["slot"][plain]
-        agents = np.array(ways.next)[slot % len(ways.next)]
-        places = np.where(targets == NEXT, agents, places)
-    rows, ends = [plain], [places]
-    shared = np.flatnonzero(to == EVERYONE)
-    turns = out.packets["header"]["slot"][shared] % len(ways.expected)
-    for turn in np.unique(turns).tolist():
-        mine, everyone = shared[turns == turn], ways.shared(turn)
-        # One worker after the other: each one's buffer gets a run of datagrams.
-        rows.append(np.tile(mine, len(everyone)))
-        ends.append(np.repeat(everyone, len(mine)))
-    return np.concatenate(rows), np.concatenate(ends)
-
-
-def _listen(
-    address: str, port: int, family: socket.AddressFamily
-) -> tuple[socket.socket, socket.socket]:
-    """A TCP listener and a UDP socket on one number."""
-    fault: OSError | None = None
-    for _ in range(1 if port else _TRIES):
-        listener = None
+    def _welcome(self, link: _Link, hello: Hello) -> None:
+        if not is_proven(self._token, link.nonce, hello):
+            self._refuse(link, "it expects another token than the worker's")
+            return
         try:
-            listener = socket.create_server((address, port), family=family)
-            listener.setblocking(False)
-            udp = open_socket(family)
-            udp.bind((address, listener.getsockname()[1]))
-        except (OSError, OverflowError) as error:
-            fault = error if isinstance(error, OSError) else OSError(str(error))
-            if listener is not None:
-                listener.close()
-                if not port:
-                    continue
-            break
-        return listener, udp
+            job = self._job_for(hello.terms)
+            link.key = _key_of(hello)
+            if link.key in job.links:
+                raise UsageError(
+                    f"job {hello.terms.job}: {hello.role} {hello.number} is here already"
+                )
+        except UsageError as error:
+            self._refuse(link, str(error))
+            return
+        link.job, link.name = job, hello.name[:MOST_NAME]
+        if hello.parents and not job.known_parents:
+            job.known_parents = hello.parents
+            for number, parent in enumerate(hello.parents):
+                self._join(job, number, parent)
+        link.most = job.job.chunk_bytes
+        job.links[link.key] = link
+        if isinstance(link.key, int):
+            job.job.workers.append(link.key)
+        granted = Granted(window=job.job.window, chunk_bytes=job.job.chunk_bytes)
+        granted.proof = proof_of(self._token, hello.nonce, granted)
+        self._put(link, words_frame(Kind.GRANTED, granted))
+
+    def _job_for(self, terms: Terms) -> _ServedJob:
+        job = self.pool.job_for(terms)
+        served = self._jobs.get(terms.job)
+        if served is None:
+            served = self._jobs[terms.job] = _ServedJob(job)
+            self.counts["jobs"] += 1
+        return served
+
+    def _refuse(self, link: _Link, reason: str) -> None:
+        self.counts["refused: hellos"] += 1
+        self._put(link, words_frame(Kind.REFUSED, reason))
+        self._end_after_words(link)
+
+    def _depart(self, link: _Link) -> None:
+        """It needs nothing more. Workers leave when all have all sums, so aggregators leave
+        their parents when no worker is here; a job is over when all who came have gone."""
+        job = link.job
+        assert job is not None
+        self._drop(link)
+        if not job.has_workers:
+            for parent in job.parents:
+                self._put(parent, frame(Kind.GOODBYE))
+                self._drop(parent)
+        if not job.others:
+            self._forget(job)
+
+    def _lose(self, link: _Link, why: str) -> None:
+        """A connection ended without a goodbye: its job, if any, is over for all."""
+        if link.job is None or link.is_ending:
+            self._drop(link)
+            return
+        self._end_job(link, f"{link.name} {why}, so its job is over")
+
+    def _end_job(self, link: _Link, reason: str) -> None:
+        job = link.job
+        assert job is not None
+        self._drop(link)
+        links = list(job.links.values())
+        job.links.clear()
+        self._forget(job)
+        self.counts["jobs lost"] += 1
+        name = job.job.terms.job
+        print(f"paceline: job {name!r}: {reason}", file=sys.stderr, flush=True)
+        for other in links:
+            other.job = None
+            if isinstance(other.key, ParentLink):
+                self._drop(other)
+            else:
+                self._put(other, words_frame(Kind.LOST, reason))
+                self._end_after_words(other)
+
+    def _forget(self, job: _ServedJob) -> None:
+        self._jobs.pop(job.job.terms.job, None)
+        self.pool.end(job.job)
+        self.counts["jobs ended"] += 1
+
+    def _end_after_words(self, link: _Link) -> None:
+        """What it still says is read and thrown away: a connection that is closed with unread data
+        loses the words that are on their way."""
+        if link not in self._links:
+            return
+        link.is_ending, link.job = True, None
+        with contextlib.suppress(OSError):
+            link.connection.socket.shutdown(socket.SHUT_WR)
+
+    def _drop(self, link: _Link) -> None:
+        self._links.pop(link, None)
+        if link.job is not None and link.job.links.get(link.key) is link:
+            del link.job.links[link.key]
+        if link.events:
+            self._selector.unregister(link.connection.socket)
+            link.events = 0
+        link.connection.close()
+
+    # ---- parents ----
+
+    def _join(self, job: _ServedJob, number: int, parent: Parent) -> None:
+        """Take part in the sums of a parent. Until it has granted that, frames wait."""
+        family, _, _, _, address = socket.getaddrinfo(
+            parent.host,
+            parent.port,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_NUMERICHOST,
+        )[0]
+        peer = socket.socket(family, socket.SOCK_STREAM)
+        link = _Link(Connection(peer), secrets.token_hex(16))
+        link.job, link.key, link.waiting = job, ParentLink(number), []
+        link.name = f"the next aggregator at {parent.host}:{parent.port}"
+        link.is_connecting = True
+        self._links[link] = None
+        job.links[link.key] = link
+        peer.connect_ex(address)  # what it finds, it says once this can be written to
+        self._watch(link)
+
+    def _hear_parent(self, link: _Link, header: Header, payload: bytes) -> None:
+        job = link.job
+        assert job is not None
+        assert isinstance(link.key, ParentLink)
+        parent = job.known_parents[link.key.number]
+        if header.kind == Kind.CHALLENGE:
+            challenge = words_of(payload, Challenge)
+            hello = Hello(
+                role="aggregator",
+                number=parent.number,
+                name=f"the aggregator of rack {parent.number}",
+                terms=parent.terms,
+                nonce=link.nonce,
+            )
+            hello.proof = proof_of(self._token, challenge.nonce, hello)
+            link.connection.put(words_frame(Kind.HELLO, hello))
+            self._flush(link)
+        elif header.kind == Kind.GRANTED:
+            granted = words_of(payload, Granted)
+            if not is_proven(self._token, link.nonce, granted):
+                raise ProtocolError("has not shown that it has the token")
+            waiting, link.waiting = link.waiting or [], None
+            link.most = job.job.chunk_bytes
+            for one in waiting:
+                self._put(link, one)
+        elif header.kind == Kind.REFUSED:
+            self._end_job(
+                link, f"{link.name} refuses: {payload.decode(errors='replace')}"
+            )
+        else:
+            raise ProtocolError(f"a frame of kind {header.kind}")
+
+
+def _key_of(hello: Hello) -> Hashable:
+    """What the job knows a connection as. Raises `UsageError`."""
+    if hello.role == "agent" and 0 <= hello.number < hello.terms.agents:
+        return Agent(hello.number)
+    if hello.role == "aggregator":
+        return Child(hello.number)
+    if hello.role == "worker":
+        return hello.number
     raise UsageError(
-        f"an aggregator cannot listen at {address}, port {port} (TCP and UDP): {fault}; "
-        "expected an address of this machine, and a port that is free (or 0)"
+        f"{hello.role} {hello.number}: expected a worker, an aggregator, or one of "
+        f"{hello.terms.agents} agents"
     )
 
 
-def _plain(host: str) -> str:
-    """An address, which is in numbers: names are not looked up, for that may take long.
-    Raises `OSError`."""
-    found = socket.getaddrinfo(
-        host, None, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST
-    )
-    return str(found[0][4][0])
+def _room_for(header: Header) -> Integers | bytearray:
+    """What a payload is read into: numbers that may be kept, or words."""
+    if header.kind != Kind.SUM and header.kind not in CONTRIBUTIONS:
+        return bytearray(header.size)
+    if header.size % 4:
+        raise ProtocolError(f"{header.size} bytes: expected numbers of 4 bytes")
+    return np.empty(header.size // 4, np.int32)
 
 
-def _port(port: int) -> int:
-    if not 1 <= port <= 65535:
-        raise UsageError(f"port {port}: expected 1 to 65535")
-    return port
+def _check_connected(peer: socket.socket) -> None:
+    """Raise `OSError` where it could not be."""
+    fault = peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if fault:
+        raise OSError(fault, os.strerror(fault))
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        if not 0 <= port < 1 << 16:
+            raise OSError(f"there are ports 0 to {(1 << 16) - 1}")
+        listener = socket.create_server((address, port), family=family, backlog=1024)
+    except OSError as error:
+        raise UsageError(
+            f"an aggregator cannot listen at {address}, port {port}: {error}; expected an "
+            "address of this machine, and a port that is free (or 0)"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+class ServerThread:
+    """An `AggregatorServer` in a thread of this process, until `close`."""
+
+    def __init__(self, server: AggregatorServer) -> None:
+        self.server = server
+        self._patience = 0.0
+        self._stop, self._stopper = os.pipe()
+        self._thread = threading.Thread(
+            target=self._run, name="paceline aggregator", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run(self._stop)
+            self.server.finish(self._patience)
+        except BaseException:
+            # Its jobs learn of it by their connections, and go on without it.
+            traceback.print_exc()
+        finally:
+            self.server.close()
+            os.close(self._stop)
+
+    def close(self, *, well: bool = False) -> None:
+        """Once: all connections end; *well*: others may say their goodbyes first."""
+        self._patience = timeouts.sum_queue_close if well else 0.0
+        os.close(self._stopper)
+        self._thread.join()

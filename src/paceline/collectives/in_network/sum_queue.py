@@ -1,22 +1,16 @@
-"""Integers added up by aggregators for one queue of a communicator, in a thread of its own.
+"""Sums of one communicator's integers by aggregators, one after the other, in a thread of its own;
+around a ring when an aggregator is lost.
 
-Theory of operation
--------------------
-One `End` at a time carries out the sums in the order of issue. Where an aggregator is lost, all
-ranks go on around the plain ring, over the connections that they have, until it is back:
+Each chain of works that issues sums (`collectives.pending`) has a queue of its own.
 
-1. Who notices says so in the job's store, under the *epoch* (how often this queue has lost an
-   aggregator). Who waits, or idles, looks there ten times a second (`Lookout`).
-2. All meet, and say how many sums they have. Nobody has one that not all have contributed to, so
-   these numbers differ by one at most; and each rank keeps what it brought to its last one.
-   So all form that one again, if some do not have it. Integers add up to the same bits in any
-   order.
-3. Each rank says before each sum where it stands (`standing`), and learns the maximum of all: twice
-   the epoch, and one more while rank 0 finds that somebody is still missing. An even number of
-   this epoch sends all to the aggregators at the same sum. Who does not find them there says so to
-   all, and they stay on the ring.
+*When an aggregator is lost*, all its connections end, so all workers of the job know, whether they
+wait for a sum or for nothing. All then meet, over the connections that the communicator has, and
+say how many sums they have. Nobody has one that not all have contributed to, so these numbers differ
+by one at most; and each rank keeps what it brought to its last one. So all form that one again
+around a plain ring, if some do not have it, and stay on the ring. Integers add up to the same bits in
+any order.
 
-At its end a rank meets the others once more: what it has acknowledged may have been lost.
+At its end a rank meets the others once more: somebody may have lost an aggregator in the last sum.
 Everything that is waited for is either watched, or is of gloo, which learns of dead peers, as
 `runtimes.real.peer_monitor` does.
 """
@@ -26,44 +20,25 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import socket
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
-from paceline.collectives.in_network.job_end import Address, Exchange
-from paceline.collectives.in_network.lookout import Lookout
-from paceline.collectives.in_network.packets import Array
+from paceline.collectives.in_network.joining import Joining
+from paceline.collectives.in_network.session import Session
+from paceline.collectives.in_network.wire import IntegerOperation, Integers
 from paceline.collectives.pending import Job
 from paceline.collectives.schedules import Ring
 from paceline.errors import PeerLostError
 from paceline.timeouts import timeouts
 
 if TYPE_CHECKING:
-    from paceline.collectives.communicator import TorchComm
-
-Served = TypeVar("Served")
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What all queues of a job have in common. *where*: each rack's aggregator. *job*: what their
-    jobs are named after. *ends*: a lost aggregator ends the job."""
-
-    where: Mapping[int, Address]
-    store: Any
-    job: str
-    token: str
-    mtu: int
-    slots: int
-    ends: bool
+    from paceline.collectives.communicator import Communicator
 
 
 class _Met(msgspec.Struct):
@@ -73,49 +48,36 @@ class _Met(msgspec.Struct):
     leaving: bool = False
 
 
-class End(Protocol):
-    """One rank's end of what adds up: see `RingEnd`."""
+class LossNotice:
+    """Says once to people that an aggregator is lost: several queues have the same ones."""
 
-    def sum_integers(self, values: Array) -> None: ...
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_said = False
 
-    def idle(self, seconds: float, wake: int) -> None: ...
-
-    def serve_while(self, work: Callable[[], Served]) -> Served: ...
-
-    def close(self, *, well: bool = True) -> None: ...
-
-
-class MakeEnd(Protocol):
-    """Collective; raises as `RingEnd` does."""
-
-    def __call__(
-        self,
-        rank: int,
-        aggregators: Mapping[int, Address],
-        exchange: Exchange,
-        *,
-        job: str,
-        token: str,
-        slots: int,
-        mtu: int,
-        watch: Callable[[], None],
-    ) -> End: ...
+    def say(self, comm: Communicator, text: str) -> None:
+        """Say *text* on rank 0 of *comm*, unless something has been said."""
+        if comm.rank != 0:
+            return
+        with self._lock:
+            was_said, self._is_said = self._is_said, True
+        if not was_said:
+            comm.log(text)
 
 
-class Line:
-    """The queue of *comm*'s sums that works of the chain *path* issue. *make*: this rank's end of
-    what adds up."""
+class SumQueue:
+    """The queue of *comm*'s sums that works of the chain *path* issue. *joining*: this rank's way to
+    what adds up. *losses*: the job's, for all its queues."""
 
-    def __init__(self, comm: TorchComm, path: str, make: MakeEnd, terms: Terms) -> None:
-        self._comm, self._terms = comm, terms
+    def __init__(
+        self, comm: Communicator, path: str, joining: Joining, losses: LossNotice
+    ) -> None:
+        self._comm, self._joining, self._losses = comm, joining, losses
         self._path = f"{comm.name}|{path}"
-        self._make = make
-        self._end: End | None = None
-        self._epoch = self._exchanges = self._completed = 0
-        self._around_ring = 0
-        self._joined = self._missing = False
-        self._kept: Array | None = None
-        self._lookout = Lookout(terms.store, lambda: self._key)
+        self._session: Session | None = None
+        self._is_on_ring = False
+        self._completed = 0
+        self._kept: tuple[Integers, IntegerOperation] | None = None
         self._broken: BaseException | None = None
         self._left = False
         self._jobs: deque[Job | None] = deque()
@@ -127,27 +89,18 @@ class Line:
 
     # ---- from other threads ----
 
-    @property
-    def standing(self) -> int:
-        """See step 3 above."""
-        return 2 * self._epoch + self._missing
-
     def start(self) -> Job:
         """Find the aggregators now, so that what is wrong with them is an error at the start."""
         return self._put_job(Job(self._join))
 
-    def add_up(self, values: torch.Tensor, standing: int) -> Job:
-        return self._put_job(Job(partial(self._sum, values.numpy(), standing)))
+    def all_reduce(self, values: torch.Tensor, operation: IntegerOperation) -> Job:
+        """Replace *values* by their sums over all ranks, or by the largest. Collective."""
+        return self._put_job(Job(partial(self._all_reduce, values.numpy(), operation)))
 
     def close(self) -> None:
         """All sums that were asked for are in: leave, when all others do."""
         self._put(None)
         self._thread.join(timeouts.sum_queue_close)
-        if self._epoch:
-            self._say(
-                f"aggregators were lost {self._epoch} times, and {self._around_ring} of "
-                f"{self._completed} sums went around the ring"
-            )
 
     def _put_job(self, job: Job) -> Job:
         self._put(job)
@@ -167,9 +120,7 @@ class Line:
             job.run(None)
         with contextlib.suppress(Exception):  # nobody is left to be told
             self._leave()
-        self._lookout.close()
-        if self._end is not None:
-            self._end.close(well=self._left)
+        self._end_session(well=self._left)
         self._close_pipe()
 
     def _close_pipe(self) -> None:
@@ -184,9 +135,8 @@ class Line:
         """The next job, once there is one; until then others are served."""
         while not self._jobs:
             try:
-                if self._end is not None and self._broken is None:
-                    self._end.idle(timeouts.sum_queue_idle, self._woken)
-                    self._lookout.check()
+                if self._session is not None and self._broken is None:
+                    self._session.idle(timeouts.sum_queue_idle, self._woken)
                 else:
                     _readable(self._woken)
             except PeerLostError as error:
@@ -198,81 +148,57 @@ class Line:
         os.read(self._woken, 1)
         return self._jobs.popleft()
 
-    def _sum(self, values: Array, standing: int) -> None:
+    def _all_reduce(self, values: Integers, operation: IntegerOperation) -> None:
         if self._broken is not None:
             raise self._broken
         try:
-            self._sum_somewhere(values, standing)
+            self._all_reduce_somewhere(values, operation)
         except BaseException as error:
             self._broken = error
             raise
         self._completed += 1
 
-    def _sum_somewhere(self, values: Array, standing: int) -> None:
+    def _all_reduce_somewhere(
+        self, values: Integers, operation: IntegerOperation
+    ) -> None:
         """All ranks decide alike, whoever learns of a loss before this sum and who in it."""
-        while True:
-            if self._end is None and (not self._joined or standing == 2 * self._epoch):
-                self._return()
-            if self._end is None:
-                self._around(values, self._completed)
-                return
+        if self._session is None and not self._is_on_ring:
+            try:
+                self._join()
+            except PeerLostError as error:
+                self._is_on_ring = True
+                text = f"{error}; its sums go around the ring of all workers"
+                self._losses.say(self._comm, text)
+        if self._session is not None:
             kept = values.copy()
             try:
-                self._end.sum_integers(values)
-                self._kept = kept
+                self._session.all_reduce(values, operation)
+                self._kept = kept, operation
                 return
             except PeerLostError as error:
+                values[:] = kept
                 self._lose(error)
-
-    # ---- at the aggregators ----
+        self._around(values, operation)
 
     def _join(self) -> None:
         """Collective. Raises `UsageError` and `PeerLostError`, on all ranks."""
-        self._end = self._make(
-            self._comm.rank,
-            self._terms.where,
-            self._exchange,
-            job=f"{self._terms.job} {self._path} {self._epoch}",
-            token=self._terms.token,
-            slots=self._terms.slots,
-            mtu=self._terms.mtu,
-            watch=self._lookout.check,
-        )
-        self._joined = True
+        self._session = self._joining.join(self._exchange)
 
-    def _return(self) -> None:
-        """Be at the aggregators, if all of them are there."""
-        again, self._joined = self._joined, True
-        try:
-            self._join()
-        except PeerLostError as error:
-            self._check_may_go_on(error)
-            if not again:
-                self._epoch += 1
-                self._say(f"{error}; its sums go around the ring")
-            self._await_return()
-        else:
-            if again:
-                self._say("aggregators are back, and are used again")
+    def _end_session(self, *, well: bool) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(well=well)
 
-    @property
-    def _key(self) -> str:
-        return f"paceline/aggregation/{self._terms.job}/{self._path}/{self._epoch}"
-
-    # ---- when one is lost ----
+    # ---- when an aggregator is lost ----
 
     def _lose(self, error: PeerLostError) -> None:
         """All go on around the ring from the same sum on."""
         try:
-            self._terms.store.set(self._key, str(error))
-            assert self._end is not None
-            self._end.close(well=False)
-            self._end = None
-            self._check_may_go_on(error)
-            self._epoch += 1
+            self._end_session(well=False)
+            self._is_on_ring = True
             self._form_again(self._meet())
-            self._say(f"{error}; sums go around the ring until it is back")
-            self._await_return()
+            text = f"{error}; sums go around the ring of all workers from now on"
+            self._losses.say(self._comm, text)
         except BaseException as fault:
             self._broken = fault
             raise
@@ -281,37 +207,17 @@ class Line:
         fewest = min(met.completed for met in all_met)
         if fewest < self._completed:
             assert self._kept is not None
-            self._around(self._kept, fewest)
-
-    def _check_may_go_on(self, error: PeerLostError) -> None:
-        if self._terms.ends:
-            raise PeerLostError(
-                f"{error}. PACELINE_AGGREGATOR_LOSS=end says that the job ends with it; "
-                "without that it goes on around the ring of all workers"
-            ) from None
-
-    def _await_return(self) -> None:
-        """Rank 0 looks out for all aggregators."""
-        if self._comm.rank == 0:
-            self._missing = True
-            threading.Thread(target=self._look_out, daemon=True).start()
-
-    def _look_out(self) -> None:
-        while not self._left:
-            time.sleep(timeouts.sum_queue_retry)
-            if all(_is_reached(at) for at in self._terms.where.values()):
-                self._missing = False
-                return
+            self._around(*self._kept)
 
     # ---- the others ----
 
-    def _around(self, values: Array, number: int) -> None:
-        """Sum number *number*, around the ring of all ranks."""
-        self._around_ring += 1
+    def _around(self, values: Integers, operation: IntegerOperation) -> None:
+        """The next one, around the ring of all ranks."""
         self._comm.perform_here(
             Ring(self._comm.size, len(values)),
             torch.from_numpy(values),
-            f"{self._path} sum {number}",
+            f"{self._path} sums",
+            operation,
         )
 
     def _exchange(self, words: bytes) -> list[bytes]:
@@ -331,13 +237,12 @@ class Line:
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Collective: every rank's *own*, equally long on all, as rows."""
-        size, number = self._comm.size, self._exchanges
-        self._exchanges += 1
+        size = self._comm.size
         said = own.new_zeros(size, len(own))
         said[self._comm.rank] = own
         if said.numel():
             ring = Ring(size, said.numel(), rounds=1, gather=True)
-            self._comm.perform_here(ring, said.view(-1), f"{self._path} words {number}")
+            self._comm.perform_here(ring, said.view(-1), f"{self._path} words")
         return said
 
     def _meet(self, *, leaving: bool = False) -> list[_Met]:
@@ -347,28 +252,14 @@ class Line:
     def _leave(self) -> None:
         """Until all others have all sums, and say so."""
         while self._broken is None and not self._left:
-            meet = partial(self._meet, leaving=True)
-            all_met = meet() if self._end is None else self._end.serve_while(meet)
+            all_met = self._meet(leaving=True)
             self._left = all(met.leaving for met in all_met)
             if not self._left:  # somebody has lost an aggregator
-                if self._end is not None:
-                    self._end.close(well=False)
-                    self._end = None
+                self._end_session(well=False)
+                self._is_on_ring = True
                 self._form_again(all_met)
-
-    def _say(self, text: str) -> None:
-        if self._comm.rank == 0:
-            self._comm.tell(text)
 
 
 def _readable(descriptor: int) -> None:
     """Wait until it is, but not for ever."""
     select.select([descriptor], [], [], timeouts.sum_queue_idle)
-
-
-def _is_reached(address: Address) -> bool:
-    try:
-        socket.create_connection(address, timeouts.sum_queue_connect).close()
-    except OSError:
-        return False
-    return True

@@ -6,9 +6,9 @@ share of the mean, h its estimate of that, and H the sum of all workers' h, whic
 
     send c = top-k of (g - h);  h = h + c;  H = H + the sum of all c;  the result is H
 
-In the first step h = g is sent as it is. No gradient is sent late, as with residuals: H is all
-workers' last known gradients, so it lags behind noisy ones. The paper's learning rates are
-smaller than SGD's.
+It begins with h = H = 0, so the first step sends the top-k of g (the paper's experiments do the
+same). No gradient is sent late, as with error feedback: H is all workers' last known gradients, so
+it lags behind noisy ones. The paper's learning rates are smaller than SGD's.
 
 Differs from the paper in that where a result is not finite h and H stay as they were, on all
 workers, since a GradScaler skips that step. A worker that is out of data has a gradient of zero,
@@ -18,39 +18,44 @@ and its h goes there, a code a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import is_lossy, is_small
-from paceline.compression.selection import cut, pick, require_density
-from paceline.compression.sparse import (
-    Row,
-    add_at,
-    add_everybodys,
-    all_finite,
-    keep_where,
-    passes_to_add_up,
-    rows_of,
-    traffic_of,
-)
-from paceline.interfaces import (
+from paceline.compression.base import (
     COMMON,
-    Coding,
-    Compressor,
     CompressorSummary,
     Leg,
-    Place,
+    RankInfo,
+    Rounds,
     Shape,
+    SkipsSmallTensors,
     State,
     StateKind,
+    flat_zeros,
+    is_encoded,
+    real_type,
+    sum_uncompressed,
+)
+from paceline.compression.sparse import (
+    TensorRow,
+    add_at,
+    all_finite,
+    keep_where,
+    owns_of,
+    passes_of_gathered,
+    require_density,
+    rows_of,
+    select,
+    sparse_wire_bytes,
+    sum_gathered,
+    top_k_shape,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EF21(Compressor):
+class EF21(SkipsSmallTensors):
     """The largest elements of what has changed in each tensor's gradient since they were last
     sent. Small tensors, those of one dimension, and whole numbers are summed as they are.
 
@@ -60,62 +65,41 @@ class EF21(Compressor):
     density: float = 0.01
     """The part of a tensor's elements that is sent."""
 
-    start: Literal["dense", "code"] = "dense"
-    """Whether the first step sends all, or begins with estimates of zero."""
-
-    small: int = 1024
-    """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
-    none."""
-
     name: ClassVar[str] = "ef21"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
             "the part `density` of the elements in their own type, and 1 to 4 bytes "
-            "for the place of each, to every other worker; all in the first step"
+            "for the index of each, to every other worker"
         ),
         loses="nothing for good; where gradients change quickly the result is behind them",
     )
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
     state: ClassVar[StateKind] = "own"
     takes_error_feedback: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_density(self.density)
-
-    @property
-    def rounds(self) -> int:
-        """One for codes, and one for what is sent as it is."""
-        return 2 if self.small else 1
 
     @property
     def contributes_without_data(self) -> bool:
         """Its h is in every result until it has gone to zero."""
         return True
 
-    def passes(self, workers: int) -> tuple[float, float]:
-        return 26.0, 8.0 + passes_to_add_up(self.density, workers)
+    def memory_passes(self, workers: int) -> tuple[float, float]:
+        return 26.0, 8.0 + passes_of_gathered(self.density, workers)
 
-    def settled(self) -> EF21:
-        return replace(self, start="code")
-
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
-        return traffic_of(shapes, dtype, self.small, self.density)
+        return sparse_wire_bytes(shapes, dtype, self.small, self.density)
 
-    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
-        real = torch.view_as_real(like) if like.is_complex() else like
-        if (
-            not is_lossy(real.dtype)
-            or not real.numel()
-            or is_small(real.shape, self.small)
-        ):
+    def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
+        kept, kind = real_type([like.shape], like.dtype)
+        if not kept or not is_encoded(kept[0], kind, self.small):
             return {}
-        wide = torch.promote_types(real.dtype, torch.float32)
-        empty = torch.zeros(real.numel(), dtype=wide, device=real.device)
+        empty = flat_zeros(like)
         return {
-            COMMON: {"begun": int(self.start == "code"), "sum": empty},  # H
+            COMMON: {"sum": empty},  # H
             "estimate": torch.zeros_like(empty),  # h
         }
 
@@ -123,67 +107,42 @@ class EF21(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
-        whole: list[Row] = []
-        begun: list[Row] = []
-        for row in rows_of(parts, states, sent):
-            has_begun = row.state and row.state[COMMON]["begun"]
-            (begun if has_begun else whole).append(row)
-        if begun:  # first: it is coded beside the backward pass then
-            yield from self._go_on(begun)
-        if whole:
-            yield from _begin(whole)
+    ) -> Rounds:
+        rows = rows_of(parts, states, sent)
+        changed = [row for row in rows if row.state]
+        if changed:  # first: it is coded beside the backward pass then
+            yield from self._sum_changes(changed)
+        plain = [row for row in rows if not row.state]
+        yield from sum_uncompressed([row.part for row in plain], owns_of(plain))
 
-    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
+    def inherit_state(
+        self, state: State, former: Sequence[State], workers: int
+    ) -> None:
         """H goes on, and each worker's h is an equal part of it."""
         if state:
-            common, old = state[COMMON], former[0][COMMON]
-            common["begun"] = old["begun"]
-            common["sum"].copy_(old["sum"])
-            state["estimate"].copy_(common["sum"]).div_(workers)
+            total = state[COMMON]["sum"].copy_(former[0][COMMON]["sum"])
+            state["estimate"].copy_(total).div_(workers)
 
-    def _go_on(self, rows: Sequence[Row]) -> Coding:
+    def _sum_changes(self, rows: Sequence[TensorRow]) -> Rounds:
         """Codes of what has changed."""
-        cuts = [cut(part.numel(), self.density) for part, _, _ in rows]
-        picked = []
-        for (part, state, own), of in zip(rows, cuts, strict=True):
+        top_ks = [top_k_shape(part.numel(), self.density) for part, _, _ in rows]
+        selected = []
+        for (part, state, own), of in zip(rows, top_ks, strict=True):
             changed = part.reshape(-1) - state["estimate"]
-            places = pick(changed, of)
-            picked.append((places, changed[places].to(part.dtype)))  # c
+            indices = select(changed, of)
+            selected.append((indices, changed[indices].to(part.dtype)))  # c
             if own is not None:
                 own.copy_(state["estimate"].view(own.shape))
-                add_at(own, *picked[-1])
+                add_at(own, *selected[-1])
         totals = [state[COMMON]["sum"].clone() for _, state, _ in rows]
-        yield from add_everybodys(picked, cuts, totals)
+        yield from sum_gathered(selected, top_ks, totals)
         for (part, _, _), total in zip(rows, totals, strict=True):
             part.copy_(total.view(part.shape))
         finite = all_finite([part for part, _, _ in rows])
-        for (_, state, _), total, (places, values) in zip(
-            rows, totals, picked, strict=True
+        for (_, state, _), total, (indices, values) in zip(
+            rows, totals, selected, strict=True
         ):
-            add_at(state["estimate"], places, torch.where(finite, values, 0))
+            add_at(state["estimate"], indices, torch.where(finite, values, 0))
             keep_where(finite, state[COMMON], "sum", total)
-
-
-def _begin(rows: Sequence[Row]) -> Coding:
-    """A sum of what is sent as it is. Where that is the first of a tensor with a state, in that
-    state's type: h and H begin with it, or at the next sum, if this one is not finite."""
-    states = [state for _, state, _ in rows if state]
-    kind = states[0]["estimate"].dtype if states else rows[0][0].dtype
-    shares = [part.reshape(-1).clone() for part, state, _ in rows if state]
-    totals = [part.to(kind) for part, _, _ in rows]
-    for part, _, own in rows:
-        if own is not None:
-            own.copy_(part)
-    yield from summed(totals, None)
-    for (part, _, _), total in zip(rows, totals, strict=True):
-        part.copy_(total)
-    starting = [t for t, (_, state, _) in zip(totals, rows, strict=True) if state]
-    if not starting or not bool(all_finite(starting)):
-        return
-    for state, share, total in zip(states, shares, starting, strict=True):
-        state["estimate"].copy_(share)
-        state[COMMON]["sum"].copy_(total.reshape(-1))
-        state[COMMON]["begun"] = 1

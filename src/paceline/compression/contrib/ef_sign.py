@@ -24,13 +24,21 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.packing import BLOCK, Reader, elements, to_bytes
-from paceline.compression.per_worker import Alone
-from paceline.interfaces import CompressorSummary, Shape, State, StateKind
+from paceline.compression.base import (
+    CPU_CHUNK,
+    CompressorSummary,
+    GatheredCompressor,
+    Reader,
+    Shape,
+    State,
+    at_least_float32,
+    elements,
+    to_bytes,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class EFSign(Alone):
+class EFSign(GatheredCompressor):
     """Elements become their sign, and a tensor the mean of their sizes. Tensors of 8 bits or
     fewer, and whole numbers, are summed as they are.
     """
@@ -40,11 +48,9 @@ class EFSign(Alone):
         sends="1 bit an element and 4 bytes a tensor, to every other worker",
         loses="all but the sign of each element, until residuals bring it back",
     )
-    unbiased: ClassVar[bool] = False
-    state: ClassVar[StateKind] = "none"
     error_feedback_by_default: ClassVar[bool] = True
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
         return 12.0, 5.5 * workers
 
@@ -83,12 +89,8 @@ def _bytes(count: int) -> int:
     return -(-count // 8)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 def _at_once(tensor: torch.Tensor) -> int:
-    return BLOCK if tensor.device.type == "cpu" else tensor.numel()
+    return CPU_CHUNK if tensor.device.type == "cpu" else tensor.numel()
 
 
 _TO_ONE_BYTE = 0x0102040810204080
@@ -100,7 +102,7 @@ def _pack(flat: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
     sizes, in 64 bits."""
     size = min(_at_once(flat), 8 * code.numel())
     negative = torch.zeros(size, dtype=torch.bool, device=flat.device)
-    room = torch.empty(size, dtype=_wide(flat.dtype), device=flat.device)
+    room = torch.empty(size, dtype=at_least_float32(flat.dtype), device=flat.device)
     sums = []
     pieces = flat.split(size), code.split(size // 8)
     for given, place in zip(*pieces, strict=True):
@@ -119,7 +121,7 @@ def _unpack(
     code: torch.Tensor, scale: torch.Tensor, flat: torch.Tensor, add: bool
 ) -> None:
     """Eight elements of *flat* for each byte: *scale*, or minus it, or added."""
-    table = _signs(code.device) * scale.to(_wide(flat.dtype))
+    table = _signs(code.device) * scale.to(at_least_float32(flat.dtype))
     size = _at_once(flat)
     for bits, target in zip(code.split(-(-size // 8)), flat.split(size), strict=True):
         values = table.index_select(0, bits.int()).view(-1)[: target.numel()]

@@ -13,21 +13,26 @@ paper's buckets) begin with tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-from paceline.compression import counter_random
-from paceline.compression.blocks import Blocks, blocks_of
-from paceline.compression.per_worker import Alone
-from paceline.compression.quantizer import Grain
-from paceline.interfaces import CompressorSummary, Shape, State, StateKind
+from paceline.compression.base import (
+    CompressorSummary,
+    GatheredCompressor,
+    State,
+    StateKind,
+)
+from paceline.compression.quantization import (
+    BlockCompressor,
+    Quantizer,
+    new_streams,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class QSGD(Alone):
+class QSGD(BlockCompressor, GatheredCompressor):
     """Elements become whole numbers times a block's norm, rounded up or down by chance, so that
     the expected result is exact. Tensors of 8 bits or fewer, and whole numbers, are summed as
     they are.
@@ -44,39 +49,13 @@ class QSGD(Alone):
     unbiased: ClassVar[bool] = True
     state: ClassVar[StateKind] = "own"
     takes_error_feedback: ClassVar[bool] = False
-    grain: ClassVar[Grain] = Grain(levels=127, bits=8, norm="euclidean")
+    quantizer: ClassVar[Quantizer] = Quantizer(levels=127, bits=8, norm="euclidean")
     """Its levels are the paper's s: as many as fit in 8 bits."""
     block: ClassVar[int] = 128
-    """Elements with one norm, at most: a power of two."""
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
         return 16.0, 3.0 * workers
 
-    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
-        return counter_random.stream(name, rank)
-
-    def inherit(self, state: State, former: Sequence[State], workers: int) -> None:
-        """Numbers that were drawn are not drawn again."""
-        counter_random.go_on(state, former)
-
-    def _encode(
-        self, parts: Sequence[torch.Tensor], states: Sequence[State]
-    ) -> torch.Tensor:
-        return self._blocks(parts).encode(parts, counter_random.draw(states)[0])
-
-    def _decode(
-        self,
-        code: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        add: bool,
-    ) -> None:
-        self._blocks(parts).decode(code, parts, add)
-
-    def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        return blocks_of(shapes, 1, self.block, self.grain).row
-
-    def _blocks(self, parts: Sequence[torch.Tensor]) -> Blocks:
-        shapes, device = [part.shape for part in parts], parts[0].device
-        return blocks_of(shapes, 1, self.block, self.grain, device.type)
+    def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
+        return new_streams(name, rank)

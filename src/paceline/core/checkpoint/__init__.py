@@ -83,7 +83,7 @@ def save(path: str | Path, **others: Stateful) -> None:
     """
     runtime = _runtime()
     runtime.registry.drop_unheld()
-    if runtime.alone:
+    if runtime.server_only:
         _save_alone(runtime, _prepare(path, others), others)
         return
     # When all are here, each has the answers to what it sent; and none goes on before all
@@ -151,7 +151,7 @@ def load(path: str | Path, **others: Stateful) -> None:
     states = dict(_shared_states(runtime, others))
     # Servers are told first: some wait for the fastest only, who are here.
     for training in _trainings(runtime):
-        if training.remote is not None and not runtime.alone:
+        if training.remote is not None and not runtime.server_only:
             training.meet()
     found = run_on_all(runtime, "load", lambda: _find(runtime, path, set(states)))
     with trained_by(runtime, found.index.specs):

@@ -33,7 +33,7 @@ from paceline.core.training import Training
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime, WorkerState, redistribute_nothing
 from paceline.interfaces.buckets import match_strides
-from paceline.parameter_server.client.compression import Encoding
+from paceline.parameter_server.client.compression import ClientCompression
 
 VERSION = 3
 """The format that `save` writes and `load` reads."""
@@ -209,9 +209,9 @@ def worker_states(training: Training) -> list[WorkerState]:
     states: list[WorkerState] = []
     if training.hooks.has("save_state"):
         states.append(MethodState(context.method.name, training.hooks))
-    if sender is not None and sender.compressor.state != "none":
+    if sender is not None and sender.compression.state != "none":
         tensors: Sequence[tuple[str, torch.Tensor]] = context.parameters
-        if isinstance(sender, Encoding):
+        if isinstance(sender, ClientCompression):
             tensors = sender.tensors()
         states.append(ResidualState(sender, context.comm.rank, tensors))
     if context.rounds.models_may_differ and context.optimizer is not None:
@@ -252,11 +252,11 @@ class ResidualState:
 
     def __init__(
         self,
-        sender: CompressedAverage | Encoding,
+        sender: CompressedAverage | ClientCompression,
         rank: int,
         tensors: Sequence[tuple[str, torch.Tensor]],
     ) -> None:
-        self.name = f"compression.{sender.compressor.name}"
+        self.name = f"compression.{sender.compression.name}"
         self._sender, self._rank = sender, rank
         self._tensors = dict(tensors)
         self._device = tensors[0][1].device
@@ -274,10 +274,10 @@ class ResidualState:
         former = [_moved(part, self._device) for part in parts]
         states: dict[str, Any] = {}
         for name in dict.fromkeys(name for part in former for name in part):
-            compressor, like = self._sender.compressor, self._like(name)
-            states[name] = compressor.init(like, name, self._rank)
+            compression, like = self._sender.compression, self._like(name)
+            states[name] = compression.init_state(like, name, self._rank)
             there = [part[name] for part in former if name in part]
-            compressor.inherit(states[name], there, workers)
+            compression.inherit_state(states[name], there, workers)
         return states
 
     def _like(self, name: str) -> torch.Tensor:

@@ -31,7 +31,6 @@ from paceline.errors import UsageError
 from paceline.interfaces import (
     Bucket,
     Clips,
-    Compressor,
     Consistency,
     GradientSeen,
     MethodSummary,
@@ -48,15 +47,13 @@ from paceline.methods.contrib.daso_nodes import (
     end,
     mean_of_nodes,
 )
-from paceline.methods.local_updates.fragments import (
-    Part,
-    Since,
-    make_parts,
-    means,
-    put,
+from paceline.methods.local_updates.options import check_group, places_of
+from paceline.methods.local_updates.state import (
+    TrainedSince,
+    copy_into,
+    message_tensors,
 )
-from paceline.methods.local_updates.groups import check_group, places_of
-from paceline.methods.local_updates.options import Options
+from paceline.methods.model_averaging import ModelAverager
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +68,11 @@ class DASO:
         ),
         sends=(
             "the gradient inside the node, and one worker's parameters between nodes "
-            "once in `every` steps"
+            "once in `sync_every` steps"
         ),
         guarantees=(
             "equal parameters in a node, and what other nodes have trained arrives "
-            "`delay` steps late; with one node, or with `every=1` and `delay=0` under "
+            "`delay` steps late; with one node, or with `sync_every=1` and `delay=0` under "
             "SGD, that is bsp"
         ),
     )
@@ -87,35 +84,35 @@ class DASO:
     consolidates_together: ClassVar[bool] = True
     rounds: ClassVar[Rounds] = Rounds(groups=True)
 
-    every: int = 4
+    sync_every: int = 4
     delay: int = 1
     group: str = "rack"
     warm_up: int = 0
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise self._wrong("every", "1 or more steps")
+        if self.sync_every < 1:
+            raise self._wrong("sync_every", "1 or more steps")
         if self.warm_up < 0:
             raise self._wrong("warm_up", "0 or more steps")
-        if not 0 <= self.delay <= self.every:
+        if not 0 <= self.delay <= self.sync_every:
             raise self._wrong(
                 "delay",
-                f"0 to every={self.every} steps: then the next exchange begins",
+                f"0 to sync_every={self.sync_every} steps: then the next exchange begins",
             )
-        check_group(self)
+        check_group(self.name, self.group)
 
     @property
     def learns_for(self) -> int:
         """Steps until it averages as seldom as it will, and until the first late mean is used."""
-        return self.warm_up + (self.every + self.delay if self.delay else 0)
+        return self.warm_up + (self.sync_every + self.delay if self.delay else 0)
 
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")
 
-    def compressed_by(self, compressor: Compressor) -> DASO:
+    def compressed_by(self, compressor: str) -> DASO:
         """None is: raises `UsageError`."""
         raise UsageError(
-            f"compression {compressor.name!r} with method 'daso': nodes send each other "
+            f"compression {compressor!r} with method 'daso': nodes send each other "
             "their parameters, and none are common to all of them while means are late, "
             "from which a difference could be taken; parameters themselves are never "
             "compressed. Use hierarchical-local-sgd, which compresses what has moved "
@@ -123,8 +120,8 @@ class DASO:
         )
 
     def start(self, run: Run) -> DASOWorker:
-        nodes = Nodes(run, places_of(self, run))
-        run.set_period(self.every)
+        nodes = Nodes(run, places_of(self.name, self.group, run))
+        run.set_period(self.sync_every)
         if nodes.count == 1 and run.comm.size > 1:
             run.report(
                 f"daso: all workers are in one {self.group}, so there is nobody to exchange "
@@ -138,7 +135,7 @@ class DASOWorker:
 
     def __init__(self, run: Run, method: DASO, nodes: Nodes) -> None:
         self.run, self.method, self.nodes = run, method, nodes
-        self.part = whole_model(run)
+        self.model = ModelAverager.of_model(run)
         self.progress = Progress()
         self.turn = 0
         """How many exchanges there were."""
@@ -168,7 +165,7 @@ class DASOWorker:
             self._end_exchange()
         if begins:
             self.exchange = begin(
-                self.nodes, self.part, run, self.progress, self.turn, delay
+                self.nodes, self.model, run, self.progress, self.turn, delay
             )
             self.turn += 1
             if not delay:
@@ -178,12 +175,12 @@ class DASOWorker:
         """S and B in this step."""
         method = self.method
         warms_up = self.run.step < method.warm_up
-        return (1, 0) if warms_up else (method.every, method.delay)
+        return (1, 0) if warms_up else (method.sync_every, method.delay)
 
     def _end_exchange(self) -> None:
         assert self.exchange is not None
         exchange, self.exchange = self.exchange, None
-        end(self.nodes, self.part, exchange)
+        end(self.nodes, self.model, exchange)
 
     # ---- the end, and what is shown in between ----
 
@@ -192,26 +189,21 @@ class DASOWorker:
         source = self.run.participate_until_all_finish()
         if self.exchange is not None:
             self._end_exchange()
-        self._average(self.part)
+        self._average(self.model)
         if source is not None:
             self.run.broadcast_model(source)
 
     @torch.no_grad()
     def consolidate(self) -> Callable[[], None]:
-        part = whole_model(self.run)  # in the other one an exchange may be on its way
-        kept = part.copies()
-        self._average(part)
+        # In the buffers of the other one an exchange may be under way.
+        model = ModelAverager.of_model(self.run)
+        restore = model.snapshot()
+        self._average(model)
+        return restore
 
-        @torch.no_grad()
-        def undo() -> None:
-            for tensor, own in kept:
-                tensor.copy_(own)
-
-        return undo
-
-    def _average(self, part: Part) -> None:
+    def _average(self, model: ModelAverager) -> None:
         _, delay = self._pace()
-        mean_of_nodes(self.nodes, part, self.run, self.progress, were_equal=not delay)
+        mean_of_nodes(self.nodes, model, self.run, self.progress, were_equal=not delay)
 
     def parameters_replaced(self) -> None:
         """What is on its way is of before."""
@@ -241,7 +233,7 @@ class DASOWorker:
                 "turn": exchange.turn,
                 "delay": exchange.delay,
                 "weights": exchange.weights,
-                "sums": means(self.run, self.part),
+                "sums": message_tensors(self.run, self.model),
             }
         return saved
 
@@ -250,10 +242,10 @@ class DASOWorker:
         self._drop_exchange()
         device = self.run.parameters[0].device
         self.turn = saved["turn"]
-        self.progress = Progress(Since(*saved["since"]), saved["steps"])
+        self.progress = Progress(TrainedSince(*saved["since"]), saved["steps"])
         there = saved["exchange"]
         if there:
-            put(means(self.run, self.part), there["sums"])
+            copy_into(message_tensors(self.run, self.model), there["sums"])
             self.exchange = Exchange(
                 there["due"],
                 there["turn"],
@@ -262,14 +254,7 @@ class DASOWorker:
             )
 
     def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """What was on its way between other nodes is gone, and so is what each has trained
-        since: all go on from one model."""
+        """Drop the exchange and what each worker has trained since: all go on from one model."""
         saved = dict(next(iter(parts)))
         begins, _ = saved["since"]
         return saved | {"since": [begins, 0.0], "steps": 0, "exchange": {}}
-
-
-def whole_model(run: Run) -> Part:
-    """All that nodes exchange."""
-    (part,) = make_parts(Options(), run)
-    return part

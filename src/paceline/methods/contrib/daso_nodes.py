@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.interfaces import Comm, Pending, Run
-from paceline.methods.flat_tensors import Flat
-from paceline.methods.local_updates.fragments import Part, Since
+from paceline.methods.local_updates.state import TrainedSince
+from paceline.methods.model_averaging import ModelAverager
 
 
 @dataclass
 class Progress:
     """What a worker has trained: *since* the last exchange, and *steps* in all."""
 
-    since: Since = field(default_factory=Since)
+    since: TrainedSince = field(default_factory=TrainedSince)
     steps: int = 0
 
     def count(self, weight: float) -> None:
@@ -91,15 +91,20 @@ class Exchange:
 
 
 def begin(
-    nodes: Nodes, part: Part, run: Run, progress: Progress, turn: int, delay: int
+    nodes: Nodes,
+    model: ModelAverager,
+    run: Run,
+    progress: Progress,
+    turn: int,
+    delay: int,
 ) -> Exchange:
     """Send this node's parameters to the other nodes: a sum of a*w, and of a, where node p
     counts a_p. Collective."""
     inside = nodes.inside
     own = progress.told(run)
     samples, steps = _gathered(inside, own)
-    _share_newest(nodes, part, steps, nodes.speaker(turn))
-    _average_statistics(nodes, part, samples)
+    _share_newest(nodes, model, steps, nodes.speaker(turn))
+    _average_statistics(nodes, model, samples)
     weight = nodes.weight(samples, run.step + 1 - progress.since.begins)
     weights = own.new_tensor([weight, weight])
     exchange = Exchange(run.step + delay, turn, delay, weights)
@@ -107,17 +112,17 @@ def begin(
     across = nodes.across(turn)
     if across is not None:
         exchange.pending.append(across.all_reduce(exchange.weights[1:], "sum"))
-        for flat in (*part.parameters, *part.statistics):
-            flat.take()
+        for flat in (*model.parameters, *model.statistics):
+            flat.gather_in()
             flat.buffer.mul_(weight)
             exchange.pending.append(across.all_reduce(flat.buffer, "sum"))
-        for flat in part.counters:
-            flat.take()
+        for flat in model.counters:
+            flat.gather_in()
             exchange.pending.append(across.all_reduce(flat.buffer, "max"))
     return exchange
 
 
-def end(nodes: Nodes, part: Part, exchange: Exchange) -> None:
+def end(nodes: Nodes, model: ModelAverager, exchange: Exchange) -> None:
     """Wait for the others' parameters, and go on from
 
         w <- (2B*w + sum_p a_p w_p) / (2B + sum_p a_p)
@@ -129,44 +134,46 @@ def end(nodes: Nodes, part: Part, exchange: Exchange) -> None:
     if nodes.count == 1:
         return
     speaker = nodes.speaker(exchange.turn)
-    arriving = [exchange.weights, *(flat.buffer for flat in part.flats)]
+    arriving = [exchange.weights, *(flat.buffer for flat in model.flats)]
     for pending in [nodes.inside.broadcast(b, speaker) for b in arriving]:
         pending.wait()
     own, total = exchange.weights.tolist()
     if not total:
         return  # nobody has trained
     kept = 2.0 * exchange.delay if own else 0.0
-    for flat in (*part.parameters, *part.statistics):
+    for flat in (*model.parameters, *model.statistics):
         if kept:
             for tensor, view in zip(flat.tensors, flat.views, strict=True):
                 view.add_(tensor.to(view.dtype), alpha=kept)
         flat.buffer.div_(kept + total)
-        flat.put()
-    part.put_counters()
+        flat.scatter_out()
+    model.scatter_counters()
 
 
 def _share_newest(
-    nodes: Nodes, part: Part, steps: Sequence[float], speaker: int
+    nodes: Nodes, model: ModelAverager, steps: Sequence[float], speaker: int
 ) -> None:
     """Where who speaks is behind, the node has the parameters of who is not."""
     most = max(steps)
     if steps[speaker] == most:
         return
     source = list(steps).index(most)
-    for flat in part.parameters:
-        flat.take()
+    for flat in model.parameters:
+        flat.gather_in()
         nodes.inside.broadcast(flat.buffer, source).wait()
-        flat.put()
+        flat.scatter_out()
 
 
-def _average_statistics(nodes: Nodes, part: Part, samples: Sequence[float]) -> None:
+def _average_statistics(
+    nodes: Nodes, model: ModelAverager, samples: Sequence[float]
+) -> None:
     """BatchNorm's become the node's: the mean, by samples, and the largest counters."""
     whole = sum(samples)
     share = samples[nodes.inside.rank] / whole if whole else 0.0
-    flats = [*(part.statistics if whole else ()), *part.counters]
+    flats = [*(model.statistics if whole else ()), *model.counters]
     pending = []
     for flat in flats:
-        flat.take()
+        flat.gather_in()
         if flat.buffer.is_floating_point() or flat.buffer.is_complex():
             flat.buffer.mul_(share)
             pending.append(nodes.inside.all_reduce(flat.buffer, "sum"))
@@ -175,11 +182,11 @@ def _average_statistics(nodes: Nodes, part: Part, samples: Sequence[float]) -> N
     for one in pending:
         one.wait()
     for flat in flats:
-        flat.put()
+        flat.scatter_out()
 
 
 def mean_of_nodes(
-    nodes: Nodes, part: Part, run: Run, progress: Progress, were_equal: bool
+    nodes: Nodes, model: ModelAverager, run: Run, progress: Progress, were_equal: bool
 ) -> None:
     """Put the mean of the nodes, as they are between two steps, into the model. Where they
     *were_equal* after the last exchange each counts by what it has trained since; else, or
@@ -192,15 +199,7 @@ def mean_of_nodes(
     rank, mine = run.comm.rank, nodes.own
     weight = weights[mine] / sum(weights) if newest[mine] == rank else 0.0
     of_statistics = samples[rank] / sum(samples) if any(samples) else weight
-    pending = [_sum(run, flat, weight) for flat in part.parameters]
-    pending += [_sum(run, flat, of_statistics) for flat in part.statistics]
-    for flat in part.counters:
-        flat.take()
-        pending.append(run.comm.all_reduce(flat.buffer, "max"))
-    for one in pending:
-        one.wait()
-    for flat in part.flats:
-        flat.put()
+    model.mean(run.comm, weight, of_statistics)
 
 
 def _gathered(comm: Comm, told: torch.Tensor) -> list[list[float]]:
@@ -208,9 +207,3 @@ def _gathered(comm: Comm, told: torch.Tensor) -> list[list[float]]:
     everyone = told.new_empty(2 * comm.size)
     comm.all_gather(everyone, told).wait()
     return [column.tolist() for column in everyone.view(-1, 2).unbind(1)]
-
-
-def _sum(run: Run, flat: Flat, weight: float) -> Pending:
-    flat.take()
-    flat.buffer.mul_(weight)
-    return run.comm.all_reduce(flat.buffer, "sum")

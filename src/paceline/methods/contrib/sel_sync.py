@@ -38,7 +38,6 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
-    Compressor,
     Consistency,
     GradientSeen,
     MethodSummary,
@@ -47,9 +46,9 @@ from paceline.interfaces import (
     UpdatesOn,
 )
 from paceline.methods.local_updates.options import Options
-from paceline.methods.local_updates.worker import LocalWorker
+from paceline.methods.local_updates.rounds import LocalUpdatesWorker
 
-PLAIN = Options(every=1)
+PLAIN = Options(sync_every=1)
 ANCHORED = PLAIN.with_differences()
 """What a mean is, where there is one: of the parameters, as they are, or of what they have
 moved."""
@@ -57,10 +56,16 @@ moved."""
 
 @dataclass(frozen=True, kw_only=True)
 class SelSync:
-    """Average the parameters in steps in which some worker's gradient changes by *delta*. A
-    mean over *window* steps forgets a part *smoothing* in each. Under compression
-    workers send what parameters have moved since the last mean, and keep one more copy of the
-    model."""
+    """Average the parameters in steps in which some worker's gradient changes.
+
+    Under compression workers send what parameters have moved since the last average, and keep one
+    more copy of the model.
+
+    Attributes:
+        delta: The relative change from which a worker raises its flag.
+        window: Steps of the running means.
+        smoothing: The share that they forget in each step.
+    """
 
     name: ClassVar[str] = "sel-sync"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -71,7 +76,7 @@ class SelSync:
         sends="a flag in each step, and the parameters where one is raised",
         guarantees=(
             "equal models after each step in which a flag was raised; `delta=0` is "
-            "`local-sgd` with `every=1`"
+            "`local-sgd` with `sync_every=1`"
         ),
     )
     consistency: ClassVar[Consistency] = "local"
@@ -106,7 +111,7 @@ class SelSync:
         """Without an anchor the result is the mean of all models."""
         return not self.averages.differences
 
-    def compressed_by(self, compressor: Compressor) -> SelSync:
+    def compressed_by(self, compressor: str) -> SelSync:
         """With differences, which alone are compressed."""
         changed = copy.copy(self)
         object.__setattr__(changed, "averages", ANCHORED)
@@ -116,7 +121,7 @@ class SelSync:
         return SelSyncWorker(run, self)
 
 
-class SelSyncWorker(LocalWorker):
+class SelSyncWorker(LocalUpdatesWorker):
     """One worker."""
 
     def __init__(self, run: Run, method: SelSync) -> None:
@@ -143,7 +148,7 @@ class SelSyncWorker(LocalWorker):
         self.steps += 1
         if flag.item():
             self.means += 1
-            self._land(self._send(0, since=self.parts[0].since))
+            self._apply(self._send(0, since=self.fragments[0].since))
 
     def _raises(self, norm: float) -> bool:
         """Whether this worker raises its flag after a gradient of this norm."""
@@ -189,8 +194,10 @@ class SelSyncWorker(LocalWorker):
         self.steps, self.means = saved["counts"]
 
     def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """The norms of the first one: workers' gradients are about as large. All go on from
-        one model."""
+        """Give all workers the norms of the first: gradients are about as large.
+
+        All go on from one model.
+        """
         return super().redistribute_state(parts)
 
 

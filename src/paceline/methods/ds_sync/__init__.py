@@ -13,13 +13,10 @@ one period goes on through epochs, and the end is a global average.
 
 - `options`: the hyperparameters.
 - `worker`: one worker, from step to step; start here.
-- `plan`: who averages with whom in each step; `groups`: one phase of it.
-- `shuffle`, `divide`: groups for equal links, and for a cluster's unequal ones.
-- `cost`, `convergence_rate`: a plan's time on a cluster, and how fast its workers agree.
-- `adjust`, `contention`, `group_times`: a new plan from measured times.
-- `current_plan`: the plan in force, changed on all workers in the same step.
-- `parameter_exchange`, `averaged_tensors`: what a worker averages with its group.
-- `model_mean`, `swa_average`: the average of all workers' models.
+- `plan`: a plan as data: the groups of every step.
+- `divide`: the design of groups, for equal links and for uneven networks.
+- `cost`: a plan's time on a cluster, and how fast its workers agree.
+- `adjust`: a new plan where workers leave, or from the measured times of groups.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ from typing import ClassVar
 from paceline.errors import UsageError
 from paceline.interfaces import (
     Clips,
-    Compressor,
     Consistency,
     GradientSeen,
     MethodSummary,
@@ -63,10 +59,10 @@ class DSSync(DSSyncOptions):
     consolidates_together: ClassVar[bool] = True
     averages_buffers: ClassVar[bool] = True
 
-    def compressed_by(self, compressor: Compressor) -> DSSync:
+    def compressed_by(self, compressor: str) -> DSSync:
         """None is: raises `UsageError`."""
         raise UsageError(
-            f"compression {compressor.name!r} with method 'ds-sync': groups average their "
+            f"compression {compressor!r} with method 'ds-sync': groups average their "
             "parameters, and other groups in the next step, so that none are common to "
             "the workers of one, from which a difference could be taken; parameters "
             "themselves are never compressed. Use local-sgd or diloco, which compress what "

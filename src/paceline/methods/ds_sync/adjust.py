@@ -20,13 +20,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError
-from paceline.methods.ds_sync.contention import NONE, Contention
-from paceline.methods.ds_sync.cost import group_seconds, ring_bytes
-from paceline.methods.ds_sync.plan import Plan, make_plan
+from paceline.interfaces import Pending, Run
+from paceline.methods.ds_sync.cost import describe, group_seconds, ring_bytes
+from paceline.methods.ds_sync.divide import make_plan
+from paceline.methods.ds_sync.options import DSSyncOptions
+from paceline.methods.ds_sync.plan import NONE, Contention, Plan
 
 ENTERS = 0.6
 """A link with this part left, or less, is contended."""
@@ -37,8 +41,10 @@ CHANGES = 2.0
 LEAST = 1e-3
 """A link has no less than this part left, whatever was measured."""
 Times = Sequence[Sequence[float]]
-"""Seconds of each group of each phase, as `Plan.phases` has them; 0 (or no finite number)
-where none were measured."""
+"""Seconds of each group of each phase, in the order of `Plan.phases`.
+
+0, or a number that is not finite, where none were measured.
+"""
 
 
 def decide(
@@ -49,15 +55,21 @@ def decide(
     *,
     begins: int = 0,
 ) -> Plan | None:
-    """The plan to go on with from step *begins*, the next version; None if this one will do.
+    """Return the next version of a plan, for the contention that times show; None for no change.
 
-    *times*: what each group took from when its last member had come; the same numbers on all
-    workers. *cluster*: None if it is not known: all links are then taken to be alike. Designs
-    that were asked for by name are left as they are: only ``auto`` and ``topology`` adjust.
+    Only ``auto`` and ``topology`` adjust: a design that was asked for by name stays.
 
-    Raises `UsageError` for times that are not those of the plan's phases and groups.
+    Args:
+        plan: In force.
+        times: Seconds of each group, from when its last member arrived. The same on all workers.
+        cluster: The network; None where it is not known: all links then count as equal.
+        bytes: Averaged in each step by each worker.
+        begins: The step of the new plan's first phase.
+
+    Raises:
+        UsageError: For times of other phases and groups.
     """
-    if plan.shuffle not in ("auto", "topology") or len(plan.members) < 2:
+    if plan.groups not in ("auto", "topology") or len(plan.members) < 2:
         return None
     _check(plan, times)
     network = cluster or _even(plan.members)
@@ -77,8 +89,10 @@ def for_members(
     *,
     begins: int = 0,
 ) -> Plan:
-    """The next version, for those who remain: made as *plan* was, with groups no larger than
-    there are workers. Raises as `make_plan` does."""
+    """Return the next version of a plan, for the workers that remain.
+
+    It is made as *plan* was, with groups no larger than there are workers. Raises as `make_plan`.
+    """
     return _again(plan, members, cluster, bytes, begins, plan.contention)
 
 
@@ -94,7 +108,7 @@ def _again(
         cluster = _even(plan.members)
     return make_plan(
         members,
-        shuffle=plan.shuffle,
+        groups=plan.groups,
         size=max(2, min(plan.size, len(members))),
         seed=plan.seed,
         cluster=cluster,
@@ -112,8 +126,10 @@ def _even(members: Sequence[int]) -> Cluster:
 
 
 class _Group(NamedTuple):
-    """A group in a phase, and the bytes a second that each of its workers sends: as
-    *measured*, and on a *free* network."""
+    """A group of a phase, and the bytes a second that each of its workers sends.
+
+    *measured*: as it was; *free*: on a network without other traffic.
+    """
 
     phase: int
     workers: tuple[int, ...]
@@ -122,7 +138,7 @@ class _Group(NamedTuple):
 
 
 def _groups(plan: Plan, times: Times, cluster: Cluster, payload: float) -> list[_Group]:
-    """Those that were measured, and that send anything through a link."""
+    """The groups that were measured, and that send anything through a link."""
     found = []
     seconds = group_seconds(plan, cluster, payload)
     for phase, groups in enumerate(plan.phases):
@@ -182,8 +198,11 @@ def _judged(
     before: Mapping[int, float],
     capacities: Mapping[int, float],
 ) -> dict[int, float]:
-    """The parts that are left of contended links: of *capacities*, or where there is none of
-    what groups would send if the links were free. *links_of*: those a group goes through."""
+    """The share that is left of each contended link.
+
+    It is a share of *capacities*; without one, of what groups would send through a free link.
+    *links_of*: the links of a group. *before*: the contention known so far.
+    """
     through: dict[int, list[_Group]] = {}
     for group in groups:
         for link in links_of(group):
@@ -205,7 +224,7 @@ def _judged(
 
 
 def _most(groups: Sequence[_Group], rate: Callable[[_Group], float]) -> float:
-    """The most that these groups send at once: in the phase where they send most."""
+    """The most that these groups send in one phase."""
     of_phase: dict[int, float] = {}
     for group in groups:
         of_phase[group.phase] = of_phase.get(group.phase, 0.0) + rate(group)
@@ -219,3 +238,193 @@ def _check(plan: Plan, times: Times) -> None:
             f"times: expected seconds of each group of {len(shape)} phases, {shape} groups, "
             f"got {[len(row) for row in times]}"
         )
+
+
+NO_VERSION = -1
+
+
+class GroupTimes:
+    """The seconds that groups take, exchanged among all workers.
+
+    Each worker times the averages of its own groups. Every so many steps all add up what they
+    measured, on a channel of its own, and use the sum one such interval later. So nobody waits for
+    it, and all decide by the same numbers in the same step.
+    """
+
+    def __init__(self, run: Run, every: int) -> None:
+        """Start timing. Collective.
+
+        Args:
+            run: The training.
+            every: Steps from one exchange to the next.
+        """
+        self._run, self._every = run, every
+        self._channel = run.comm.channel("adjust")
+        self._measured: list[tuple[int, list[Any]]] = []
+        """For each average: its phase, and the marks of its start and end."""
+        self._measured_version = NO_VERSION
+        """The version of the plan that they are of."""
+        self._sums = torch.zeros(0, dtype=torch.float64)
+        """The seconds of all workers, once the exchange is complete."""
+        self._sums_version = NO_VERSION
+        self._pending: Pending | None = None
+
+    def begin(self, plan: Plan) -> Callable[[], None]:
+        """Start timing this step's average; call the result when the average is complete."""
+        if self._measured_version != plan.version:
+            self._measured.clear()
+            self._measured_version = plan.version
+        stopwatch = self._run.stopwatch
+        marks = [stopwatch.mark()]
+        phase = (self._run.step - plan.begins) % len(plan.phases)
+        self._measured.append((phase, marks))
+        return lambda: marks.append(stopwatch.mark())
+
+    def exchange(self, plan: Plan) -> Times | None:
+        """Return the times of *plan* that all workers have; None in steps without an exchange.
+
+        Collective, and waits for nobody.
+        """
+        if self._run.step % self._every or not self._run.step:
+            return None
+        self.wait()
+        times = self._times(plan) if self._sums_version == plan.version else None
+        self._send(plan)
+        return times
+
+    def _times(self, plan: Plan) -> Times:
+        """The least time of a group's workers: the last to arrive waits for the network alone.
+
+        0 where nobody has measured.
+        """
+        by_phase = self._sums.view(len(plan.phases), -1).tolist()
+        return [
+            [
+                min((seconds[rank] for rank in group if seconds[rank] > 0), default=0.0)
+                for group in groups
+            ]
+            for groups, seconds in zip(plan.phases, by_phase, strict=True)
+        ]
+
+    def _send(self, plan: Plan) -> None:
+        run = self._run
+        own = torch.zeros(len(plan.phases), run.comm.size, dtype=torch.float64)
+        measured = self._measured if self._measured_version == plan.version else []
+        for phase in range(len(plan.phases)):
+            times = sorted(
+                run.stopwatch.seconds(marks[0], marks[1:])[0]
+                for of, marks in measured
+                if of == phase and len(marks) > 1
+            )
+            if times:
+                # In some steps it waits for slower workers, and not for the network.
+                own[phase, run.comm.rank] = times[len(times) // 4]
+        self._measured.clear()
+        self._sums = own.view(-1).to(run.parameters[0].device)
+        self._sums_version = plan.version
+        self._pending = self._channel.all_reduce(self._sums, "sum")
+
+    def wait(self) -> None:
+        """Wait for the exchange that is under way."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def save(self) -> dict[str, Any]:
+        """Return the last exchange, as a checkpoint keeps it."""
+        self.wait()
+        return {"sums": self._sums, "version": self._sums_version}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Go on from what `save` gave."""
+        self.wait()
+        self._measured.clear()
+        self._sums = saved["sums"].to(self._sums.device)
+        self._sums_version = saved["version"]
+
+
+_make_once, _describe_once = lru_cache(16)(make_plan), lru_cache(16)(describe)
+"""The simulated workers of a process share one plan."""
+
+
+class CurrentPlan:
+    """The plan in force; all workers change it in the same step."""
+
+    def __init__(self, run: Run, options: DSSyncOptions) -> None:
+        self._run, self._options = run, options
+        self._bytes = sum(bucket.bytes for bucket in run.buckets)
+        self.plan = self._make(tuple(range(run.comm.size)), 0)
+        self._report("")
+
+    @property
+    def largest(self) -> int:
+        """The workers of the largest group."""
+        return max(len(group) for groups in self.plan.phases for group in groups)
+
+    def renew(self) -> bool:
+        """Make a plan of the active workers where they have changed; return whether it did."""
+        run, members = self._run, tuple(self._run.participants)
+        if members == self.plan.members or not members:
+            return False
+        self.plan = for_members(
+            self.plan, members, run.cluster, self._bytes, begins=run.step
+        )
+        self._report(f"of those who train, from step {run.step} on, ")
+        return True
+
+    def adjust(self, times: Times) -> bool:
+        """Make a plan from measured times where contention has moved; return whether it did."""
+        run = self._run
+        plan = decide(self.plan, times, run.cluster, self._bytes, begins=run.step)
+        if plan is None:
+            return False
+        self.plan = plan
+        self._report(f"by the times that groups took, from step {run.step} on, ")
+        return True
+
+    def _make(
+        self,
+        members: tuple[int, ...],
+        version: int,
+        contention: Contention = NONE,
+    ) -> Plan:
+        options = self._options
+        # The active workers may be fewer than a group was asked to have.
+        most = max(2, len(members)) if version else options.size
+        return _make_once(
+            members,
+            groups=options.groups,
+            size=min(options.size, most),
+            seed=options.seed,
+            cluster=self._run.cluster,
+            bytes=self._bytes,
+            cross_rack_every=options.cross_rack_every,
+            version=version,
+            begins=self._run.step,
+            contention=contention,
+        )
+
+    def _report(self, why: str) -> None:
+        run, plan = self._run, self.plan
+        if len(plan.members) > 1:
+            cluster = run.cluster and plan.contention.on(run.cluster)
+            text = _describe_once(plan, cluster, self._bytes)
+            run.report(f"ds-sync: {why}{text}")
+
+    # ---- restarts ----
+
+    @property
+    def _requested(self) -> list[Any]:
+        options = self._options
+        return [options.groups, options.size, options.seed, options.cross_rack_every]
+
+    def save(self) -> dict[str, Any]:
+        """Return the plan, and the options that it was made from, as a checkpoint keeps them."""
+        return {"requested": self._requested, "plan": self.plan.save()}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the saved plan; with a new one where the options are others now."""
+        self.plan = Plan.load(saved["plan"])
+        if saved["requested"] != self._requested:
+            plan = self.plan
+            self.plan = self._make(plan.members, plan.version + 1, plan.contention)

@@ -1,4 +1,4 @@
-"""Divide: groups for a cluster whose links are not alike.
+"""Divide: the groups of every step, for equal links and for a cluster's uneven ones.
 
 Theory of operation (Wang et al. 2022; its text is not public, so this is a reconstruction)
 -------------------------------------------------------------------------------------------
@@ -19,30 +19,224 @@ There is no barrier between groups, so a crossing delays its rack only in the ne
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import median_high
 
 from paceline.cluster import Cluster
+from paceline.errors import UsageError, unknown
 from paceline.methods.ds_sync.cost import check_members, ring_bytes
-from paceline.methods.ds_sync.groups import Groups, cut, in_order, parts
-from paceline.methods.ds_sync.shuffle import digits, shuffled
+from paceline.methods.ds_sync.plan import (
+    NONE,
+    Contention,
+    Groups,
+    Plan,
+    check_connected,
+    cut,
+    in_order,
+    parts,
+)
 
+DESIGNS = ("auto", "digits", "topology")
 SLOW = 0.6
-"""A host whose link, or whose speed, is at most this part of its rack's median is slow."""
+"""A host is slow whose link, or whose speed, is at most this share of its rack's median."""
 NEARLY = 1 + 1e-9
 """Times that differ by rounding alone are the same."""
 MANY = 100_000
 """More phases than any division needs."""
+MOST_SELDOM = 4
+"""The most that contention lengthens the time between two phases in which racks meet."""
+
+
+def make_plan(
+    members: Sequence[int],
+    *,
+    groups: str = "auto",
+    size: int = 2,
+    seed: int = 0,
+    cluster: Cluster | None = None,
+    bytes: float = 0,  # noqa: A002 - as in the interfaces
+    cross_rack_every: int = 1,
+    version: int = 0,
+    begins: int = 0,
+    contention: Contention = NONE,
+) -> Plan:
+    """Return the plan of *members*: the same on every worker.
+
+    Args:
+        members: Ranks.
+        groups: ``digits`` (see `digits`), ``topology`` (see `divide`), or ``auto``: topology where
+            the cluster has several racks or a slow host, else digits.
+        size: Workers of a group. Where it does not divide them, groups are as equal as
+            possible, and an odd worker makes a group of three.
+        seed: Of the groups inside racks.
+        cluster: The network, where it is known.
+        bytes: Averaged in each step by each worker.
+        cross_rack_every: Racks meet in every so many phases: see `divide`.
+        version: Of the plan. The first one, 0, has all workers of the cluster.
+        begins: The step of its first phase.
+        contention: On the cluster's links.
+
+    Raises:
+        UsageError: For groups of one, for groups of more workers than there are, for a cluster of
+            other workers, and where some workers never reach others.
+    """
+    if groups not in DESIGNS:
+        raise UsageError(unknown("value for groups", groups, DESIGNS))
+    ordered = tuple(sorted(set(members)))
+    _check_size(size, len(ordered))
+    if cross_rack_every < 1:
+        raise UsageError(
+            f"cross_rack_every: expected 1 or more phases, got {cross_rack_every}"
+        )
+    phases: tuple[Groups, ...]
+    if len(ordered) <= 1:
+        phases = ((ordered,),) if ordered else ()
+    elif groups == "topology" or (groups == "auto" and cluster is not None):
+        phases = _for_network(
+            ordered,
+            _known(cluster, ordered, version),
+            contention,
+            bytes,
+            only_uneven=groups == "auto",
+            size=size,
+            seed=seed,
+            cross_rack_every=cross_rack_every,
+        )
+    else:
+        phases = digits(ordered, size)
+    plan = Plan(
+        phases,
+        version,
+        begins,
+        ordered,
+        groups,
+        size,
+        seed,
+        cross_rack_every,
+        contention,
+    )
+    check_connected(plan)
+    return plan
+
+
+@lru_cache(maxsize=16)  # workers of one process make the same plan
+def _for_network(
+    members: tuple[int, ...],
+    cluster: Cluster,
+    contention: Contention,
+    payload: float,
+    *,
+    only_uneven: bool,
+    size: int,
+    seed: int,
+    cross_rack_every: int,
+) -> tuple[Groups, ...]:
+    network = contention.on(cluster)
+    if only_uneven and not is_uneven(members, network):
+        return digits(members, size)
+    every = _cross_rack_every(cross_rack_every, members, cluster, contention)
+    return divide(
+        members, network, payload, size=size, seed=seed, cross_rack_every=every
+    )
+
+
+def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Cluster:
+    """Raises `UsageError` unless there is a cluster, and it is that of *members*."""
+    if cluster is None:
+        raise UsageError(
+            "groups='topology' divides workers by their network, and nobody has said what it "
+            "is: give a cluster (paceline run --cluster FILE), or use groups='digits'"
+        )
+    if version == 0 and cluster.workers != len(members):
+        raise UsageError(
+            f"expected a cluster of {len(members)} workers, as many as train, got one of "
+            f"{cluster.workers}: describe the cluster that this training runs on"
+        )
+    return cluster
+
+
+def digits(members: Sequence[int], size: int) -> tuple[Groups, ...]:
+    """Return groups of workers whose numbers differ in one digit, another digit in each phase.
+
+    Workers are numbered in base *size*. Where their count is a product of factors up to *size* (or
+    *size* + 1, where needed), the factors are the radices and the sizes of groups. All workers
+    then agree exactly after as many steps as there are digits: n = g^d takes d. Else groups
+    are as equal as possible, and workers agree nearly.
+
+    For 16 workers and a size of 4: the rows, then the columns of a 4x4 grid
+    (Wang et al. 2020 ran 16; the grouping is our generalisation).
+    """
+    radices = _radices(len(members), size)
+    if not radices:  # a prime factor is too large
+        radices = [size] * max(1, _digits_of(len(members), size))
+    strides = itertools.accumulate(radices[:-1], lambda a, b: a * b, initial=1)
+    return tuple(
+        in_order(cut([m for i in range(s) for m in members[i::s]], radix))
+        for s, radix in zip(strides, radices, strict=True)
+    )
+
+
+def _digits_of(count: int, base: int) -> int:
+    """The digits that number *count* workers."""
+    return next(d for d in itertools.count() if base**d >= count)
+
+
+def _radices(count: int, size: int) -> list[int]:
+    """Factors of *count* from 2 to *size*, the largest first; empty if there are none.
+
+    *size* + 1 is one only where nothing else divides.
+    """
+    found = []
+    while count > 1:
+        fits = [*range(min(size, count), 1, -1), size + 1]
+        factor = next((radix for radix in fits if count % radix == 0), None)
+        if factor is None:
+            return []
+        found.append(factor)
+        count //= factor
+    return found or [1]
+
+
+def shuffled(workers: Sequence[int], key: str) -> list[int]:
+    """Return *workers* in a pseudo-random order that depends on *key* alone."""
+
+    def place(worker: int) -> bytes:
+        return hashlib.blake2b(f"{key} {worker}".encode(), digest_size=16).digest()
+
+    return sorted(workers, key=place)
+
+
+def _check_size(size: int, count: int) -> None:
+    """Raises `UsageError` for groups that *count* workers cannot form."""
+    if size < 2:
+        raise UsageError(
+            f"size: expected groups of two or more workers, got {size}: a worker in a group "
+            "of its own averages with nobody"
+        )
+    if count > 1 and size > count:
+        raise UsageError(
+            f"size: expected groups of 2 to {count} workers, as many as there are, got "
+            f"{size}: say {count} to average over all of them in each step"
+        )
 
 
 @dataclass(frozen=True)
 class Site:
-    """A rack as groups are made for it: its workers, those of slow hosts apart.
+    """A rack, as groups are made for it.
 
-    *slow*: hosts' workers, the slowest host first. *best*: of the *others*, those with the
-    best links. *link*, *slow_links* and *uplink*: bytes per second; *latency*: seconds.
+    Attributes:
+        others: The workers that are not on slow hosts.
+        slow: The workers of each slow host, the slowest host first.
+        best: Those of *others* with the best links.
+        link: Bytes per second of a host.
+        slow_link: Bytes per second of the slowest host.
+        uplink: Bytes per second of the rack.
+        latency: Seconds.
     """
 
     others: tuple[int, ...]
@@ -55,13 +249,12 @@ class Site:
 
     @property
     def count(self) -> int:
-        """Number of its workers."""
+        """The number of its workers."""
         return len(self.others) + sum(len(host) for host in self.slow)
 
     @property
     def crossings(self) -> int:
-        """So many pairs its uplink carries in the time of a mean inside the rack; at
-        least one."""
+        """The pairs that its uplink carries in the time of an average inside the rack, at least 1."""
         if self.uplink == math.inf:
             return self.count
         # B_x T_in / M: the bytes cancel
@@ -69,8 +262,7 @@ class Site:
         return max(1, math.floor(fits * NEARLY))
 
     def largest_group(self, seconds: float, least: int, size: float) -> int:
-        """The largest group in the rack that averages *size* bytes in that time; at least
-        *least*."""
+        """Return the largest group that averages *size* bytes in *seconds*; at least *least*."""
         group = least
         while group < self.count and self._mean(group + 1, size) <= seconds * NEARLY:
             group += 1
@@ -89,15 +281,21 @@ def divide(
     seed: int = 0,
     cross_rack_every: int = 1,
 ) -> tuple[Groups, ...]:
-    """The phases for *members* on *cluster*: see above.
+    """Return the phases of *members* on *cluster*: see the theory of operation above.
 
-    *size*: workers in a group where links are not scarce, and the fewest in one inside a rack
-    where they are. *bytes* are averaged in each step; *seed* shuffles who is in which
-    group of a rack. *cross_rack_every*: racks meet in each phase, or in every so-manieth (racks of
-    two at least in every second): faster where the uplink is the limit, and agreeing more
-    slowly.
+    Args:
+        members: Ranks.
+        cluster: The network.
+        bytes: Averaged in each step by each worker.
+        size: Workers of a group where links are not scarce. Where they are, the least in a group
+            inside a rack.
+        seed: Shuffles the groups of a rack.
+        cross_rack_every: Racks meet in every so many phases, racks of two workers in every second
+            one at least. More is faster where the uplink is the limit, and workers agree more
+            slowly.
 
-    Raises `UsageError` for a worker that the cluster does not have.
+    Raises:
+        UsageError: For a worker that the cluster does not have.
     """
     check_members(members, cluster)
     sites = list(sites_of(members, cluster).values())
@@ -109,14 +307,14 @@ def divide(
 
 
 def is_uneven(members: Sequence[int], cluster: Cluster) -> bool:
-    """Whether `divide` has anything to go by: several racks, or a slow host."""
+    """Return whether a cluster has several racks, or a slow host."""
     check_members(members, cluster)
     sites = sites_of(members, cluster)
     return len(sites) > 1 or any(site.slow for site in sites.values())
 
 
 def sites_of(members: Sequence[int], cluster: Cluster) -> dict[int, Site]:
-    """The racks that *members* stand in, by their number."""
+    """Return the racks of *members*, by the rack's number."""
     racks: dict[int, dict[int, list[int]]] = {}
     for worker in sorted(members):
         host = cluster.host_of(worker)
@@ -149,8 +347,10 @@ def _site(cluster: Cluster, number: int, hosts: dict[int, list[int]]) -> Site:
 
 
 def grid(sites: Sequence[Site], size: int) -> tuple[Groups, ...]:
-    """`digits` inside the racks, then across them: those with the same place in their rack.
-    Racks of different sizes: `digits` over all."""
+    """Return `digits` inside the racks, and then across them, of workers with the same place.
+
+    For racks of different sizes, `digits` over all workers.
+    """
     racks = [site.others for site in sites]
     if len({len(rack) for rack in racks}) > 1:
         return digits([worker for rack in racks for worker in rack], size)
@@ -198,8 +398,10 @@ class _Division:
         return site.largest_group(max(seconds), least, payload)
 
     def phases(self) -> tuple[Groups, ...]:
-        """Until everybody has crossed and reaches everybody, and each of the best has been with
-        a slow host."""
+        """Return phases until all workers have crossed and reach each other.
+
+        Each of the best-connected workers has then been with a slow host, too.
+        """
         found: list[Groups] = []
         while not self._is_over(found):
             assert len(found) < MANY, "the racks' workers do not come to meet"
@@ -237,8 +439,10 @@ class _Division:
         return in_order(groups)
 
     def _beside_the_slow(self, number: int, groups: list[list[int]]) -> list[int]:
-        """A rack's slow hosts go to *groups*, each with a neighbour; who is left comes back,
-        those first whose turn it is to cross."""
+        """Add a group of each slow host and a neighbour to *groups*; return the other workers.
+
+        Those come first whose turn it is to cross.
+        """
         site, queue = self.sites[number], self.queues[number]
         neighbours = self.neighbours[number]
         left = queue + [worker for worker in site.others if worker not in queue]
@@ -274,3 +478,21 @@ class _Division:
             key = f"{self.seed} {self.cycles[number]} {number}"
             queue = shuffled(self.sites[number].others, key)
         self.queues[number] = queue
+
+
+def _cross_rack_every(
+    asked: int, members: Sequence[int], cluster: Cluster, contention: Contention
+) -> int:
+    """The phases from one meeting of racks to the next, under contention; *asked* without.
+
+    Contention first lowers the number of groups that cross an uplink together, and then how
+    often any does.
+    """
+    before = sites_of(members, cluster)
+    now = sites_of(members, contention.on(cluster))
+    lost = 1.0
+    for rack, part in contention.racks:
+        if rack in now:
+            fewer = before[rack].crossings / now[rack].crossings
+            lost = max(lost, 1 / (part * fewer))
+    return min(MOST_SELDOM, round(lost)) * asked

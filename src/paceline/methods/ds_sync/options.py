@@ -1,4 +1,4 @@
-"""DS-Sync's hyperparameters."""
+"""Hyperparameters of DS-Sync, and the checks on them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class DSSyncOptions:
-    """What users choose.
+    """The keys of ``ds-sync``.
 
-    *shuffle*: how groups change: see `plan.make_plan`. *size*: workers in a group; *seed*: of
-    the groups inside racks. *cross_rack_every*: under ``topology`` racks with scarce uplinks meet in
-    every so-manieth phase. *overlap*: what the means travel beside: nothing; the next forward
-    pass (the same numbers); or all of the next step up to its update, whose gradients then
-    belong to parameters that were not averaged yet. *swa_from*: from this step on, and every *swa_every* steps, weights are averaged over
-    time, too (-1: never). *adjust_every*: every so many steps groups are chosen anew from the
-    times they took (0: never); two runs may then differ, as their times do.
+    Attributes:
+        groups: The design of groups: see `divide.make_plan`.
+        size: Workers of a group.
+        seed: Of the groups inside racks.
+        cross_rack_every: Under ``topology`` racks with scarce uplinks meet in every so many phases.
+        overlap: What hides the averages. ``none``: nothing. ``forward``: the next forward pass,
+            with the same numbers. ``step``: the next step up to its update. Its gradients are of
+            parameters that were not averaged yet.
+        swa_from: From this step on weights are averaged over time, too; -1: never.
+        swa_every: Steps from one model in that average to the next.
+        adjust_every: Steps from one choice of groups by measured times to the next; 0: never.
+            Two runs may then differ, as their times do.
     """
 
-    shuffle: Literal["auto", "digits", "topology"] = "auto"
+    groups: Literal["auto", "digits", "topology"] = "auto"
     size: int = 2
     seed: int = 0
     cross_rack_every: int = 1
@@ -54,24 +59,24 @@ class DSSyncOptions:
             raise UsageError(
                 f"ds-sync:cross_rack_every={self.cross_rack_every}: expected 1 or more phases"
             )
-        if self.cross_rack_every > 1 and self.shuffle not in ("auto", "topology"):
+        if self.cross_rack_every > 1 and self.groups not in ("auto", "topology"):
             raise UsageError(
-                f"ds-sync:cross_rack_every={self.cross_rack_every},shuffle={self.shuffle}: groups that "
-                "were asked for by name know of no racks; use shuffle=topology, or auto"
+                f"ds-sync:cross_rack_every={self.cross_rack_every},groups={self.groups}: groups that "
+                "were asked for by name know of no racks; use groups=topology, or auto"
             )
         if self.adjust_every < 0:
             raise UsageError(
                 f"ds-sync:adjust_every={self.adjust_every}: expected steps from one adjustment to the "
                 "next, or 0 for none"
             )
-        if self.adjust_every and self.shuffle not in ("auto", "topology"):
+        if self.adjust_every and self.groups not in ("auto", "topology"):
             raise UsageError(
-                f"ds-sync:adjust_every={self.adjust_every},shuffle={self.shuffle}: groups that were asked "
-                "for by name stay as they are; to have them adjusted use shuffle=auto, or "
+                f"ds-sync:adjust_every={self.adjust_every},groups={self.groups}: groups that were asked "
+                "for by name stay as they are; to have them adjusted use groups=auto, or "
                 "topology"
             )
 
     def snapshot(self, step: int) -> bool:
-        """Whether the weights that *step* ends with are counted by SWA."""
+        """Return whether SWA counts the weights at the end of *step*."""
         since = step - self.swa_from
         return self.swa_from >= 0 and since >= 0 and since % self.swa_every == 0

@@ -1,199 +1,421 @@
 """One worker under DS-Sync, from step to step.
 
-A step, after the optimizer's: who is in this worker's group follows from the plan; what is
-shared is copied into flat buffers, and these are averaged in the group. When the means are put
-into the model is what `overlap` says:
+After the optimizer's step a worker copies its parameters and BatchNorm statistics into flat
+buffers, and averages them with its group of this step. The option `overlap` says when the means
+replace the model's tensors:
 
-- ``none``: at once; the step ends when they are in;
-- ``forward``: each bucket's when a module is about to use its parameters: the same numbers;
-- ``step``: when the next backward pass has ended, before the update: gradients were then
-  computed with the worker's own parameters.
+- ``none``: at once; the step ends when the means have arrived;
+- ``forward``: each bucket's before a module uses its parameters: the same numbers;
+- ``step``: after the next backward pass, before its update. Gradients were then computed with
+  the worker's own parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from paceline.interfaces import Bucket, Run
-from paceline.methods.ds_sync.averaged_tensors import Shares
-from paceline.methods.ds_sync.current_plan import CurrentPlan
-from paceline.methods.ds_sync.group_times import GroupTimes
-from paceline.methods.ds_sync.model_mean import Weighted, copies
+from paceline.errors import UsageError
+from paceline.interfaces import Bucket, Comm, Pending, Run
+from paceline.interfaces.buckets import stamps, stand_for_the_same
+from paceline.methods.ds_sync.adjust import CurrentPlan, GroupTimes
 from paceline.methods.ds_sync.options import DSSyncOptions
-from paceline.methods.ds_sync.swa_average import Trajectory, together
+from paceline.methods.model_averaging import FlatTensors, ModelAverager, widen_half
 
 
 class DSSyncWorker:
-    """One worker, from step to step."""
+    """One worker's hooks."""
 
     def __init__(self, run: Run, options: DSSyncOptions) -> None:
         self.run, self._options = run, options
-        self.current = CurrentPlan(
-            options, run, sum(bucket.bytes for bucket in run.buckets)
-        )
-        self._shares = self._make_shares()
-        self._trajectory = Trajectory()
-        self._snapshot_due = False
+        self.current = CurrentPlan(run, options)
+        self._make_exchanges()
+        self._swa = SwaAverage()
+        self._swa_due = False
         self._times: GroupTimes | None = None
         if options.adjust_every and run.comm.size > 1:
             self._times = GroupTimes(run, options.adjust_every)
 
-    def _make_shares(self) -> Shares:
-        self.run.set_period(len(self.current.plan.phases))
-        return Shares(self.run, self.current.largest)
+    def _make_exchanges(self) -> None:
+        """Make the messages to the group: for the present plan and buckets."""
+        run, largest = self.run, self.current.largest
+        run.set_period(len(self.current.plan.phases))
+        self._parameters = [
+            ParameterExchange(run, _flat(bucket.parameters, largest), bucket.names)
+            for bucket in run.buckets
+        ]
+        """By the index of their bucket."""
+        model = ModelAverager([], run.own_buffers)
+        self._buffers = [
+            BufferExchange(
+                run, flat, [f"buffers {number}.{i}" for i in range(len(flat.of))]
+            )
+            for number, flat in enumerate(model.statistics)
+        ]
+
+    @property
+    def _exchanges(self) -> list[ParameterExchange]:
+        """In the order of sending: what a forward pass needs first goes first.
+
+        Buckets are in the order of the backward pass.
+        """
+        return [*self._buffers, *reversed(self._parameters)]
 
     # ---- a step ----
 
     def step_begins(self) -> None:
         if self._options.overlap == "forward":
-            self._shares.put_buffers()
+            self._apply_buffers()
 
     def before_use(self, bucket: Bucket) -> None:
         if self._options.overlap == "forward":
-            self._shares.put_buffers()
-            self._shares.parameters[bucket.index].put()
+            self._apply_buffers()
+            self._parameters[bucket.index].apply()
+
+    def _apply_buffers(self) -> None:
+        for exchange in self._buffers:
+            exchange.apply()
 
     def backward_ended(self) -> None:
-        self._settle()
+        self._apply()
 
-    def _settle(self) -> None:
-        """All means that are due are put into the model."""
-        self._shares.put()
-        if self._snapshot_due:
-            self._snapshot_due = False
-            self._trajectory.take(self.run.parameters)
+    def _apply(self) -> None:
+        """Put all means into the model that are not there yet."""
+        for exchange in self._exchanges:
+            exchange.apply()
+        if self._swa_due:
+            self._swa_due = False
+            self._swa.update(self.run.parameters)
 
     def after_update(self) -> None:
-        self._settle()
-        self._plan_anew()
+        self._apply()
+        self._renew_plan()
         self._send()
-        self._snapshot_due = self.run.active and self._options.snapshot(self.run.step)
+        self._swa_due = self.run.active and self._options.snapshot(self.run.step)
         if self._options.overlap == "none":
-            self._settle()
+            self._apply()
 
-    def _plan_anew(self) -> None:
-        """Nothing is under way, and all workers are in the same step."""
-        is_new = self.current.renew(self.run)
+    def _renew_plan(self) -> None:
+        """Nothing is under way here, and all workers are in the same step."""
+        is_new = self.current.renew()
         if self._times is not None:
-            heard = self._times.exchange(self.run, self.current.plan)
-            is_new |= heard is not None and self.current.adjust(self.run, heard)
+            times = self._times.exchange(self.current.plan)
+            is_new |= times is not None and self.current.adjust(times)
         if is_new:
-            self._shares = self._make_shares()
+            self._make_exchanges()
 
     def _send(self) -> None:
-        plan = self.current.plan
-        if self.run.comm.rank not in plan.members:
+        run, plan = self.run, self.current.plan
+        if run.comm.rank not in plan.members:
             return  # all know that it is gone
-        mine = plan.mine(self.run.step, self.run.comm.rank)
-        if len(mine) > 1:
-            group, when_in = self.run.comm.group(mine), None
-            if self._times is not None:
-                when_in = self._times.sends(self.run, plan)
-            self._shares.send(self.run, group, when_in)
+        members = plan.mine(run.step, run.comm.rank)
+        if len(members) == 1:
+            return
+        group, exchanges = run.comm.group(members), self._exchanges
+        stop = None if self._times is None else self._times.begin(plan)
+        for exchange in exchanges:
+            exchange.send(group)
+        if stop is not None:
+            exchanges[-1].then(stop)
 
     def buckets_rebuilt(self) -> None:
-        self._settle()
-        self._shares = self._make_shares()
+        self._apply()
+        self._make_exchanges()
 
     def parameters_replaced(self) -> None:
-        """What was on its way, and what the weights were so far, is of another model."""
-        self._shares.drop()
-        self._snapshot_due = False
-        self._trajectory.forget()
+        """Drop means and the SWA average: they are of the model before."""
+        self._drop_exchanges()
+        self._swa_due = False
+        self._swa = SwaAverage()
 
-    # ---- all together ----
+    def _drop_exchanges(self) -> None:
+        for exchange in self._exchanges:
+            exchange.drop()
+
+    # ---- all workers together ----
 
     def finish(self) -> None:
-        self.run.participate_until_all_finish()
-        self._settle()
+        run = self.run
+        run.participate_until_all_finish()
+        self._apply()
         if self._times is not None:
             self._times.wait()
-        if self.run.comm.size == 1:
-            self._end_trajectory(self._trajectory.count)
+        if run.comm.size == 1:
+            self._finish_swa(self._swa.count)
             return
-        counts = torch.tensor([float(self._trajectory.count)], dtype=torch.float64)
-        counts = counts.to(self.run.parameters[0].device)
-        self.run.comm.all_reduce(counts, "sum").wait()
-        weight = int(self.run.comm.rank in self.current.members)
-        Weighted(self.run, self.run.comm, weight, len(self.current.members)).model()
-        self._end_trajectory(int(counts.item()))
+        counts = torch.tensor([float(self._swa.count)], dtype=torch.float64)
+        counts = counts.to(run.parameters[0].device)
+        run.comm.all_reduce(counts, "sum").wait()
+        members = self.current.plan.members
+        share = 1 / len(members) if run.comm.rank in members else 0.0
+        ModelAverager.of_model(run).mean(run.comm, share)
+        self._finish_swa(int(counts.item()))
 
-    def _end_trajectory(self, total: int) -> None:
-        """The result is the mean of all weights that all workers have counted, if any."""
+    def _finish_swa(self, total: int) -> None:
+        """The model becomes the mean of the *total* of weights that all workers have counted."""
+        run, swa = self.run, self._swa
         if not total:
             if self._options.swa_from >= 0:
-                self.run.report(
+                run.report(
                     f"ds-sync:swa_from={self._options.swa_from}: no weights were counted "
                     "from that step on (training has ended before it, or has loaded a "
                     "model since), so the model is the mean of all workers' last ones"
                 )
             return
-        trajectory = self._trajectory
-        trajectory.prepare(self.run.parameters)
-        mean = Weighted(self.run, self.run.comm, trajectory.count, total)
-        averages = {
+        swa.allocate(run.parameters)
+        average_of = {
             id(parameter): average
-            for parameter, average in zip(
-                self.run.parameters, trajectory.averages, strict=True
-            )
+            for parameter, average in zip(run.parameters, swa.averages, strict=True)
         }
-        into = [bucket.parameters for bucket in self.run.buckets]
-        mean.mean([[averages[id(p)] for p in some] for some in into], into)
+        by_bucket = [[average_of[id(p)] for p in b.parameters] for b in run.buckets]
+        ModelAverager(by_bucket).mean(run.comm, swa.count / total)
+        with torch.no_grad():
+            for parameter, average in zip(run.parameters, swa.averages, strict=True):
+                parameter.copy_(average)
         text = f"ds-sync: the model is the mean of {total} that workers have had (SWA)"
-        if self.run.own_buffers:
+        if run.own_buffers:
             text += (
                 "; its buffers are of the last ones: estimate BatchNorm's statistics anew "
                 "before you evaluate, torch.optim.swa_utils.update_bn(loader, model)"
             )
-        self.run.report(text)
+        run.report(text)
 
     def consolidate(self) -> Callable[[], None]:
         if self._options.overlap == "step":
-            self._shares.wait()
+            for exchange in self._exchanges:
+                exchange.wait()
         else:
-            self._settle()
-        if len(self.current.members) == 1:
+            self._apply()
+        members, comm = self.current.plan.members, self.run.comm
+        if len(members) == 1:
             return lambda: None
-        before = copies(self.run)
-        comm = self.run.comm
-        if len(self.current.members) < comm.size:
-            comm = comm.group(self.current.members)
-        Weighted(self.run, comm, 1, comm.size).model()
+        if len(members) < comm.size:
+            comm = comm.group(members)
+        model = ModelAverager.of_model(self.run)
+        restore = model.snapshot()
+        model.mean(comm, 1 / comm.size)
 
         def undo() -> None:
-            with torch.no_grad():
-                for tensor, value in before:
-                    tensor.copy_(value)
-            self._shares.stamp()
+            restore()
+            for exchange in self._parameters:
+                exchange.stamp()
 
         return undo
 
     # ---- restarts ----
 
     def save_state(self) -> dict[str, Any]:
+        means = [exchange.save() for exchange in self._exchanges]
         return {
-            "means": self._shares.save(),
+            "means": {name: tensor for one in means for name, tensor in one.items()},
             "plan": self.current.save(),
-            "trajectory": self._trajectory.save(),
-            "snapshot": self._snapshot_due,
+            "swa": self._swa.save(),
+            "swa_due": self._swa_due,
             "times": {} if self._times is None else self._times.save(),
         }
 
     def load_state(self, saved: dict[str, Any]) -> None:
-        self._shares.drop()
+        self._drop_exchanges()
         if "plan" in saved:
-            self.current.load(self.run, saved["plan"])
-            self._shares = self._make_shares()
-            self._shares.load(saved["means"])
+            self.current.load(saved["plan"])
+            self._make_exchanges()
+            for exchange in self._exchanges:
+                exchange.load(saved["means"])
             if self._times is not None and saved["times"]:
                 self._times.load(saved["times"])
-        self._trajectory.load(saved["trajectory"], self.run.parameters)
-        self._snapshot_due = saved["snapshot"]
+        self._swa.load(saved["swa"], self.run.parameters)
+        self._swa_due = saved["swa_due"]
 
     def redistribute_state(self, parts: Iterable[Any]) -> dict[str, Any]:
-        """A plan of its own, and the trajectories of all."""
-        trajectory = together(part["trajectory"] for part in parts)
-        return {"trajectory": trajectory, "snapshot": False}
+        """Return the SWA averages of all workers as one. The plan is made anew."""
+        return {
+            "swa": combine_averages(part["swa"] for part in parts),
+            "swa_due": False,
+        }
+
+
+def _flat(parameters: Sequence[torch.Tensor], largest: int) -> FlatTensors:
+    """The mean of two numbers is rounded once in any type; that of more needs float32."""
+    dtype = parameters[0].dtype
+    return FlatTensors(parameters, widen_half(dtype) if largest > 2 else None)
+
+
+class ParameterExchange:
+    """The mean of some parameters with a group, from sending them to applying the mean.
+
+    It is *due* from when it is sent until the mean is applied, or dropped.
+    """
+
+    def __init__(self, run: Run, flat: FlatTensors, names: Sequence[str]) -> None:
+        self._run, self.flat, self._names = run, flat, list(names)
+        self.due = False
+        self._pending: Pending | None = None
+        self._stamps: list[int] = []
+        """Of the tensors when they were sent; none where they were loaded."""
+
+    def send(self, group: Comm) -> None:
+        """Send the present tensors, to be averaged in *group*."""
+        self._gather_in()
+        self.due = True
+        self.stamp()
+        self._pending = self._run.average(self.flat.buffer, among=group)
+
+    def then(self, work: Callable[[], None]) -> None:
+        """Call *work* when the mean has arrived."""
+        if self._pending is not None:
+            self._pending = self._pending.then(work)
+
+    def wait(self) -> None:
+        """Return when the mean is in the buffer."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def apply(self) -> None:
+        """Put the mean into the tensors, if one is due."""
+        if self.due:
+            self.wait()
+            self.due = False
+            self._scatter_out()
+
+    def drop(self) -> None:
+        """Forget the mean: the tensors were replaced."""
+        self.wait()
+        self.due = False
+
+    def stamp(self) -> None:
+        """Take the tensors' present versions for those that were sent."""
+        self._stamps = stamps(self.flat.of)
+
+    def _gather_in(self) -> None:
+        self.flat.gather_in()
+
+    def _scatter_out(self) -> None:
+        now = stamps(self.flat.of)
+        for name, here, then in zip(self._names, now, self._stamps, strict=False):
+            if here != then:
+                raise UsageError(
+                    f"{name!r} was written to since step(), while its mean was on its way: "
+                    "what was written would be lost. Change parameters under "
+                    "ds-sync:overlap=none, or load them (load_state_dict)"
+                )
+        self.flat.scatter_out()
+
+    # ---- restarts ----
+
+    def _state(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that a due mean consists of, by name."""
+        return dict(zip(self._names, self.flat.views, strict=True))
+
+    def save(self) -> dict[str, torch.Tensor]:
+        """Return the mean that is due; nothing where none is."""
+        self.wait()
+        return dict(self._state()) if self.due else {}
+
+    def load(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `save` of all exchanges gave together."""
+        state = self._state()
+        self._stamps = []
+        self.due = all(name in saved for name in state)
+        if self.due:
+            for name, tensor in state.items():
+                tensor.copy_(saved[name])
+
+
+class BufferExchange(ParameterExchange):
+    """The mean of buffers, which a forward pass may change while the mean is under way.
+
+    Their changes since are added to the mean.
+    """
+
+    def __init__(self, run: Run, flat: FlatTensors, names: Sequence[str]) -> None:
+        super().__init__(run, flat, names)
+        self._sent = torch.zeros_like(flat.buffer)
+
+    def _gather_in(self) -> None:
+        super()._gather_in()
+        self._sent.copy_(self.flat.buffer)
+
+    def _scatter_out(self) -> None:
+        mean = self.flat.buffer.clone()
+        self.flat.gather_in()
+        now, sent = self.flat.buffer, self._sent
+        now.copy_(torch.where(now == sent, mean, mean + (now - sent)))
+        self.flat.scatter_out()
+
+    def _state(self) -> Mapping[str, torch.Tensor]:
+        return {**super()._state(), f"{self._names[0]} and others, sent": self._sent}
+
+
+class SwaAverage:
+    """The running average of one worker's weights, by torch's arithmetic of SWA.
+
+    Izmailov et al., "Averaging weights leads to wider optima and better generalization" (2018),
+    section 3.2. Half-precision weights have averages in float32.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """The models in the average."""
+        self.averages: list[torch.Tensor] = []
+
+    def update(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Count the present weights."""
+        self.allocate(parameters)
+        weights = [
+            parameter.detach().to(average.dtype)
+            for parameter, average in zip(parameters, self.averages, strict=True)
+        ]
+        get_swa_multi_avg_fn()(self.averages, weights, self.count)
+        self.count += 1
+
+    def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Make the averages, zeros, if there are none yet."""
+        if not self.averages:
+            self.averages = [
+                torch.zeros_like(parameter, dtype=widen_half(parameter.dtype)).detach()
+                for parameter in parameters
+            ]
+            for average, parameter in zip(self.averages, parameters, strict=True):
+                stand_for_the_same(average, parameter)
+
+    def save(self) -> dict[str, Any]:
+        """Return the average, as a checkpoint keeps it."""
+        return {"count": self.count, "averages": list(self.averages)}
+
+    def load(self, saved: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Go on from what `save` gave."""
+        self.count = saved["count"]
+        self.averages = []
+        if self.count:
+            self.allocate(parameters)
+            for average, there in zip(self.averages, saved["averages"], strict=True):
+                average.copy_(there)
+
+
+def combine_averages(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return the average that each worker of a job of another size goes on with.
+
+    It is the mean of all models that the workers of *parts* have counted. Its count is the mean of
+    theirs.
+    """
+    total, workers = 0, 0
+    averages: list[torch.Tensor] = []
+    for part in parts:
+        workers += 1
+        count = part["count"]
+        if not count:
+            continue
+        total += count
+        if not averages:
+            averages = [one.clone() for one in part["averages"]]
+            continue
+        for average, there in zip(averages, part["averages"], strict=True):
+            average.add_(there - average, alpha=count / total)
+    return {
+        "count": max(bool(total), round(total / max(workers, 1))),
+        "averages": averages,
+    }

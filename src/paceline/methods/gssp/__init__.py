@@ -1,82 +1,187 @@
-"""GSSP: SSP inside groups of workers that are about as fast, and parcels of gradients between them.
+"""GSSP: SSP inside groups of workers that are about as fast, and updates between the groups.
 
-Sun et al., "GSSP: eliminating stragglers through grouping synchronous for distributed deep learning in
-heterogeneous cluster" (IEEE TCC 10(4), 2022). Where some workers are slower for good, SSP ends at the
-slowest one's pace, whatever its bound. Here each group has a server with the whole model, of which
-only that group's workers wait for each other; what servers have applied they pass on to each
-other, and apply what comes at once.
+Sun et al., "GSSP: eliminating stragglers through grouping synchronous for distributed deep
+learning in heterogeneous cluster" (IEEE TCC 10(4), 2022). Where some workers are slower for good,
+SSP runs at the pace of the slowest one, whatever its bound. Here each group has a server with the
+whole model, and its workers wait only for each other. Servers send each other the updates that
+they have applied, and apply what they receive at once.
 
-    worker j of group q:  w from server q;  push g;  goes on at step c when all of q have done c - s
-    server q on a push:   w = w - lr w_j g;  acc = acc + w_j g;  after `period` pushes send acc to all
+    worker j of group q:  w from server q; push g; start step c when all of q have done c - s
+    server q on a push:   w = w - lr w_j g; acc = acc + w_j g; every `period` pushes send acc to all
     server q on acc':     w = w - lr acc'
 
 Groups
 ------
-All begin in group 0. Servers measure steps: from the moment at which a worker goes on until its next
-gradient is in. When that is known well enough of all, after 5 steps of each where they vary
-little and `measure_steps` at most (`step_times`), server 0 forms `number_of_groups` groups, or with 0 as few
-as let nobody take more than `ratio` times as long as another one of its group, at most
-`most_groups` (`grouping`); what may be chance parts nobody. Later it looks whenever `measure_steps`
-of each were measured anew. A worker moves to another group when it has been nearer to it by
-15 %, at two looks in a row, and groups that were alike as often become one. If all are
-about as fast there is one group: this is ssp then, and says so. ``members=0-3+4-7`` gives groups by hand,
-which stay.
+All workers begin in group 0. Servers measure steps: from the moment a worker goes on until its
+next gradient is in. Once all step times are known well enough, server 0 forms the groups
+(`grouping`). That takes 5 steps of each worker where they vary little, and at most
+`measure_steps`. It forms `number_of_groups` groups. With 0 it forms as few as possible, at most
+`most_groups`, so that no worker takes more than `ratio` times as long as another one of its group.
+Differences that may be chance form no groups.
+
+Later server 0 decides again whenever all workers were measured for `measure_steps` more steps. A
+worker moves when it was nearer to another group by 15 % at two decisions in a row. Two groups
+become one when they were alike as often. If all workers are about as fast there is one group: this
+is ssp then, and is reported so. ``members=0-3+4-7`` gives fixed groups by hand.
 
 What a step is to the optimizer
 -------------------------------
-A push has weight 1/n, and scales the learning rate; a parcel has the sum of its pushes' weights. So
-n gradients move parameters as far as a step of bsp does, and weight decay takes as much, however
-many updates that is: n/k of its own pushes and one for each parcel. What does depend on the number of
-updates is momentum: its horizon in samples is shorter than under bsp, as it is under ssp.
+A push has weight 1/n, which scales the learning rate. An update has the sum of its pushes'
+weights. So n gradients move parameters as far as a step of bsp does, and weight decay takes as
+much. How many updates that is does not matter: n/k of the server's own pushes, and one for each
+update it receives. Momentum does depend on the number of updates: its horizon in samples is
+shorter than under bsp, as it is under ssp.
 
-Pushes carry their hyperparameters. A parcel carries those of its last push, except learning rates: each
-gradient is applied at the rate of its own step (`GradientSum`). So a schedule that counts a worker's
-own steps is ahead in a fast group and behind in a slow one. `DistributedOptimizer.steps_of_all` counts
-samples instead: gradients of all that are in the model, divided by n. A schedule follows it so:
+Pushes carry their hyperparameters. An update carries those of its last push, except learning
+rates: each gradient is applied at the rate of its own step (`GradientSum`). So a schedule that
+counts a worker's own steps is ahead in a fast group and behind in a slow one.
+`DistributedOptimizer.steps_of_all` counts samples instead: gradients of all workers that are in
+the model, divided by n. A schedule follows it so:
 
     while scheduler.last_epoch < int(optimizer.steps_of_all):
         scheduler.step()
 
-Differs from the published code, which does not run as it is: the push counter counts, so that
-parcels are sent; groups follow measured times, where the code takes ranks modulo 4; the gate does not
-poll; BatchNorm's statistics travel; weight decay acts as often as under bsp and not once an update; groups
-have no speed class before all were measured. There is no root: one script of the code has it, whose
-server steps for all groups. Groups and hysteresis are inferred.
+Differences from the published code, which does not run as it is:
 
-- `worker`: the worker's half.
+- The push counter counts, so that updates are sent.
+- Groups follow measured times, where the code takes ranks modulo 4.
+- The gate does not poll.
+- BatchNorm's statistics travel.
+- Weight decay acts as often as under bsp, and not once an update.
+- Groups have no speed class before all workers were measured.
+- There is no root: one script of the code has one, whose server steps for all groups.
+
+Groups and hysteresis are inferred.
+
 - `discipline`: the server's half; start here.
-- `gates`: when gradients inside a group are applied, and when its workers go on.
-- `clocks`: the pushes that each worker has made.
-- `pending_updates`, `gradient_sum`: what a server owes the others, added up.
-- `group_assignment`, `grouping`, `step_times`: groups, from measured step times.
+- `grouping`: step times, groups from them, and decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline.errors import UsageError
-from paceline.interfaces import Discipline, Groups, MethodSummary, ServerRun
+from paceline.interfaces import Bucket, Discipline, Groups, MethodSummary, ServerRun
 from paceline.methods.group_members import read_members
-from paceline.methods.gssp.discipline import GroupDiscipline
-from paceline.methods.gssp.gates import Bounded, Gate, Rounds
+from paceline.methods.gssp.discipline import (
+    BoundedGate,
+    Gate,
+    GroupDiscipline,
+    RoundGate,
+)
 from paceline.methods.gssp.grouping import (
-    LOOKS,
+    DECISIONS,
     MARGIN,
-    BySpeed,
     Hysteresis,
     Merging,
+    Regrouping,
+    WorkerReport,
+    encode,
+    read_groups,
+    read_worker_notice,
 )
-from paceline.methods.gssp.worker import GroupWorker, InGroups
+from paceline.methods.push_pull import PushPull, PushPullWorker
 
 __all__ = ["GSSP"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSSP(InGroups):
-    """Let no worker be more than *staleness* steps ahead of another one of its group."""
+class GroupMethod(PushPull):
+    """A method whose groups have a server each, and whose workers may change groups.
+
+    A worker pushes to its group's server, and pulls from it.
+
+    Args:
+        members: Fixed groups, as ``0-3+4-7``.
+    """
+
+    members: str = ""
+
+    def groups(self, workers: int) -> Groups:
+        return read_members(self.members, workers)
+
+    def start(self, run: ServerRun) -> GroupWorker:
+        return GroupWorker(run, self)
+
+
+class GroupWorker(PushPullWorker):
+    """One worker of a `GroupMethod`."""
+
+    def __init__(self, run: ServerRun, method: GroupMethod) -> None:
+        """Collective."""
+        super().__init__(run, method)
+        self.groups_version, self.encoded_groups = 0, b""
+        """The groups that this worker has received last. It reports them to its server, which may
+        have been away."""
+        self.steps_of_all = 0.0
+        """Steps of all workers in this one's model: gradients, divided by the number of workers."""
+        self._read_notices()
+
+    def after_update(self) -> None:
+        super().after_update()
+        self._read_notices()
+
+    def _report(self, bucket: Bucket) -> bytes:
+        """Only with the first bucket."""
+        if bucket.index:
+            return b""
+        return encode(WorkerReport(self.encoded_groups, self.steps_of_all))
+
+    def _read_notices(self) -> None:
+        """Follow what the server has sent of groups and steps."""
+        remote = self.run.remote
+        for received in remote.notices(0):
+            if not received.notice:
+                continue
+            notice = read_worker_notice(received.notice)
+            self.steps_of_all = max(self.steps_of_all, notice.steps)
+            groups = read_groups(notice.groups) if notice.groups else None
+            if groups is None or groups.version <= self.groups_version:
+                continue
+            self.groups_version, self.encoded_groups = groups.version, notice.groups
+            mine = groups.of[self.run.comm.rank]
+            if mine != remote.group:
+                remote.move(mine, self.step)
+            if groups.speeds:
+                remote.set_speed_class(groups.speeds[mine])
+            self._on_new_groups(groups)
+
+    def _on_new_groups(self, groups: Groups) -> None:
+        """This worker has received other groups, or other speeds."""
+
+    def metrics(self) -> dict[str, float]:
+        """The number of this worker's group, as ``group``."""
+        return {"group": self.run.remote.group}
+
+    # ---- what a checkpoint holds ----
+
+    def save_state(self) -> dict[str, Any]:
+        return {"steps_of_all": self.steps_of_all}
+
+    def load_state(self, saved: dict[str, Any]) -> None:
+        self.steps_of_all = max(self.steps_of_all, saved["steps_of_all"])
+
+    def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        return {"steps_of_all": max(part["steps_of_all"] for part in parts)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSSP(GroupMethod):
+    """SSP inside groups of workers that are about as fast, and updates between the groups.
+
+    Args:
+        number_of_groups: How many groups there are; 0: as few as *ratio* allows.
+        most_groups: How many groups there are at most.
+        ratio: No member of a group takes more than this times as long as another one.
+        staleness: No worker is more than so many steps ahead of another one of its group.
+        period: After how many pushes a server sends an update; 0: as many as the group has workers.
+        measure_steps: A step time is the median of so many steps.
+        regroup: Whether workers change groups after the first decision.
+        members: Fixed groups, as ``0-3+4-7``.
+    """
 
     name: ClassVar[str] = "gssp"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -117,7 +222,7 @@ class GSSP(InGroups):
 
     @property
     def learns_for(self) -> int:
-        """Steps until workers are in groups of their speed."""
+        """How many steps it takes until workers are in groups of their speed."""
         return self.measure_steps
 
     def groups(self, workers: int) -> Groups:
@@ -137,14 +242,14 @@ class GSSP(InGroups):
         return Groups((0,) * workers, number or min(self.most_groups, workers))
 
     def server(self, workers: int) -> Discipline:
-        gate: Gate = Bounded(self.staleness) if self.staleness else Rounds()
+        gate: Gate = BoundedGate(self.staleness) if self.staleness else RoundGate()
         regroup = None
         if not self.members:
             hysteresis = merging = None
             if self.regroup:
-                hysteresis = Hysteresis(MARGIN, LOOKS)
-                merging = Merging(self.ratio, LOOKS)
-            regroup = BySpeed(
+                hysteresis = Hysteresis(MARGIN, DECISIONS)
+                merging = Merging(self.ratio, DECISIONS)
+            regroup = Regrouping(
                 self.number_of_groups,
                 self.most_groups,
                 self.ratio,
@@ -167,11 +272,11 @@ class GSSP(InGroups):
 
 
 class GSSPWorker(GroupWorker):
-    """One worker, which says so where all are in one group."""
+    """One worker, which reports where all workers are in one group."""
 
     method: GSSP
 
-    def _groups_changed(self, groups: Groups) -> None:
+    def _on_new_groups(self, groups: Groups) -> None:
         if len(set(groups.of)) == 1:
             again = " again" if groups.version > 1 else ""
             self.run.report(

@@ -1,13 +1,16 @@
-"""What there is to choose in a program of local updates, and what goes with what."""
+"""Hyperparameters of local updates, the checks on them, and groups of workers."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
+import torch
+
 from paceline.errors import UsageError
-from paceline.methods.local_updates.groups import check_group
+from paceline.interfaces import Comm, Run
 
 OptimizerState = Literal["local", "average"]
 
@@ -19,27 +22,37 @@ GAIN_OF_SHORT, GAIN_OF_LONG = 3.0, 7.0
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The fields that all programs of local updates have, each with other defaults.
+    """The hyperparameters of all local-update methods; presets have other defaults.
 
-    *every* (H): inner steps from one mean of all workers to the next. *each_until*: until
-    this step, a mean after each one. *outer_learning_rate* (eta), *outer_momentum* (b) and
-    *nesterov*: the outer optimizer, whose gradient is what the inner steps have moved; with
-    1 and 0 the mean is assigned as it is, and nothing is kept. *rescale*: the outer momentum
-    is kept in units of the inner learning rate, and decays with that. *group*: who averages
-    every *group_every* steps in between: ``"rack"``, ``"host"``, or so many workers, in order
-    of ranks; ``"all"``: nobody does. *fragments* (P): so many parts of the model travel by turns, each every H steps.
-    *delay* (tau): a mean is used so many steps after it was sent. *keep_local* (alpha): how much
-    of its own parameters a worker keeps then. *state*: what the inner optimizer keeps
-    (momentum, Adam's moments) stays each worker's own, or is averaged in each round, too.
+    Attributes:
+        sync_every: H, the inner steps from one average of all workers to the next.
+        sync_each_step_until: Before this step there is an average after each one.
+        outer_learning_rate: eta, of the outer optimizer. Its gradient is what the inner steps have
+            moved. With 1 and a momentum of 0 the average is assigned as it is, and no anchor is
+            kept.
+        outer_momentum: b, of the outer optimizer.
+        nesterov: Of the outer optimizer.
+        rescale: The outer momentum is kept in units of the inner learning rate, and decays with it.
+        group: The workers that average every *group_every* steps in between: ``rack``, ``host``,
+            or a number of workers, in order of ranks. ``all``: none do.
+        group_every: Steps from one average of a group to the next.
+        fragments: P, the parts of the model that travel in turn, each every H steps.
+        delay: tau, the steps from sending an average to applying it.
+        keep_local: alpha, the share of its own parameters that a worker keeps then.
+        state: The inner optimizer's state (momentum, Adam's moments) stays each worker's own
+            (``local``), or is averaged in each round, too (``average``).
     """
 
     name: ClassVar[str] = "local-updates"
+    symmetric: ClassVar[bool] = True
     differences: ClassVar[bool] = False
-    """Whether workers send what parameters have moved since the last mean of all, and not the
-    parameters. Compression sets it. It keeps one more copy of the model."""
+    """Workers send what parameters have moved since the last average of all, not the parameters.
 
-    every: int = 8
-    each_until: int = 0
+    Compression sets it. It keeps one more copy of the model.
+    """
+
+    sync_every: int = 8
+    sync_each_step_until: int = 0
     outer_learning_rate: float = 1.0
     outer_momentum: float = 0.0
     nesterov: bool = False
@@ -58,32 +71,34 @@ class Options:
         self._check_groups()
 
     def with_differences(self) -> Self:
-        """The same, with *differences*."""
+        """Return the same options with *differences*."""
         changed = copy.copy(self)
         object.__setattr__(changed, "differences", True)
         return changed
 
     @property
     def keeps_anchor(self) -> bool:
-        """Whether workers keep the parameters with which a round has begun: else a round's
-        result is the mean itself."""
+        """Whether workers keep the parameters from which a round began.
+
+        Without an anchor a round's result is the average itself.
+        """
         late = self.keep_local > 0 or self.delay > 0
         return self.is_outer or late or self.differences
 
     @property
     def is_outer(self) -> bool:
-        """Whether there is an outer optimizer, and not the plain mean."""
+        """Whether the outer optimizer does anything but take the plain average."""
         return self.outer_momentum != 0 or self.outer_learning_rate != 1
 
     @property
     def has_groups(self) -> bool:
-        """Whether groups of workers average between the means of all."""
+        """Whether groups of workers average between the averages of all."""
         return self.group not in ("", "all")
 
     @property
-    def turn(self) -> int:
-        """Steps from one fragment's departure to the next one's."""
-        return self.every // self.fragments
+    def fragment_interval(self) -> int:
+        """Steps from sending one fragment to sending the next."""
+        return self.sync_every // self.fragments
 
     @property
     def gain(self) -> float:
@@ -92,12 +107,21 @@ class Options:
 
     @property
     def learns_for(self) -> int:
-        """Steps until somebody waits where it will always wait: nobody does for a mean that is used later,
-        before the first one is used."""
-        return self.turn + self.delay if self.delay else 0
+        """Steps before the first delayed average is applied: until then no worker waits."""
+        return self.fragment_interval + self.delay if self.delay else 0
 
-    def about_gain(self) -> str | None:
-        """A sentence on the outer optimizer; None where there is none."""
+    def outer_optimizer(self, anchors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+        """Return the optimizer of the anchors: SGD, with a parameter group each under *rescale*."""
+        groups = [[anchor] for anchor in anchors] if self.rescale else [list(anchors)]
+        return torch.optim.SGD(
+            [{"params": group} for group in groups],
+            lr=self.outer_learning_rate,
+            momentum=self.outer_momentum,
+            nesterov=self.nesterov,
+        )
+
+    def describe_gain(self) -> str | None:
+        """Return a sentence on the outer optimizer; None where it takes the plain average."""
         if not self.is_outer:
             return None
         first = 1 + (self.outer_momentum if self.nesterov else 0.0)
@@ -107,12 +131,12 @@ class Options:
             f"times as far as plain averaging in the first round, and {self.gain:.3g} "
             "times, eta/(1-b), where workers go on in one direction"
         )
-        most = GAIN_OF_SHORT if self.every < SHORT_ROUNDS else GAIN_OF_LONG
+        most = GAIN_OF_SHORT if self.sync_every < SHORT_ROUNDS else GAIN_OF_LONG
         if self.gain <= most + 1e-9:
             return sentence
         fitting = most * (1 - self.outer_momentum)
         return (
-            f"{sentence}. That is much for rounds of {self.every} steps: it overshoots when "
+            f"{sentence}. That is much for rounds of {self.sync_every} steps: it overshoots when "
             f"the learning rate falls; outer_learning_rate={fitting:.2g} would make it "
             f"{most:g}"
         )
@@ -120,10 +144,10 @@ class Options:
     # ---- what goes with what ----
 
     def _check_counts(self) -> None:
-        for key in ("every", "group_every", "fragments"):
+        for key in ("sync_every", "group_every", "fragments"):
             if getattr(self, key) < 1:
                 raise self._wrong(key, "expected 1 or more")
-        for key in ("each_until", "delay"):
+        for key in ("sync_each_step_until", "delay"):
             if getattr(self, key) < 0:
                 raise self._wrong(key, "expected 0 or more steps")
 
@@ -141,17 +165,17 @@ class Options:
             raise self._wrong("rescale", "expected an outer_momentum above 0 with it")
 
     def _check_fragments(self) -> None:
-        if self.every % self.fragments:
+        if self.sync_every % self.fragments:
             raise self._wrong(
                 "fragments",
-                f"expected a divisor of every={self.every}: each fragment travels once "
+                f"expected a divisor of sync_every={self.sync_every}: each fragment travels once "
                 "in so many steps, and all at even distances",
             )
-        if self.delay >= self.turn and self.delay:
+        if self.delay >= self.fragment_interval and self.delay:
             raise self._wrong(
                 "delay",
-                f"expected less than {self.turn} steps, every/fragments: then the next "
-                f"fragment leaves. Take delay={self.turn - 1}, fewer fragments or longer "
+                f"expected less than {self.fragment_interval} steps, sync_every/fragments: then the next "
+                f"fragment leaves. Take delay={self.fragment_interval - 1}, fewer fragments or longer "
                 "rounds",
             )
         if not 0 <= self.keep_local <= 1:
@@ -164,9 +188,12 @@ class Options:
                 f"with delay={self.delay}: moments that come late would undo the steps "
                 "since; expected state=local, or no delay",
             )
-        if self.each_until and (self.fragments > 1 or self.delay or self.has_groups):
+        if self.sync_each_step_until and (
+            self.fragments > 1 or self.delay or self.has_groups
+        ):
             raise self._wrong(
-                "each_until", "expected neither fragments, nor a delay or a group"
+                "sync_each_step_until",
+                "expected neither fragments, nor a delay or a group",
             )
 
     def _check_groups(self) -> None:
@@ -176,13 +203,85 @@ class Options:
             return
         if self.fragments > 1 or self.delay:
             raise self._wrong("group", "expected neither fragments nor a delay")
-        check_group(self)
-        if self.every % self.group_every:
+        check_group(self.name, self.group)
+        if self.sync_every % self.group_every:
             raise self._wrong(
                 "group_every",
-                f"expected a divisor of every={self.every}: a mean of all workers is "
+                f"expected a divisor of sync_every={self.sync_every}: a mean of all workers is "
                 "also one of each group",
             )
 
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"{self.name}:{key}={getattr(self, key)}: {expected}")
+
+
+# ---- groups of workers ----
+
+
+def check_group(method: str, group: str) -> None:
+    """Raise `UsageError` unless a method's *group* is a place, or a number of workers."""
+    if group in ("rack", "host"):
+        return
+    if not group.isdecimal():
+        raise UsageError(
+            f"{method}:group={group}: expected rack, host, or a number of workers"
+        )
+    if int(group) < 2:
+        raise UsageError(
+            f"{method}:group={group}: a group of one has nothing to "
+            "average: expected 2 or more"
+        )
+
+
+def own_group(options: Options, run: Run) -> Comm | None:
+    """Return this worker's group; None where there are none. Collective."""
+    if not options.has_groups:
+        return None
+    places = places_of(options.name, options.group, run)
+    said = f"{options.name}:group={options.group}"
+    if len(places) > 1 and len(set(places)) == len(places):
+        run.report(
+            f"{said}: each worker is alone in its group, so nothing is averaged between "
+            "two means of all"
+        )
+    elif len(places) > 1 and len(set(places)) == 1:
+        run.report(
+            f"{said}: all workers are in one group, so all of them average after "
+            f"group_every={options.group_every} steps, and sync_every={options.sync_every} counts "
+            "for nothing"
+        )
+    mine = [r for r, place in enumerate(places) if place == places[run.comm.rank]]
+    return run.comm.group(mine)
+
+
+def places_of(method: str, group: str, run: Run) -> list[int]:
+    """Return the number of each rank's group.
+
+    Raises:
+        UsageError: Where the network is not known, or is one of other workers.
+    """
+    if group.isdecimal():
+        return [rank // int(group) for rank in range(run.comm.size)]
+    places = run.comm.placement.racks if group == "rack" else _hosts(run)
+    if places is None:
+        raise UsageError(
+            f"{method}:group={group}: nobody knows in which {group} "
+            "each worker is: describe the network (paceline run --cluster FILE), or give "
+            "the group as a number of workers, group=8 for example"
+        )
+    if len(places) != run.comm.size:
+        raise UsageError(
+            f"{method}:group={group}: the network that was described has "
+            f"{len(places)} workers, and this job {run.comm.size}"
+        )
+    return list(places)
+
+
+def _hosts(run: Run) -> list[int] | None:
+    if run.cluster is None:
+        return None
+    hosts: list[int] = []
+    for rack in run.cluster.racks:
+        first = hosts[-1] + 1 if hosts else 0
+        hosts += [first + n // rack.workers_per_host for n in range(rack.workers)]
+    return hosts

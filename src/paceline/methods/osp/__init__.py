@@ -12,12 +12,10 @@ Deferred is what is ready last, and not, as in the paper, what is least importan
 could not be read beyond its abstract: ``docs/osp.md`` says where a reconstruction had a choice.
 
 - `options`: the hyperparameters.
-- `worker`: what a worker does in both forms; start here.
-- `all_reduce`, `parameter_server`: the two forms: how gradients travel.
-- `discipline`: the server's half.
-- `deferral`, `deferral_policy`: which pieces are deferred, and who decides it.
-- `measurement`, `reports`: what decisions are made from, and how it travels.
-- `piece_layout`: where each piece of the model lies.
+- `worker`: what a worker does in both forms, and where each piece of the model lies; start here.
+- `all_reduce`, `parameter_server`: the two forms: how gradients travel, and the server's half.
+- `deferral`: which pieces are deferred, and who decides it.
+- `measurement`: step times, the budget, and how they are reported.
 """
 
 from __future__ import annotations
@@ -38,10 +36,9 @@ from paceline.interfaces import (
     Rounds,
     UpdatesOn,
 )
-from paceline.methods.osp.all_reduce import NativeWorker
-from paceline.methods.osp.discipline import TwoStages
+from paceline.methods.osp.all_reduce import AllReduceWorker
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.parameter_server import RemoteWorker
+from paceline.methods.osp.parameter_server import ServerWorker, TwoStageDiscipline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +94,8 @@ class OSP(OSPOptions):
         return None
 
     def server(self, workers: int) -> Discipline:
-        return TwoStages(self)
+        return TwoStageDiscipline(self)
 
-    def start(self, run: Any) -> NativeWorker | RemoteWorker:
-        form = RemoteWorker if self._on_servers else NativeWorker
+    def start(self, run: Any) -> AllReduceWorker | ServerWorker:
+        form = ServerWorker if self._on_servers else AllReduceWorker
         return form(run, self)

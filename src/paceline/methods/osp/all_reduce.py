@@ -22,16 +22,15 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Bucket, Hyperparameters, Pending, UpdatingRun
-from paceline.methods.osp.deferral import Rate, StepTimes
-from paceline.methods.osp.deferral_policy import LOOK, Decision
-from paceline.methods.osp.measurement import FADES
+from paceline.methods.osp.deferral import DeferralPolicy
+from paceline.methods.osp.measurement import RATE_DECAY, TRIAL_STEPS, Rate, StepTimes
 from paceline.methods.osp.options import OSPOptions
-from paceline.methods.osp.worker import Worker
+from paceline.methods.osp.worker import OSPWorker
 
 SECOND = "stage 2"
 """The channel that stage 2 has for itself."""
 
-UPDATES = 3.0
+COST_IN_UPDATES = 3.0
 """Deferring costs a worker about so many updates of the same bytes: the tentative step, and
 keeping and restoring exact values."""
 
@@ -40,8 +39,8 @@ TRIES = 5
 
 
 @dataclass
-class Deferral:
-    """What of one step travels in stage 2, and what the worker computes with meanwhile."""
+class DeferredUpdate:
+    """The part of one step's update that travels in stage 2."""
 
     numbers: list[int]  # of the pieces that took part in the step
     means: list[torch.Tensor]  # once they were waited for
@@ -51,8 +50,8 @@ class Deferral:
     applied: bool = False
 
 
-class NativeWorker(Worker[UpdatingRun]):
-    """*deferral*: of the last step, until the end of the next backward pass."""
+class AllReduceWorker(OSPWorker[UpdatingRun]):
+    """A worker that averages both stages with the others, and holds the optimizer."""
 
     def __init__(self, run: UpdatingRun, options: OSPOptions) -> None:
         """Collective."""
@@ -64,14 +63,15 @@ class NativeWorker(Worker[UpdatingRun]):
         self._first: dict[int, torch.Tensor] = {}  # by piece, the means of stage 1
         self._unused: set[int] = set()
         self._weight = 1.0  # of this worker's gradients in the mean
-        self._deferral: Deferral | None = None
+        # Of the last step, until the end of the next backward pass.
+        self._deferral: DeferredUpdate | None = None
 
         defers = options.defer != "nothing"
         self._channel = run.comm.channel(SECOND) if defers else None
-        self._decision = Decision(options, pulls=False)
+        self._policy = DeferralPolicy(options, pulls=False)
         self._leads = defers and run.comm.rank == 0
         if options.defer == "measured":
-            self.watch.rate = Rate(_start_up(run), 0.0)
+            self.timer.rate = Rate(_start_up(run), 0.0)
         self._round = 0
         self._look: int | None = None  # the round of a decision out of turn
         self._notes: torch.Tensor | None = None  # on their way
@@ -90,7 +90,7 @@ class NativeWorker(Worker[UpdatingRun]):
     def backward_ended(self) -> None:
         super().backward_ended()
         self._wait()
-        self.watch.mark()
+        self.timer.mark()
         # Kept, since a forward pass before step() would make it the next batch's.
         self._weight = self.run.weight
         self._unused = self.layout.unused()
@@ -104,11 +104,11 @@ class NativeWorker(Worker[UpdatingRun]):
         elif self.run.participants:
             self._send_second()
         self._first.clear()
-        self.watch.step_ended(self.layout.changes, self.run.loss)
+        self.timer.step_ended(self.layout.changes, self.run.loss)
         self._exchange()
         self._round += 1
         self.steps += self.run.active
-        self.watch.step_begins()
+        self.timer.step_begins()
 
     def parameters_replaced(self) -> None:
         """Nothing to do: parameters with a part of their update under way are refused when
@@ -129,9 +129,9 @@ class NativeWorker(Worker[UpdatingRun]):
         if deferral is None:
             return lambda: None
         self._wait()
-        tentative = self._kept(deferral.numbers)
+        tentative = self._copies(deferral.numbers)
         self._settle()
-        deferral.exact, deferral.applied = self._kept(deferral.numbers), True
+        deferral.exact, deferral.applied = self._copies(deferral.numbers), True
 
         def undo() -> None:
             self._write(deferral.numbers, tentative)
@@ -159,13 +159,15 @@ class NativeWorker(Worker[UpdatingRun]):
         numbers = [n for n in self.layout.deferred if n not in self._unused]
         exact = []
         for number, value in zip(numbers, self._values(numbers), strict=True):
-            room = self.layout.room(("exact", number), value.numel(), value)
+            room = self.layout.memory(("exact", number), value.numel(), value)
             exact.append(room.view(value.shape).copy_(value))
         means = self._send_second()
         # Its own gradient is the whole of this worker's share.
         self._step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
         mine = [means[number] for number in numbers]
-        self._deferral = Deferral(numbers, mine, how, exact, self._stamps(numbers))
+        self._deferral = DeferredUpdate(
+            numbers, mine, how, exact, self._stamps(numbers)
+        )
 
     def _send_second(self) -> dict[int, torch.Tensor]:
         """Start the mean of everything deferred; returns where each piece's will be. All
@@ -219,7 +221,7 @@ class NativeWorker(Worker[UpdatingRun]):
         if self._leads and self._ends_interval():
             values = self._values(numbers)
             for number, value, mean in zip(numbers, values, means, strict=True):
-                self._decision.importance.rate(number, value, mean)
+                self._policy.importance.rate(number, value, mean)
 
     def _exchange(self) -> None:
         """Adopt what was decided a step ago; decide, if that is due."""
@@ -230,12 +232,12 @@ class NativeWorker(Worker[UpdatingRun]):
         if self._channel is None or not due or not self.run.participants:
             return
         self._leads = self.run.comm.rank == self.run.participants[0]
-        times = self.watch.times()
+        times = self.timer.times()
         chosen = [0.0] * len(self.layout.pieces)
         for number in self._decided(times) if self._leads else ():
             chosen[number] = 1.0
         # As many as were delivered, on all ranks: buckets may have been made anew since.
-        ready = [0.0] * (self.watch.delivered + 1)
+        ready = [0.0] * (self.timer.delivered + 1)
         if times is not None:
             ready = [*times.ready, times.end]
         device = self.run.buckets[0].buffer.device
@@ -252,7 +254,7 @@ class NativeWorker(Worker[UpdatingRun]):
             self.has_deferred = True
             if began and self.options.defer == "measured":
                 # The next step still waits for what its predecessor sent: it does not count.
-                self._look = self._round + 1 + LOOK
+                self._look = self._round + 1 + TRIAL_STEPS
         *ready, end = notes[count:]
         fits = len(ready) == len(self.run.buckets) and all(ready)
         self._agreed = StepTimes(ready, end) if fits else None
@@ -266,11 +268,11 @@ class NativeWorker(Worker[UpdatingRun]):
         ends = self._ends_interval()
         if ends and times and agreed and len(agreed.ready) == len(times.ready):
             times = agreed
-        fades = FADES if ends else 1.0
+        decay = RATE_DECAY if ends else 1.0
         parts = self.layout.parts()
-        own = self.watch.measured(times, parts, deferred, fades)
+        own = self.timer.report(times, parts, deferred, decay)
         told, update = dict.fromkeys(self.run.participants, own), self._update_seconds()
-        return self._decision.decide(parts, deferred, told, self._round, update)
+        return self._policy.decide(parts, deferred, told, self._round, update)
 
     def _update_seconds(self) -> float:
         """Seconds per byte that a tentative step takes."""
@@ -279,7 +281,7 @@ class NativeWorker(Worker[UpdatingRun]):
             for start, end, size in self._updates
             if size
         ]
-        return UPDATES * statistics.median(costs) if costs else 0.0
+        return COST_IN_UPDATES * statistics.median(costs) if costs else 0.0
 
 
 def _start_up(run: UpdatingRun) -> float:

@@ -1,111 +1,51 @@
-"""Which pieces can wait: those that a step waits for, as few as make it wait no longer.
+"""Which pieces are deferred: those that a step waits for, as few as make it wait no longer.
 
 The first layers' gradients are ready last, so they are what a step waits for, and deferring
 them shortens it. What is ready early hides behind backward: deferring it gains nothing.
 
-A step as its network sees it: what was deferred begins to travel when the step begins, each
-bucket's rest when its gradients are ready, and all of it is there at the step's end. The network
-is one queue: two streams that share it end when one after the other would.
+One worker decides every few steps (`all_reduce`), or each server for its part of the model
+(`parameter_server`), and tells the others: workers that each decided by their own arithmetic and
+clock could disagree in a last bit, and wait for messages that never come.
+
+What the times promise is held against what comes. Where processors carry the messages, as
+between processes of one machine, nothing hides behind computing, and deferring makes steps
+longer. So the first interval with something deferred is a trial. It ends after `TRIAL_STEPS`
+steps if these are much longer, and with its interval if steps are no shorter. After a trial that
+fails nothing is deferred for some decisions, and for twice as many each time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-VISIBLE = 0.01
-"""Waiting for less than this part of a step is none."""
+from paceline.methods.osp.measurement import (
+    TRIAL_STEPS,
+    VISIBLE,
+    ModelPieces,
+    Rate,
+    StepTimes,
+    WorkerReport,
+    step_seconds,
+)
+from paceline.methods.osp.options import OSPOptions
 
-PIPELINED = 4 * 1024 * 1024
-"""What is deferred comes back in pieces, so that only the last one's way back is seen."""
-
-WORTH_IT = 0.02
+WORTHWHILE = 0.02
 """Deferring must shorten a step by this part of it."""
 
+MUCH_LONGER = 1.1
+"""A trial fails at once if the median of `TRIAL_STEPS` steps is longer by this factor. Where one
+step in three is off by a tenth, that median is off by a twentieth: a tenth is seldom chance."""
 
-class StepTimes(NamedTuple):
-    """Seconds since the last update ended: until each bucket's gradients are *ready*, and
-    until the *end* of backward."""
+OTHER_NETWORK = 2.0
+"""Steps over a network that is faster or slower by this factor cannot be compared."""
 
-    ready: Sequence[float]
-    end: float
-
-
-class Rate(NamedTuple):
-    """What a message costs: *start_up* seconds, and *per_byte*. *pulls*: what was pushed
-    comes back the other way, while the next message is pushed."""
-
-    start_up: float
-    per_byte: float
-    pulls: bool = False
-
-    def seconds(self, size: float) -> float:
-        """Of one message; nothing if it is empty."""
-        return self.start_up + size * self.per_byte if size > 0 else 0.0
+PATIENCE = 10
+"""Decisions for which nothing is deferred after the first trial that fails."""
 
 
-class Parts(NamedTuple):
-    """The pieces of a model: *sizes* in bytes, the bucket that each is in, and how many buckets
-    there are."""
-
-    sizes: Sequence[int]
-    buckets: Sequence[int]
-    bucket_count: int
-
-    def total(self, pieces: Iterable[int]) -> int:
-        """Bytes of some pieces."""
-        return sum(self.sizes[piece] for piece in pieces)
-
-    def left(self, deferred: Iterable[int]) -> list[int]:
-        """Bytes of each bucket that are not deferred."""
-        left = [0] * self.bucket_count
-        for piece in set(range(len(self.sizes))).difference(deferred):
-            left[self.buckets[piece]] += self.sizes[piece]
-        return left
-
-
-def step_seconds(
-    times: StepTimes, deferred: float, left: Sequence[float], rate: Rate
-) -> float:
-    """Until everything has arrived: *deferred* bytes of the step before, and what is *left*
-    of each bucket of this one. The last bucket always sends a message: workers meet there."""
-    free = rate.seconds(deferred)
-    back = free + min(deferred, PIPELINED) * rate.per_byte
-    for ready, size in zip(times.ready, left, strict=True):
-        if size > 0:
-            free = max(free, ready) + rate.seconds(size)
-            back = max(back, free) + size * rate.per_byte
-    if not left[-1] > 0:
-        free = max(free, times.ready[-1]) + rate.start_up
-    return max(free, back if rate.pulls else 0.0, times.end)
-
-
-def measured_rate(
-    times: StepTimes,
-    deferred: float,
-    left: Sequence[float],
-    rate: Rate,
-    observed: float,
-) -> float | None:
-    """Seconds per byte, instead of *rate*'s, with which a step takes what it was *observed* to
-    take; None if start-ups explain it, which says only that the network is fast enough."""
-
-    def takes(per_byte: float) -> float:
-        return step_seconds(times, deferred, left, rate._replace(per_byte=per_byte))
-
-    if observed <= takes(0.0) * (1 + VISIBLE) or not deferred + sum(left) > 0:
-        return None
-    low, high = 0.0, observed / max(1.0, deferred + sum(left))
-    while takes(high) < observed:
-        low, high = high, 2 * high
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if takes(middle) < observed else (low, middle)
-    return high
-
-
-def levelled(parts: Parts, order: Sequence[int]) -> list[int]:
+def largest_bucket_first(parts: ModelPieces, order: Sequence[int]) -> list[int]:
     """Pieces of the bucket that is then the largest first, in *order* among themselves. Where
     a bucket is pulled when it has been pushed, a step that only communicates waits for the
     largest one twice."""
@@ -120,8 +60,8 @@ def levelled(parts: Parts, order: Sequence[int]) -> list[int]:
     return turn
 
 
-def choose(
-    parts: Parts,
+def choose_deferred(
+    parts: ModelPieces,
     orders: Sequence[Sequence[int]],
     times: StepTimes,
     rate: Rate,
@@ -135,7 +75,7 @@ def choose(
     costs a worker *update_seconds_per_byte* for its tentative step.
     """
     plain = step_seconds(times, 0.0, parts.left(()), rate)
-    if plain <= times.end * (1 + WORTH_IT):
+    if plain <= times.end * (1 + WORTHWHILE):
         return []
     if rate.per_byte > 0:
         budget = min(budget, times.end / rate.per_byte)  # what one computation covers
@@ -145,16 +85,20 @@ def choose(
         size = parts.total(kept)
         seconds = step_seconds(times, size, parts.left(kept), rate)
         seconds += size * update_seconds_per_byte
-        if seconds < takes * (1 - WORTH_IT):
+        if seconds < takes * (1 - WORTHWHILE):
             takes, chosen = seconds, sorted(kept)
-    return chosen if takes < plain * (1 - WORTH_IT) else []
+    return chosen if takes < plain * (1 - WORTHWHILE) else []
 
 
 def _least(
-    parts: Parts, order: Sequence[int], times: StepTimes, rate: Rate, budget: float
+    parts: ModelPieces,
+    order: Sequence[int],
+    times: StepTimes,
+    rate: Rate,
+    budget: float,
 ) -> list[int]:
     """Of what fits into *budget*, no more than it takes for steps as short."""
-    deferred = fill(parts, order, budget)
+    deferred = fill_budget(parts, order, budget)
     left, size = parts.left(deferred), parts.total(deferred)
     enough = step_seconds(times, size, left, rate) * (1 + VISIBLE / 2)
     kept = []
@@ -169,7 +113,7 @@ def _least(
     return kept
 
 
-def fill(parts: Parts, order: Sequence[int], budget: float) -> list[int]:
+def fill_budget(parts: ModelPieces, order: Sequence[int], budget: float) -> list[int]:
     """The first pieces of *order* that fit into *budget* bytes; one that does not is
     skipped, and smaller ones behind it are taken."""
     taken = []
@@ -178,3 +122,132 @@ def fill(parts: Parts, order: Sequence[int], budget: float) -> list[int]:
             budget -= parts.sizes[piece]
             taken.append(piece)
     return taken
+
+
+# ---- decisions ----
+
+
+def reports_trial(step: int, interval: int) -> bool:
+    """Over servers: whether workers report in *step* how a trial goes. What was decided after
+    step i is deferred from step i + 2 on. Step i + 2 still waits for what its predecessor
+    sent, so steps i + 3 to i + 2 + `TRIAL_STEPS` count, and the one after them reports."""
+    return step % interval == TRIAL_STEPS + 3
+
+
+class StepSummary(NamedTuple):
+    """The steps since what is deferred last changed, of all workers that reported.
+
+    *times*: None where they are not known, or not of the same buckets. *rate*: of the network.
+    *whole*: seconds of a step; 0 with fewer than `TRIAL_STEPS` steps. *workers*: those that trained.
+    """
+
+    times: StepTimes | None
+    rate: Rate
+    whole: float
+    workers: tuple[int, ...]
+
+
+class Trial:
+    """Judges whether deferring pays.
+
+    It remembers how long steps take with nothing deferred, and how trials have ended.
+    """
+
+    def __init__(self) -> None:
+        self._plain: StepSummary | None = None
+        self._began = False  # something is deferred since the last decision only
+        self._rest, self._patience = 0, PATIENCE
+
+    def rests(self, deferring: bool, seen: StepSummary) -> bool:
+        """Whether nothing is to be deferred in the next interval, as *seen* in the last one:
+        because deferring does not pay, or because these workers' steps without are unknown."""
+        self._began = not deferring
+        if not deferring:
+            self._plain = seen if seen.whole > 0 else self._plain
+            self._rest = max(0, self._rest - 1)
+            return self._rest > 0 or self._plain is None
+        if self._plain is None or self._plain.workers != seen.workers:
+            return True
+        longer = seen.whole > self._plain.whole * (1 - VISIBLE)
+        return longer and self._fails(self._plain, seen)
+
+    def stops_early(self, deferring: bool, seen: StepSummary) -> bool:
+        """Whether a trial ends after `TRIAL_STEPS` steps: they are much longer than without."""
+        plain = self._plain
+        if not deferring or not self._began or plain is None:
+            return False
+        if plain.workers != seen.workers or seen.whole <= plain.whole * MUCH_LONGER:
+            return False
+        # A network that seems to be another may be, or the processors are busy: that stops the
+        # trial, too, but the next interval shows it, and is no rest.
+        self._fails(plain, seen)
+        return True
+
+    def _fails(self, plain: StepSummary, seen: StepSummary) -> bool:
+        """Rest, unless the network is another one than that of the steps without."""
+        before, now = plain.rate.per_byte, seen.rate.per_byte
+        fails = before / OTHER_NETWORK < now < before * OTHER_NETWORK
+        if fails:
+            self._rest, self._patience = self._patience, 2 * self._patience
+        return fails
+
+
+class DeferralPolicy:
+    """Decides which pieces are deferred.
+
+    It remembers how important pieces are, and how trials ended. *pulls*: see `Rate`.
+    """
+
+    def __init__(self, options: OSPOptions, pulls: bool) -> None:
+        self._options, self._pulls, self._trial = options, pulls, Trial()
+        self.importance = options.importance_class()
+
+    def decide(
+        self,
+        parts: ModelPieces,
+        deferred: list[int],
+        told: Mapping[int, WorkerReport],
+        step: int,
+        update: float = 0.0,
+    ) -> list[int]:
+        """The pieces to defer from now on, of those in *parts*; *deferred* was until now.
+        *told*: what each worker has measured. *update*: seconds per byte of a tentative step.
+        A *step* that ends no interval looks at a trial."""
+        options, seen = self._options, self._summary(parts, told)
+        if step % options.interval:
+            return [] if self._trial.stops_early(bool(deferred), seen) else deferred
+        order = self.order(parts, step)
+        growth = min(one.part for one in told.values())
+        budget = options.most * sum(parts.sizes) * growth
+        if options.defer == "most":
+            return sorted(fill_budget(parts, order, budget))
+        rests = self._trial.rests(bool(deferred), seen)
+        if rests or seen.times is None or not seen.rate.per_byte:
+            return []
+        orders = [order]
+        if self._pulls and options.order == "time":
+            orders.append(largest_bucket_first(parts, order))
+        return choose_deferred(parts, orders, seen.times, seen.rate, budget, update)
+
+    def order(self, parts: ModelPieces, step: int) -> list[int]:
+        """In which order pieces are deferred. Without overlap all are ready together."""
+        order = self.importance.order(len(parts.sizes), seed=step)
+        if self._options.order == "time" and self._options.overlap:
+            order.sort(key=lambda piece: -parts.buckets[piece])  # stable
+        return order
+
+    def _summary(
+        self, parts: ModelPieces, told: Mapping[int, WorkerReport]
+    ) -> StepSummary:
+        """A step is as long as the slowest worker's. Who decides for a part of the model has
+        that part of a bucket's messages, so that a byte of its own costs more."""
+        reports = list(told.values())
+        times = None
+        if reports[0].ready and len({len(one.ready) for one in reports}) == 1:
+            ready = map(max, zip(*(one.ready for one in reports), strict=True))
+            times = StepTimes(list(ready), max(one.end for one in reports))
+        whole, mine = sum(reports[0].bytes), sum(parts.sizes)
+        per_byte = max(one.per_byte for one in reports) * whole / max(1, mine)
+        rate = Rate(max(one.start_up for one in reports), per_byte, self._pulls)
+        steps = [one.whole for one in reports]
+        return StepSummary(times, rate, max(steps) if all(steps) else 0.0, tuple(told))

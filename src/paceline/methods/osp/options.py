@@ -11,7 +11,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, PartialOptimizer, Piece
 
-FINEST = 16
+LEAST_PIECES = 16
 SMALLEST_BYTES = 64 * 1024
 """Smaller pieces are made only if *chunk* says so."""
 
@@ -72,7 +72,7 @@ class OSPOptions:
     *correction*: until the mean of a deferred tensor arrives, a worker computes with a step
     of the optimizer with its own gradient (``"local"``), or with no step (``"none"``).
     *chunk*: larger tensors are cut into pieces of at most so many bytes, and those of a small
-    model into pieces of at most 1 / `FINEST` of it, so that none is too large to be deferred.
+    model into pieces of at most 1 / `LEAST_PIECES` of it, so that none is too large to be deferred.
     """
 
     overlap: bool = True
@@ -92,7 +92,7 @@ class OSPOptions:
 
     def piece_bytes(self, total: int) -> int:
         """The most that a piece has, of a model of *total* bytes."""
-        return min(self.chunk, max(SMALLEST_BYTES, total // FINEST))
+        return min(self.chunk, max(SMALLEST_BYTES, total // LEAST_PIECES))
 
     @property
     def learns_for(self) -> int:

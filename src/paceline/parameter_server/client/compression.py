@@ -1,21 +1,14 @@
-"""A worker's half of codes between it and its servers: see `state_machine.compression`."""
+"""A worker's half of compression to and from servers: see `state_machine.compression`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 
-from paceline.compression import make, pure
+from paceline.compression import GradientCompression, State
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import (
-    CodingStage,
-    Compressor,
-    PerWorkerCompressor,
-    SpeedClass,
-    State,
-)
+from paceline.interfaces import CodingListener, CodingStage, SpeedClass
 from paceline.interfaces.buckets import (
     Bucket,
     stand_in_for,
@@ -24,59 +17,56 @@ from paceline.interfaces.buckets import (
     wire_shape,
 )
 from paceline.interfaces.server_messages import Parameters, Replies, Unit
-from paceline.parameter_server.client.partition import HeldPart, Spread, cut
-from paceline.parameter_server.state_machine.compression import code_bytes, views
-from paceline.parameter_server.state_machine.compression_checks import (
+from paceline.parameter_server.client.partition import BucketPart, Partition, cut
+from paceline.parameter_server.state_machine.compression import (
     check_decodes_per_worker,
+    code_bytes,
+    views,
 )
 
-Charge = Callable[[Compressor, int, float, CodingStage], None]
-"""Is told what was coded and decoded, see `Compute.coded`."""
 
+class ClientCompression:
+    """Compresses what the worker of *rank* pushes, and decompresses the *replies* of servers.
 
-class Encoding:
-    """What the worker of *rank* pushes of a model that is *spread* over servers, with the
-    compressor of a *spec*, and what it makes of their *answers*. *charge* is told
-    of codes, if they take time."""
+    *listener* is told of what was compressed and decompressed.
+    """
 
     def __init__(
         self,
-        spec: str,
+        compression: GradientCompression,
         rank: int,
-        spread: Spread,
+        partition: Partition,
         replies: Replies,
-        charge: Charge,
+        listener: CodingListener | None,
     ) -> None:
-        self.compressor = check_decodes_per_worker(make(spec))
-        self._pure = check_decodes_per_worker(pure(self.compressor))
-        self._answers = check_decodes_per_worker(self.compressor.for_replies())
-        self._rank, self._spread, self._charge = rank, spread, charge
+        self.compression = check_decodes_per_worker(compression)
+        self._replies = check_decodes_per_worker(compression.for_replies())
+        self._rank, self._partition, self._listener = rank, partition, listener
         self._differs = replies == "deltas"
         self._states: dict[str, State] = {}
-        self._shares = [torch.empty(0)] * len(spread.buckets)
+        self._shares = [torch.empty(0)] * len(partition.buckets)
         """By bucket: memory for this worker's share of the mean."""
-        self._rooms: dict[HeldPart, torch.Tensor] = {}
+        self._rooms: dict[BucketPart, torch.Tensor] = {}
         """Where differences land."""
-        self._sizes: dict[tuple[HeldPart, PerWorkerCompressor], int] = {}
+        self._sizes: dict[tuple[BucketPart, GradientCompression], int] = {}
 
     # ---- pushes ----
 
-    def has_speed(self, speed: SpeedClass) -> None:
-        """This worker's group is of that class: what it pushes from now on may have another
-        size. What it keeps goes on, and so do answers."""
-        self.compressor = check_decodes_per_worker(self.compressor.for_speed(speed))
-        self._pure = check_decodes_per_worker(pure(self.compressor))
+    def set_speed_class(self, speed: SpeedClass) -> None:
+        """Set the speed class of this worker's group: pushes may have another size from now on.
+        Compressor states go on, and so do replies."""
+        self.compression = self.compression.for_speed(speed)
 
-    def pushed(
-        self, bucket: Bucket, gradient: torch.Tensor, part: HeldPart, weight: float
+    def encode(
+        self, bucket: Bucket, gradient: torch.Tensor, part: BucketPart, weight: float
     ) -> torch.Tensor:
-        """The code of a part of a bucket's *gradient*, at this worker's *weight*."""
+        """Compress a part of a bucket's *gradient*, times this worker's *weight*."""
         flat = cut(gradient, part.start, part.stop)
-        self._charge(self.compressor, 1, wire_bytes(flat), "encode")
-        if self.compressor is not self._pure:  # residuals are what its own code leaves
-            self._charge(self.compressor, 1, wire_bytes(flat), "decode")
+        self._charge(self.compression, flat, "encode")
+        if self.compression.error_feedback:  # residuals are what its own code leaves
+            self._charge(self.compression, flat, "decode")
         if stands_in(flat):
-            return stand_in_for(self._size(part, self._pure), flat)
+            return stand_in_for(self._size(part, self.compression), flat)
         if weight != 1.0:
             share = self._share(bucket)[part.start : part.stop]
             flat = torch.mul(flat, weight, out=share)
@@ -85,7 +75,7 @@ class Encoding:
         states = [
             self._state(name, like) for name, like in zip(names, parts, strict=True)
         ]
-        return self.compressor.encode(parts, states)
+        return self.compression.encode(parts, states)
 
     def _share(self, bucket: Bucket) -> torch.Tensor:
         if self._shares[bucket.index].numel() < bucket.buffer.numel():
@@ -93,64 +83,74 @@ class Encoding:
         return self._shares[bucket.index]
 
     def _state(self, name: str, like: torch.Tensor) -> State:
-        if self.compressor.state == "none":
+        if self.compression.state == "none":
             return {}
         if name not in self._states:
-            self._states[name] = self.compressor.init(like, name, self._rank)
+            self._states[name] = self.compression.init_state(like, name, self._rank)
         return self._states[name]
 
-    def _name(self, part: HeldPart, number: int) -> str:
+    def _name(self, part: BucketPart, number: int) -> str:
         """A tensor's name; of a part of one, with the elements that it has."""
         unit = part.units[number]
-        name = self._spread.buckets[part.bucket].names[part.slots[number]]
+        name = self._partition.buckets[part.bucket].names[part.slots[number]]
         return name if unit.shape is not None else f"{name}[{unit.start}:{unit.stop}]"
 
-    # ---- answers ----
+    # ---- replies ----
 
-    def room(self, part: HeldPart) -> torch.Tensor:
-        """Where the answer to a push lands."""
-        landing = self._spread.landing_of(part)
+    def room(self, part: BucketPart) -> torch.Tensor:
+        """Where the reply to a push lands."""
+        received = self._partition.received_part(part)
         if not self._differs:
-            return landing
-        if stands_in(landing):
-            return stand_in_for(self._size(part, self._answers), landing)
+            return received
+        if stands_in(received):
+            return stand_in_for(self._size(part, self._replies), received)
         if part not in self._rooms:
-            size = self._size(part, self._answers)
+            size = self._size(part, self._replies)
             self._rooms[part] = torch.empty(size, dtype=torch.uint8)
         return self._rooms[part]
 
-    def arrived(self, part: HeldPart, answer: Parameters) -> None:
-        """An answer to a push has landed: a difference is added to what this worker holds."""
+    def decode(self, part: BucketPart, reply: Parameters) -> None:
+        """A *reply* to a push has landed: a difference is added to what this worker holds."""
         if not self._differs:
             return
-        turn, landing = self._spread.turn(part), self._spread.landing_of(part)
-        if answer.turn <= turn:
+        sequence = self._partition.sequence(part)
+        received = self._partition.received_part(part)
+        if reply.sequence <= sequence:
             return  # this worker has pulled since
-        if answer.turn != turn + 1:
+        if reply.sequence != sequence + 1:
             raise PeerLostError(
-                f"bucket {part.bucket}: a difference has come with turn {answer.turn}, and "
-                f"the one before with {turn}: an answer of server "
-                f"{self._spread.home(part)} is missing"
+                f"bucket {part.bucket}: difference number {reply.sequence} has come "
+                f"after number {sequence}: a reply of server "
+                f"{self._partition.home[part.shard]} is missing"
             )
-        self._spread.hear_turn(part, answer.turn)
-        self._charge(self._answers, 1, wire_bytes(landing), "decode")
-        if stands_in(landing):
+        self._partition.note_sequence(part, reply.sequence)
+        self._charge(self._replies, received, "decode")
+        if stands_in(received):
             return
-        difference = torch.empty_like(landing)
-        self._answers.decode(self._rooms[part], views(difference, part.units))
-        landing.add_(difference)
+        difference = torch.empty_like(received)
+        self._replies.decode(self._rooms[part], views(difference, part.units))
+        received.add_(difference)
 
-    def _size(self, part: HeldPart, code: PerWorkerCompressor) -> int:
-        """The bytes of a code of what a part has, or stands for."""
-        if (part, code) not in self._sizes:
-            bucket = self._spread.buckets[part.bucket]
+    def _charge(
+        self,
+        compression: GradientCompression,
+        tensors: torch.Tensor,
+        stage: CodingStage,
+    ) -> None:
+        if self._listener is not None:
+            self._listener.coded(compression, 1, wire_bytes(tensors), stage)
+
+    def _size(self, part: BucketPart, compression: GradientCompression) -> int:
+        """The compressed bytes of what a part has, or stands for."""
+        if (part, compression) not in self._sizes:
+            bucket = self._partition.buckets[part.bucket]
             shapes = [
                 _shape(unit, bucket.views[slot])
                 for unit, slot in zip(part.units, part.slots, strict=True)
             ]
             dtype = bucket.buffer.dtype
-            self._sizes[part, code] = code_bytes(code, shapes, dtype)
-        return self._sizes[part, code]
+            self._sizes[part, compression] = code_bytes(compression, shapes, dtype)
+        return self._sizes[part, compression]
 
     # ---- what a checkpoint keeps ----
 
@@ -165,21 +165,21 @@ class Encoding:
         for name in saved:
             if name not in known:
                 raise UsageError(
-                    f"the checkpoint holds what compression {self.compressor.name!r} keeps "
+                    f"the checkpoint holds what compression {self.compression.name!r} keeps "
                     f"of {name!r}, and here servers hold other parts of tensors: load it "
                     "with as many servers, and the same bucket rule, as saved it"
                 )
         self._states = saved
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """What codes see: names, and tensors of the same shape."""
+        """Names and tensors as compressors see them."""
         return [
             (self._name(part, number), like)
-            for parts in self._spread.parts
+            for parts in self._partition.parts
             for part in parts
             for number, like in enumerate(
                 views(
-                    self._spread.buckets[part.bucket].buffer[part.start : part.stop],
+                    self._partition.buckets[part.bucket].buffer[part.start : part.stop],
                     part.units,
                 )
             )
@@ -187,7 +187,7 @@ class Encoding:
 
 
 def _shape(unit: Unit, gradient: torch.Tensor) -> tuple[int, ...]:
-    """What a code sees of a unit of *gradient*, or of what that stands for."""
+    """The shape of a unit of *gradient*, or of what that stands for, as compressors see it."""
     shape = wire_shape(gradient)
     if unit.shape is not None:
         return shape

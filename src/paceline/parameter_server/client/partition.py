@@ -1,37 +1,39 @@
-"""A model spread over servers, from one worker's side: which part of it lies where, and what
-lies there. `layout` says which servers hold a part."""
+"""Which part of a model lies on which server, and what one worker holds of it.
+
+Servers either share a model out, a *shard* each, for all workers; or they are replicas: there is
+one shard, all of the model, and each server holds it for its group of workers. Replicas tell each
+other what they have applied, and all workers wait for each other at the first of them: what is
+loaded there reaches the others before anybody is answered (see `groups.server`).
+"""
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Endpoint, Piece, Told, UnitPlace
+from paceline.interfaces import Endpoint, Piece, UnitPlace
 from paceline.interfaces.buckets import Bucket, stand_alike, wire_bytes
 from paceline.interfaces.server_messages import Hyperparameters, Parameters, Unit
-from paceline.parameter_server.client.layout import Copies, Layout, SharedOut
-from paceline.parameter_server.client.shards import Part, split
-from paceline.parameter_server.optim.partitioned import (
-    IMPLEMENTATION,
-    PartitionedOptimizer,
-)
+from paceline.optim.partitioned import IMPLEMENTATION, cut_every, parameters_of
 from paceline.torch_internals import version_of
+from paceline.transport.protocol import SMALL_BYTES
 
-_NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
+NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
 """Entries of ``param_groups`` that a server has, or decides, itself."""
 
 
 @dataclass(frozen=True, eq=False)
-class HeldPart:
-    """What one shard has of one bucket: elements [*start*, *stop*) of its buffer, whose
-    *units* are the bucket's from number *first* on. *slots*: per unit, which of the bucket's
-    parameters it is of."""
+class BucketPart:
+    """What one shard has of one bucket: elements [*start*, *stop*) of its buffer.
+
+    *units*: the parts of parameters that lie in it, in order. They are the bucket's from number
+    *first* on. *slots*: per unit, which of the bucket's parameters it is of.
+    """
 
     bucket: int
     shard: int
@@ -41,7 +43,7 @@ class HeldPart:
     units: tuple[Unit, ...]
     slots: tuple[int, ...]
 
-    def own(self, numbers: Collection[int] | None) -> list[int]:
+    def local_units(self, numbers: Collection[int] | None) -> list[int]:
         """Of the bucket's units (all, or these), those that are here, counted from 0."""
         every = range(len(self.units))
         if numbers is None:
@@ -49,13 +51,13 @@ class HeldPart:
         return [unit for unit in every if self.first + unit in numbers]
 
 
-class Spread:
-    """Buckets, spread over *endpoints*; no unit has more than *most_bytes*, where the
-    optimizer can be applied to less. *group*: each endpoint holds all of them, and this
-    worker's has that number; None: they share them out.
+class Partition:
+    """Buckets, partitioned over the servers behind *endpoints*, as one worker sees them.
 
-    Answers land in memory of their own (*on_host*: of the processor), and are then put into the
-    model.
+    No unit has more than *most_bytes*, where the optimizer can be applied to less. *group*: the
+    servers are replicas, and this worker's is the one of that number; None: they share the
+    model out. Replies land in memory of their own (*on_host*: of the processor), and are then
+    copied into the model.
     """
 
     def __init__(
@@ -70,20 +72,25 @@ class Spread:
         self.buckets = list(buckets)
         self.optimizer = optimizer
         self.endpoints = endpoints
-        shards = len(endpoints) if group is None else 1
-        plan = split(buckets, optimizer, shards, most_bytes)
-        used = sorted({part.shard for parts in plan for part in parts})
-        self.layout: Layout = SharedOut(used)
-        if group is not None:
-            self.layout = Copies(len(endpoints), group)
-        self.first = used[0]
+        self.replicated = group is not None
+        shards = 1 if self.replicated else len(endpoints)
+        self.parts = split_buckets(buckets, optimizer, shards, most_bytes)
+        used = sorted({part.shard for parts in self.parts for part in parts})
+        self.untrained_shard = used[0]
         """The shard whose servers have what nobody trains, too."""
-        self.owners: dict[int, torch.nn.Parameter] = {}
+        self.home = list(range(shards)) if group is None else [group]
+        """By shard: the server that this worker pushes it to, and pulls it from."""
+        self.servers: Sequence[int] = range(len(endpoints)) if self.replicated else used
+        """Those that hold something of the model, in order."""
+        self.barriers: Sequence[int] = (0,) if self.replicated else used
+        """Those at which all workers wait for each other, one after the other."""
+        numbers = {id(p): n for n, (p, _) in enumerate(parameters_of(optimizer))}
+        self.owners: dict[int, torch.nn.Parameter] = {
+            numbers[id(parameter)]: parameter
+            for bucket in buckets
+            for parameter in bucket.parameters
+        }
         """The parameters, by the numbers that units have."""
-        self.parts = [
-            self._held_parts(bucket, parts)
-            for bucket, parts in zip(buckets, plan, strict=True)
-        ]
         self.units = [
             [
                 UnitPlace(Piece(unit.parameter, unit.start, unit.stop), start, stop)
@@ -92,178 +99,160 @@ class Spread:
             ]
             for parts in self.parts
         ]
-        where = torch.device("cpu") if on_host else None
-        self.landing = [
-            stand_alike(torch.empty_like(b.buffer, device=where), b.buffer)
+        device = torch.device("cpu") if on_host else None
+        self.received = [
+            stand_alike(torch.empty_like(b.buffer, device=device), b.buffer)
             for b in buckets
         ]
-        self._told: dict[tuple[int, int], bytes] = {}
-        """By bucket and shard."""
-        self._turns: dict[tuple[int, int], int] = {}
-        """The same, of what this worker holds."""
+        """By bucket: where replies land."""
+        self._replies: dict[BucketPart, Parameters] = {}
+        """Each part's last one."""
+        self._sequences: dict[BucketPart, int] = {}
+        """What this worker holds of each part: see `Parameters.sequence`."""
         self._versions: list[list[int]] = []
-        self._updates: dict[tuple[int, int], int] = {}
-        """Of a shard's part of a bucket, with what this worker holds of it."""
+        """Of the model's parameters, by bucket, when replies were last copied into them."""
 
-    def _held_parts(self, bucket: Bucket, parts: Sequence[Part]) -> list[HeldPart]:
-        numbers = dict.fromkeys(unit.parameter for part in parts for unit in part.units)
-        self.owners |= zip(numbers, bucket.parameters, strict=True)
-        slots = {number: slot for slot, number in enumerate(numbers)}
-        held, first = [], 0
-        for part in parts:
-            held.append(
-                HeldPart(
-                    bucket=bucket.index,
-                    shard=part.shard,
-                    start=part.start,
-                    stop=part.stop,
-                    first=first,
-                    units=part.units,
-                    slots=tuple(slots[unit.parameter] for unit in part.units),
-                )
-            )
-            first += len(part.units)
-        return held
+    # ---- which server holds what ----
 
-    # ---- what lies where ----
+    @property
+    def homes(self) -> Sequence[int]:
+        """The servers that this worker pushes to and pulls from, in order."""
+        return self.home if self.replicated else self.servers
 
-    def home(self, part: HeldPart) -> int:
-        """The server that this worker pushes a part to, and pulls it from."""
-        return self.layout.home(part.shard)
+    def endpoint(self, part: BucketPart) -> Endpoint:
+        """This worker's end of the server that it pushes a part to."""
+        return self.endpoints[self.home[part.shard]]
 
-    def endpoint(self, part: HeldPart) -> Endpoint:
-        """This worker's end of it."""
-        return self.endpoints[self.home(part)]
+    def holders(self, shard: int) -> Sequence[int]:
+        """The servers that hold a shard: until training begins each is loaded by itself."""
+        return self.servers if self.replicated else (shard,)
 
-    def pulled(self, servers: Collection[int] | None = None) -> list[HeldPart]:
+    def loaded_through(self, server: int) -> Collection[int]:
+        """Whose parameters are new, once all have passed the barrier of *server* and loaded it."""
+        return self.servers if self.replicated else (server,)
+
+    def pulled(self, servers: Collection[int] | None = None) -> list[BucketPart]:
         """What this worker pulls from these servers, or from all, bucket by bucket."""
-        every = [part for parts in self.parts for part in parts]
-        if servers is None:
-            return every
-        return [part for part in every if self.home(part) in servers]
+        return [
+            part
+            for parts in self.parts
+            for part in parts
+            if servers is None or self.home[part.shard] in servers
+        ]
 
-    def held(self, servers: Collection[int]) -> list[tuple[int, HeldPart]]:
+    def held(self, servers: Collection[int]) -> list[tuple[int, BucketPart]]:
         """What these servers hold, with the number of each, bucket by bucket."""
         return [
             (server, part)
             for part in self.pulled()
-            for server in self.layout.holders(part.shard)
+            for server in self.holders(part.shard)
             if server in servers
         ]
 
-    def on(self, server: int) -> list[list[HeldPart]]:
+    def units_on(self, server: int) -> list[list[Unit]]:
         """What one server holds of each bucket."""
-        holders = self.layout.holders
         return [
-            [part for part in parts if server in holders(part.shard)]
+            [
+                unit
+                for part in parts
+                if server in self.holders(part.shard)
+                for unit in part.units
+            ]
             for parts in self.parts
         ]
 
-    def places(self, part: HeldPart, units: Sequence[int]) -> list[UnitPlace]:
+    def places(self, part: BucketPart, units: Sequence[int]) -> list[UnitPlace]:
         """Where some units of a part are in its bucket's buffer."""
         return [self.units[part.bucket][part.first + unit] for unit in units]
 
-    def part_of(self, bucket: int, unit: int) -> HeldPart:
+    def part_of(self, bucket: int, unit: int) -> BucketPart:
         """The part that a bucket's unit is in."""
         return max(
             (part for part in self.parts[bucket] if part.first <= unit),
             key=lambda part: part.first,
         )
 
-    def landing_of(self, part: HeldPart) -> torch.Tensor:
-        return cut(self.landing[part.bucket], part.start, part.stop)
-
-    def unit_bytes(self, bucket: int) -> list[int]:
-        whole = self.buckets[bucket].buffer
-        size, elements = wire_bytes(whole), max(1, whole.numel())
-        return [size * (p.stop - p.start) // elements for p in self.units[bucket]]
-
     def move(self, group: int) -> None:
         """This worker is in another group from now on, and has yet to pull from its server:
         what the one before has told is of no use there. Raises `UsageError` where there are no
         groups, or no such one."""
-        if not isinstance(self.layout, Copies):
+        if not self.replicated:
             raise UsageError("move: this method's servers are not one for each group")
-        self.layout.move(group)
-        self._told.clear()
-        self._turns.clear()
-
-    # ---- what servers tell ----
-
-    def hear(self, part: HeldPart, answer: Parameters) -> None:
-        """A server has answered a main push, or a pull, with its parameters."""
-        self.hear_words(part, answer)
-        self.hear_turn(part, answer.turn)
-
-    def hear_words(self, part: HeldPart, answer: Parameters) -> None:
-        """What a server has told beside its answer."""
-        self._told[part.bucket, part.shard] = answer.told
-        self._updates[part.bucket, part.shard] = answer.version
-
-    def updates_by_others(self, part: HeldPart, answer: Parameters) -> int:
-        """How many there were on the server since what this worker held before this *answer* to a
-        push, which was one, too. To be asked before it is heard."""
-        before = self._updates.get((part.bucket, part.shard), answer.version)
-        return max(0, answer.version - before - 1)
-
-    def hear_turn(self, part: HeldPart, turn: int) -> None:
-        """What this worker holds of a part is of that turn now."""
-        self._turns[part.bucket, part.shard] = turn
-
-    def turn(self, part: HeldPart) -> int:
-        """See `Parameters.turn`."""
-        return self._turns.get((part.bucket, part.shard), 0)
-
-    def told(self, bucket: int) -> list[Told]:
-        return [
-            Told(
-                range(part.first, part.first + len(part.units)),
-                self._told.get((bucket, part.shard), b""),
+        if group not in self.servers:
+            raise UsageError(
+                f"group {group}: expected the number of a server, 0 to "
+                f"{len(self.servers) - 1}"
             )
-            for part in self.parts[bucket]
-        ]
+        self.home = [group]
+        self._replies.clear()
+        self._sequences.clear()
+
+    # ---- replies ----
+
+    def received_part(self, part: BucketPart) -> torch.Tensor:
+        """Where a part's parameters land."""
+        return cut(self.received[part.bucket], part.start, part.stop)
+
+    def note_reply(self, part: BucketPart, reply: Parameters) -> None:
+        """A server has answered a main push, or a pull, with a part's parameters."""
+        self._replies[part] = reply
+
+    def note_sequence(self, part: BucketPart, sequence: int) -> None:
+        """What this worker holds of a part has that *sequence* number now."""
+        self._sequences[part] = sequence
+
+    def sequence(self, part: BucketPart) -> int:
+        """See `Parameters.sequence`."""
+        return self._sequences.get(part, 0)
+
+    def notice(self, part: BucketPart) -> bytes:
+        """What the server's discipline told of a part with its last reply."""
+        reply = self._replies.get(part)
+        return b"" if reply is None else reply.notice
+
+    def updates_by_others(self, part: BucketPart, reply: Parameters) -> int:
+        """How many there were on the server since what this worker held before this *reply* to a
+        push, which was one, too. To be asked before the reply is noted."""
+        before = self._replies.get(part)
+        return 0 if before is None else max(0, reply.version - before.version - 1)
 
     # ---- the optimizer ----
 
     def hyperparameters(self) -> Hyperparameters:
+        """Of every parameter group, as of now."""
         return [
             {
                 name: _plain(name, value)
                 for name, value in group.items()
-                if name not in _NOT_SENT
+                if name not in NOT_SENT
             }
             for group in self.optimizer.param_groups
         ]
 
-    def own_optimizer(self) -> PartitionedOptimizer:
-        twin = copy.copy(self.optimizer)
-        twin.state = defaultdict(dict)
-        pieces = [place.piece for places in self.units for place in places]
-        return PartitionedOptimizer(twin, pieces)
-
     # ---- the model ----
 
-    def put(self, number: int) -> None:
-        """What has landed of a bucket becomes the model's."""
+    def write_bucket(self, number: int) -> None:
+        """Copy what was received of a bucket into the model."""
         bucket = self.buckets[number]
         sizes = [parameter.numel() for parameter in bucket.parameters]
         with torch.no_grad():
             for parameter, part in zip(
-                bucket.parameters, self.landing[number].split(sizes), strict=True
+                bucket.parameters, self.received[number].split(sizes), strict=True
             ):
                 parameter.copy_(part.view(parameter.shape))
 
-    def put_all(self) -> None:
+    def write_model(self) -> None:
+        """Copy all that was received into the model."""
         for number in range(len(self.buckets)):
-            self.put(number)
+            self.write_bucket(number)
         self.remember_versions()
 
-    def lay_out(self) -> None:
-        """Put the model into the memory where answers land, as far as the script has written
-        it: what it has not written may be older than what has landed."""
+    def read_model(self) -> None:
+        """Copy the model into the memory where replies land, as far as the script has written
+        it: what it has not written may be older than what was received."""
         now = self._present_versions()
         for number, bucket in enumerate(self.buckets):
-            views = self.landing[number].split([p.numel() for p in bucket.parameters])
+            views = self.received[number].split([p.numel() for p in bucket.parameters])
             for slot, (view, parameter) in enumerate(
                 zip(views, bucket.parameters, strict=True)
             ):
@@ -272,7 +261,7 @@ class Spread:
                     view.copy_(parameter.detach().reshape(-1))
 
     @property
-    def was_put(self) -> bool:
+    def was_written(self) -> bool:
         """Whether the model has ever held the servers' parameters."""
         return bool(self._versions)
 
@@ -282,7 +271,7 @@ class Spread:
 
     def check_unwritten(self, method: str) -> None:
         """Raise `UsageError` where the script has written into a parameter since the last
-        step: the next answer would write over it, and nobody else would ever see it."""
+        step: the next reply would write over it, and nobody else would ever see it."""
         if not self._versions:
             return
         for bucket, before in zip(self.buckets, self._versions, strict=True):
@@ -308,7 +297,7 @@ def cut(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     return stand_alike(flat[start:stop], flat)
 
 
-def _bounds(part: HeldPart) -> Iterator[tuple[Unit, int, int]]:
+def _bounds(part: BucketPart) -> Iterator[tuple[Unit, int, int]]:
     """Each unit of a part, and where it is in its bucket's buffer."""
     start = part.start
     for unit in part.units:
@@ -328,3 +317,133 @@ def _plain(name: str, value: Any) -> Any:
         f"hyperparameter {name!r}: expected a number, a truth value or a list of them for "
         f"an optimizer that lives on a server, got {type(value).__name__}"
     )
+
+
+# ---- where buckets are cut ----
+
+
+def split_buckets(
+    buckets: Sequence[Bucket],
+    optimizer: torch.optim.Optimizer,
+    shards: int,
+    most_bytes: int | None = None,
+) -> list[list[BucketPart]]:
+    """Per bucket its parts, so that all shards have about as many bytes; no unit has more
+    than *most_bytes*, where the optimizer can be applied to less.
+
+    Cuts go where *optimizer* may be applied to both sides alone (see `optim.pieces`); a small
+    bucket goes whole to the shard that has least. The same on every rank.
+    """
+    numbers = {id(p): n for n, (p, _) in enumerate(parameters_of(optimizer))}
+    groups = {id(p): group for p, group in parameters_of(optimizer)}
+    held = [0] * shards
+    plan = []
+    for bucket in buckets:
+        cuts = _cuts(bucket, optimizer, groups, held)
+        slots = {numbers[id(p)]: slot for slot, p in enumerate(bucket.parameters)}
+        parts, first = [], 0
+        for position, (start, stop) in enumerate(pairwise(cuts)):
+            if start == stop:
+                continue
+            shard = held.index(min(held)) if len(cuts) == 2 else position
+            held[shard] += bucket.bytes * (stop - start) // cuts[-1]
+            units = _units(bucket, start, stop, numbers, groups)
+            if most_bytes is not None:
+                owners = {numbers[id(p)]: p for p in bucket.parameters}
+                units = [
+                    smaller
+                    for unit in units
+                    for smaller in _smaller(
+                        unit, owners[unit.parameter], optimizer, most_bytes
+                    )
+                ]
+            parts.append(
+                BucketPart(
+                    bucket=bucket.index,
+                    shard=shard,
+                    start=start,
+                    stop=stop,
+                    first=first,
+                    units=tuple(units),
+                    slots=tuple(slots[unit.parameter] for unit in units),
+                )
+            )
+            first += len(units)
+        plan.append(parts)
+    return plan
+
+
+def _cuts(
+    bucket: Bucket,
+    optimizer: torch.optim.Optimizer,
+    groups: dict[int, int],
+    held: Sequence[int],
+) -> list[int]:
+    """Where to cut a bucket: 0, the places between servers, its end. Whoever has *held*
+    less until now gets more."""
+    size, shards = bucket.buffer.numel(), len(held)
+    if shards == 1 or bucket.bytes < SMALL_BYTES * shards:
+        return [0, size]
+    cuts, position = [0], 0
+    share = sum(held) + bucket.bytes
+    lacks = list(accumulate(max(0, share - shards * mine) for mine in held))
+    wanted = [size * lack // lacks[-1] for lack in lacks[:-1]]
+    for parameter in bucket.parameters:
+        unit, _ = cut_every(optimizer, parameter, groups[id(parameter)])
+        end = position + parameter.numel()
+        while wanted and wanted[0] <= end:
+            inside = round((wanted.pop(0) - position) / unit) * unit
+            cuts.append(max(cuts[-1], min(end, position + inside)))
+        position = end
+    return [*cuts, size]
+
+
+def _units(
+    bucket: Bucket,
+    start: int,
+    stop: int,
+    numbers: dict[int, int],
+    groups: dict[int, int],
+) -> list[Unit]:
+    units, position = [], 0
+    for parameter in bucket.parameters:
+        end = position + parameter.numel()
+        first, last = max(start, position), min(stop, end)
+        if first < last:
+            whole = last - first == parameter.numel()
+            units.append(
+                Unit(
+                    parameter=numbers[id(parameter)],
+                    start=first - position,
+                    stop=last - position,
+                    group=groups[id(parameter)],
+                    shape=tuple(parameter.shape) if whole else None,
+                )
+            )
+        position = end
+    return units
+
+
+def _smaller(
+    unit: Unit,
+    parameter: torch.Tensor,
+    optimizer: torch.optim.Optimizer,
+    most_bytes: int,
+) -> list[Unit]:
+    """A unit in parts of at most so many bytes, as far as the optimizer allows."""
+    step, _ = cut_every(optimizer, parameter, unit.group)
+    step_bytes = step * max(1, wire_bytes(parameter) // parameter.numel())
+    steps = -(-unit.elements // step)
+    count = -(-steps // max(1, most_bytes // step_bytes))
+    if count <= 1:
+        return [unit]
+    cuts = [min(unit.elements, step * (steps * i // count)) for i in range(count + 1)]
+    return [
+        Unit(
+            parameter=unit.parameter,
+            start=unit.start + first,
+            stop=unit.start + last,
+            group=unit.group,
+        )
+        for first, last in pairwise(cuts)
+    ]

@@ -1,246 +1,254 @@
-"""How a worker comes to hold what the servers hold: it joins, it loads, it meets the others."""
+"""How a worker comes to hold what servers hold: it joins, pulls, loads, and waits at barriers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
-from paceline.interfaces import Reception
+from paceline.interfaces import PendingReply
 from paceline.interfaces.buckets import stand_alike
 from paceline.interfaces.server_messages import (
-    Arrive,
+    BarrierPassed,
+    EnterBarrier,
     Join,
     Joined,
+    KeepAlive,
     Load,
-    Met,
-    Note,
     Parameters,
     Pull,
 )
-from paceline.parameter_server.client.optimizer_state import States
-from paceline.parameter_server.client.partition import HeldPart, Spread
-from paceline.parameter_server.client.remote_buffers import Untrained
+from paceline.parameter_server.client.partition import BucketPart, Partition
+from paceline.parameter_server.client.remote_state import (
+    RemoteBuffers,
+    RemoteOptimizerState,
+)
 
 
-class Joining:
-    """The way of worker *rank* into a training.
+class Synchronizer:
+    """Brings worker *rank* and the servers of a *partition* to one state.
 
-    *describe* makes what each server is told of it. All begin with what nobody trains as rank
-    0 has it, where workers *meet_here* and nowhere else.
+    *loads_untrained*: workers meet nowhere but at servers, so all begin with rank 0's *buffers*.
     """
 
     def __init__(
         self,
         rank: int,
-        spread: Spread,
-        states: States,
-        untrained: Untrained,
-        describe: Callable[[int], Join],
-        meet_here: bool,
+        partition: Partition,
+        optimizer_state: RemoteOptimizerState,
+        buffers: RemoteBuffers,
+        loads_untrained: bool,
     ) -> None:
-        self._rank, self._spread = rank, spread
-        self._states, self._untrained = states, untrained
-        self._describe, self._meet_here = describe, meet_here
+        self._rank, self._partition = rank, partition
+        self._optimizer_state, self._buffers = optimizer_state, buffers
+        self._loads_untrained = loads_untrained
         self.first_step = 0
-        self.is_guest = False
+        """The number of this worker's first step."""
+        self.is_late_joiner = False
         """Whether this worker has joined a training that goes on."""
-        self.is_over = False
-        """Whether an earlier life of this worker has done all of its steps."""
-        self._layout = spread.layout
-        self._loads = [0] * len(spread.endpoints)
-        """By server: how many loads it had come through when it last answered."""
+        self.had_finished = False
+        """Whether an earlier incarnation of this worker has done all of its steps."""
+        self._loads = [0] * len(partition.endpoints)
+        """By server: how many loads it had come through when it last replied."""
 
     # ---- joining ----
 
-    def join(self) -> int:
-        """Returns the number of this worker's first step."""
-        # The others may be meeting, at one server after the other. A worker that joins goes
-        # through the servers backwards, also with its pulls: so it is never held up at a
+    def join(self, training: Join) -> int:
+        """Take part; the model then holds the servers' parameters. Returns `first_step`.
+
+        *training*: what all servers are told; each also learns its number and its units.
+        """
+        # The others may be at a barrier, at one server after the other. A worker that joins
+        # goes through the servers backwards, also with its pulls: so it is never held up at a
         # server before the one where they wait for it.
-        spread, empty = self._spread, list[int]()
+        partition, empty = self._partition, list[int]()
         steps, own = [0], list[int]()
-        for server in reversed(range(len(spread.endpoints))):
-            answer = spread.endpoints[server].request(self._describe(server)).wait()
-            assert isinstance(answer, Joined), answer
-            self._loads[server] = answer.load
-            self.is_guest = self.is_guest or answer.guest
-            self.is_over = self.is_over or answer.over
-            if server in self._layout.homes:
-                steps.append(answer.step)
-                own.append(answer.own)
-            empty += [] if answer.loaded else [server]
+        for server in reversed(range(len(partition.endpoints))):
+            request = msgspec.structs.replace(
+                training, shard=server, units=partition.units_on(server)
+            )
+            reply = partition.endpoints[server].request(request).wait()
+            assert isinstance(reply, Joined), reply
+            self._loads[server] = reply.load
+            self.is_late_joiner = self.is_late_joiner or reply.late_joiner
+            self.had_finished = self.had_finished or reply.over
+            if server in partition.homes:
+                steps.append(reply.step)
+                own.append(reply.own)
+            empty += [] if reply.loaded else [server]
         if empty and self._rank == 0:
-            self._load(empty, dict(spread.optimizer.state) or None, self._meet_here)
+            state = dict(partition.optimizer.state) or None
+            self._load(empty, state, self._loads_untrained)
         # What a server has of a later step already it answers, and does not apply again.
         step = max(*steps, min(own))
-        spread.optimizer.state.clear()
+        partition.optimizer.state.clear()
         # Servers may be at different steps: all are told the latest, before any is waited for.
-        if step or self.is_guest:
-            note = Note(step=step, guest=self.is_guest)
-            servers = self._layout.servers
-            for reception in [spread.endpoints[s].request(note) for s in servers]:
-                reception.wait()
-        if self.is_guest:
-            self._settle()
-        for server in reversed(self._layout.homes):
-            self._take([server], step)
-        spread.put_all()
-        self._catch_up(step)
-        if self._meet_here or max(self._loads):
-            self._untrained.pull()
+        if step or self.is_late_joiner:
+            message = KeepAlive(step=step, late_joiner=self.is_late_joiner)
+            ends = [partition.endpoints[server] for server in partition.servers]
+            for pending_reply in [end.request(message) for end in ends]:
+                pending_reply.wait()
+        if self.is_late_joiner:
+            self._peek_at_barriers()
+        for server in reversed(partition.homes):
+            self.pull(partition.pulled([server]), step)
+        partition.write_model()
+        # Where it has left, no barrier takes it; elsewhere it leaves next, so none needs it.
+        if not self.had_finished:
+            self._pass_loads_under_way(step)
+        if self._loads_untrained or max(self._loads):
+            self._buffers.pull()
         self.first_step = step
         return step
 
-    def _settle(self) -> None:
-        """A worker that comes back is waited for where workers meet once it was given
-        something there; and it is given nothing while they meet. So it looks first where they
-        meet, if it pulls from elsewhere: what it pulls then is of after their meeting."""
-        spread = self._spread
-        for server in self._layout.meets_at:
-            if server not in self._layout.homes:
-                part = spread.pulled()[0]
-                pull = Pull(bucket=part.bucket, looks=True)
-                like = spread.landing_of(part)
+    def _peek_at_barriers(self) -> None:
+        """A worker that comes back is waited for at a barrier once the server there has given
+        it something; and it is given nothing while others wait there. So it peeks there first,
+        if it pulls from elsewhere: what it pulls then is of after their barrier."""
+        partition = self._partition
+        for server in partition.barriers:
+            if server not in partition.homes:
+                part = partition.pulled()[0]
+                pull = Pull(bucket=part.bucket, peek=True)
+                like = partition.received_part(part)
                 into = stand_alike(torch.empty_like(like), like)
-                answer = spread.endpoints[server].request(pull, into=into).wait()
-                assert isinstance(answer, Parameters), answer
-                self._loads[server] = answer.load
+                reply = partition.endpoints[server].request(pull, into=into).wait()
+                assert isinstance(reply, Parameters), reply
+                self._loads[server] = reply.load
 
-    def _catch_up(self, step: int) -> None:
+    def _pass_loads_under_way(self, step: int) -> None:
         """Others may load just now: some servers are through with that then, and the rest
         wait for this worker, too."""
         while True:
             most = max(self._loads)
-            behind = [s for s in self._layout.meets_at if self._loads[s] < most]
+            behind = [s for s in self._partition.barriers if self._loads[s] < most]
             if not behind:
                 return
-            for server, _ in self._meet_at(behind, Arrive(purpose="load")):
-                self.pull(step)
+            for server, _ in self._pass_barriers(behind, EnterBarrier(kind="load")):
+                self.pull_model(step)
                 self._has_pulled(server)
 
-    # ---- where all meet ----
+    # ---- barriers and loads ----
 
-    def meet(self, step: int) -> bool:
-        """Wait for all that train: then each has the answers to what it sent. *step*: this
+    def barrier(self, step: int) -> bool:
+        """Wait for all that train: then each has the replies to what it sent. *step*: this
         worker's next one, 0 before the first. Returns whether this is the lowest rank of those
-        who met. Collective over them."""
-        servers = self._layout.meets_at
-        met = dict(self._meet_at(servers, Arrive(purpose="meet", step=step)))
-        return met[servers[0]]
+        who came. Collective over them."""
+        servers = self._partition.barriers
+        enter = EnterBarrier(kind="meet", step=step)
+        passed = dict(self._pass_barriers(servers, enter))
+        return passed[servers[0]]
 
     def load(
-        self, state: dict[torch.Tensor, dict[str, Any]] | None, rest: bool
+        self, state: dict[torch.Tensor, dict[str, Any]] | None, untrained: bool
     ) -> None:
         """What the script has loaded into the model since the last step, the optimizer's
-        *state* unless it stays, and the *rest* of the model, as the lowest rank has them,
+        *state* unless it stays, and the *untrained* tensors, as the lowest rank has them,
         become the servers' and everybody's. Collective over those that train."""
-        servers = self._layout.meets_at
-        arrive = Arrive(purpose="load", brings=True)
-        for server, leads in self._meet_at(servers, arrive):
+        partition = self._partition
+        enter = EnterBarrier(kind="load", brings=True)
+        for server, leads in self._pass_barriers(partition.barriers, enter):
             if leads:
-                self._load([server], state, rest)
-            self._take(self._layout.fed_by(server))
-            if rest and server == servers[0]:
-                self._untrained.pull()
+                self._load([server], state, untrained)
+            self.pull(partition.pulled(partition.loaded_through(server)))
+            if untrained and server == partition.barriers[0]:
+                self._buffers.pull()
             self._has_pulled(server)
-        self._spread.put_all()
+        partition.write_model()
 
-    def _meet_at(
-        self, servers: Collection[int], arrive: Arrive
+    def _pass_barriers(
+        self, servers: Collection[int], enter: EnterBarrier
     ) -> Iterator[tuple[int, bool]]:
-        """Arrive at these servers; yields each when all have met there, and whether this
-        worker is to load what all go on from. All workers come to the servers in the same
-        order: whoever waits for one has done its part at those before."""
-        endpoints = self._spread.endpoints
-        waiting = [(server, endpoints[server].request(arrive)) for server in servers]
-        for server, reception in waiting:
-            answer = reception.wait()
-            assert isinstance(answer, Met), answer
-            yield server, answer.leads
+        """Enter the barriers of these servers. Yields each server when all have come there,
+        and whether this worker is to load what all go on from. All workers come to the servers
+        in the same order: whoever waits for one has done its part at those before."""
+        endpoints = self._partition.endpoints
+        waiting = [(server, endpoints[server].request(enter)) for server in servers]
+        for server, pending_reply in waiting:
+            reply = pending_reply.wait()
+            assert isinstance(reply, BarrierPassed), reply
+            yield server, reply.leads
 
     def _has_pulled(self, server: int) -> None:
-        for _ in self._meet_at([server], Arrive(purpose="pulled")):
+        for _ in self._pass_barriers([server], EnterBarrier(kind="pulled")):
             pass
 
     def _load(
         self,
         servers: Collection[int],
         state: dict[torch.Tensor, dict[str, Any]] | None,
-        rest: bool,
+        untrained: bool,
     ) -> None:
         """Send these servers what all go on from. It takes effect with the parameters, which
         come last."""
-        spread = self._spread
-        if rest:
-            self._untrained.load(servers)
+        partition = self._partition
+        if untrained:
+            self._buffers.load(servers)
         if state is not None:
-            self._states.load(servers, state)
-        if spread.was_put:
+            self._optimizer_state.load(servers, state)
+        if partition.was_written:
             # What the script has not written may be out of date here.
-            fed = {home for s in servers for home in self._layout.fed_by(s)}
-            for reception in [self.ask_for(p, 0) for p in spread.pulled(fed)]:
-                reception.wait()
-        spread.lay_out()
+            homes = {home for s in servers for home in partition.loaded_through(s)}
+            for pending_reply in [self._request(p, 0) for p in partition.pulled(homes)]:
+                pending_reply.wait()
+        partition.read_model()
         waiting = [
-            spread.endpoints[server].request(
-                Load(bucket=part.bucket), spread.landing_of(part)
+            partition.endpoints[server].request(
+                Load(bucket=part.bucket), partition.received_part(part)
             )
-            for server, part in spread.held(servers)
+            for server, part in partition.held(servers)
         ]
-        for reception in waiting:
-            reception.wait()
+        for pending_reply in waiting:
+            pending_reply.wait()
 
     # ---- pulls ----
 
-    def ask_for(self, part: HeldPart, step: int, looks: bool = False) -> Reception:
-        """Pull a part of a bucket as of *step*, or later. *looks*: see `Pull`."""
-        pull = Pull(bucket=part.bucket, step=step, looks=looks)
-        into = self._spread.landing_of(part)
-        return self._spread.endpoint(part).request(pull, into=into)
-
-    def pull(self, step: int = 0) -> None:
+    def pull_model(self, step: int = 0) -> None:
         """The servers' parameters become the model's; those of *step*, or newer ones."""
-        self.take(self._spread.pulled(), step)
-        self._spread.put_all()
+        self.pull(self._partition.pulled(), step)
+        self._partition.write_model()
 
-    def look(self) -> None:
-        """The servers' parameters are put into the model, and what this worker holds, as servers
-        know it, stays."""
-        spread = self._spread
-        held = spread.landing
-        spread.landing = [stand_alike(torch.empty_like(h), h) for h in held]
+    def pull(self, parts: Sequence[BucketPart], step: int = 0) -> None:
+        """Pull *parts*, as of *step* or later, and do not write them into the model yet."""
+        waiting = [self._request(part, step) for part in parts]
+        replies = [pending_reply.wait() for pending_reply in waiting]
+        for part, reply in zip(parts, replies, strict=True):
+            assert isinstance(reply, Parameters), reply
+            home = self._partition.home[part.shard]
+            self._loads[home] = max(self._loads[home], reply.load)
+            self._partition.note_reply(part, reply)
+            self._partition.note_sequence(part, reply.sequence)
+
+    def peek(self) -> None:
+        """The servers' parameters are written into the model, and what this worker holds, as
+        servers know it, stays."""
+        partition = self._partition
+        held = partition.received
+        partition.received = [stand_alike(torch.empty_like(h), h) for h in held]
         try:
-            parts = spread.pulled()
-            for reception in [self.ask_for(part, 0, looks=True) for part in parts]:
-                reception.wait()
-            spread.put_all()
+            parts = partition.pulled()
+            for pending_reply in [self._request(part, 0, peek=True) for part in parts]:
+                pending_reply.wait()
+            partition.write_model()
         finally:
-            spread.landing = held
+            partition.received = held
 
-    def take_again(self) -> None:
-        """Take all from the servers: what the script has written is not wanted."""
-        self.pull()
-        self._untrained.pull()
+    def restore(self) -> None:
+        """Pull everything: what the script has written is not wanted."""
+        self.pull_model()
+        self._buffers.pull()
 
-    def take_what_is_final(self) -> None:
+    def pull_final(self) -> None:
         """Nobody trains any more, and this worker has left, maybe before the others."""
         before = max(self._loads)
-        self.pull()
+        self.pull_model()
         if max(self._loads) > before:  # those that trained longer have loaded
-            self._untrained.pull()
+            self._buffers.pull()
 
-    def _take(self, servers: Collection[int], step: int = 0) -> None:
-        """Pull what this worker has from these servers, and do not put it in yet."""
-        self.take(self._spread.pulled(servers), step)
-
-    def take(self, parts: Sequence[HeldPart], step: int) -> None:
-        """Pull *parts*, as of *step* or later, and do not put them in yet."""
-        waiting = [self.ask_for(part, step) for part in parts]
-        answers = [reception.wait() for reception in waiting]
-        for part, answer in zip(parts, answers, strict=True):
-            assert isinstance(answer, Parameters), answer
-            home = self._spread.home(part)
-            self._loads[home] = max(self._loads[home], answer.load)
-            self._spread.hear(part, answer)
+    def _request(self, part: BucketPart, step: int, peek: bool = False) -> PendingReply:
+        """Pull a part of a bucket as of *step*, or later. *peek*: see `Pull`."""
+        pull = Pull(bucket=part.bucket, step=step, peek=peek)
+        into = self._partition.received_part(part)
+        return self._partition.endpoint(part).request(pull, into=into)

@@ -1,158 +1,501 @@
-"""Whether a group server is in the mesh: it has all that is passed on, or is away, or enters."""
+"""Which group servers take part in the exchange, and how all come to hold one model.
+
+`Membership`: a server takes part, is away, or enters. A server without workers leaves. It enters
+again when a worker needs it:
+
+1. It asks all others for their status. It chooses the lowest one that is active; where none is,
+   the one whose model is furthest, which may be its own.
+2. It asks the others for their updates from now on, and for those that the chosen one has not
+   acknowledged.
+3. It asks the chosen one for its state. Every update is then in that state, or on its way here.
+   Updates that come meanwhile wait; those that are in the state are dropped.
+
+If another server is started again meanwhile, it enters anew, with another number.
+
+`ConsistentCut`: all workers meet at server 0. Server 0 holds back its replies, and asks the others
+to *quiesce*: they serve no workers, and send all updates that they owe. They answer once all
+others have acknowledged these. Now every server has all updates, each in an order of its own. All
+adopt the state of server 0, to the bit. So a checkpoint, a load and the end of a training are of
+one model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+
+import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces.server_messages import Manifest, Standing
-from paceline.parameter_server.groups.consistent_cut import Meetings
-from paceline.parameter_server.groups.entering import Entering
-from paceline.parameter_server.groups.local_server import Home
-from paceline.parameter_server.groups.message_queue import Mail, Peer
-from paceline.parameter_server.groups.outgoing import Telling
-from paceline.parameter_server.groups.state_transfer import HAS_ALL, Captured, Part
-from paceline.parameter_server.groups.update_log import Passing
+from paceline.interfaces import GroupUpdate, Reply, Sender
+from paceline.interfaces.server_messages import (
+    AdoptState,
+    Away,
+    BufferUpdate,
+    Done,
+    Enter,
+    GetState,
+    GetStatus,
+    GradientUpdate,
+    Manifest,
+    Quiesce,
+    Quiesced,
+    Rejected,
+    ReplyMessage,
+    Request,
+    StateChunk,
+    Status,
+)
+from paceline.parameter_server.groups.local_server import LocalServer
+from paceline.parameter_server.groups.state_transfer import (
+    ALL_RECEIVED,
+    StateSnapshot,
+    StateTransfer,
+)
+from paceline.parameter_server.groups.update_log import (
+    Call,
+    Peer,
+    UpdateLog,
+    expect_reply,
+)
+
+ENTRIES_AN_INCARNATION = 1 << 20
+"""So the entries of a later incarnation have larger numbers."""
 
 
 class Membership:
-    """Where this server stands. *entered* is called when it has taken everything from another
-    one, *gone* when it is away, *mistaken* where copies do not fit; *agree*: see `Meetings`."""
+    """How the server *local* takes part among its *peers*, with which it exchanges a *log*."""
 
     def __init__(
-        self,
-        home: Home,
-        peers: Mapping[int, Peer],
-        mail: Mail,
-        passing: Passing,
-        telling: Telling,
-        agree: bool,
-        entered: Callable[[], None],
-        gone: Callable[[], None],
-        mistaken: Callable[[str], None],
+        self, local: LocalServer, peers: Mapping[int, Peer], log: UpdateLog
     ) -> None:
-        self._home, self._peers = home, peers
-        self._passing, self._telling = passing, telling
-        self._tell_entered, self._tell_gone = entered, gone
-        self.is_active, self._is_going = True, False
-        """Whether it takes what is passed on; and has told that it will not."""
-        self.entering = Entering(
-            *(home.number, home, peers, mail, passing),
-            entered=self._has_entered,
-            mistaken=mistaken,
-        )
-        self.meetings = Meetings(
-            *(home, peers, mail, passing),
-            drain=self._pass_on_everything,
-            capture=self._capture,
-            agree=agree,
-        )
-        self._copies: dict[int, Captured] = {}
-        """By server that takes one."""
-        self.now = 0.0
-
-    # ---- where it stands ----
+        self.local, self.peers, self.log = local, peers, log
+        self.cut = ConsistentCut(self)
+        self.is_active = True
+        """Whether the other servers send updates to this one."""
+        self.is_entering = False
+        """Whether it is on its way to have all updates."""
+        self._is_leaving = False
+        """Whether it has sent `Away`, and not all peers have acknowledged that."""
+        self.entry = 0
+        """Numbers how this server has last entered, or left."""
+        self._entries = 0
+        self._snapshots: dict[int, StateSnapshot] = {}
+        """By server that adopts one."""
+        # Of the entering that is under way:
+        self._calls: set[Call] = set()
+        self._statuses: dict[int, Status] = {}
+        """By server: its status before it sends updates."""
+        self._senders: dict[int, Status] = {}
+        """By server that sends updates now: its status, with the number of the first one."""
+        self._via: int | None = None
+        """The server whose state this one adopts."""
+        self._transfer: StateTransfer | None = None
 
     @property
-    def is_in(self) -> bool:
-        """Whether it has all that is passed on, and passes on what it applies."""
-        enters = self.entering.is_under_way
-        return self.is_active and not self._is_going and not enters
+    def is_member(self) -> bool:
+        """Whether it has all updates, and sends its own."""
+        return self.is_active and not self._is_leaving and not self.is_entering
 
-    def stands(self) -> Standing:
-        """What others are told."""
-        return Standing(
-            life=self._passing.life,
-            number=self._passing.next,
-            entry=self.entering.entry,
-            active=self.is_in,
-            progress=self._home.progress,
-            meeting=self.meetings.ended,
+    def status(self) -> Status:
+        """This server's, for other servers."""
+        return Status(
+            incarnation=self.log.stream[1],
+            number=self.log.next_number(self.log.stream),
+            entry=self.entry,
+            active=self.is_member,
+            progress=self.local.progress,
+            cut=self.cut.ended,
         )
 
-    def is_taken_over(self, key: int, peer: Peer) -> Manifest:
-        """*peer* takes everything from this server."""
-        if self._home.is_loaded:
-            return self._capture(key, {peer.number: peer})
-        line = *self._passing.line, self._passing.next
-        taken = [*self._passing.taken.saved(), line]
-        return Manifest(active=self.is_in, meeting=self.meetings.ended, taken=taken)
+    def on_peer_restarted(self, peer: Peer) -> None:
+        """A peer was started again: its earlier incarnation's requests are void."""
+        self._snapshots.pop(peer.number, None)
+        if self.is_entering and peer.number in self._statuses:
+            self.enter()
+        self.cut.on_peer_restarted(peer)
 
-    def part_of_copy(self, peer: Peer, key: int, part: int) -> Part | None:
-        """What *peer* is to have of the copy with that *key*; None where it has all. Raises
-        `UsageError` where there is no such copy."""
-        captured = self._copies.get(peer.number)
-        if captured is None or captured.key != key:
-            raise UsageError(f"copy: there is none of number {key}")
-        if part == HAS_ALL:
-            del self._copies[peer.number]
-            return None
-        return captured.part(part)
+    # ---- its updates ----
 
-    def lives_anew(self, peer: Peer) -> None:
-        """A peer was started again."""
-        self._copies.pop(peer.number, None)
-        self.entering.lives_anew(peer)
-        self.meetings.lives_anew(peer)
+    def log_updates(self, everything: bool) -> bool:
+        """Append the updates that are due to the log, or *everything* that is owed.
 
-    def _capture(self, key: int, peers: Mapping[int, Peer]) -> Manifest:
-        """Keep what this server has, for these to take over. Whatever it has applied was passed
-        on before."""
-        self._pass_on_everything()
-        captured = Captured(
-            *(key, self._home, self._passing, self.meetings.ended), active=self.is_in
+        Returns:
+            Whether there were any.
+        """
+        local = self.local
+        updates = local.take_updates(everything)
+        for update in updates:
+            values = local.on_wire(update.bucket, update.values)
+            self._append(_message(update), values)
+        last = local.shard.buckets[-1] if updates else None
+        if everything or any(update.bucket == last for update in updates):
+            buffers = local.take_buffer_update()
+            if buffers is not None:
+                self._append(*buffers)
+        return bool(updates)
+
+    def _append(
+        self,
+        update: GradientUpdate | BufferUpdate | Away,
+        payload: torch.Tensor | None = None,
+    ) -> None:
+        self.log.append(update, payload, self.local.shard.loads, self.cut.ended)
+
+    # ---- its state, for other servers ----
+
+    def hand_over(self, key: int, peer: Peer) -> Manifest:
+        """The manifest of this server's state, which *peer* adopts."""
+        if self.local.shard.is_loaded:
+            return self.capture(key, [peer.number])
+        return Manifest(
+            active=self.is_member, cut=self.cut.ended, taken=self.log.vector()
         )
-        self._copies.update(dict.fromkeys(peers, captured))
-        return captured.manifest
 
-    # ---- what it does ----
+    def capture(self, key: int, peers: Collection[int]) -> Manifest:
+        """Keep this state for these servers to adopt. All updates in it are in the log."""
+        if self.is_member:
+            self.log_updates(everything=True)
+        snapshot = StateSnapshot(
+            key, self.local, self.log, self.cut.ended, self.is_member
+        )
+        self._snapshots.update(dict.fromkeys(peers, snapshot))
+        return snapshot.manifest
 
-    def tell(self) -> bool:
-        """Whether something was to be passed on by now."""
-        self._telling.introduce()
-        if not self.is_in or self.meetings.is_still or not self._home.is_loaded:
-            return False
-        return self._telling.tell(self.meetings.ended, self.now)
+    def on_get_state(
+        self, peer: Peer, get: GetState
+    ) -> tuple[StateChunk, torch.Tensor | None]:
+        """A part of the state that was captured for *peer*.
 
-    def _pass_on_everything(self) -> bool:
-        return self.is_in and self._telling.pass_on(True, self.meetings.ended, self.now)
+        Raises:
+            UsageError: There is no such state, or no such part.
+        """
+        snapshot = self._snapshots.get(peer.number)
+        if snapshot is None or snapshot.key != get.key:
+            raise UsageError(f"state: there is none of number {get.key}")
+        if get.part == ALL_RECEIVED:
+            del self._snapshots[peer.number]
+            return StateChunk(), None
+        payload, entries = snapshot.part(get.part)
+        return StateChunk(entries=entries), payload
 
-    def meet(self) -> bool:
-        """Whether a meeting goes on."""
-        before = self.meetings.ended, self.meetings.is_still
-        self.meetings.look()
-        if not self.entering.is_under_way:
-            self.meetings.answer()
-        return before != (self.meetings.ended, self.meetings.is_still)
+    # ---- leaving ----
 
-    def go(self, wanted: bool) -> bool:
-        """Whether this server, whose group has no workers, goes on its way out of the mesh.
-        *wanted*: somebody has asked it something."""
-        if self._is_going:
-            if not self._passing.all_answered():
+    def leave(self, wanted: bool) -> bool:
+        """Take the next step towards leaving, where the group has no workers.
+
+        Args:
+            wanted: A worker waits for this server.
+
+        Returns:
+            Whether there was one.
+        """
+        if self._is_leaving:
+            if not self.log.all_acknowledged():
                 return False
-            self.is_active = self._is_going = False
-            self.entering.has_gone()
-            self._tell_gone()
-        elif wanted or not self._may_go():
+            self.is_active = self._is_leaving = False
+            self._next_entry()  # so updates that were sent to it before are dropped
+        elif wanted or not self._may_leave():
             return False
-        elif not self._pass_on_everything():
-            self._telling.go(self.meetings.ended)
-            self._is_going = True
+        elif not self.log_updates(everything=True):
+            self._append(Away())
+            self._is_leaving = True
         return True
 
-    def _may_go(self) -> bool:
-        """The others go on without it, and server 0, which stays, has whatever this one had. Where
-        who dies comes back, server 1 stays, too: one of the two may die, and nothing is lost."""
-        home = self._home
-        stays = 2 if home.shard.members.return_from_loss else 1
-        if home.number < stays or not self.is_in or self.meetings.is_still:
-            return False
-        zero = self._peers[0]
-        has_all = zero.active and zero.lost is None and not zero.items()
-        return has_all and home.is_loaded and not home.has_workers()
+    def _may_leave(self) -> bool:
+        """The others go on without it, and server 0, which stays, has all that this one had.
 
-    def _has_entered(self, meeting: int) -> None:
-        self.is_active, self._is_going = True, False
-        self.meetings.has_entered(meeting)
-        self._tell_entered()
+        Where workers come back, server 1 stays, too: one of the two may die, and nothing is lost.
+        """
+        local = self.local
+        stays = 2 if local.members.return_from_loss else 1
+        if local.number < stays or not self.is_member or self.cut.quiesced:
+            return False
+        zero = self.peers[0]
+        has_all = zero.active and zero.lost is None and not zero.unacknowledged()
+        return has_all and local.shard.is_loaded and not local.has_workers()
+
+    # ---- entering ----
+
+    def enter(self) -> None:
+        """Ask all servers for their status; from the start, if it was entering before."""
+        for peer in self.peers.values():
+            peer.cancel(self._calls)
+        if self._transfer is not None:
+            self._transfer.cancel()
+        self._next_entry()
+        self.is_entering = True
+        self._calls, self._transfer, self._via = set(), None, None
+        self._statuses, self._senders = {}, {}
+        for peer in self.peers.values():
+            get_status = GetStatus(incarnation=self.log.stream[1])
+            self._call(peer, get_status, self._on_status)
+
+    def _next_entry(self) -> None:
+        self._entries += 1
+        self.entry = self.log.stream[1] * ENTRIES_AN_INCARNATION + self._entries
+
+    def _call(
+        self, peer: Peer, message: Request, then: Callable[[Peer, ReplyMessage], None]
+    ) -> None:
+        call = peer.call(message, lambda reply, payload: then(peer, reply))
+        self._calls.add(call)
+
+    def _on_status(self, peer: Peer, reply: ReplyMessage) -> None:
+        status = expect_reply(reply, Status, peer)
+        self._statuses[peer.number] = status
+        peer.on_status(status.incarnation, status.entry, status.active)
+        if len(self._statuses) < len(self.peers):
+            return
+        self._via = via = self._choose()
+        for other in self.peers.values():
+            if other.number != via:
+                self._call(other, self._request(via), self._on_sender)
+        self._ask_via()
+
+    def _choose(self) -> int:
+        """The lowest active server that has a model; else the one that is furthest."""
+        known = {n: (s.active, s.progress) for n, s in self._statuses.items()}
+        known[self.local.number] = (False, self.local.progress)
+        keys = {
+            number: (active, min(progress, 0) if active else progress, -number)
+            for number, (active, progress) in known.items()
+        }
+        return max(keys, key=lambda number: keys[number])
+
+    def _request(self, via: int) -> Enter:
+        return Enter(incarnation=self.log.stream[1], entry=self.entry, via=via)
+
+    def _on_sender(self, peer: Peer, reply: ReplyMessage) -> None:
+        """This peer sends its updates from now on."""
+        status = expect_reply(reply, Status, peer)
+        self._senders[peer.number] = status
+        peer.on_status(status.incarnation, status.entry, status.active)
+        self._ask_via()
+
+    def _ask_via(self) -> None:
+        """Ask the chosen server for its state, once all others send their updates."""
+        via = self._via
+        assert via is not None
+        if self._senders.keys() | {via} != self.peers.keys() | {via}:
+            return
+        if via == self.local.number:
+            self._end_entering(0)
+        else:
+            self._call(self.peers[via], self._request(via), self._on_manifest)
+
+    def _on_manifest(self, via: Peer, reply: ReplyMessage) -> None:
+        manifest = expect_reply(reply, Manifest, via)
+        if self._statuses[via.number].active and not manifest.active:
+            self.enter()  # it has left meanwhile: others have updates that it lacks
+        elif not manifest.join:  # nothing was loaded there yet
+            self.on_state_adopted(manifest)
+        else:
+            self._transfer = StateTransfer(self.local, via, self.entry, self)
+            self._transfer.begin(manifest)
+
+    def on_state_gone(self) -> None:
+        """The chosen server does not have the state any more."""
+        self.enter()
+
+    def on_state_adopted(self, manifest: Manifest) -> None:
+        """This server holds the state of the chosen one."""
+        self.log.restore(manifest.taken)
+        self._end_entering(manifest.cut)
+
+    def _end_entering(self, cut: int) -> None:
+        """This server has all updates, or receives them."""
+        via = self._statuses.get(-1 if self._via is None else self._via)
+        if via is None or not via.active:
+            # No server was active: earlier updates of the others are lost.
+            for number, first in self._senders.items():
+                self.log.skip((number, first.incarnation), first.number)
+        self.is_active, self.is_entering, self._is_leaving = True, False, False
+        self._transfer = None
+        # Some may have ended a cut in which an earlier server 0 was lost.
+        self.cut.ended = max(
+            [self.cut.ended, cut, *(s.cut for s in self._statuses.values())]
+        )
+
+
+class ConsistentCut:
+    """The cut that is under way, at server 0 and at the others.
+
+    Args:
+        membership: This server's.
+    """
+
+    adopts_state = True
+    """Whether the others adopt the state of server 0. Tests switch it off, to see that all hold
+    the same model up to the order of additions."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.ended = 0
+        """How many cuts have ended here."""
+        self.quiesced = False
+        """Whether no worker is served now."""
+        self.is_adopting = False
+        """Whether the state of server 0 is on its way: no update is applied meanwhile."""
+        self._quiesced: dict[int, bool] = {}
+        """At server 0, by server that has quiesced: whether its model has changed."""
+        self._asked: Sender | None = None
+        """Elsewhere: the request of server 0 to quiesce, while it is unanswered."""
+        self._transfer: StateTransfer | None = None
+        self._adopted = 0
+        """The number of the cut whose state is on its way."""
+        self._progress_before: int | None = None
+        """The progress here at the end of the last cut."""
+
+    # ---- at server 0 ----
+
+    def lead(self) -> bool:
+        """Begin a cut where workers wait for it, and end it once all servers have quiesced.
+
+        Returns:
+            Whether a cut has begun or ended.
+        """
+        membership, local = self._membership, self._membership.local
+        if local.number or not (self.quiesced or local.held_replies):
+            return False
+        begins = not self.quiesced
+        if begins:
+            self._quiesced = {}
+            self._quiesce()
+            for peer in membership.peers.values():
+                self._ask_to_quiesce(peer)
+        if len(self._quiesced) < len(membership.peers):
+            return begins
+        if not membership.log.all_acknowledged():
+            return begins
+        self._end()
+        return True
+
+    def _quiesce(self) -> None:
+        """Serve no workers from now on, and log all updates that are owed."""
+        self.quiesced = True
+        if self._membership.is_member:
+            self._membership.log_updates(everything=True)
+
+    def _ask_to_quiesce(self, peer: Peer) -> None:
+        cut = self.ended + 1
+
+        def replied(reply: ReplyMessage, payload: torch.Tensor | None) -> None:
+            changed = expect_reply(reply, Quiesced, peer).changed
+            if self.quiesced and cut == self.ended + 1:
+                self._quiesced[peer.number] = changed
+
+        incarnation = self._membership.log.stream[1]
+        peer.call(Quiesce(incarnation=incarnation, cut=cut), replied)
+
+    def _end(self) -> None:
+        membership, local = self._membership, self._membership.local
+        self.ended += 1
+        changed = any(self._quiesced.values()) or self._has_changed()
+        manifest = None
+        if changed and self.adopts_state and membership.peers and local.shard.is_loaded:
+            manifest = membership.capture(self.ended, membership.peers)
+        for peer in membership.peers.values():
+            self._ask_to_adopt(peer, AdoptState(cut=self.ended, manifest=manifest))
+        self._go_on()
+        local.release()
+
+    def _ask_to_adopt(self, peer: Peer, message: AdoptState) -> None:
+        def replied(reply: ReplyMessage, payload: torch.Tensor | None) -> None:
+            expect_reply(reply, Done, peer)  # else no server can go on
+
+        peer.call(message, replied)
+
+    def _has_changed(self) -> bool:
+        """Whether the model here has changed since the last cut."""
+        return self._membership.local.progress != self._progress_before
+
+    def _go_on(self) -> None:
+        """Serve workers again."""
+        self.quiesced = self.is_adopting = False
+        self._transfer = None
+        self._progress_before = self._membership.local.progress
+
+    # ---- at the others ----
+
+    def on_quiesce(self, sender: Sender) -> None:
+        """Server 0 asks this server to quiesce."""
+        self._asked = sender
+
+    def follow(self) -> tuple[bool, list[Reply]]:
+        """Quiesce where server 0 has asked for it.
+
+        Returns:
+            Whether this server has quiesced now; and the reply to server 0, once all others have
+            acknowledged the updates from here.
+        """
+        sender, membership = self._asked, self._membership
+        if sender is None or self.is_adopting or membership.is_entering:
+            return False, []
+        begins = not self.quiesced
+        if begins:
+            self._quiesce()
+        if not membership.log.all_acknowledged():
+            return begins, []
+        self._asked = None
+        return begins, [Reply(sender, Quiesced(changed=self._has_changed()))]
+
+    def on_adopt_state(self, source: Peer, adopt: AdoptState) -> None:
+        """All servers have quiesced. Adopt the state of server 0, if it sends one.
+
+        Raises:
+            UsageError: The state does not fit.
+        """
+        if adopt.cut <= self.ended or self.is_adopting:
+            return  # it has entered since, or this request has come before
+        if adopt.manifest is None:
+            self._end_with(adopt.cut)
+            return
+        self.quiesced = self.is_adopting = True
+        self._adopted = adopt.cut
+        local = self._membership.local
+        self._transfer = StateTransfer(local, source, adopt.cut, self)
+        self._transfer.begin(adopt.manifest)
+
+    def on_state_adopted(self, manifest: Manifest) -> None:
+        """This server holds the state of server 0."""
+        self._end_with(self._adopted)
+
+    def on_state_gone(self) -> None:
+        """Server 0 was started again, and the others have gone on."""
+        self._end_with(self._adopted)
+
+    def _end_with(self, cut: int) -> None:
+        self.ended = cut
+        self._go_on()
+
+    def give_up(self, reason: str) -> list[Reply]:
+        """Training cannot go on. Returns the reply that server 0 waits for."""
+        sender, self._asked = self._asked, None
+        return [] if sender is None else [Reply(sender, Rejected(reason=reason))]
+
+    def on_peer_restarted(self, peer: Peer) -> None:
+        """A peer was started again.
+
+        If it is server 0, it knows nothing of the cut, which has ended. Another one has to quiesce
+        once more.
+        """
+        if peer.number == 0:
+            self._asked = None
+            if self._transfer is not None:
+                self._transfer.cancel()
+            if self.quiesced:
+                self._end_with(self.ended + 1)
+        elif self.quiesced and self._quiesced.pop(peer.number, None) is not None:
+            self._ask_to_quiesce(peer)
+
+
+def _message(update: GroupUpdate) -> GradientUpdate:
+    """An update as it is sent, without its values."""
+    return GradientUpdate(
+        bucket=update.bucket,
+        gradients=update.gradients,
+        weight=update.weight,
+        used=list(update.used),
+        hyperparameters=[dict(h) for h in update.hyperparameters],
+        steps=dict(update.steps),
+    )

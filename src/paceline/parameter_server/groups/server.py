@@ -1,388 +1,541 @@
-"""A group server as a state machine: a server with the whole model for the workers of its group,
-that passes on to the other servers what it applies, and applies what they pass on.
+"""A group server as a state machine. It holds the whole model for the workers of its group, and
+exchanges updates with the servers of the other groups.
 
 Transitions
 -----------
-What workers ask is in the table of `state_machine.server`; here is what it is for a server among others.
+Requests of workers are in the table of `state_machine.server`; here is what is different at a
+server among others.
 
-=========== ================================================= ===============================
-event       what changes                                      answer
-=========== ================================================= ===============================
-a worker's  As at a server alone; then what the discipline    as there; at server 0 `Met`,
-request     wants passed on goes to all active servers. It    and `Done` of a leave, once all
-            waits while the server enters, or all meet. To a  servers agree (see
-            server that is away it says: enter.               `consistent_cut`)
-pass        Once for each source, life and number, in order,  `Done`, once that is so;
-            when as many loads and meetings have ended here:  `Refused` for what does not
-            the discipline applies it; buffers are mixed;     fit: then no server goes on
-            its source is away.
-tell        The discipline hears it, once, in order.          `Done`; `Refused` for what it
-                                                              cannot read
-trains      -                                                 `Done`; `Refused` where it is not
-                                                              what is trained here
-stand       -                                                 `Standing`
-enter       The sender is active, and is given what *via*     `Standing`; `Manifest` of a
-            has not answered.                                 copy, where this is *via*
-copy        -                                                 `Copied`
-drain       Nothing is done for workers; what is owed is      `Drained`, once all active
-            passed on.                                        servers have answered all
-agree       A copy of server 0 is taken; then workers are     `Done`
-            served again.
-peer lost   What it had passed on here, and others may not    -
-            have, goes to these. What it has not answered
-            waits.
-peer back   What it has not answered is sent again.           -
-timer       The discipline acts. Where a peer was away for    `Refused`, to all that wait
-            too long, training cannot go on.
-=========== ================================================= ===============================
+============ ================================================ ===============================
+event        change                                           reply
+============ ================================================ ===============================
+a worker's   As at a server alone; then updates that are due  as there; at server 0
+request      go to all active servers. It waits while the     `BarrierPassed`, and `Done` of a
+             server enters, or quiesces. A server that is     leave, once all servers hold one
+             away enters first.                               model (see `membership`)
+Update       The discipline applies it, or buffers are        `Done`, once that is so;
+             mixed, or its origin is away. Once for each      `Rejected` for one that does not
+             origin, incarnation and number, in order, when   fit: then training ends
+             as many loads and cuts have ended here.
+Notice       The discipline reads it, once, in order.         `Done`; `Rejected` for one that
+                                                              it cannot read
+GetStatus    -                                                `Status`
+Enter        The sender is active. It receives the updates    `Status`; `Manifest` of a
+             that *via* has not acknowledged.                 state, where this is *via*
+GetState     -                                                `StateChunk`
+Quiesce      No worker is served. Updates that are owed are   `Quiesced`, once all active
+             sent.                                            servers have acknowledged all
+AdoptState   The server adopts the state of server 0; then    `Done`; `Rejected` for a state
+             it serves workers again.                         that does not fit: then
+                                                              training ends
+peer lost    What it had sent here goes to the other servers, -
+             which may lack it. Requests to it wait.
+peer back    Unanswered requests are sent again.              -
+timer        The discipline acts. If a peer was lost for too  `Rejected`, to all that wait
+             long, training ends.
+============ ================================================ ===============================
 
-A server other than 0 whose group has no workers, while others train, passes on what it owes, and
-is *away*: nothing is passed on to it until it enters (see `entering`).
-
-Modules
--------
-- `local_server`: the server of the group's workers.
-- `message_queue`: letters to peers, sent until they are answered.
-- `update_log`: what is passed on, and what was taken; `outgoing`, what is told.
-- `state_transfer`, `entering`, `consistent_cut`: how all of a server comes to another one.
-- `membership`: whether this one is in the mesh; `incoming`: what the others say.
-- here: who is told what, and who waits.
+A server other than 0 whose group has no workers, while others train, sends all updates that it
+owes. Then it is *away*: no updates are sent to it until it enters.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Ask, Sender, Server, Start, Work
+from paceline.interfaces import Ask, Outputs, Reply, Sender, Service, Work
 from paceline.interfaces.server_messages import (
-    Blend,
-    Pass,
+    AdoptState,
+    Away,
+    Done,
+    Enter,
+    GetState,
+    GetStatus,
+    Manifest,
+    MixBuffers,
+    Notice,
+    PeerReply,
     PeerRequest,
     Pull,
     PullBuffers,
     PullState,
     Push,
-    Refused,
-    Reply,
+    Quiesce,
+    Rejected,
+    ReplyMessage,
     Request,
+    Status,
+    Update,
 )
-from paceline.parameter_server.groups.incoming import Hearing
-from paceline.parameter_server.groups.local_server import NOW, Home
+from paceline.parameter_server.groups.local_server import LocalServer
 from paceline.parameter_server.groups.membership import Membership
-from paceline.parameter_server.groups.message_queue import Mail, Peer
-from paceline.parameter_server.groups.outgoing import Telling
-from paceline.parameter_server.groups.update_log import Passing
-from paceline.parameter_server.process.monitors import discipline_of
-from paceline.parameter_server.state_machine.server import ParameterServer
-from paceline.transport import liveness
+from paceline.parameter_server.groups.update_log import Call, LogEntry, Peer, UpdateLog
 
-USES_THE_MODEL = (Push, Pull, PullState, PullBuffers, Blend)
-"""What a server answers from a model that has everything in it."""
+NEEDS_THE_MODEL = (Push, Pull, PullState, PullBuffers, MixBuffers)
+"""Requests for which a server that is away has to enter first."""
 
-Asked = tuple[Sender, Request, torch.Tensor | None]
+ROUNDS_UNACKNOWLEDGED = 4
+"""A peer may owe acknowledgements of so many updates of each bucket. No more are made meanwhile:
+later gradients go into the next updates, which are larger."""
+
+AT_ONCE = 0.0
+"""A deadline that has passed."""
+
+WorkerRequest = tuple[Sender, Request, torch.Tensor | None]
+PeerMessage = tuple[Peer, Sender, Update | Notice | Enter, torch.Tensor | None]
 
 
-class GroupServer:
-    """The `AskingServer` of one group. *servers*: the names of all, in the order of their groups.
-    Where sender *workers* + *i* asks, it is server *i*.
+class GroupServer(Service):
+    """The server of one group, which exchanges updates with the servers of the other groups.
 
-    *life*: larger than that of any process that was this server before. With *enters* others
-    have what it begins with, and its workers wait until it has that, too: *entered* is called
-    then. *patience*: seconds that a peer may be lost. *agree*: where all meet, servers take
-    over what server 0 has. *around* wraps the machine that workers talk to.
+    Its parts are `local`, which serves the group's workers, `log` and `membership`.
+
+    Args:
+        local: The server of the group's workers.
+        servers: The names of all group servers, in the order of their groups. In requests server
+            *i* is sender *workers* + *i*.
+        incarnation: Larger than that of any process that was this server before.
+        enters: The other servers hold the model: this one takes it over before it serves workers.
+        patience: Seconds that a peer may be lost before training ends.
     """
+
+    reconnects_to_peers = True
 
     def __init__(
         self,
-        home: Home,
+        local: LocalServer,
         servers: Sequence[str],
         *,
-        life: int = 0,
+        incarnation: int = 0,
         enters: bool = False,
         patience: float = math.inf,
-        agree: bool = True,
-        around: Callable[[ParameterServer], Server] = lambda machine: machine,
-        entered: Callable[[], None] = lambda: None,
-        gone: Callable[[], None] = lambda: None,
     ) -> None:
-        number, self._name = home.number, servers[home.number]
-        self.home, self._around = home, around(home)
-        self.counts = home.counts
+        number, self._name = local.number, servers[local.number]
+        self.local = local
         self._patience = patience
-        self._now = 0.0
-        self._out: list[Answer | Ask] = []
-        peers = {n: Peer(n, name) for n, name in enumerate(servers) if n != number}
-        self._peers: Mapping[int, Peer] = peers
-        self._mail = Mail(peers, self._out)
-        self._passing = Passing(number, life, peers, self._mail, self._is_refused)
-        self._telling = Telling(
-            *(home, peers, self._mail, self._passing), mistaken=self._give_up
-        )
-        self._membership = Membership(
-            *(home, peers, self._mail, self._passing, self._telling),
-            agree=agree,
-            entered=entered,
-            gone=gone,
-            mistaken=self._give_up,
-        )
-        self._entering = self._membership.entering
-        self._meetings = self._membership.meetings
-        self._hearing = Hearing(
-            *(home, peers, self._passing, self._membership, self._out),
-            mistaken=self._give_up,
-        )
+        self._peers = {
+            n: Peer(n, name) for n, name in enumerate(servers) if n != number
+        }
+        self._by_name = {peer.name: peer for peer in self._peers.values()}
+        self.log = UpdateLog(number, incarnation, self._peers)
+        self.membership = Membership(local, self._peers, self.log)
+        self._out: list[Reply | Ask] = []
+        """What leaves when the event at hand ends."""
+        self._request_numbers = itertools.count()
+        self._notices_sent, self._last_notice = 0, b""
+        self._next_notice: dict[int, int] = {}
+        """By server: the number of the next notice of its incarnation."""
+        self._peer_requests: list[PeerMessage] = []
+        """Requests of other servers that wait for their turn."""
+        self._worker_requests: list[WorkerRequest] = []
+        """Requests of workers that are not served yet."""
         self._fault = ""
-        self._deferred: list[Asked] = []
-        """What workers have asked, and are not served yet."""
-        if enters and peers:
-            self._entering.begin()
+        self.holds_model = not enters
+        if enters and self._peers:
+            self.membership.enter()
         elif enters:
-            entered()
+            self._note_whether_it_holds_the_model()
 
-    # ---- the `AskingServer` ----
+    # ---- the `Service` ----
 
-    def on_message(
+    def on_request(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> Sequence[Answer | Ask]:
-        self._now = now
-        if sender.worker >= self.home.workers:
-            self._of_peer(sender, message, payload)
+    ) -> Outputs:
+        self.local.shard.now = now
+        if sender.worker >= self.local.workers:
+            self._on_peer_request(sender, message, payload)
         elif isinstance(message, PeerRequest):
-            self._refuse(sender, "only the other servers of the job say that")
+            self._reject(sender, "only the other servers of the job say that")
         elif self._fault:
-            self._refuse(sender, self._fault)
+            self._reject(sender, self._fault)
         else:
-            self._deferred.append((sender, message, payload))
-        return self._settled()
+            self._worker_requests.append((sender, message, payload))
+        return self._advance()
 
-    def on_lost(
-        self, worker: int, incarnation: int, now: float
-    ) -> Sequence[Answer | Ask]:
-        self._now = now
-        if worker < self.home.workers:
-            self._out += self._around.on_lost(worker, incarnation, now)
-        else:
-            self._hearing.lost(worker, incarnation)
-        return self._settled()
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> Outputs:
+        self.local.shard.now = now
+        if worker < self.local.workers:
+            self._out += self.local.on_worker_lost(worker, incarnation, now)
+        else:  # the connection of a peer, which sends again what was not answered
+            lost = worker, incarnation
+            self._peer_requests = [r for r in self._peer_requests if r[1][:2] != lost]
+        return self._advance()
+
+    def on_worker_finished(self, worker: int, now: float) -> Outputs:
+        self.local.shard.now = now
+        self._out += self.local.on_worker_finished(worker, now)
+        return self._advance()
+
+    def is_over(self) -> bool:
+        return self.local.is_over()
 
     def next_deadline(self) -> float | None:
-        if self._out:
-            return NOW
-        deadlines = [self._around.next_deadline()]
+        if self._has_unsent_calls():
+            return AT_ONCE
+        deadlines = [self._discipline_deadline()]
         lost = [peer.lost[1] for peer in self._peers.values() if peer.lost is not None]
         if lost and not self._fault and self._patience < math.inf:
             deadlines.append(min(lost) + self._patience)
         return min((d for d in deadlines if d is not None), default=None)
 
-    def on_timer(self, now: float) -> Sequence[Answer | Ask]:
-        self._now = now
-        deadline = self._around.next_deadline()
+    def _discipline_deadline(self) -> float | None:
+        if self.membership.cut.quiesced:
+            return None
+        return self.local.next_deadline()
+
+    def on_timer(self, now: float) -> Outputs:
+        self.local.shard.now = now
+        deadline = self._discipline_deadline()
         if deadline is not None and now >= deadline:
-            self._out += self._around.on_timer(now)
+            self._out += self.local.on_timer(now)
         for peer in self._peers.values():
             if peer.lost is not None and now >= peer.lost[1] + self._patience:
                 self._give_up(
                     f"{peer.lost[0]}, and it was not there again within "
                     f"{self._patience:g} s"
                 )
-        return self._settled()
+        return self._advance()
 
     def take_work(self) -> Work:
-        return self._around.take_work()
+        return self.local.take_work()
 
     def on_reply(
         self,
         peer: str,
         number: int,
-        reply: Reply,
+        reply: ReplyMessage,
         payload: torch.Tensor | None,
         now: float,
-    ) -> Sequence[Answer | Ask]:
-        self._now = now
+    ) -> Outputs:
+        self.local.shard.now = now
+        sender = self._by_name[peer]
+        answered = sender.in_flight.pop(number, None)  # None: it was cancelled
         try:
-            self._mail.replied(self._mail.named(peer), number, reply, payload)
+            if isinstance(answered, Call):
+                sender.calls.remove(answered)
+                answered.then(reply, payload)
+            elif isinstance(answered, LogEntry):
+                self._on_acknowledged(sender, answered, reply)
         except UsageError as error:
             self._give_up(str(error))
-        return self._settled()
+        return self._advance()
 
-    def on_peer_lost(
-        self, peer: str, reason: str, now: float
-    ) -> Sequence[Answer | Ask]:
-        self._now = now
-        lost = self._mail.named(peer)
-        self._mail.lost(lost, reason, now)
-        self._passing.relay(lost.number)
-        return self._settled()
+    def on_peer_lost(self, peer: str, reason: str, now: float) -> Outputs:
+        self.local.shard.now = now
+        lost = self._by_name[peer]
+        lost.on_lost(reason, now)
+        self.log.on_peer_lost(lost.number)
+        return self._advance()
 
-    def on_peer_back(self, peer: str, now: float) -> Sequence[Answer | Ask]:
-        """*peer* is there again after `on_peer_lost`."""
-        self._now = now
-        self._mail.back(self._mail.named(peer))
-        return self._settled()
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it takes what is passed on."""
-        return self._membership.is_active
-
-    # ---- as `ParameterServer` has it ----
-
-    def wait_for_the_lost(self) -> None:
-        self.home.wait_for_the_lost()
-
-    def on_done(self, worker: int, now: float) -> Sequence[Answer | Ask]:
-        self._now = now
-        self.home.on_done(worker, now)  # its answers leave by what is around it
-        return self._settled()
-
-    def is_over(self) -> bool:
-        return self.home.is_over()
-
-    def is_quiet(self) -> bool:
-        return self.home.is_quiet()
-
-    def snapshot(self) -> dict[str, Any]:
-        return self.home.snapshot()
-
-    def restore(self, saved: dict[str, Any]) -> int:
-        return self.home.restore(saved)
+    def on_peer_back(self, peer: str, now: float) -> Outputs:
+        self.local.shard.now = now
+        self._by_name[peer].on_back()
+        return self._advance()
 
     # ---- after each event ----
 
-    def _settled(self) -> list[Answer | Ask]:
-        """Do what can be done by now; returns what is to leave."""
-        steps = self._hear, self._serve, self._go
-        self._membership.now = self._now
+    def _advance(self) -> list[Reply | Ask]:
+        """Do all that can be done by now. Returns what leaves."""
+        steps = self._serve_peers, self._serve_workers, self._exchange
         while any(step() for step in steps):
             pass
-        out = self._out[:]
-        self._out.clear()
+        self._note_whether_it_holds_the_model()
+        self._send()
+        out, self._out = self._out, []
         return out
 
-    def _hear(self) -> bool:
-        return self._hearing.take_what_waits(self._now)
-
-    def _serve(self) -> bool:
-        """Whether workers were answered, or asked something that was served."""
+    def _serve_workers(self) -> bool:
+        """Serve requests of workers. Returns whether one was served, or answered."""
         served = False
-        while self._deferred and not self._workers_wait():
-            sender, message, payload = self._deferred.pop(0)
-            answers = self._around.on_message(sender, message, payload, self._now)
-            self._out += answers
+        now = self.local.shard.now
+        while self._worker_requests and not self._workers_wait():
+            sender, message, payload = self._worker_requests.pop(0)
+            self._out += self.local.on_request(sender, message, payload, now)
             served = True
-        if self.home.has_answers:
-            self._out += self._around.on_timer(self._now)
-            served = True
-        return served
-
-    def _go(self) -> bool:
-        """Whether the mesh had something to do."""
-        membership = self._membership
-        told, met = membership.tell(), membership.meet()
-        self.home.is_still = self._meetings.is_still
-        gone = membership.go(wanted=bool(self._deferred))
-        return told or met or gone
+        replies = self.local.take_replies()
+        self._out += replies
+        return served or bool(replies)
 
     def _workers_wait(self) -> bool:
-        """Whether workers are not served now. The first one that waits may want this server to
-        enter."""
-        if self._entering.is_under_way or self._meetings.is_still:
+        """Whether workers are not served now. A server that is away enters for the first one."""
+        membership = self.membership
+        if membership.is_entering or membership.cut.quiesced:
             return True
-        if self._membership.is_in or self.home.is_over():
+        if membership.is_member or self.local.is_over():
             return False
-        if not isinstance(self._deferred[0][1], USES_THE_MODEL):
+        if not isinstance(self._worker_requests[0][1], NEEDS_THE_MODEL):
             return False
-        if not self._membership.is_active:
-            self._entering.begin()
+        if not membership.is_active:
+            membership.enter()
         return True
 
-    def _refuse(self, sender: Sender, reason: str) -> None:
-        self._out.append(Answer(sender, Refused(reason=reason)))
+    def _exchange(self) -> bool:
+        """Send updates and notices, go on with a cut, and leave. Returns whether any was done."""
+        membership, cut = self.membership, self.membership.cut
+        logged = self._log_updates()
+        led = cut.lead()
+        followed, replies = cut.follow()
+        self._out += replies
+        left = membership.leave(wanted=bool(self._worker_requests))
+        self._send()
+        return logged or led or followed or left
+
+    def _log_updates(self) -> bool:
+        """Returns whether there was a notice, or an update that is due."""
+        membership, local = self.membership, self.local
+        if not membership.is_member or membership.cut.quiesced:
+            return False
+        if not local.shard.is_loaded:
+            return False
+        notice = local.take_notice()
+        if notice:
+            self._notices_sent, self._last_notice = self._notices_sent + 1, notice
+            for peer in self._peers.values():
+                self._send_notice(peer)
+            self._send()
+        most = ROUNDS_UNACKNOWLEDGED * (1 + len(local.shard.buckets))
+        if self.log.most_unacknowledged() >= most:
+            return bool(notice)
+        return membership.log_updates(everything=False) or bool(notice)
+
+    def _send_notice(self, peer: Peer) -> None:
+        """Send the last notice."""
+        incarnation, number = self.log.stream[1], self._notices_sent
+        content = self._last_notice
+        peer.notify(Notice(incarnation=incarnation, number=number, content=content))
+
+    def _note_whether_it_holds_the_model(self) -> None:
+        membership = self.membership
+        self.holds_model = membership.is_active and not membership.is_entering
+
+    def _connected(self) -> list[Peer]:
+        return [peer for peer in self._peers.values() if peer.lost is None]
+
+    def _has_unsent_calls(self) -> bool:
+        """Whether this server was just made, and is to ask the others for their status."""
+        return any(
+            not call.is_sent for peer in self._connected() for call in peer.calls
+        )
+
+    def _send(self) -> None:
+        """Send peers all that is to be sent by now: updates in their order, then calls."""
+        here = self._connected()
+        entries = [(peer, entry) for peer in here for entry in self.log.to_send(peer)]
+        for peer, entry in sorted(entries, key=lambda one: one[1].number):
+            request = self.log.request(entry, peer)
+            self._ask(peer, entry, request, entry.payload, None)
+        for peer in here:
+            for call in peer.calls:
+                if not call.is_sent:
+                    call.is_sent = True
+                    self._ask(peer, call, call.message, None, call.into)
+
+    def _ask(
+        self,
+        peer: Peer,
+        asked: LogEntry | Call,
+        request: Request,
+        payload: torch.Tensor | None,
+        into: torch.Tensor | None,
+    ) -> None:
+        number = next(self._request_numbers)
+        peer.in_flight[number] = asked
+        self._out.append(Ask(peer.name, number, request, payload, into))
+
+    def _on_acknowledged(
+        self, peer: Peer, entry: LogEntry, reply: ReplyMessage
+    ) -> None:
+        if isinstance(reply, Rejected):
+            raise UsageError(
+                f"{peer.name} does not take what was applied here: {reply.reason}"
+            )
+        self.log.acknowledged(peer, entry)
+
+    def _reject(self, sender: Sender, reason: str) -> None:
+        self._out.append(Reply(sender, Rejected(reason=reason)))
 
     def _give_up(self, reason: str) -> None:
-        """Training cannot go on: let nobody wait for it, peers neither."""
+        """Training cannot go on: reject all requests that wait, also those of peers."""
         self._fault = self._fault or f"{self._name}: {reason}"
-        self._hearing.give_up(self._fault)
-        self._meetings.give_up(self._fault)
-        self.home.give_up(self._fault)
-        for sender, _, _ in self._deferred:
-            self._refuse(sender, self._fault)
-        self._deferred.clear()
+        for _, sender, _, _ in self._peer_requests:
+            self._reject(sender, self._fault)
+        self._peer_requests.clear()
+        self._out += self.membership.cut.give_up(self._fault)
+        self.local.give_up(self._fault)
+        for sender, _, _ in self._worker_requests:
+            self._reject(sender, self._fault)
+        self._worker_requests.clear()
 
-    def _is_refused(self, peer: Peer, reason: str) -> None:
-        self._give_up(f"{peer.name} does not take what was applied here: {reason}")
+    # ---- requests of other servers ----
 
-    # ---- what others say ----
-
-    def _of_peer(
+    def _on_peer_request(
         self, sender: Sender, message: Request, payload: torch.Tensor | None
     ) -> None:
-        peer = self._peers.get(sender.worker - self.home.workers)
+        peer = self._peers.get(sender.worker - self.local.workers)
         if peer is None or not isinstance(message, PeerRequest):
-            self._refuse(sender, f"{self._name}: expected what its peers say")
+            self._reject(sender, f"{self._name}: expected what its peers say")
             return
         if self._fault:
-            self._refuse(sender, self._fault)
+            self._reject(sender, self._fault)
             return
-        life = getattr(message, "life", None)
-        if isinstance(message, Pass) and message.source != peer.number:
-            life = None  # another server's
-        # It may pass on what an earlier life of it has said.
-        if life is not None and (peer.life is None or life > peer.life):
-            self._lives(peer, life)
+        self._look_for_restart(peer, message)
         try:
-            self._hearing.hear(peer, sender, message, payload, self._now)
+            self._handle(peer, sender, message, payload)
         except UsageError as error:
-            self._refuse(sender, str(error))
+            self._reject(sender, str(error))
 
-    def _lives(self, peer: Peer, life: int) -> None:
-        """A peer is in this life: it may have been started again."""
-        before, peer.life = peer.life, life
+    def _look_for_restart(self, peer: Peer, message: PeerRequest) -> None:
+        """A peer that was started again has another incarnation."""
+        incarnation = getattr(message, "incarnation", None)
+        if isinstance(message, Update) and message.source != peer.number:
+            return  # that is the incarnation of a server that was lost
+        before = peer.incarnation
+        if incarnation is None or (before is not None and incarnation <= before):
+            return  # maybe it sends on what its earlier incarnation has sent
+        peer.incarnation = incarnation
         if before is None:
             return
-        self._passing.relay(peer.number)
-        self._passing.goes(peer)
-        self._membership.lives_anew(peer)
-        self._hearing.lives_anew(peer)
-        self._telling.tell_again(peer)
+        self.log.on_peer_lost(peer.number)
+        self.log.stop_sending(peer)
+        self.membership.on_peer_restarted(peer)
+        self._next_notice.pop(peer.number, None)
+        if self._last_notice:
+            self._send_notice(peer)
 
+    def _handle(
+        self,
+        peer: Peer,
+        sender: Sender,
+        message: PeerRequest,
+        payload: torch.Tensor | None,
+    ) -> None:
+        """Answer a peer, now or later. Raises `UsageError` for a request that is rejected."""
+        membership = self.membership
+        if isinstance(message, Enter):  # it has given up an earlier one
+            self._peer_requests = [
+                one
+                for one in self._peer_requests
+                if one[0] is not peer or not isinstance(one[2], Enter)
+            ]
+        if isinstance(message, Update | Notice | Enter):
+            self._peer_requests.append((peer, sender, message, payload))
+        elif isinstance(message, GetStatus):
+            self._out.append(Reply(sender, membership.status()))
+        elif isinstance(message, GetState):
+            self._out.append(Reply(sender, *membership.on_get_state(peer, message)))
+        elif isinstance(message, Quiesce):
+            membership.cut.on_quiesce(sender)
+        else:
+            self._on_adopt_state(peer, message)
+            self._out.append(Reply(sender, Done()))
 
-def make_group_machine(
-    start: Start,
-    life: int = 0,
-    enters: bool = False,
-    around: Callable[[ParameterServer], Server] = lambda machine: machine,
-    entered: Callable[[], None] = lambda: None,
-    gone: Callable[[], None] = lambda: None,
-) -> GroupServer:
-    """The server of one group, as a service is told to start: see `GroupServer`. Raises
-    `UsageError` where its peers are not the other servers of its job."""
-    names = list(start.services)
-    if start.name not in names or {*start.peers, start.name} != {*names}:
-        raise UsageError(
-            f"group server {start.name!r}: expected it among the services of its job, and all "
-            f"others as its peers; got services {', '.join(names)} and peers "
-            f"{', '.join(start.peers) or 'none'}"
+    def _on_adopt_state(self, peer: Peer, message: AdoptState) -> None:
+        try:
+            self.membership.cut.on_adopt_state(peer, message)
+        except UsageError as error:
+            # This server stays quiesced: tell its workers why.
+            self._give_up(f"what {peer.name} has does not fit: {error}")
+            raise
+
+    def _serve_peers(self) -> bool:
+        """Carry out the requests of peers whose turn it is. Returns whether there were any."""
+        waiting, self._peer_requests = self._peer_requests, []
+        blocked: set[tuple[int, object]] = set()
+        for request in waiting:
+            peer, sender, message, _ = request
+            sequence = _sequence(peer, message)
+            if sequence in blocked or self._must_wait(message):
+                blocked.add(sequence)
+                if isinstance(message, Update) and message.source == peer.number:
+                    # It may be an `Away`, which comes before it enters.
+                    blocked.add((peer.number, Enter))
+                self._peer_requests.append(request)
+                continue
+            try:
+                reply = self._carry_out(request)
+                self._send()  # updates that are in a captured state leave before the reply
+                self._out.append(Reply(sender, reply))
+            except UsageError as error:
+                self._reject(sender, str(error))
+        return len(self._peer_requests) < len(waiting)
+
+    def _must_wait(self, message: Update | Notice | Enter) -> bool:
+        enters, cut = self.membership.is_entering, self.membership.cut
+        shard = self.local.shard
+        if isinstance(message, Enter):
+            return enters and message.via == self.local.number
+        if isinstance(message, Notice):
+            return enters or not shard.is_loaded
+        if not self._is_current(message):
+            return False
+        if enters or cut.is_adopting or not shard.is_loaded:
+            return True
+        return message.cut > cut.ended or message.load > shard.loads
+
+    def _is_current(self, message: Update) -> bool:
+        """Whether it is for this server as it is: it may have left, or entered again, since."""
+        membership = self.membership
+        if message.entry != membership.entry:
+            return False
+        return membership.is_entering or membership.is_active
+
+    def _carry_out(self, request: PeerMessage) -> Done | PeerReply:
+        peer, _, message, payload = request
+        if isinstance(message, Enter):
+            return self._on_enter(peer, message)
+        if isinstance(message, Notice):
+            if message.number >= self._next_notice.get(peer.number, 0):
+                self._next_notice[peer.number] = message.number + 1
+                self.local.on_notice(peer.number, message.content)
+        elif self._is_current(message):
+            self._on_update(peer, message, payload)
+        elif isinstance(message.what, Away) and message.source == peer.number:
+            self.log.stop_sending(peer)
+        return Done()
+
+    def _on_enter(self, peer: Peer, enter: Enter) -> Status | Manifest:
+        if enter.via == self.local.number:
+            manifest = self.membership.hand_over(enter.entry, peer)
+            self.log.retain_for(peer, enter.entry, None)
+            return manifest
+        via = self._peers.get(enter.via)
+        if via is None:
+            raise UsageError(f"enter: there is no server {enter.via}")
+        first = self.log.retain_for(peer, enter.entry, via)
+        return msgspec.structs.replace(self.membership.status(), number=first)
+
+    def _on_update(
+        self, peer: Peer, message: Update, payload: torch.Tensor | None
+    ) -> None:
+        entry = LogEntry(
+            origin=message.source,
+            incarnation=message.incarnation,
+            number=message.number,
+            load=message.load,
+            cut=message.cut,
+            update=message.what,
+            payload=payload,
         )
-    number = names.index(start.name)
-    discipline = None if start.method is None else start.method.server(start.workers)
-    home = Home(
-        *(number, start.workers, discipline, start.name),
-        make=discipline_of if discipline is None else None,
-        meets=number == 0,
-    )
-    return GroupServer(
-        home,
-        names,
-        life=life,
-        enters=enters,
-        patience=liveness.patience(),
-        around=around,
-        entered=entered,
-        gone=gone,
-    )
+        if not self.log.is_new(entry.stream, entry.number):
+            self.local.counts["updates that came again"] += 1
+            return
+        if isinstance(message.what, Away):
+            source = self._peers.get(message.source)
+            if source is not None and source.incarnation == message.incarnation:
+                self.log.stop_sending(source)
+        elif message.load == self.local.shard.loads:
+            self.local.apply_update(message.source, message.what, payload)
+        self.log.receive(entry, peer.number, message.floor)
+
+
+def _sequence(peer: Peer, message: Update | Notice | Enter) -> tuple[int, object]:
+    """Requests of the same sequence are carried out in their order."""
+    if isinstance(message, Update):
+        return message.source, message.incarnation
+    return peer.number, type(message)

@@ -1,192 +1,376 @@
-"""What group servers pass on: each item is taken once by each, in the order of its source.
+"""The log of updates that group servers exchange, and what a server knows of its peers.
 
-A server numbers its items, one line for each of its lives. It keeps each until all active peers
-have answered it, and they keep it until all have it: so if the source is lost in the middle, who
-has an item passes it on to the others. Whatever way an item comes, its number says whether it
-was taken.
+Each server applies each update once, in the order of its origin, whatever connections and
+processes do:
+
+- An entry has a number in its *stream*: all entries of one server, its *origin*, in one
+  incarnation.
+- A server keeps its own entries until all active peers have acknowledged them.
+- A server keeps entries of others until their origin says that all servers have them. If the
+  origin is lost halfway, any server that has an entry sends it to the others.
+- A receiver knows by the number whether it has an entry, whichever peer has sent it.
+
+A peer has one `Cursor` for each stream. All cursors of a server are a version vector, which a state
+transfer hands on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
+from paceline.errors import UsageError
 from paceline.interfaces.server_messages import (
     Away,
-    Buffers,
-    Gradients,
-    Pass,
-    Refused,
-    Reply,
+    BufferUpdate,
+    GradientUpdate,
+    Rejected,
+    ReplyMessage,
+    Request,
+    Update,
 )
-from paceline.parameter_server.groups.message_queue import Item, Letter, Mail, Peer
 
-Line = tuple[int, int]
-"""A source, and which of its lives."""
-
-
-def line_of(item: Item | Pass) -> Line:
-    return item.source, item.life
+Stream = tuple[int, int]
+"""A server, and one of its incarnations."""
+OnReply = Callable[[ReplyMessage, torch.Tensor | None], None]
+"""Takes the reply to a call, and its payload."""
+ReplyKind = TypeVar("ReplyKind")
 
 
-class Taken:
-    """What was taken of other servers, or of earlier lives of this one."""
+@dataclass(eq=False, frozen=True)
+class LogEntry:
+    """An update of server *origin*, made after *load* loads and *cut* consistent cuts."""
 
-    def __init__(self) -> None:
-        self._next: dict[Line, int] = {}
-        self._kept: dict[Line, list[tuple[Item, int]]] = {}
-        """What others may not have yet, each with the server that it came from."""
-
-    def next(self, line: Line) -> int:
-        """The number that is to come."""
-        return self._next.get(line, 0)
-
-    def take(self, item: Item, sender: int, floor: int) -> None:
-        """An item is taken; all have what is below *floor*."""
-        line = line_of(item)
-        self._next[line] = item.number + 1
-        kept = [*self._kept.get(line, []), (item, sender)]
-        self._kept[line] = [one for one in kept if one[0].number >= floor]
-
-    def skip(self, line: Line, number: int) -> None:
-        """What is before this number does not come any more."""
-        self._next[line] = max(number, self.next(line))
-
-    def floor(self, line: Line) -> int:
-        """All have what is below this number."""
-        kept = self._kept.get(line)
-        return kept[0][0].number if kept else self.next(line)
-
-    def had_from(self, server: int) -> list[Item]:
-        """What came from a server, or is its own, and others may not have: line by line."""
-        return [
-            item
-            for kept in self._kept.values()
-            for item, sender in kept
-            if server in (sender, item.source)
-        ]
-
-    def all_have(self, item: Item) -> None:
-        """It need not be kept."""
-        line = line_of(item)
-        kept = self._kept.get(line, [])
-        self._kept[line] = [one for one in kept if one[0] is not item]
-
-    def saved(self) -> list[tuple[int, int, int]]:
-        return [(*line, number) for line, number in self._next.items()]
-
-    def restore(self, saved: Iterable[tuple[int, int, int]]) -> None:
-        """Begin anew with what another server has taken."""
-        self._next = {(source, life): number for source, life, number in saved}
-        self._kept = {}
-
-
-class Passing:
-    """The items of server *number* in this *life* of it, and those that it relays.
-
-    *refused* is told why a peer does not take an item.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        life: int,
-        peers: Mapping[int, Peer],
-        mail: Mail,
-        refused: Callable[[Peer, str], None],
-    ) -> None:
-        self._number, self.life = number, life
-        self._peers, self._mail, self._refused = peers, mail, refused
-        self.next = 0
-        self.taken = Taken()
+    origin: int
+    incarnation: int
+    number: int
+    load: int
+    cut: int
+    update: GradientUpdate | BufferUpdate | Away
+    payload: torch.Tensor | None
 
     @property
-    def line(self) -> Line:
-        return self._number, self.life
+    def stream(self) -> Stream:
+        return self.origin, self.incarnation
 
-    def pass_on(
+
+@dataclass
+class Cursor:
+    """How far a peer is in one stream.
+
+    It has acknowledged the entries below *next*. Those below *stop* are to be sent to it; those
+    below *sent* are on their way.
+    """
+
+    next: int
+    sent: int
+    stop: int
+
+
+@dataclass(eq=False)
+class Call:
+    """A request to a peer other than an update, sent again until it is answered.
+
+    *then* takes the reply. It raises `UsageError` where this server cannot go on.
+    """
+
+    message: Request
+    then: OnReply
+    into: torch.Tensor | None = None
+    is_sent: bool = False
+
+
+@dataclass(eq=False)
+class Peer:
+    """Another group server, as far as this server knows.
+
+    Args:
+        number: The number of its group.
+        name: Its name.
+        incarnation: Its incarnation; None before it has sent anything.
+        entry: How it has last entered, or left.
+        entered: The same, as it has said itself when it entered.
+        active: Whether updates are sent to it.
+        lost: Why its connection was lost, and when; None while it is connected.
+        cursors: How far it is in each stream.
+        calls: Unanswered calls, the oldest first.
+        in_flight: What it was sent and has not answered, by number of the request.
+    """
+
+    number: int
+    name: str
+    incarnation: int | None = None
+    entry: int = 0
+    entered: int = -1
+    active: bool = True
+    lost: tuple[str, float] | None = None
+    cursors: dict[Stream, Cursor] = field(default_factory=dict)
+    calls: list[Call] = field(default_factory=list)
+    in_flight: dict[int, LogEntry | Call] = field(default_factory=dict)
+
+    def on_status(self, incarnation: int, entry: int, active: bool) -> None:
+        """It has answered this, unless it has entered since."""
+        if entry > self.entered:
+            self.incarnation, self.entry, self.active = incarnation, entry, active
+
+    def unacknowledged(self) -> int:
+        """How many entries it has not acknowledged."""
+        return sum(cursor.stop - cursor.next for cursor in self.cursors.values())
+
+    def call(
+        self, message: Request, then: OnReply, into: torch.Tensor | None = None
+    ) -> Call:
+        """Send a request, now or when the peer is back. A payload of the reply is put *into*."""
+        call = Call(message, then, into)
+        self.calls.append(call)
+        return call
+
+    def notify(self, message: Request) -> None:
+        """Send a request whose reply makes no difference."""
+        self.call(message, lambda reply, payload: None)
+
+    def cancel(self, calls: Collection[Call]) -> None:
+        """Do not send these calls any more, and ignore replies to them."""
+        self.calls = [call for call in self.calls if call not in calls]
+        self._ignore(lambda one: one in calls)
+
+    def stop_updates(self) -> None:
+        """Send no update any more, and ignore acknowledgements."""
+        self.cursors.clear()
+        self._ignore(lambda one: isinstance(one, LogEntry))
+
+    def on_lost(self, reason: str, now: float) -> None:
+        """Its connection was lost."""
+        self._send_again()
+        if self.lost is None:
+            self.lost = reason, now
+
+    def on_back(self) -> None:
+        """It is connected again; maybe this server has not noticed that it was lost."""
+        self._send_again()
+        self.lost = None
+
+    def _send_again(self) -> None:
+        """What was on its way is not answered any more: it is to be sent once more."""
+        self.in_flight.clear()
+        for cursor in self.cursors.values():
+            cursor.sent = cursor.next
+        for call in self.calls:
+            call.is_sent = False
+
+    def _ignore(self, which: Callable[[LogEntry | Call], bool]) -> None:
+        for number in [n for n, one in self.in_flight.items() if which(one)]:
+            del self.in_flight[number]
+
+
+def expect_reply(reply: ReplyMessage, kind: type[ReplyKind], peer: Peer) -> ReplyKind:
+    """The reply of *peer*, which must be of this kind.
+
+    Raises:
+        UsageError: It is another one, and this server cannot go on.
+    """
+    if isinstance(reply, kind):
+        return reply
+    got = reply.reason if isinstance(reply, Rejected) else f"got {type(reply).__name__}"
+    raise UsageError(f"{peer.name}: expected {kind.__name__} as its answer: {got}")
+
+
+class UpdateLog:
+    """The updates of server *number* in this *incarnation*, and those of its *peers*."""
+
+    def __init__(
+        self, number: int, incarnation: int, peers: Mapping[int, Peer]
+    ) -> None:
+        self.stream: Stream = number, incarnation
+        """This server's own."""
+        self._peers = peers
+        self._next: dict[Stream, int] = {}
+        self._kept: dict[Stream, list[tuple[LogEntry, int]]] = {}
+        """Entries that some server may lack, each with the server that has sent it."""
+
+    # ---- own entries ----
+
+    def append(
         self,
-        what: Gradients | Buffers | Away,
+        update: GradientUpdate | BufferUpdate | Away,
         payload: torch.Tensor | None,
         load: int,
-        meeting: int,
+        cut: int,
     ) -> None:
-        """One more item, for all that are active."""
-        item = Item(*self.line, self.next, load, meeting, what, payload)
-        self.next += 1
+        """Add an update of this server, for all active peers."""
+        number = self.next_number(self.stream)
+        entry = LogEntry(*self.stream, number, load, cut, update, payload)
+        self._next[self.stream] = number + 1
         for peer in self._active():
-            self._post(peer, item)
+            start = Cursor(number, number, number)
+            peer.cursors.setdefault(self.stream, start).stop = number + 1
+        self._kept.setdefault(self.stream, []).append((entry, entry.origin))
+        self._trim(self.stream, number + 1)
 
-    def floor(self, line: Line) -> int:
-        """All active servers have what is below this number, as far as is known."""
-        if line != self.line:
-            return self.taken.floor(line)
-        waiting = [
-            item.number
-            for peer in self._active()
-            for item in peer.items()
-            if line_of(item) == line
-        ]
-        return min(waiting, default=self.next)
+    def next_number(self, stream: Stream) -> int:
+        """The number of the next entry of a stream."""
+        return self._next.get(stream, 0)
 
-    def longest(self) -> int:
-        """The most items that a peer has not answered."""
-        return max((len(peer.items()) for peer in self._active()), default=0)
+    # ---- how far peers are ----
 
-    def all_answered(self) -> bool:
-        return not self.longest()
+    def to_send(self, peer: Peer) -> list[LogEntry]:
+        """The entries that are to be sent to a peer now. From now on they count as sent."""
+        found = []
+        for stream, cursor in peer.cursors.items():
+            if cursor.sent < cursor.stop:
+                found += [
+                    entry
+                    for entry, _ in self._kept.get(stream, ())
+                    if cursor.sent <= entry.number < cursor.stop
+                ]
+                cursor.sent = cursor.stop
+        return found
 
-    def relay(self, lost: int) -> None:
-        """A server is lost, maybe before all had what it has passed on here."""
-        for item in self.taken.had_from(lost):
+    def request(self, entry: LogEntry, peer: Peer) -> Update:
+        """The request that brings an entry to a peer."""
+        return Update(
+            source=entry.origin,
+            incarnation=entry.incarnation,
+            number=entry.number,
+            floor=min(entry.number, self._floor(entry.stream)),
+            load=entry.load,
+            cut=entry.cut,
+            entry=peer.entry,
+            what=entry.update,
+        )
+
+    def _floor(self, stream: Stream) -> int:
+        """All active servers have the entries below this number, as far as is known."""
+        if stream != self.stream:
+            kept = self._kept.get(stream)
+            return kept[0][0].number if kept else self.next_number(stream)
+        cursors = [peer.cursors.get(stream) for peer in self._active()]
+        return min(
+            (c.next for c in cursors if c is not None),
+            default=self.next_number(stream),
+        )
+
+    def acknowledged(self, peer: Peer, entry: LogEntry) -> None:
+        """A peer has this entry, and all before it in its stream."""
+        self._advance(peer, entry.stream, entry.number + 1)
+        self._trim(entry.stream, entry.number + 1)
+
+    def _advance(self, peer: Peer, stream: Stream, number: int) -> None:
+        """A peer has all entries of a stream below *number*."""
+        cursor = peer.cursors.get(stream)
+        if cursor is None or number <= cursor.next:
+            return
+        cursor.next = number
+        cursor.sent = max(cursor.sent, number)
+        if stream != self.stream and number >= cursor.stop:
+            del peer.cursors[stream]
+
+    def _trim(self, stream: Stream, number: int) -> None:
+        """Drop the entries below *number* that no peer is still to acknowledge."""
+        cursors = [peer.cursors.get(stream) for peer in self._peers.values()]
+        least = min([number, *(c.next for c in cursors if c is not None)])
+        kept = self._kept.get(stream, [])
+        self._kept[stream] = [one for one in kept if one[0].number >= least]
+
+    def all_acknowledged(self) -> bool:
+        """Whether all active peers have acknowledged everything that is to be sent to them."""
+        return not self.most_unacknowledged()
+
+    def most_unacknowledged(self) -> int:
+        """The most entries that an active peer has not acknowledged."""
+        return max((peer.unacknowledged() for peer in self._active()), default=0)
+
+    # ---- entries of others ----
+
+    def is_new(self, stream: Stream, number: int) -> bool:
+        """Whether this server has yet to apply an entry.
+
+        Raises:
+            UsageError: An entry before it is missing.
+        """
+        expected = self.next_number(stream)
+        if stream == self.stream or number < expected:
+            return False
+        if number > expected:
+            raise UsageError(
+                f"update: expected number {expected} of server {stream[0]}, got {number}"
+            )
+        return True
+
+    def receive(self, entry: LogEntry, sender: int, floor: int) -> None:
+        """A new entry was applied. All servers have the entries of its stream below *floor*."""
+        self._next[entry.stream] = entry.number + 1
+        self._kept.setdefault(entry.stream, []).append((entry, sender))
+        for peer in self._peers.values():
+            self._advance(peer, entry.stream, floor)
+        self._trim(entry.stream, floor)
+
+    def on_peer_lost(self, lost: int) -> None:
+        """A server is lost. Send on what it has sent here: the others may lack it."""
+        for stream, kept in self._kept.items():
+            numbers = [
+                entry.number
+                for entry, sender in kept
+                if stream != self.stream and lost in (sender, entry.origin)
+            ]
+            if not numbers:
+                continue
+            first, stop = numbers[0], numbers[-1] + 1
             for peer in self._active():
-                if peer.number != lost and item not in peer.items():
-                    self._post(peer, item)
+                if peer.number != lost:
+                    start = Cursor(first, first, stop)
+                    cursor = peer.cursors.setdefault(stream, start)
+                    cursor.stop = max(cursor.stop, stop)
 
-    def goes(self, peer: Peer) -> None:
-        """Nothing is to be passed on to this peer."""
+    # ---- which peers take part ----
+
+    def stop_sending(self, peer: Peer) -> None:
+        """Send no update to this peer any more."""
         peer.active = False
-        self._mail.take_back(peer, lambda letter: letter.item is not None)
+        peer.stop_updates()
+        self._trim(self.stream, self.next_number(self.stream))
 
-    def enters(self, peer: Peer, entry: int, items: Iterable[Item]) -> None:
-        """From now on pass on to this peer, and first these."""
-        self.goes(peer)
-        peer.active, peer.entry, peer.told = True, entry, entry
-        for item in items:
-            self._post(peer, item)
+    def retain_for(self, peer: Peer, entry: int, via: Peer | None) -> int:
+        """Send a peer that enters what *via* lacks, and all entries from now on.
+
+        Args:
+            peer: The peer. It adopts the state of *via*.
+            entry: The number of its entry.
+            via: Another peer; None: this server, whose state lacks nothing.
+
+        Returns:
+            The number of the first own entry that is sent to it.
+        """
+        cursors = {} if via is None or via is peer else via.cursors
+        copied = {stream: replace(c, sent=c.next) for stream, c in cursors.items()}
+        self.stop_sending(peer)
+        number = self.next_number(self.stream)
+        peer.active, peer.entry, peer.entered = True, entry, entry
+        peer.cursors = {self.stream: Cursor(number, number, number), **copied}
+        return peer.cursors[self.stream].next
 
     def _active(self) -> list[Peer]:
         return [peer for peer in self._peers.values() if peer.active]
 
-    def _post(self, peer: Peer, item: Item) -> None:
-        letter = Letter(
-            partial(self._write, peer, item),
-            partial(self._answered, peer, item),
-            item.payload,
-            item=item,
-        )
-        self._mail.post(peer, letter)
+    # ---- for a state transfer ----
 
-    def _write(self, peer: Peer, item: Item) -> Pass:
-        return Pass(
-            source=item.source,
-            life=item.life,
-            number=item.number,
-            floor=min(item.number, self.floor(line_of(item))),
-            load=item.load,
-            meeting=item.meeting,
-            entry=peer.entry,
-            what=item.what,
-        )
+    def vector(self) -> list[tuple[int, int, int]]:
+        """By origin and incarnation, the number of the next entry."""
+        vector = {self.stream: 0, **self._next}
+        return [(*stream, number) for stream, number in vector.items()]
 
-    def _answered(
-        self, peer: Peer, item: Item, reply: Reply, payload: torch.Tensor | None
-    ) -> None:
-        if isinstance(reply, Refused):
-            self._refused(peer, reply.reason)
-        elif line_of(item) != self.line and not any(
-            item in other.items() for other in self._active()
-        ):
-            self.taken.all_have(item)
+    def restore(self, vector: Iterable[tuple[int, int, int]]) -> None:
+        """Go on with the `vector` of another server, whose state was adopted."""
+        own = self.next_number(self.stream)
+        self._next = {(origin, incarnation): n for origin, incarnation, n in vector}
+        self._next[self.stream] = own
+        for stream, kept in self._kept.items():
+            if kept and stream != self.stream:
+                self._trim(stream, kept[-1][0].number + 1)
+
+    def skip(self, stream: Stream, number: int) -> None:
+        """Entries below this number do not come any more."""
+        self._next[stream] = max(number, self.next_number(stream))

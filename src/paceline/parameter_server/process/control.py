@@ -1,78 +1,55 @@
-"""What a worker asks of its service process, and what that answers: see `pool`; and what a
-supervisor and its servers say to each other: see `__main__`."""
+"""Lines between a server process and its parent, which is a worker or a supervisor.
+
+What a server is told (`LineToServer`) comes on its standard input, after a line with the job's token. What it
+says (`LineFromServer`) goes to its standard output, `Listening` first.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
-from paceline.transport.peers import PeerAddress
+from paceline.interfaces.server_messages import Describe
 
 
-class Order(msgspec.Struct, tag="start", kw_only=True):
-    """A service is wanted: one of `kinds`. *services*, *peers*: as in `interfaces.Start`."""
-
-    name: str
-    kind: str = "server"
-    workers: int
-    services: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    bind: str
-    token: str
-
-
-class Introduction(msgspec.Struct, tag="introduce", kw_only=True):
-    """The service that listens at *port* is to connect to these *peers*, as number *sender*, which
-    was started *life* times before."""
-
-    port: int
-    sender: int
-    peers: dict[str, PeerAddress]
-    life: int = 0
-
-
-class Place(msgspec.Struct, kw_only=True):
-    """Where it listens; or, with *fault*, why it does not."""
-
-    port: int = 0
-    fault: str = ""
-
-
-class IsDone(msgspec.Struct, tag="done", kw_only=True):
+class WorkerFinished(msgspec.Struct, tag="finished", kw_only=True):
     """The script of *worker* has ended well: it does not come back."""
 
     worker: int
 
 
-class IsLost(msgspec.Struct, tag="lost", kw_only=True):
-    """Another server of the job has taken this life of *worker* for lost."""
+class WorkerLost(msgspec.Struct, tag="lost", kw_only=True):
+    """Another server of the job has taken this incarnation of *worker* for lost."""
 
     worker: int
     incarnation: int
 
 
-class Listens(msgspec.Struct, tag="listens", kw_only=True):
-    """A supervised server listens at *port*, and goes on with *step*."""
+class Listening(msgspec.Struct, tag="listening", kw_only=True):
+    """A server listens at *port*, and goes on with *step*; or, with *fault*, why it does not."""
 
-    port: int
-    step: int
+    port: int = 0
+    step: int = 0
+    fault: str = ""
 
 
-class Evicted(msgspec.Struct, tag="evicted", kw_only=True):
-    """A server has taken this life of *worker* for lost: nothing is heard of it."""
+class WorkerEvicted(msgspec.Struct, tag="evicted", kw_only=True):
+    """A server has taken this incarnation of *worker* for lost: nothing is heard of it."""
 
     worker: int
     incarnation: int
 
 
-class Over(msgspec.Struct, tag="over", kw_only=True):
+class TrainingOver(msgspec.Struct, tag="over", kw_only=True):
     """All workers have said goodbye to a server; it holds what they have trained until its input
-    ends, for another life of one of them."""
+    ends, for another incarnation of one of them."""
 
 
-class Entered(msgspec.Struct, tag="entered", kw_only=True):
-    """A server that was to take over what its peers hold has done so."""
+class HoldsModel(msgspec.Struct, tag="holds", kw_only=True):
+    """Whether a group server holds the model. It *holds* it once it has taken over what its peers
+    hold. It does so no more when its group has no workers: its peers pass on nothing to it then."""
+
+    holds: bool
 
 
-class Gone(msgspec.Struct, tag="gone", kw_only=True):
-    """A server whose group has no workers gets nothing from its peers any more: what it holds is of
-    before, until it says that it has entered."""
+LineToServer = WorkerFinished | WorkerLost | Describe
+LineFromServer = WorkerEvicted | HoldsModel | TrainingOver

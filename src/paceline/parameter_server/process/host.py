@@ -1,213 +1,397 @@
-"""What ``paceline serve`` does: one training after the other, on one address.
+"""A server process: one loop, one port, and the services of all its trainings.
 
-One socket listens for all of them. Were it bound anew for each, anybody on the machine could take
-the port in between, and workers of the next training would show him their token.
+Theory of operation
+-------------------
+`ServerHost` takes what has happened from its `ServerListener`, and from each service's connections to
+its peers. It shows each event to the service that it is for, and to the service's monitors, and
+sends what the service returns. All runs on one thread, so services need no locks.
+
+A service is there from the start (`ServerHost.add`), or workers open it: the first of them says what it is to
+be (`Describe`), and the others say the same. Requests of other services, which may have been
+described before, wait until then.
+
+A service ends with its training, and then nothing of it is left here: neither parameters nor
+descriptors. `ServerHost.serve` yields news for the process's parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Self
+import gc
+import logging
+import math
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from paceline.errors import UsageError
-from paceline.parameter_server.process import dedicated_server
-from paceline.parameter_server.process.metrics import Endpoint, Figures, figures_of
-from paceline.parameter_server.process.snapshot import claimed
-from paceline.parameter_server.process.surviving import SurvivingJob, checked
-from paceline.transport.listener import Listener
-from paceline.transport.security import SECRET, TOKEN, dedicated_token
+from paceline.interfaces import Ask, Outputs, Reply, Service
+from paceline.interfaces.server_messages import Describe, Done, PeerAddress, Rejected
+from paceline.parameter_server.process import control, services
+from paceline.parameter_server.process.monitors import Monitor, MonitoredService
+from paceline.timeouts import timeouts
+from paceline.transport.listener import (
+    ControlEnded,
+    ControlLine,
+    RequestArrived,
+    ServerListener,
+    WorkerLost,
+)
+from paceline.transport.peers import PeerConnections, PeerEvent, Route
+from paceline.transport.protocol import ServiceKey
+from paceline.transport.sessions import Attendance
+
+log = logging.getLogger(__name__)
+
+Until = Literal["deserted", "departed", "replaced"]
+"""When a service ends: when all workers have said goodbye, or those that came are gone (*deserted*); only
+when all have said goodbye (*departed*); or when, after that, one of them begins another training
+(*replaced*): until then another incarnation of a worker may still come for what was trained."""
 
 
-class Serving:
-    """Serves at *bind*, *port*, and tells figures at *metrics*, if anywhere, until the block's end.
+class ServiceEnded(NamedTuple):
+    """Service *key* has ended; *well*: all workers have said goodbye at the end of their training."""
 
-    Raises `UsageError` for a token that is too short, and for *metrics* that cannot be told there.
+    key: ServiceKey
+    well: bool
+
+
+News = control.WorkerEvicted | control.HoldsModel | control.TrainingOver | ServiceEnded
+
+
+class HostedService:
+    """One service of a process: its state machine, its workers' attendance and its peers.
+
+    *monitored* is None until a worker has said what it is to be; *early*: what other services have
+    asked until then.
     """
 
     def __init__(
-        self, workers: int, bind: str, port: int, metrics: str | None = None
-    ) -> None:
-        self._workers, self._bind, self._port = workers, bind, port
-        self._token = dedicated_token()
-        self._listener: Listener | None = None
-        self._figures: Callable[[], Figures] | None = None
-        """Of the training that is served now."""
-        self._endpoint: Endpoint | None = None
-        if metrics is not None:
-            self._endpoint = Endpoint(metrics, self._now)
-            host = metrics.rpartition(":")[0]
-            print(
-                f"paceline: figures for Prometheus at http://{host}:{self._endpoint.port}/metrics",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._endpoint is not None:
-            self._endpoint.close()
-        if self._listener is not None:
-            self._listener.close()
-
-    def serve(self, *, once: bool) -> None:
-        """Trainings of any kind, each of which ends with its first worker that dies; *once*: a
-        single one, and `SystemExit` says whether it ended well. Where nobody has a token, one is made, and
-        the line printed that exports it."""
-        made, token = self._token is None, self._token or secrets.token_hex(16)
-        while True:
-            shell = dedicated_server.make_shell(self._workers, self._listening(), token)
-            try:
-                print(
-                    f"paceline: serving at {self._bind}:{shell.port}", file=sys.stderr
-                )
-                if made:  # once there is a server that asks for it
-                    print(f"export {TOKEN}={token}", flush=True)
-                    made = False
-                self._figures = lambda shell=shell: figures_of(shell, shell.server)
-                shell.run(None, lasts=False)
-                well = shell.all_have_ended_well
-            finally:
-                self._figures = None
-                shell.close()
-            if not well:
-                print(
-                    "paceline: a worker was lost, and the others have gone, too: their training "
-                    "is over",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            if once:
-                sys.exit(0 if well else 1)
-
-    def survive(
         self,
-        snapshot: Path | None,
-        snapshot_seconds: float,
-        evict_silent: float,
-        *,
-        once: bool,
+        key: ServiceKey,
+        attendance: Attendance,
+        peers: PeerConnections,
+        until: Until,
     ) -> None:
-        """Trainings that survive deaths: see `SurvivingJob`. Raises `UsageError` without a token, and
-        where another server keeps its snapshot there; `SystemExit` where a signal has ended it, or
-        where *once* and it has not ended well."""
-        if self._token is None:
-            raise UsageError(
-                f"--survive: set {TOKEN} (or {SECRET}), the same for this server and its "
-                "workers: one that is started again cannot make another. Make it with: "
-                'python -c "import secrets; print(secrets.token_hex(16))"'
-            )
-        path = None if snapshot is None else checked(snapshot)
-        with claimed(path):
-            well = self._survive_one(path, snapshot_seconds, evict_silent)
-            while not once:
-                well = self._survive_one(path, snapshot_seconds, evict_silent)
-        if not well:
-            sys.exit(1)
+        self.key, self.attendance, self.peers = key, attendance, peers
+        self.until = until
+        self.monitored: MonitoredService | None = None
+        self.early: list[RequestArrived] = []
+        self.description: Describe | None = None
+        """What it is, without where its peers are: a worker elsewhere may say that in other words."""
+        self.incarnation = 0
+        """How often this service was started before. Its peers learn it."""
+        self.holds_model: bool | None = None
+        """What was last told of it."""
+        self.over_is_told = False
 
-    def _survive_one(
-        self, snapshot: Path | None, snapshot_seconds: float, evict_silent: float
-    ) -> bool:
-        """One training, until all its workers have said goodbye; returns whether it has ended
-        well. Raises `SystemExit` where a signal has ended it."""
-        job = SurvivingJob(
-            self._workers,
-            self._bind,
-            self._port,
-            self._token or "",
-            listener=self._listening(),
-            snapshot=snapshot,
-            snapshot_seconds=snapshot_seconds,
-            evict_silent=evict_silent,
-        )
+    @property
+    def service(self) -> Service | None:
+        """The state machine; None until it is described."""
+        return None if self.monitored is None else self.monitored.service
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its training is over for somebody: the others are about to end it."""
+        service = self.service
+        is_over = service is not None and service.is_over()
+        return is_over or self.attendance.some_have_departed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody needs it any more."""
+        attendance = self.attendance
+        if self.until == "replaced":
+            return attendance.all_have_departed and attendance.another_is_wanted
+        deserted = self.until == "deserted" and self.deserted_from <= time.monotonic()
+        return attendance.all_have_departed or deserted
+
+    @property
+    def deserted_from(self) -> float:
+        """When it ends because those that came are gone; infinite where it does not."""
+        return self.attendance.deserted_from if self.until == "deserted" else math.inf
+
+
+class ServerHost:
+    """Runs services behind *listener*."""
+
+    def __init__(self, listener: ServerListener) -> None:
+        self.listener = listener
+        self.services: dict[ServiceKey, HostedService] = {}
+        self._news: list[News] = []
+
+    def add(
+        self,
+        service: Service,
+        monitors: Sequence[Monitor] = (),
+        *,
+        until: Until = "departed",
+        description: Describe | None = None,
+        incarnation: int = 0,
+    ) -> HostedService:
+        """Serve *service*.
+
+        Args:
+            service: What is to be served.
+            monitors: See its events and replies.
+            until: When it ends.
+            description: Which of several services it is. It may ask the others before it is told where
+                they are.
+            incarnation: How often it was started before.
+        """
+        number = 0 if description is None else description.number
+        names = [] if description is None else description.services
+        others = [name for name in names if name != names[number]]
+        key = ServiceKey(0, number)
+        hosted = self._host(key, self.listener.open(key), until, others)
+        hosted.description, hosted.incarnation = description, incarnation
+        self._begin(hosted, service, monitors)
+        return hosted
+
+    def serve(self, control: int | None = None) -> Iterator[News]:
+        """Serve, and yield news for the process's parent.
+
+        It ends once its services have; where workers open services, only with *control*. That is a descriptor
+        of lines (see `control`). At its end services end at once, except those whose
+        training is over for somebody: these have up to `Timeouts.last_requests`, since a worker that was done
+        first may end the process while others still take the final state.
+
+        Raises:
+            Exception: What a service that was added raises. The fault of a service that workers have
+                opened is logged, and ends that service.
+        """
+        self.listener.watch_control(control)
+        closing = math.inf
         try:
-            _say_where(job, self._bind, snapshot)
-            self._figures = job.figures
-            with _told_to_end() as (stop, told):
-                well = job.run(stop)
+            while self._goes_on(closing):
+                if self._turn(self._patience(closing)):
+                    closing = self._begin_to_close()
+                news, self._news = self._news, []
+                if any(isinstance(one, ServiceEnded) for one in news):
+                    # A state machine's parts know each other, and nothing else makes Python look for
+                    # such cycles in a process that waits.
+                    gc.collect()
+                yield from news
         finally:
-            self._figures = None
-            job.close()
-        if well:
-            print("paceline: the training is over", file=sys.stderr, flush=True)
-        elif not job.shell.all_have_departed:
-            number = told[0] if told else signal.SIGTERM
-            name = signal.Signals(number).name
-            print(f"paceline: {name}: interrupted", file=sys.stderr)
-            sys.exit(128 + number)
+            self.listener.watch_control(None)
+            for key in list(self.services):
+                self._end(key)
+
+    def close(self) -> None:
+        """Let go of all services, and of the listener."""
+        for key in list(self.services):
+            self._end(key)
+        self.listener.close()
+
+    # ---- the loop ----
+
+    def _goes_on(self, closing: float) -> bool:
+        if closing < math.inf:
+            return bool(self.services) and time.monotonic() < closing
+        return bool(self.services) or self.listener.welcomes_any
+
+    def _patience(self, closing: float) -> float:
+        """Seconds until something is to be done though nothing happens."""
+        moments = [closing]
+        for hosted in self.services.values():
+            moments.append(hosted.deserted_from)
+            if hosted.monitored is not None:
+                deadline = hosted.monitored.next_deadline()
+                moments.append(math.inf if deadline is None else deadline)
+        return min(moments) - time.monotonic()
+
+    def _turn(self, seconds: float) -> bool:
+        """Wait for what happens next, and handle it. Returns whether this process is to end."""
+        ends = False
+        events = self.listener.poll(seconds)
+        for key, attendance in self.listener.attendances.items():
+            if key not in self.services:  # a worker has opened it
+                self._host(key, attendance, "deserted")
+        for event in events:
+            if isinstance(event, ControlEnded):
+                ends = True
+            elif isinstance(event, ControlLine):
+                self._on_line(event.line)
+            elif event.key in self.services:
+                hosted = self.services[event.key]
+                with self._faults_of(hosted):
+                    self._handle(hosted, event)
+        for hosted in list(self.services.values()):
+            with self._faults_of(hosted):
+                self._attend(hosted)
+        return ends
+
+    def _attend(self, hosted: HostedService) -> None:
+        """Whatever is due, and was not asked for by a worker."""
+        monitored, attendance = hosted.monitored, hosted.attendance
+        if monitored is not None:
+            now, deadline = time.monotonic(), monitored.next_deadline()
+            if deadline is not None and now >= deadline:
+                self._send(hosted, monitored.on_timer(now))
+            for worker, incarnation, _ in monitored.take_evicted():
+                attendance.evict(worker, incarnation)
+                self._news.append(
+                    control.WorkerEvicted(worker=worker, incarnation=incarnation)
+                )
+        while events := hosted.peers.collect():
+            for event in events:
+                self._handle(hosted, event)
+        if (
+            monitored is not None
+            and monitored.service.holds_model != hosted.holds_model
+        ):
+            hosted.holds_model = monitored.service.holds_model
+            self._news.append(control.HoldsModel(holds=bool(hosted.holds_model)))
+        if hosted.until == "replaced":
+            if attendance.all_have_departed and not hosted.over_is_told:
+                self._news.append(control.TrainingOver())
+            hosted.over_is_told = attendance.all_have_departed
+        if hosted.is_over:
+            self._end(hosted.key)
+
+    def _begin_to_close(self) -> float:
+        """End what nobody needs to end; returns when the rest is to have ended."""
+        self.listener.welcomes_any = False
+        for key, hosted in list(self.services.items()):
+            if hosted.until != "deserted" or not hosted.is_ending:
+                self._end(key)
+        return time.monotonic() + timeouts.last_requests
+
+    # ---- services ----
+
+    def _host(
+        self,
+        key: ServiceKey,
+        attendance: Attendance,
+        until: Until,
+        peers: Iterable[str] = (),
+    ) -> HostedService:
+        connections = PeerConnections(self.listener.loop, peers)
+        hosted = HostedService(key, attendance, connections, until)
+        self.services[key] = hosted
+        return hosted
+
+    def _begin(
+        self, hosted: HostedService, service: Service, monitors: Sequence[Monitor] = ()
+    ) -> None:
+        hosted.monitored = MonitoredService(service, monitors)
+        hosted.peers.reconnects = service.reconnects_to_peers
+
+    def _end(self, key: ServiceKey) -> None:
+        hosted = self.services.pop(key)
+        hosted.peers.close(well=hosted.attendance.all_have_departed)
+        self.listener.end(key)
+        self._news.append(ServiceEnded(key, hosted.attendance.all_have_ended_well))
+
+    @contextlib.contextmanager
+    def _faults_of(self, hosted: HostedService) -> Iterator[None]:
+        """A fault of a service that workers have opened ends it alone: they lose it."""
+        try:
+            yield
+        except Exception:
+            if hosted.until != "deserted":
+                raise
+            # As text: a handler may keep records, and frames hold the service.
+            log.error("a service has failed\n%s", traceback.format_exc())
+            if hosted.key in self.services:
+                self._end(hosted.key)
+
+    # ---- events ----
+
+    def _handle(
+        self,
+        hosted: HostedService,
+        event: RequestArrived | WorkerLost | PeerEvent | control.WorkerFinished,
+    ) -> None:
+        if isinstance(event, RequestArrived) and isinstance(event.message, Describe):
+            self._on_describe(hosted, event, event.message)
+        elif hosted.monitored is not None:
+            self._send(hosted, hosted.monitored.handle(event, time.monotonic()))
+        elif isinstance(event, WorkerLost):
+            lost = event.worker, event.incarnation
+            hosted.early = [one for one in hosted.early if one.sender[:2] != lost]
+        elif isinstance(event, RequestArrived):
+            if event.sender.worker >= self.listener.workers:
+                hosted.early.append(event)
+                return
+            reason = "this server has yet to be told what it is: expected a description"
+            self._reject(hosted, event, reason)
+
+    def _send(self, hosted: HostedService, outputs: Outputs) -> None:
+        replies = [output for output in outputs if isinstance(output, Reply)]
+        self.listener.send(hosted.key, replies)
+        for output in outputs:
+            if isinstance(output, Ask):
+                hosted.peers.ask(output)
+
+    def _reject(
+        self, hosted: HostedService, event: RequestArrived, reason: str
+    ) -> None:
+        self._send(hosted, [Reply(event.sender, Rejected(reason=reason))])
+
+    def _on_line(self, line: bytes) -> None:
+        """The parent says something of its one service."""
+        words = msgspec.json.decode(line, type=control.LineToServer)
+        (hosted,) = self.services.values()
+        if isinstance(words, Describe):
+            assert msgspec.structs.replace(words, peers={}) == hosted.description
+            self._meet(hosted, words)
+        elif isinstance(words, control.WorkerFinished):
+            self._handle(hosted, words)
         else:
-            _say_who_broke_off(job, snapshot)
-        return well
+            lost = WorkerLost(hosted.key, words.worker, words.incarnation)
+            self._handle(hosted, lost)
 
-    def _listening(self) -> Listener:
-        """Where all trainings' workers come. Raises `UsageError` where nobody can listen."""
-        if self._listener is None:
-            self._listener = Listener(self._bind, self._port, workers=self._workers)
-        return self._listener
+    # ---- what a service is ----
 
-    def _now(self) -> Figures | None:
-        figures = self._figures
-        return None if figures is None else figures()
+    def _on_describe(
+        self, hosted: HostedService, event: RequestArrived, description: Describe
+    ) -> None:
+        try:
+            begins = self._check_description(hosted, event, description)
+            if begins:
+                service = services.make_service(description, self.listener.workers)
+        except UsageError as error:
+            self._reject(hosted, event, str(error))
+            return
+        if begins:
+            hosted.description = msgspec.structs.replace(description, peers={})
+            self._begin(hosted, service)
+            self._meet(hosted, description)
+        self._send(hosted, [Reply(event.sender, Done())])
+        early, hosted.early = hosted.early, []
+        for request in early:
+            self._handle(hosted, request)
 
+    def _check_description(
+        self, hosted: HostedService, event: RequestArrived, description: Describe
+    ) -> bool:
+        """Returns whether this is the first one. Raises `UsageError` for one that differs from the
+        first."""
+        worker = event.sender.worker
+        if worker >= self.listener.workers:
+            raise UsageError("describe: only workers describe their servers")
+        if hosted.description is None:
+            if hosted.monitored is not None:
+                raise UsageError("describe: this server is of another kind already")
+            return True
+        if msgspec.structs.replace(description, peers={}) != hosted.description:
+            raise UsageError(
+                f"describe: worker {worker} has other servers than those of who came "
+                "first: give the same options on every worker"
+            )
+        return False
 
-@contextlib.contextmanager
-def _told_to_end() -> Iterator[tuple[int, list[int]]]:
-    """A descriptor that is at its end once a signal has come: so a server ends between two
-    messages, and what it keeps then is whole. And the signals that came."""
-    told: list[int] = []
-    read, write = os.pipe()
-    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    open_end = [write]
+    def _meet(self, hosted: HostedService, description: Describe) -> None:
+        """Connect to its peers, whose services have the numbers of their names."""
 
-    def hear(number: int, _: object) -> None:
-        told.append(number)
-        close()
+        def route(name: str, address: PeerAddress) -> Route:
+            number = description.services.index(name)
+            return Route(ServiceKey(hosted.key.training, number), address)
 
-    def close() -> None:
-        while open_end:
-            os.close(open_end.pop())
-
-    before = {number: signal.signal(number, hear) for number in heeded}
-    try:
-        yield read, told
-    finally:
-        for number, how in before.items():
-            signal.signal(number, how)
-        close()
-        os.close(read)
-
-
-def _say_where(job: SurvivingJob, bind: str, snapshot: Path | None) -> None:
-    """What is to be known of a server that begins, or goes on."""
-    if job.step:
-        begins = f"the job goes on from {snapshot}: step {job.step}"
-    elif snapshot is None:
-        begins = (
-            "if this process dies the training begins anew: --snapshot FILE keeps it"
-        )
-    else:
-        begins = f"the job begins; {snapshot} is to keep it"
-    print(
-        f"paceline: serving at {bind}:{job.port}; {begins}", file=sys.stderr, flush=True
-    )
-
-
-def _say_who_broke_off(job: SurvivingJob, snapshot: Path | None) -> None:
-    """Nobody is here any more, and nothing says that anybody comes back."""
-    who = ", ".join(map(str, job.machine.missing()))
-    kept = "there is no snapshot of it (--snapshot FILE)"
-    if snapshot is not None and snapshot.exists():
-        kept = f"{snapshot} keeps it: start them again to go on, or remove it"
-    print(
-        f"paceline: all have said goodbye, but not at the end of their training: workers {who} "
-        f"broke it off; {kept}",
-        file=sys.stderr,
-        flush=True,
-    )
+        peers = {name: route(name, at) for name, at in description.peers.items()}
+        sender = self.listener.workers + description.number
+        hosted.peers.meet(sender, peers, hosted.incarnation)

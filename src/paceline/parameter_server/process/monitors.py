@@ -1,38 +1,143 @@
-"""A server process: what it serves, and which workers it takes for lost though their
-connections stand."""
+"""Monitors of a service: they look at its traffic, and say which workers are lost though their
+connections stand.
+
+`MonitoredService` shows a service's events and outputs to its monitors, in one place. `SilenceMonitor`
+takes silent workers for lost, `MissingWorkerMonitor` names workers that others wait for, and
+`snapshot.Snapshotter` keeps what a server holds.
+"""
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple
 
-import torch
-
-from paceline import methods
 from paceline.errors import UsageError
 from paceline.interfaces import (
-    Answer,
-    Discipline,
+    Ask,
+    Outputs,
+    Reply,
     Sender,
-    Server,
-    UpdatesOnServer,
-    Work,
+    Service,
 )
-from paceline.interfaces.server_messages import Joined, Leave, Push, Request
-from paceline.parameter_server.state_machine.server import ParameterServer
-from paceline.spec import parse
+from paceline.interfaces.server_messages import (
+    Join,
+    Joined,
+    Leave,
+    Push,
+    Request,
+)
+from paceline.parameter_server.process.control import WorkerFinished
 from paceline.timeouts import timeouts
+from paceline.transport.listener import RequestArrived, WorkerLost
+from paceline.transport.peers import PeerBack, PeerEvent, PeerLost, PeerReplied
+
+log = logging.getLogger(__name__)
+
+ServiceEvent = RequestArrived | WorkerLost | PeerEvent | WorkerFinished
+"""What a service sees, beside its timer."""
 
 
-def discipline_of(text: str, workers: int) -> Discipline:
-    """The discipline of the method that a spec names. Raises `UsageError`."""
-    method, _ = methods.make(parse(text), set())
-    if method.updates_on != "server":
-        raise UsageError(f"method {text!r} needs no server: its workers update")
-    return cast(UpdatesOnServer, method).server(workers)
+class SilentWorker(NamedTuple):
+    """A worker that is taken for lost: nothing was heard of this incarnation for *seconds*."""
+
+    worker: int
+    incarnation: int
+    seconds: float
+
+
+class Monitor:
+    """Looks at what a service does. It changes nothing, but may say that workers are lost."""
+
+    def on_request(self, sender: Sender, message: Request, now: float) -> None:
+        """The service has handled a request. What it has sent is seen next."""
+
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> None:
+        """The service knows that a worker is lost."""
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """The service sends a reply, whatever event has caused it."""
+
+    def next_deadline(self) -> float | None:
+        """When `on_timer` is to be called, if nothing happens before."""
+        return None
+
+    def on_timer(self, now: float) -> Sequence[SilentWorker]:
+        """The deadline has passed. Returns workers that the service is to take for lost."""
+        return ()
+
+
+class MonitoredService:
+    """*service*, whose requests, losses and replies *monitors* see."""
+
+    def __init__(self, service: Service, monitors: Sequence[Monitor] = ()) -> None:
+        self.service = service
+        self._monitors = monitors
+        self._evicted: list[SilentWorker] = []
+
+    def handle(self, event: ServiceEvent, now: float) -> Outputs:
+        """Show an event to the service, then to the monitors. Returns what is to be sent."""
+        service = self.service
+        match event:
+            case RequestArrived(_, sender, message, payload):
+                outputs = service.on_request(sender, message, payload, now)
+                for monitor in self._monitors:
+                    monitor.on_request(sender, message, now)
+            case WorkerLost(_, worker, incarnation):
+                outputs = self._lose(worker, incarnation, now)
+            case PeerReplied(peer, number, reply, payload):
+                outputs = service.on_reply(peer, number, reply, payload, now)
+            case PeerLost(peer, reason):
+                outputs = service.on_peer_lost(peer, reason, now)
+            case PeerBack(peer):
+                outputs = service.on_peer_back(peer, now)
+            case WorkerFinished():
+                # Whoever is replied to may be silent from now on, and not for ever.
+                outputs = service.on_worker_finished(event.worker, now)
+        return self._observed(outputs, now)
+
+    def next_deadline(self) -> float | None:
+        """When `on_timer` is to be called, if nothing happens before."""
+        deadlines = [self.service.next_deadline()]
+        deadlines += [monitor.next_deadline() for monitor in self._monitors]
+        return min((d for d in deadlines if d is not None), default=None)
+
+    def on_timer(self, now: float) -> Outputs:
+        """The service's deadline comes first: monitors ring once what it sends has left."""
+        if _is_due(self.service, now):
+            return self._observed(self.service.on_timer(now), now)
+        outputs: list[Reply | Ask] = []
+        for monitor in self._monitors:
+            for silent in monitor.on_timer(now) if _is_due(monitor, now) else ():
+                self._evicted.append(silent)
+                outputs += self._lose(silent.worker, silent.incarnation, now)
+        return self._observed(outputs, now)
+
+    def take_evicted(self) -> list[SilentWorker]:
+        """Workers that a monitor has taken for lost since this was last called."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def _lose(self, worker: int, incarnation: int, now: float) -> Outputs:
+        outputs = self.service.on_worker_lost(worker, incarnation, now)
+        for monitor in self._monitors:
+            monitor.on_worker_lost(worker, incarnation, now)
+        return outputs
+
+    def _observed(self, outputs: Outputs, now: float) -> Outputs:
+        for output in outputs:
+            if isinstance(output, Reply):
+                for monitor in self._monitors:
+                    monitor.on_reply(output, now)
+        return outputs
+
+
+def _is_due(one: Service | Monitor, now: float) -> bool:
+    deadline = one.next_deadline()
+    return deadline is not None and now >= deadline
 
 
 SILENT_STEPS = 30
@@ -40,13 +145,7 @@ SILENT_STEPS = 30
 FIRST_STEP = 10
 """Before its first step is done a worker may be silent so many times as long: it compiles, say."""
 LOOKS = 20
-"""The watch is called so often within the least silence: so it knows that it was awake."""
-
-
-def make_machine(workers: int, name: str) -> ParameterServer:
-    """The state machine of a server whose method the first worker names."""
-    # ZeroMQ over TCP loses nothing while a connection lives, so nothing is sent again.
-    return ParameterServer(workers, name=name, make=discipline_of, remembers=False)
+"""The monitor is called so often within the least silence: so it knows that it was awake."""
 
 
 @dataclass
@@ -64,96 +163,105 @@ class _Heard:
     steps: int = 0
 
 
-class SilenceWatch:
-    """A `Server` around *server* that takes a worker for lost whose connection stands but
-    of which nothing is heard: its process is stopped, or hangs.
+class SilenceMonitor(Monitor):
+    """Takes a worker for lost whose connection stands but of which nothing is heard: its process is
+    stopped, or hangs.
 
-    A worker's silence begins with its last message, or with the last answer to it. A worker
-    that an answer is owed to waits for others, and is not silent. Allowed are *least* seconds,
+    A worker's silence begins with its last message, or with the last reply to it. A worker
+    that a reply is owed to waits for others, and is not silent. Allowed are *least* seconds,
     or `SILENT_STEPS` times the median of all workers' recent steps if that is longer; before a
-    worker's first step, `FIRST_STEP` times as much. Workers send a `Note` with each forward
+    worker's first step, `FIRST_STEP` times as much. Workers send a `KeepAlive` with each forward
     pass, so that an evaluation is no silence. A worker that is out of data keeps nobody
     waiting, and may be silent.
 
-    The watch asks to be called every now and then (`LOOKS`). If it was not for twice as long,
+    The monitor asks to be called every now and then (`LOOKS`). If it was not for twice as long,
     the time in between is nobody's silence: the process was stopped, say, or copied a large
     model. Then nobody is lost before there was time to read what has come meanwhile.
 
     *judges* is False of a worker that another server judges: it may wait there, and be silent
     here. Example: a worker waits at its group's server for the others of its group; servers of
     other groups hear nothing of it meanwhile.
-
-    *report* is told of each loss: worker, incarnation, seconds of silence.
     """
 
     def __init__(
         self,
-        server: Server,
         least: float = timeouts.worker_silent,
-        report: Callable[[int, int, float], None] = lambda *_: None,
         judges: Callable[[int], bool] = lambda _: True,
     ) -> None:
         if not least > 0:
             raise UsageError(f"--evict-silent: expected more than 0 s, got {least}")
-        self._server = server
         self._least = self._limit = least
-        self._report = report
         self._judges = judges
         self._heard: dict[int, _Heard] = {}
         self._durations: deque[float] = deque(maxlen=100)
         self._pulse = least / LOOKS
         self._looked = 0.0
-        """When the watch was last called."""
+        """When the monitor was last called."""
         self._awake = 0.0
         """Since when it has been called as often as it wants to be."""
         self._excused = 0.0
         """When the silence of those whom others judge was last forgotten."""
 
-    def on_message(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> list[Answer]:
+    def on_request(self, sender: Sender, message: Request, now: float) -> None:
         self._look_up(now)
         heard = self._heard_of(sender)
-        if heard is not None:
-            self._hear(heard, sender, message, now)
-        answers = self._server.on_message(sender, message, payload, now)
-        return self.heeded(answers, now)
+        if heard is None:
+            return
+        heard.last = now
+        heard.owed.add((sender.channel, sender.number))
+        if isinstance(message, Leave):
+            del self._heard[sender.worker]
+        elif isinstance(message, Push) and message.step != heard.step:
+            if heard.step >= 0:
+                self._durations.append(now - heard.began)
+                heard.steps += 1
+            heard.step, heard.began = message.step, now
 
-    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> None:
         self._look_up(now)
         heard = self._heard.get(worker)
         if heard is not None and heard.incarnation == incarnation:
             del self._heard[worker]
-        return self.heeded(self._server.on_lost(worker, incarnation, now), now)
+
+    def on_reply(self, reply: Reply, now: float) -> None:
+        """Until now its worker was waiting for it."""
+        to = reply.to
+        if isinstance(reply.message, Joined):  # maybe long after it has asked
+            self._heard[to.worker] = _Heard(to.incarnation, now)
+        heard = self._heard_of(to)
+        if heard is not None:
+            heard.owed.discard((to.channel, to.number))
+            heard.last = now
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._server.next_deadline()]
-        deadlines += [self._deadline(v) for v in self._heard.values() if not v.owed]
-        deadlines += [self._looked + self._pulse] if self._heard else []
-        return min((d for d in deadlines if d is not None), default=None)
+        if not self._heard:
+            return None
+        deadlines = [self._deadline(v) for v in self._heard.values() if not v.owed]
+        return min([self._looked + self._pulse, *deadlines])
 
-    def on_timer(self, now: float) -> list[Answer]:
+    def on_timer(self, now: float) -> Sequence[SilentWorker]:
         self._look_up(now)
-        answers: list[Answer] = []
-        deadline = self._server.next_deadline()
-        if deadline is not None and now >= deadline:
-            answers = self.heeded(self._server.on_timer(now), now)
         # Only here: what `next_deadline` says in between may be too early, and costs little.
         self._limit = self._least
         if self._durations:
             usual = statistics.median(self._durations)
             self._limit = max(self._least, SILENT_STEPS * usual)
-        for worker, heard in list(self._heard.items()):
-            if not heard.owed and now >= self._deadline(heard):
-                self._report(worker, heard.incarnation, now - heard.last)
-                answers += self.on_lost(worker, heard.incarnation, now)
-        return answers
-
-    def take_work(self) -> Work:
-        return self._server.take_work()
+        silent = [
+            SilentWorker(worker, heard.incarnation, now - heard.last)
+            for worker, heard in self._heard.items()
+            if not heard.owed and now >= self._deadline(heard)
+        ]
+        for worker, _, seconds in silent:
+            log.warning(
+                "nothing was heard of worker %d for %.0f s, though its connection stands: it is "
+                "taken for lost",
+                worker,
+                seconds,
+            )
+        return silent
 
     def _look_up(self, now: float) -> None:
-        """The watch is called: the time in which it was not is nobody's silence."""
+        """The monitor is called: the time in which it was not is nobody's silence."""
         away = now - self._looked
         self._looked = now
         if away > 2 * self._pulse:
@@ -171,31 +279,52 @@ class SilenceWatch:
         known = heard is not None and heard.incarnation == sender.incarnation
         return heard if known else None
 
-    def _hear(
-        self, heard: _Heard, sender: Sender, message: Request, now: float
-    ) -> None:
-        heard.last = now
-        heard.owed.add((sender.channel, sender.number))
-        if isinstance(message, Leave):
-            del self._heard[sender.worker]
-        elif isinstance(message, Push) and message.step != heard.step:
-            if heard.step >= 0:
-                self._durations.append(now - heard.began)
-                heard.steps += 1
-            heard.step, heard.began = message.step, now
-
-    def heeded(self, answers: list[Answer], now: float) -> list[Answer]:
-        """The same answers: until now their workers were waiting for them. For those, too, that
-        the server behind this one gives by another way."""
-        for answer in answers:
-            if isinstance(answer.message, Joined):  # maybe long after it has asked
-                self._heard[answer.to.worker] = _Heard(answer.to.incarnation, now)
-            heard = self._heard_of(answer.to)
-            if heard is not None:
-                heard.owed.discard((answer.to.channel, answer.to.number))
-                heard.last = now
-        return answers
-
     def _deadline(self, heard: _Heard) -> float:
         allowed = self._limit * (1 if heard.steps else FIRST_STEP)
         return max(heard.last + allowed, self._awake + self._pulse)
+
+
+class MissingWorkerMonitor(Monitor):
+    """Names workers that are missing where others are here and wait: nobody may have started them.
+
+    First after *seconds*, then less and less often. *missing* returns workers that are to come, or
+    to come back.
+    """
+
+    def __init__(
+        self,
+        missing: Callable[[], Sequence[int]],
+        seconds: float = timeouts.workers_missing,
+    ) -> None:
+        self._missing, self._seconds = missing, seconds
+        self._due: float | None = None
+        """When to look again; None while nobody is missing."""
+
+    def on_request(self, sender: Sender, message: Request, now: float) -> None:
+        if isinstance(message, Join | Leave):
+            self._look(now)
+
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> None:
+        self._look(now)
+
+    def next_deadline(self) -> float | None:
+        return self._due
+
+    def on_timer(self, now: float) -> Sequence[SilentWorker]:
+        missing = self._missing()
+        if not missing:  # who was waited for is done, which is no message
+            self._due = None
+            return ()
+        self._seconds *= 2
+        self._due = now + self._seconds
+        log.warning(
+            "not here, and waited for: workers %s; is each started, and started again when it dies?",
+            ", ".join(map(str, missing)),
+        )
+        return ()
+
+    def _look(self, now: float) -> None:
+        if not self._missing():
+            self._due = None
+        elif self._due is None:
+            self._due = now + self._seconds

@@ -2,9 +2,9 @@
 
 The file
 --------
-One line that says what it is, a digest of the rest, and the rest: what
-`ParameterServer.snapshot` gave, as ``torch.save`` writes it. It is read with
-``weights_only``, so that a file can harm nobody. It is written beside its place, flushed to
+What `ParameterServer.snapshot` gave, and a `format` key, as ``torch.save`` writes it: a zip file
+whose records have CRCs, which are compared before it is read. It is read with ``weights_only``,
+so that a file can harm nobody. It is written beside its place, flushed to
 the disk, and moved there at once: whatever happens, the place holds a whole snapshot, the new
 one or the one before.
 """
@@ -13,26 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
-import io
+import logging
 import os
 import pickle
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Sender, Work
+from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import Request
+from paceline.parameter_server.process.monitors import Monitor, SilentWorker
 from paceline.parameter_server.state_machine.server import ParameterServer
 
-_MAGIC = b"paceline snapshot 3\n"
-_DIGEST_BYTES = 32
+log = logging.getLogger(__name__)
+
+FORMAT = "paceline snapshot 4"
+_UNREADABLE = (
+    *(OSError, RuntimeError, EOFError, ValueError, NotImplementedError),
+    *(zipfile.BadZipFile, pickle.UnpicklingError),
+)
 SECONDS = 30.0
 """Between two snapshots, where nobody says otherwise."""
 SHARE = 100
@@ -45,64 +50,36 @@ def unfinished(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(path: Path | None) -> Iterator[None]:
+def snapshot_lock(path: Path | None) -> Iterator[None]:
     """Within it nobody else keeps a snapshot in *path*, where its file system has locks: two jobs
-    would go on from each other's parameters. Raises `UsageError` where somebody does already."""
+    would go on from each other's parameters. The lock's file stays, so that all who come lock the
+    same one. Raises `UsageError` where somebody holds it already."""
     if path is None:
         yield
         return
     # Beside PATH.lock of many tools: files of that name are somebody's.
     lock = path.with_name(f".{path.name}.paceline-lock")
     try:
-        held = _locked(lock)
-    except BlockingIOError:
-        raise UsageError(
-            f"--snapshot {path}: another server keeps its snapshot there (it holds {lock}): "
-            "name another file for this job, or end that server"
-        ) from None
+        # Whatever it is, nothing in it is changed.
+        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UsageError(
             f"--snapshot {path}: no file can be made there: {error}"
         ) from None
     try:
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(held)
-
-
-def _locked(lock: Path) -> int:
-    """A descriptor of the file, locked if its file system has locks. Raises `BlockingIOError`
-    where somebody else holds it."""
-    while True:
-        # Whatever it is, nothing in it is changed.
-        held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            _lock(held)
-            if _is_at(held, lock):
-                return held
-        except BaseException:
-            os.close(held)
-            raise
-        # Who held it took it away meanwhile: nobody else would see this one.
-        os.close(held)
-
-
-def _lock(descriptor: int) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise
+        os.close(held)
+        raise UsageError(
+            f"--snapshot {path}: another server keeps its snapshot there (it holds {lock}): "
+            "name another file for this job, or end that server"
+        ) from None
     except OSError:
         pass  # this file system has no locks
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether it is this file that others find there."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+        yield
+    finally:
+        os.close(held)
 
 
 def write(path: Path, saved: dict[str, Any]) -> None:
@@ -111,12 +88,8 @@ def write(path: Path, saved: dict[str, Any]) -> None:
     part = unfinished(path)
     try:
         with part.open("wb") as stream:
-            stream.write(_MAGIC + bytes(_DIGEST_BYTES))
-            digesting = _Digesting(stream)
             # Whatever goes wrong below torch's writer surfaces as a RuntimeError.
-            torch.save(saved, cast(IO[bytes], digesting))
-            stream.seek(len(_MAGIC))
-            stream.write(digesting.digest.digest())
+            torch.save({**saved, "format": FORMAT}, stream)
             stream.flush()
             os.fsync(stream.fileno())
         part.replace(path)
@@ -136,43 +109,29 @@ def write(path: Path, saved: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """What `write` wrote. Raises `UsageError` for anything else."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"snapshot {path} cannot be read: {error}") from None
-    if not data.startswith(_MAGIC):
+        # torch reads records without comparing their CRCs.
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()
+        saved = None if damaged else torch.load(path, weights_only=True)
+    except _UNREADABLE as error:
+        raise UsageError(
+            f"snapshot {path} cannot be read: {error}; remove it to begin anew, or name another "
+            "file"
+        ) from None
+    if damaged:
+        raise UsageError(
+            f"snapshot {path} is damaged (record {damaged}): remove it, and begin anew"
+        )
+    if not isinstance(saved, dict) or saved.pop("format", None) != FORMAT:
         raise UsageError(
             f"{path} is no snapshot of this version of paceline: name another file, or "
             "remove this one"
         )
-    body = memoryview(data)[len(_MAGIC) + _DIGEST_BYTES :]
-    if hashlib.sha256(body).digest() != data[len(_MAGIC) :][:_DIGEST_BYTES]:
-        raise UsageError(f"snapshot {path} is damaged: remove it, and begin anew")
-    try:
-        saved = torch.load(io.BytesIO(body), weights_only=True)
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
-        raise UsageError(f"snapshot {path} cannot be read: {error}") from None
-    if not isinstance(saved, dict):
-        raise UsageError(f"snapshot {path} holds something else: remove it")
     return saved
 
 
-class _Digesting:
-    """Passes on what torch writes, and digests it."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes) -> int:
-        self.digest.update(data)
-        return self._stream.write(data)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-
-class Snapshots:
-    """A `Server` around *server* that keeps a snapshot of it in *path*, every *seconds*.
+class Snapshotter(Monitor):
+    """Keeps a snapshot of *server* in *path*, every *seconds*.
 
     It takes one at a quiet moment: no push is unanswered, and no worker is in the middle of its
     pushes. Where all wait for all, each step has such a moment. Under asp there may be none for
@@ -217,40 +176,27 @@ class Snapshots:
         self._fault: BaseException | None = None
         """What went wrong in the writer, if that was not the disk."""
 
-    def on_message(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> list[Answer]:
+    def on_request(self, sender: Sender, message: Request, now: float) -> None:
         self._raise_fault()
-        answers = self._server.on_message(sender, message, payload, now)
         if self._due is None:
             self._wait_until(now + self._seconds)
         elif now >= self._due and self._server.is_quiet():
             self._now = now
-        return answers
-
-    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
-        return self._server.on_lost(worker, incarnation, now)
 
     def next_deadline(self) -> float | None:
-        deadlines = [self._server.next_deadline()]
-        deadlines += [] if self._due is None else [self._latest, self._now]
-        return min((d for d in deadlines if d is not None), default=None)
+        if self._due is None:
+            return None
+        return self._latest if self._now is None else min(self._latest, self._now)
 
-    def on_timer(self, now: float) -> list[Answer]:
+    def on_timer(self, now: float) -> Sequence[SilentWorker]:
         self._raise_fault()
-        deadline = self._server.next_deadline()
-        if deadline is not None and now >= deadline:
-            return self._server.on_timer(now)  # a snapshot is next: these answers leave
         moment, self._now = self._now, None
         if moment is not None and self._server.is_quiet():
             self._take(now)
         elif self._due is not None and now >= self._latest:
             self._latest = now + self._seconds  # where nothing can be taken now
             self._take(now)
-        return []
-
-    def take_work(self) -> Work:
-        return self._server.take_work()
+        return ()
 
     def wait(self) -> None:
         """Until nothing is being written any more."""
@@ -298,11 +244,10 @@ class Snapshots:
             self._keep(self.path, saved)
             self._versions = versions
         except OSError as error:
-            print(
-                f"paceline: no snapshot of step {saved['step']}: {error}; the one "
-                "before is kept",
-                file=sys.stderr,
-                flush=True,
+            log.warning(
+                "no snapshot of step %d: %s; the one before is kept",
+                saved["step"],
+                error,
             )
         except BaseException as error:
             self._fault = error

@@ -32,32 +32,48 @@ exceptions:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from enum import Enum, auto
+
+import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
-from paceline.interfaces.server_messages import Arrive, Met
-from paceline.parameter_server.state_machine.pulls import Pulls
-from paceline.parameter_server.state_machine.pushes import Pushes
-from paceline.parameter_server.state_machine.replies import Answers
-from paceline.parameter_server.state_machine.shard import HeldShard
+from paceline.interfaces.server_messages import (
+    BarrierPassed,
+    EnterBarrier,
+    Load,
+    LoadState,
+    LoadUntrained,
+)
+from paceline.parameter_server.state_machine.pushes import PushOrder
+from paceline.parameter_server.state_machine.replies import ReplyQueue
+from paceline.parameter_server.state_machine.shard import ModelShard
+from paceline.parameter_server.state_machine.store import State, UntrainedTensors
 
 HOW_TO_LOAD = "every worker that trains calls paceline.load, or load_state_dict, after the same step"
 
 
-class Meetings:
-    """The one that is under way, if any."""
+class BarrierEvent(Enum):
+    """What the server is to do after `Barrier.advance`."""
+
+    NOTHING = auto()
+    NOTHING_TO_LOAD = auto()
+    """All are there to load, and nobody has brought anything: the load is complete."""
+    MAY_PULL = auto()
+    """Workers that have just joined may pull now, and the barrier is to be looked at again."""
+    STEPS_GO_ON = auto()
+    """Steps end without those that wait here: so the discipline's active workers have changed."""
+
+
+class Barrier:
+    """The barrier that is under way, if any."""
 
     def __init__(
-        self,
-        shard: HeldShard,
-        pushes: Pushes,
-        pulls: Pulls,
-        answers: Answers,
+        self, shard: ModelShard, pushes: PushOrder, replies: ReplyQueue
     ) -> None:
-        self.loads = 0
-        """How many loads there were since the first one."""
         self.leader: int | None = None
+        """The worker that loads now."""
         self.follows = False
         """Another server decides what pushes wait for: they may be answered without anybody
         else's."""
@@ -66,29 +82,40 @@ class Meetings:
         self._shard = shard
         self._members = shard.members
         self._pushes = pushes
-        self._pulls = pulls
-        self._answers = answers
-        self._arrived: dict[int, tuple[Sender, Arrive]] = {}
-        self._members.meeting = self._arrived.keys()
+        self._replies = replies
+        self._arrived: dict[int, tuple[Sender, EnterBarrier]] = {}
+        self._members.at_barrier = self._arrived.keys()
         self._pulling: set[int] = set()
         """Workers that have yet to say that they have taken what was loaded."""
         self._lets_pull = False
         """A worker that has joined is given parameters though others have arrived."""
-        self._joining: dict[int, Callable[[], None]] = {}
+        self._postponed: dict[int, Sender] = {}
+        self.admissible: list[Sender] = []
+        """Workers whose joins were postponed, and that may join now."""
 
     # ---- what happens ----
 
-    def arrive(self, sender: Sender, arrive: Arrive) -> None:
-        """A worker is there. Raises `UsageError` for one that takes a load at which it was
-        not."""
-        if arrive.purpose == "pulled" and sender.worker not in self._pulling:
-            raise UsageError(f"arrive: worker {sender.worker} was not at a load")
+    def arrive(self, sender: Sender, arrive: EnterBarrier) -> None:
+        """A worker is there. Raises `UsageError` in mid-step, and for one that takes a load at
+        which it was not."""
+        member = self._members[sender.worker]
+        if arrive.kind != "meet":
+            self._shard.check_held()
+        if self._shard.fault:
+            raise UsageError(self._shard.fault)
+        if member.begun or member.leaving:
+            raise UsageError(
+                "enter-barrier: in the middle of a step, or after the last one"
+            )
+        self.check_not_there("enter-barrier", sender.worker)
+        if arrive.kind == "pulled" and sender.worker not in self._pulling:
+            raise UsageError(f"enter-barrier: worker {sender.worker} was not at a load")
         self._arrived[sender.worker] = sender, arrive
 
     def check_not_there(self, what: str, worker: int) -> None:
         """Raise `UsageError` for a worker that has arrived, and wants to do something else."""
         if worker in self._arrived:
-            raise UsageError(f"{what}: worker {worker} is where all meet")
+            raise UsageError(f"{what}: worker {worker} is at a barrier")
 
     def step(self) -> int:
         """The latest of the next steps of those that have arrived."""
@@ -103,61 +130,65 @@ class Meetings:
         if self._pulling:
             return worker in self._pulling
         member = self._members[worker]
-        held = self._arrived and member.guest and not member.settled
+        held = self._arrived and member.late_joiner and not member.has_parameters
         return self._lets_pull or not held
 
-    def put_off(self, worker: int, join: Callable[[], None]) -> None:
+    def is_idle(self) -> bool:
+        """Whether `advance` has nothing to look at."""
+        return not (
+            self._arrived or self._pulling or self._postponed or self._lets_pull
+        )
+
+    def postpone(self, sender: Sender) -> None:
         """A worker that comes back joins when the others have met. Raises `UsageError` for one
         that has asked before."""
-        if worker in self._joining:
-            raise UsageError(f"join: worker {worker} has asked to join before")
-        self._joining[worker] = join
+        if sender.worker in self._postponed:
+            raise UsageError(f"join: worker {sender.worker} has asked to join before")
+        self._postponed[sender.worker] = sender
 
     def forget(self, worker: int) -> None:
         """This worker is lost."""
         self._arrived.pop(worker, None)
-        self._joining.pop(worker, None)
-        self._members.resting.discard(worker)
+        self._postponed.pop(worker, None)
+        self._members.left_out.discard(worker)
         self._pulling.discard(worker)
         if worker == self.leader:
             self.leader = None
 
     def has_loaded(self) -> None:
         """What the leader has sent has taken effect."""
-        self.loads += 1
+        self._shard.loads += 1
         self._pulling = set(self._arrived)
         if self.leader is not None:
             del self._arrived[self.leader]  # was answered before
             self.leader = None
-        self._answer()
+        self._release()
 
     # ---- who is there ----
 
-    def look(self) -> bool:
-        """Something has changed: see whether all are there. Returns True where they are there
-        to load, and nobody has brought anything: then the load is complete."""
+    def advance(self, waiting_to_pull: Collection[int]) -> BarrierEvent:
+        """Something has changed: see whether all are there. *waiting_to_pull*: the workers that
+        wait for parameters."""
         if self.leader is not None or not self._pulling.issubset(self._arrived):
-            return False
+            return BarrierEvent.NOTHING
         if self._pulling or not self._arrived:
             self._end()
-            return False
-        purposes: set[str] = {arrive.purpose for _, arrive in self._arrived.values()}
-        missing = self._missing(purposes)
+            return BarrierEvent.NOTHING
+        purposes: set[str] = {arrive.kind for _, arrive in self._arrived.values()}
+        missing = [w for w in self._members.trains() if self._is_awaited(w, purposes)]
         if missing:
-            self._look_for_mistakes(missing, purposes)
-            return False
+            return self._look_for_mistakes(missing, purposes, waiting_to_pull)
         if not all(self._pushes.owes_nothing(worker) for worker in self._arrived):
-            return False  # late units of their last steps are on their way
+            return (
+                BarrierEvent.NOTHING
+            )  # late units of their last steps are on their way
         if len(purposes) > 1:
             self.give_up(self._different_purposes())
         elif "meet" in purposes:
             self._end()
         else:
             return self._choose_leader()
-        return False
-
-    def _missing(self, purposes: set[str]) -> list[int]:
-        return [w for w in self._members.trains() if self._is_awaited(w, purposes)]
+        return BarrierEvent.NOTHING
 
     def _is_awaited(self, worker: int, purposes: set[str]) -> bool:
         if worker in self._arrived:
@@ -165,86 +196,97 @@ class Meetings:
         if not self._members.has_joined(worker):
             return True
         member = self._members[worker]
-        if member.guest and not member.settled:
+        if member.late_joiner and not member.has_parameters:
             return False  # it gets its first parameters afterwards
-        missed = member.guest and member.first_step >= self.step()
+        missed = member.late_joiner and member.first_step >= self.step()
         return not (missed and purposes == {"meet"})
 
-    def _choose_leader(self) -> bool:
+    def _choose_leader(self) -> BarrierEvent:
         brings = [w for w, (_, arrive) in self._arrived.items() if arrive.brings]
         if not brings:
-            return True
+            return BarrierEvent.NOTHING_TO_LOAD
         self.leader = min(brings)
         sender, _ = self._arrived[self.leader]
-        self._answers.send(sender, Met(leads=True, load=self.loads))
-        return False
+        passed = BarrierPassed(leads=True, load=self._shard.loads)
+        self._replies.reply(sender, passed)
+        return BarrierEvent.NOTHING
 
     def _end(self) -> None:
         """All have met."""
         self._pulling, self._lets_pull = set(), False
-        self._answer()
-        self._let_join()
+        self._release()
+        self._admit_postponed()
 
-    def _answer(self) -> None:
+    def _release(self) -> None:
         """Answer those that were not answered before."""
-        self._members.resting = set()
+        self._members.left_out = set()
         arrived = self._taken()
         for worker, (sender, arrive) in arrived.items():
-            leads = arrive.purpose == "meet" and worker == min(arrived)
-            self._answers.send(sender, Met(leads=leads, load=self.loads))
+            leads = arrive.kind == "meet" and worker == min(arrived)
+            self._replies.reply(
+                sender, BarrierPassed(leads=leads, load=self._shard.loads)
+            )
 
-    def _taken(self) -> dict[int, tuple[Sender, Arrive]]:
+    def _taken(self) -> dict[int, tuple[Sender, EnterBarrier]]:
         """Those who have arrived, who are not here any more."""
         arrived = dict(self._arrived)
         self._arrived.clear()
         return arrived
 
-    def _let_join(self) -> None:
-        joining, self._joining = self._joining, {}
-        for join in joining.values():
-            join()
+    def _admit_postponed(self) -> None:
+        self.admissible += self._postponed.values()
+        self._postponed = {}
 
     # ---- who is not there ----
 
-    def _look_for_mistakes(self, missing: Sequence[int], purposes: set[str]) -> None:
-        if purposes == {"meet"} and self._shard.spares:
+    def _look_for_mistakes(
+        self,
+        missing: Sequence[int],
+        purposes: set[str],
+        waiting_to_pull: Collection[int],
+    ) -> BarrierEvent:
+        discipline = self._shard.discipline
+        if purposes == {"meet"} and discipline.finishes_without_stragglers:
             # A step ends without those who are here, so that the others come here too.
-            if self._members.resting != self._arrived.keys():
-                self._members.resting = set(self._arrived)
-                self._shard.changed()
-            return
-        if all(self._waits_for_others(worker) for worker in missing):
-            if self._shard.next_deadline() is not None or self.follows:
-                return
-            if self._shard.waits_for_norm():
-                return
+            if self._members.left_out == self._arrived.keys():
+                return BarrierEvent.NOTHING
+            self._members.left_out = set(self._arrived)
+            return BarrierEvent.STEPS_GO_ON
+        if all(self._waits_for_others(w, waiting_to_pull) for w in missing):
+            clipped = self._shard.clipped
+            if discipline.next_deadline() is not None or self.follows:
+                return BarrierEvent.NOTHING
+            if clipped is not None and clipped.is_under_way():
+                return BarrierEvent.NOTHING
             if purposes == {"meet"}:
                 self._end()
-                return
+                return BarrierEvent.NOTHING
             if not self._lets_pull:  # they may wait for who has joined
                 self._lets_pull = True
-                self._pulls.let_go()
-                self._look_for_mistakes(self._missing(purposes), purposes)
-                return
+                return BarrierEvent.MAY_PULL
             self.give_up(
                 f"{self._here()} to load, and {_workers(missing)} for them, in the middle "
                 f"of training: {HOW_TO_LOAD}"
             )
-            return
-        if not self.sees_all:
-            return
+            return BarrierEvent.NOTHING
+        if self.sees_all and purposes == {"load"}:
+            self._look_for_trained(missing)
+        return BarrierEvent.NOTHING
+
+    def _look_for_trained(self, missing: Sequence[int]) -> None:
+        """Give up where one that has not done a step waits to load, and another one has."""
         fresh = [w for w in self._arrived if not self._has_trained(w)]
         passed = [w for w in missing if self._has_trained(w)]
-        fresh = [w for w in fresh if not self._members[w].guest]
-        if fresh and passed and purposes == {"load"}:
+        fresh = [w for w in fresh if not self._members[w].late_joiner]
+        if fresh and passed:
             self.give_up(
                 f"{self._here()} to load before the first step, and "
                 f"{_workers(passed, 'has', 'have')} begun to train without it: {HOW_TO_LOAD}"
             )
 
-    def _waits_for_others(self, worker: int) -> bool:
+    def _waits_for_others(self, worker: int, waiting_to_pull: Collection[int]) -> bool:
         return self._members.has_joined(worker) and (
-            self._pushes.can_only_wait(worker) or self._pulls.waits(worker)
+            self._pushes.can_only_wait(worker) or worker in waiting_to_pull
         )
 
     def _has_trained(self, worker: int) -> bool:
@@ -260,19 +302,117 @@ class Meetings:
         said = {"load": "to load", "meet": "to save"}
         parts = []
         for purpose, words in said.items():
-            here = [w for w, (_, a) in self._arrived.items() if a.purpose == purpose]
+            here = [w for w, (_, a) in self._arrived.items() if a.kind == purpose]
             parts.append(f"{_workers(sorted(here), 'waits', 'wait')} {words}")
         return f"{' and '.join(parts)}: all have to do the same after the same step"
 
     def give_up(self, reason: str) -> None:
-        """The meeting cannot end: tell all that wait, there or for an answer to a push."""
-        self._members.resting = set()
+        """The barrier cannot end: tell all that wait, there or for an answer to a push."""
+        self._members.left_out = set()
         arrived = self._taken()
         self._lets_pull = False
         waiting = [sender for sender, _ in arrived.values()] + self._pushes.give_up()
         for sender in waiting:
-            self._answers.refuse(sender, reason)
-        self._let_join()
+            self._replies.reject(sender, reason)
+        self._admit_postponed()
+
+
+class PendingLoad:
+    """One load under way, of one worker: the first one that brings parameters, and later the
+    one that leads at a barrier.
+
+    A load comes in many messages, and its worker may die between two of them. So nothing of it
+    takes effect before the last bucket's parameters are in, and then all of it does at once.
+    """
+
+    def __init__(
+        self,
+        shard: ModelShard,
+        untrained: UntrainedTensors,
+        barrier: Barrier,
+    ) -> None:
+        self._shard, self._untrained, self._barrier = shard, untrained, barrier
+        self._clear()
+
+    def _clear(self) -> None:
+        self._worker: int | None = None
+        self._parameters: dict[int, torch.Tensor] = {}
+        self._states: dict[int, list[State]] = {}
+        self._parts: list[torch.Tensor] = []
+
+    # ---- what comes ----
+
+    def take_parameters(
+        self, worker: int, load: Load, payload: torch.Tensor | None
+    ) -> bool:
+        """A bucket's parameters; returns whether all of the load is here now. Raises
+        `UsageError` for what does not fit, or not from this worker."""
+        self._check_may_load("load", worker)
+        store = self._shard.store
+        parameters = store.fitting("load", load.bucket, payload)
+        self._go_on(worker)
+        self._parameters[load.bucket] = parameters
+        return self._parameters.keys() == set(store.buckets)
+
+    def take_state(
+        self, worker: int, load: LoadState, payload: torch.Tensor | None
+    ) -> None:
+        """A bucket's optimizer state. Raises `UsageError` for what does not fit."""
+        self._check_may_load("load-state", worker)
+        store = self._shard.store
+        states = store.fitting_state(load.bucket, load.entries, payload)
+        self._go_on(worker)
+        self._states[load.bucket] = states
+
+    def take_untrained(
+        self, worker: int, load: LoadUntrained, payload: torch.Tensor | None
+    ) -> None:
+        """A part of what nobody trains. Raises `UsageError` for a part that does not follow
+        the one before."""
+        self._check_may_load("load-untrained", worker)
+        if payload is None or payload.dtype != torch.uint8:
+            raise UsageError("load-untrained: expected a payload of bytes")
+        parts = self._parts if worker == self._worker else []
+        here = sum(part.numel() for part in parts)
+        if load.start != here:
+            raise UsageError(
+                f"load-untrained: expected what begins at byte {here}, got byte {load.start}"
+            )
+        self._go_on(worker)
+        self._parts.append(payload)
+
+    def _check_may_load(self, what: str, worker: int) -> None:
+        """Raise `UsageError` where this worker must not load now."""
+        if self._shard.is_loaded and worker != self._barrier.leader:
+            raise UsageError(
+                f"{what}: this server has parameters, and others go on from them: "
+                f"{HOW_TO_LOAD}"
+            )
+
+    def _go_on(self, worker: int) -> None:
+        """The load under way is this worker's now; what came of another one is of no use."""
+        if self._worker != worker:
+            self._clear()
+            self._worker = worker
+
+    def forget(self, worker: int) -> None:
+        """This worker is lost: nothing of its load is used."""
+        if worker == self._worker:
+            self._clear()
+
+    # ---- all of it ----
+
+    def apply(self) -> None:
+        """Let all that is here take effect. Whoever trains is at the barrier, and has nothing
+        under way: the gradients that are held are of workers that died."""
+        store = self._shard.store
+        if self._parts:
+            self._untrained.load(self._parts)
+        for bucket, states in self._states.items():
+            store.put_state(bucket, states)
+        for bucket, parameters in self._parameters.items():
+            store.load(bucket, parameters)
+        self._clear()
 
 
 def _workers(workers: Sequence[int], one: str = "waits", more: str = "wait") -> str:

@@ -13,7 +13,7 @@ late is left out as it was decoded.
 
 Answers
 -------
-Where they are differences the server keeps what each worker holds, its *shadow* h. A pull gives
+Where they are differences the server keeps what each worker holds, its *replica* h. A pull gives
 all of the parameters x, and then h is x. A push is answered with
 
     C(x - h);  h = h + decoded C(x - h)
@@ -21,7 +21,7 @@ all of the parameters x, and then h is x. A push is answered with
 and the worker adds the same to what it holds, which so has the bits of h. What a code leaves out
 is in the next difference: h is the residual. This is EF21-P (Gruntkowska, Tyurin and Richtarik,
 "EF21-P and friends", ICML 2023) with one h for each worker, since each is answered at a time of
-its own. It wants a code that brings h nearer to x: see `compression_checks`.
+its own. It wants a code that brings h nearer to x: see `check_brings_nearer`.
 
 Decoded numbers are added where all of them stand, and not as they are decoded: a processor that
 multiplies and adds in one instruction would end with other bits than one that does not.
@@ -34,15 +34,20 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.compression import make, pure
-from paceline.errors import UsageError
-from paceline.interfaces import Compressor, State
-from paceline.interfaces.buckets import stands_in
-from paceline.interfaces.server_messages import Join, Push, Unit
-from paceline.parameter_server.state_machine.compression_checks import (
-    check_decodes_per_worker,
+from paceline.compression import (
+    COMMON,
+    COMPRESSORS,
+    GradientCompression,
+    State,
+    keys_of,
+    make,
 )
+from paceline.errors import UsageError
+from paceline.interfaces import Method
+from paceline.interfaces.buckets import stands_in
+from paceline.interfaces.server_messages import Join, Push, Replies, Unit
 from paceline.parameter_server.state_machine.store import Store
+from paceline.spec import nested
 
 
 def shape_of(unit: Unit) -> tuple[int, ...]:
@@ -60,26 +65,29 @@ def views(flat: torch.Tensor, units: Sequence[Unit]) -> list[torch.Tensor]:
 
 
 def code_bytes(
-    compressor: Compressor, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    compression: GradientCompression,
+    shapes: Sequence[Sequence[int]],
+    dtype: torch.dtype,
 ) -> int:
     """What one code of tensors of these *shapes* is, once all first steps are over."""
-    return check_decodes_per_worker(compressor.settled()).code_bytes(shapes, dtype)
+    return check_decodes_per_worker(compression.steady_state()).code_bytes(
+        shapes, dtype
+    )
 
 
-class Coded:
+class ServerCompression:
     """The codes of a training that *join* describes, on the server that has its *store*.
     Raises `UsageError` for a compression that a server cannot decode."""
 
     def __init__(self, join: Join, store: Store) -> None:
         self._store, self._units = store, join.units
-        pushed = check_decodes_per_worker(make(join.compression))
-        self._code = check_decodes_per_worker(pure(pushed))
-        self._passes = self._code.passes(1)
-        self._answers = check_decodes_per_worker(pushed.for_replies())
-        self.shadows: dict[tuple[int, int], _Shadow] | None = None
+        self._pushed = check_decodes_per_worker(make(join.compression))
+        self._decode_passes = self._pushed.code.memory_passes(1)[1]
+        self._answers = check_decodes_per_worker(self._pushed.for_replies())
+        self.replicas: dict[tuple[int, int], _WorkerReplica] | None = None
         """By worker and bucket; None where answers are dense."""
         if join.replies == "deltas":
-            self.shadows = {}
+            self.replicas = {}
 
     # ---- pushes ----
 
@@ -92,7 +100,7 @@ class Coded:
             raise UsageError("push: under compression a bucket is pushed as a whole")
         if payload is not None and stands_in(payload):
             # Of virtual time alone: it only counts as a code.
-            self._charge(push.bucket, self._passes[1])
+            self._charge(push.bucket, self._decode_passes)
             return store.fitting("push", push.bucket, payload)
         if payload is None or payload.dtype != torch.uint8:
             got = "nothing" if payload is None else f"elements of {payload.dtype}"
@@ -100,62 +108,66 @@ class Coded:
                 f"push: expected the code of bucket {push.bucket}, in bytes, got {got}"
             )
         flat = torch.empty_like(store.flats[push.bucket])
-        self._code.decode(payload, views(flat, self._units[push.bucket]))
-        self._charge(push.bucket, self._passes[1])
+        self._pushed.decode(payload, views(flat, self._units[push.bucket]))
+        self._charge(push.bucket, self._decode_passes)
         return flat if push.weight in (0, 1) else flat.div_(push.weight)
 
     # ---- answers ----
 
     def given(self, worker: int, bucket: int, values: torch.Tensor) -> int:
         """A worker is given all of a bucket, *values*, which nobody writes; returns the
-        turn."""
-        if self.shadows is None:
+        sequence."""
+        if self.replicas is None:
             return 0
-        before = self.shadows.get((worker, bucket))
-        turn = 1 if before is None else before.turn + 1
+        before = self.replicas.get((worker, bucket))
+        sequence = 1 if before is None else before.sequence + 1
         states = self._states(worker, bucket) if before is None else before.states
-        self.shadows[worker, bucket] = _Shadow(values, states, turn)
-        return turn
+        self.replicas[worker, bucket] = _WorkerReplica(values, states, sequence)
+        return sequence
 
     def check_given(self, worker: int, bucket: int) -> None:
         """Raise `UsageError` for a worker that cannot be answered with differences: it was never
         given the bucket."""
-        if self.shadows is not None and (worker, bucket) not in self.shadows:
+        if self.replicas is not None and (worker, bucket) not in self.replicas:
             raise UsageError(
                 f"push: worker {worker} has not pulled bucket {bucket}, and answers are "
                 "differences from what it holds: pull first"
             )
 
     def difference(self, worker: int, bucket: int) -> tuple[torch.Tensor, int]:
-        """What a worker is sent instead of a bucket, and the turn. Raises `UsageError` for one
+        """What a worker is sent instead of a bucket, and the sequence. Raises `UsageError` for one
         that was never given the bucket."""
-        assert self.shadows is not None
+        assert self.replicas is not None
         self.check_given(worker, bucket)
-        shadow = self.shadows[worker, bucket]
-        shadow.turn += 1
+        replica = self.replicas[worker, bucket]
+        replica.sequence += 1
         now = self._store.flats[bucket]
-        self._charge(bucket, sum(self._answers.passes(1)) + _SUBTRACTED_AND_ADDED)
+        self._charge(
+            bucket, sum(self._answers.memory_passes(1)) + _SUBTRACTED_AND_ADDED
+        )
         if self._store.bytes[bucket] != now.numel() * now.element_size():
-            return now.clone(), shadow.turn  # of virtual time alone
-        if not shadow.is_own:
-            shadow.values, shadow.is_own = shadow.values.clone(), True
+            return now.clone(), replica.sequence  # of virtual time alone
+        if not replica.is_own:
+            replica.values, replica.is_own = replica.values.clone(), True
         units = self._units[bucket]
-        difference = now - shadow.values  # x - h
-        code = self._answers.encode(views(difference, units), shadow.states)
+        difference = now - replica.values  # x - h
+        code = self._answers.encode(views(difference, units), replica.states)
         self._answers.decode(code, views(difference, units))
-        shadow.values.add_(difference)  # h = h + decoded C(x - h)
-        return code, shadow.turn
+        replica.values.add_(difference)  # h = h + decoded C(x - h)
+        return code, replica.sequence
 
     def forget(self, worker: int) -> None:
         """This worker is lost, or needs no more differences."""
-        if self.shadows is not None:
-            for key in [key for key in self.shadows if key[0] == worker]:
-                del self.shadows[key]
+        if self.replicas is not None:
+            for key in [key for key in self.replicas if key[0] == worker]:
+                del self.replicas[key]
 
     def _states(self, worker: int, bucket: int) -> list[State]:
         flat, units = self._store.flats[bucket], self._units[bucket]
         return [
-            self._answers.init(view, f"answer {unit.parameter} {unit.start}", worker)
+            self._answers.init_state(
+                view, f"answer {unit.parameter} {unit.start}", worker
+            )
             for unit, view in zip(units, views(flat, units), strict=True)
         ]
 
@@ -168,11 +180,119 @@ _SUBTRACTED_AND_ADDED = 6.0
 
 
 @dataclass
-class _Shadow:
-    """What a worker holds of one bucket. *states*: of the code of its differences; *turn*: of
+class _WorkerReplica:
+    """What a worker holds of one bucket. *states*: of the code of its differences; *sequence*: of
     what it was given last; *is_own*: others do not share *values*."""
 
     values: torch.Tensor
     states: list[State]
-    turn: int
+    sequence: int
     is_own: bool = False
+
+
+# ---- which compression may be used with servers that update ----
+
+
+def spec_of_code(compression: GradientCompression) -> str:
+    """What a server makes it from. Raises `UsageError` for one that is not registered as it
+    is."""
+    spec, _ = nested("compression", keys_of(compression))
+    # A server decodes all steps alike: warm-ups are the workers'.
+    if (
+        spec is None
+        or spec.name not in COMPRESSORS
+        or make(spec).steady_state() != compression.steady_state()
+    ):
+        raise UsageError(
+            f"compression {compression.name!r}: a server makes its compressor from a name and "
+            "keys, and under these finds another one, or none, in "
+            "paceline.compression.COMPRESSORS: register it there, or take a method whose "
+            "workers form means, such as bsp"
+        )
+    return str(spec)
+
+
+def check_answers(
+    method: Method, compression: GradientCompression, replies: Replies
+) -> None:
+    """Raise `UsageError` for differences where nobody answers with them."""
+    if replies == "full":
+        return
+    if method.updates_on != "server":
+        raise UsageError(
+            f"replies={replies} with method {method.name!r}: its workers update, and no server "
+            "answers with parameters; leave that out, or take a method whose servers update"
+        )
+    if not compression.compresses:
+        raise UsageError(
+            f"replies={replies} without compression: a difference would be as large as the "
+            "parameters are; add compression, such as int8 or top-k"
+        )
+
+
+def check_pushed(
+    method: Method, compression: GradientCompression, replies: Replies
+) -> None:
+    """Raise `UsageError` for what cannot be pushed under a *method* whose servers update, or
+    be answered by them."""
+    if not getattr(method, "compressible_pushes", False):
+        raise UsageError(
+            f"compression {compression.name!r} with method {method.name!r}: it pushes parts of "
+            "buckets, which change from step to step, and works out from what it has sent what "
+            "its servers make of them; leave compression out, or take a method that pushes whole "
+            "buckets"
+        )
+    check_decodes_per_worker(compression)
+    spec_of_code(compression)
+    if replies == "deltas":
+        check_brings_nearer(compression)
+
+
+def check_decodes_per_worker(compression: GradientCompression) -> GradientCompression:
+    """Return *compression*. Raise `UsageError` unless a server can decode what one worker sends."""
+    if not compression.decodes_per_worker:
+        raise UsageError(
+            f"compression {compression.name!r} with servers that update: they take what each "
+            "worker pushes by itself, and this code means something only among those of all "
+            "workers, or begins later: take one that stands alone from the first step on, such "
+            "as top-k, qsgd, int8 or bf16; or a method whose workers form means, such as bsp"
+        )
+    return compression
+
+
+_PROBE = 64, 256
+"""The shape of a tensor that a code is tried on."""
+
+
+def check_brings_nearer(compression: GradientCompression) -> None:
+    """Raise `UsageError` for a code that is no code of differences: these would grow from one to
+    the next where it is further from a tensor than zeros are, and make no sense to one that
+    adds up what it is given."""
+    answers = check_decodes_per_worker(compression.for_replies())
+    if not (answers.code.takes_error_feedback or answers.unbiased):
+        raise UsageError(
+            f"replies=deltas with compression {compression.name!r}: it keeps a memory of "
+            "gradients, and what a difference leaves out is in the next one already; take "
+            "replies=full, or a code without memory, such as top-k"
+        )
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.randn(_PROBE, generator=generator)
+    state = answers.init_state(tensor, "probe", 0)
+    if "steps" in state.get("code", {}).get(
+        COMMON, {}
+    ):  # who counts them sends other things in others
+        raise UsageError(
+            f"replies=deltas with compression {compression.name!r}: what it sends changes "
+            "from step to step, and the answers to a worker are no steps of its own; take "
+            "replies=full, or a code that is always the same, such as top-k"
+        )
+    decoded = torch.empty_like(tensor)
+    answers.decode(answers.encode([tensor], [state]), [decoded])
+    left = float((tensor - decoded).norm() / tensor.norm())
+    if left >= 1:
+        raise UsageError(
+            f"replies=deltas with compression {compression.name!r}: what its code of a "
+            f"tensor leaves out is {left:.2g} times as large as the tensor, so that "
+            "differences would grow: take a finer code (more levels, smaller blocks), or "
+            "replies=full"
+        )

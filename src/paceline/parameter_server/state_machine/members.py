@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Sender
+from paceline.interfaces import Sender
 from paceline.transport.protocol import TAKEN_FOR_LOST
 
 MOST_STEPS_AHEAD = 100_000
@@ -17,23 +17,27 @@ pushes of step 4 have a channel of their own, so they may come after all main pu
 a main push of step 6 is refused before they have come."""
 
 
-@dataclass
-class Channel:
-    """What was seen of one worker's requests on one channel."""
-
-    forgotten: int = 0
-    """Numbers below this one were answered, and their worker has the answers."""
-    answers: dict[int, Answer | None] = field(default_factory=dict)
-    """By number; None while it is not answered."""
-
-    def has_seen(self, number: int) -> bool:
-        return number < self.forgotten or number in self.answers
-
-    def forget(self, received: int) -> None:
-        """The worker has the answers to all requests below this number."""
-        for number in range(self.forgotten, received):
-            self.answers.pop(number, None)
-        self.forgotten = max(self.forgotten, received)
+STATES = {
+    "awaited": "has not joined yet; the others wait for it at the first step",
+    "training": "pulls, pushes gradients, and is waited for",
+    "at a barrier": "waits until all others that train are there; sends nothing",
+    "left": "has done all of its steps; is not waited for",
+    "gone": "is lost, or ended before it came; another incarnation may join",
+}
+"""What a worker is to its server; `Members.state`."""
+STATE_CHANGES = (
+    ("awaited", "join", "training"),
+    ("awaited", "worker finished", "gone"),
+    ("training", "enter barrier", "at a barrier"),
+    ("at a barrier", "all are there", "training"),
+    ("training", "leave", "left"),
+    ("training", "worker lost", "gone"),
+    ("at a barrier", "worker lost", "gone"),
+    ("left", "worker lost", "gone"),
+    ("gone", "join", "training"),
+    ("gone", "join after it has left", "left"),
+)
+"""State before, event, state after."""
 
 
 @dataclass
@@ -52,9 +56,9 @@ class Member:
 
     incarnation: int
     joined: bool = False
-    guest: bool = False
+    late_joiner: bool = False
     """It has joined a training that goes on."""
-    settled: bool = False
+    has_parameters: bool = False
     """It was given parameters."""
     has_buffers: bool = False
     """The buffers that it sends are made from those that the server had."""
@@ -67,7 +71,6 @@ class Member:
     """By bucket whose main push of the next step is in: the units that it leaves out."""
     whole: dict[int, WholeStep] = field(default_factory=dict)
     """The last steps before that, by number: their late pushes may still come."""
-    channels: dict[str, Channel] = field(default_factory=dict)
 
     def begins_with(self, step: int) -> None:
         """*step* is its next one, whatever it has done before."""
@@ -100,9 +103,9 @@ class Members:
         """Workers that have left well, in one life or another."""
         self._awaited = set(range(workers))
         """Workers that are to join before the first step, and have not yet."""
-        self.resting: set[int] = set()
+        self.left_out: set[int] = set()
         """Those of them without which steps end."""
-        self.meeting: Collection[int] = ()
+        self.at_barrier: Collection[int] = ()
         """Workers that wait for all others."""
         self.begin = 0
         """The first step of the training: later than 0 after a snapshot was restored."""
@@ -140,10 +143,10 @@ class Members:
         if member is None or incarnation > member.incarnation:
             self._known[worker] = Member(incarnation)
 
-    def stranger(self, sender: Sender, joins: bool) -> str:
-        """Why a request is refused whose worker is not here; empty where it is. *joins*: the
+    def why_unknown(self, sender: Sender, joins: bool) -> str:
+        """Why a request of this sender is refused; empty where its worker is here. *joins*: the
         request asks to take part."""
-        if not self.is_one(sender.worker):
+        if not 0 <= sender.worker < self._workers:
             return f"worker {sender.worker}: there are only {self._workers} workers"
         member = self._known.get(sender.worker)
         if member is None or sender.incarnation > member.incarnation:
@@ -151,6 +154,16 @@ class Members:
         if member.lost or sender.incarnation < member.incarnation:
             return TAKEN_FOR_LOST
         return "" if joins or member.joined else "join first"
+
+    def state(self, worker: int) -> str:
+        """One of `STATES`."""
+        if worker in self._awaited:
+            return "awaited"
+        if not self.has_joined(worker):
+            return "gone"
+        if self._known[worker].leaving:
+            return "left"
+        return "at a barrier" if worker in self.at_barrier else "training"
 
     def missing(self) -> list[int]:
         """Workers that are to come, or to come back, and have not."""
@@ -160,12 +173,12 @@ class Members:
         """Whether all wait for it, at the first step."""
         return worker in self._awaited
 
-    def join(self, worker: int, step: int, guest: bool) -> None:
+    def join(self, worker: int, step: int, late_joiner: bool) -> None:
         """A worker takes part from *step* on."""
         self._awaited.discard(worker)
         self._returning.discard(worker)
         self._known[worker].joined = True
-        self._known[worker].guest = guest
+        self._known[worker].late_joiner = late_joiner
         self._known[worker].leaving = self.has_left(worker)
         self._known[worker].begins_with(step)
 
@@ -249,10 +262,10 @@ class Members:
         """The first step of a worker that is there from the beginning."""
         return self._begins.get(worker, self.begin)
 
-    def expected(self, step: int) -> list[int]:
+    def active_workers(self, step: int) -> list[int]:
         mine = {w for w, m in self._training() if m.first_step <= step}
         mine |= {w for w in self._awaited if self.begin_of(w) <= step}
-        return sorted(mine - self.resting)
+        return sorted(mine - self.left_out)
 
     def clock(self, worker: int) -> int:
         """The number of a worker's next step; of one that has yet to join, of its first."""
@@ -268,13 +281,9 @@ class Members:
             return member.first_step
         return self.begin_of(worker)
 
-    def slowest(self) -> int:
+    def slowest_step(self) -> int:
         clocks = [member.clock for _, member in self._training()]
         return min([*clocks, *map(self.begin_of, self._awaited)], default=self.furthest)
-
-    def has_begun(self, step: int) -> None:
-        """Somebody has sent something of *step*."""
-        self.furthest = max(self.furthest, step + 1)
 
     def goes_on_with(self, worker: int, step: int) -> None:
         """A worker leaves out its steps before this one, which it has not begun yet."""

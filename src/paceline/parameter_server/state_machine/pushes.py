@@ -4,7 +4,7 @@ Each of a worker's buckets has one main push per step; they come in any order. T
 moves the worker's clock, and the next step may begin. A worker may leave out steps, where
 another server named a later one, once all of its pushes are answered.
 
-A discipline that takes parts (`InParts`) takes main pushes of some units. The units that one
+A discipline that takes parts (`Discipline.accepts_partial_pushes`) takes main pushes of some units. The units that one
 left out come late, all of them in one push: after all main pushes of their step, before the
 late pushes of the next step, and before the main pushes of the step after that. Others would
 wait for ever for units that never come, so whatever has to come after them, a leave too, is
@@ -15,88 +15,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import HeldPush, Sender
+from paceline.interfaces import PushedGradient, Sender
 from paceline.interfaces.server_messages import Push
 from paceline.parameter_server.state_machine.members import Member
-from paceline.parameter_server.state_machine.shard import HeldShard
+from paceline.parameter_server.state_machine.shard import ModelShard
 
 
-class Pushes:
-    """The pushes that a server has taken, until they are answered."""
+class PushOrder:
+    """Which pushes a server accepts, by what has come of each worker before."""
 
-    def __init__(self, shard: HeldShard) -> None:
+    def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
         self._members = shard.members
-        self._unanswered: dict[int, tuple[Sender, bool]] = {}
-        """By number; and whether they are late ones."""
         self._number = 0
 
-    def take(
+    def accept(
         self, sender: Sender, push: Push, payload: torch.Tensor | None
-    ) -> HeldPush:
+    ) -> PushedGradient:
         """A push that is in, from now on. Raises `UsageError`, with nothing changed, where
         it does not fit, or does not come at its time."""
-        if self._shard.fault:
-            raise UsageError(self._shard.fault)
-        gradient = self._shard.gradient(push, payload)
-        self._check_sense(sender.worker, push)
-        report = self._read_report(push.report)
+        shard, worker = self._shard, sender.worker
+        if shard.fault:
+            raise UsageError(shard.fault)
+        gradient = shard.gradient(push, payload)
+        member = self._members[worker]
+        self._check_sense(worker, member, push)
+        report = None
+        if push.report:
+            report = shard.discipline.decode_report(shard, push.report)
         if push.late:
-            self._take_late(sender.worker, push)
+            self._take_late(worker, member, push)
         else:
-            self._take_main(sender.worker, push)
-        return self._hold(sender, push, gradient, report)
-
-    def _hold(
-        self, sender: Sender, push: Push, gradient: torch.Tensor, report: Any
-    ) -> HeldPush:
-        held = HeldPush(
-            worker=sender.worker,
+            self._take_main(worker, member, push)
+        number, self._number = self._number, self._number + 1
+        shard.unanswered[number] = sender, push.late
+        return PushedGradient(
+            worker=worker,
             step=push.step,
             bucket=push.bucket,
             weight=push.weight,
             used=push.used,
             hyperparameters=push.hyperparameters,
             gradient=gradient,
-            number=self._number,
+            number=number,
             late=push.late,
             units=push.units,
             report=report,
-            applied=self._shard.store.has_applied(
-                sender.worker, push.step, push.bucket
-            ),
+            applied=shard.store.has_applied(worker, push.step, push.bucket),
         )
-        self._unanswered[self._number] = sender, push.late
-        self._number += 1
-        return held
 
     # ---- until they are answered ----
 
-    def answered(self, push: HeldPush) -> Sender | None:
-        """The worker that gets the answer to a push; None where the push was refused
-        meanwhile, or its worker is lost."""
-        sender, _ = self._unanswered.pop(push.number, (None, False))
-        return sender
-
     def give_up(self) -> list[Sender]:
         """No push will be answered any more: the workers that wait."""
-        unanswered, self._unanswered = self._unanswered, {}
-        return [sender for sender, _ in unanswered.values()]
-
-    def forget(self, worker: int) -> None:
-        self._unanswered = {
-            number: (sender, late)
-            for number, (sender, late) in self._unanswered.items()
-            if sender.worker != worker
-        }
-
-    def are_all_answered(self) -> bool:
-        return not self._unanswered
+        unanswered = [sender for sender, _ in self._shard.unanswered.values()]
+        self._shard.unanswered.clear()
+        return unanswered
 
     def is_idle(self, worker: int) -> bool:
         """Whether a worker is between steps, and all of its pushes are answered."""
@@ -115,15 +93,18 @@ class Pushes:
 
     def _kinds_of(self, worker: int) -> set[bool]:
         """Of a worker's unanswered pushes, whether there are main ones and late ones."""
-        return {late for to, late in self._unanswered.values() if to.worker == worker}
+        return {
+            late for to, late in self._shard.unanswered.values() if to.worker == worker
+        }
 
     # ---- whether they make sense ----
 
-    def _check_sense(self, worker: int, push: Push) -> None:
-        store, units = self._shard.store, self._units(push)
+    def _check_sense(self, worker: int, member: Member, push: Push) -> None:
+        store = self._shard.store
+        units = store.numbers(push.bucket, push.units)
         if not store.loaded[push.bucket]:
             raise UsageError("push: no parameters were loaded yet")
-        if self._members[worker].leaving:
+        if member.leaving:
             raise UsageError(f"push: worker {worker} has left")
         if len(push.used) != len(units):
             raise UsageError(
@@ -132,43 +113,35 @@ class Pushes:
         if not 0 <= push.weight < math.inf:
             raise UsageError(f"push: expected a weight of 0 or more, got {push.weight}")
         store.check_hyperparameters(push.hyperparameters)
-        if self._shard.coded is not None:
-            self._shard.coded.check_given(worker, push.bucket)
-        if push.late and self._shard.in_parts is None:
+        if self._shard.compression is not None:
+            self._shard.compression.check_given(worker, push.bucket)
+        takes_parts = self._shard.discipline.accepts_partial_pushes
+        if push.late and not takes_parts:
             raise UsageError("push: this method takes no late units")
-        if push.units is not None and self._shard.in_parts is None:
+        if push.units is not None and not takes_parts:
             raise UsageError(
                 f"push: this method takes whole buckets, got units {push.units} of bucket "
                 f"{push.bucket}"
             )
 
-    def _read_report(self, report: bytes) -> Any:
-        if not report:
-            return None
-        if self._shard.informed is None:
-            raise UsageError("push: this method takes no reports")
-        return self._shard.informed.read_report(self._shard, report)
-
-    def _units(self, push: Push) -> Sequence[int]:
-        return self._shard.store.numbers(push.bucket, push.units)
-
-    def _left_out(self, push: Push) -> list[int]:
-        sent = set(self._units(push))
+    def _left_out(self, push: Push, sent: Sequence[int]) -> list[int]:
         every = self._shard.store.numbers(push.bucket, None)
-        return [unit for unit in every if unit not in sent]
+        return sorted(set(every).difference(sent))
 
     # ---- main pushes ----
 
-    def _take_main(self, worker: int, push: Push) -> None:
-        member = self._members[worker]
+    def _take_main(self, worker: int, member: Member, push: Push) -> None:
         self._check_not_before(worker, push, member)
         if push.step > member.clock:
             self._check_may_skip(worker, push, member)
             member.begins_with(push.step)
-        self.check_late_units("push", worker, push.step - 1, f"step {push.step}")
-        self._members.has_begun(push.step)
-        member.begun[push.bucket] = self._left_out(push)
-        if len(member.begun) == len(self._shard.buckets):
+        if member.whole:
+            then = f"step {push.step}"
+            self.check_late_units("push", worker, member, push.step - 1, then)
+        self._members.furthest = max(self._members.furthest, push.step + 1)
+        units = push.units
+        member.begun[push.bucket] = [] if units is None else self._left_out(push, units)
+        if len(member.begun) == len(self._shard.store.buckets):
             member.step_is_whole()
 
     def _check_not_before(self, worker: int, push: Push, member: Member) -> None:
@@ -191,8 +164,7 @@ class Pushes:
 
     # ---- late pushes ----
 
-    def _take_late(self, worker: int, push: Push) -> None:
-        member = self._members[worker]
+    def _take_late(self, worker: int, member: Member, push: Push) -> None:
         step = member.whole.get(push.step)
         if step is None:
             raise UsageError(
@@ -205,17 +177,18 @@ class Pushes:
                 f"push: worker {worker} has pushed the late units of bucket {push.bucket} "
                 f"of step {push.step} before"
             )
-        self.check_late_units(
-            "push", worker, push.step, f"late units of step {push.step}"
-        )
+        then = f"late units of step {push.step}"
+        self.check_late_units("push", worker, member, push.step, then)
         self._check_is_left(worker, push, step.left.get(push.bucket, []))
         del step.left[push.bucket]
         step.late.add(push.bucket)
 
-    def check_late_units(self, what: str, worker: int, before: int, then: str) -> None:
+    def check_late_units(
+        self, what: str, worker: int, member: Member, before: int, then: str
+    ) -> None:
         """Raise `UsageError` unless all late units of a worker's steps *before* this one are
         in; *then*: what the worker wants to do after them."""
-        for number, step in self._members[worker].whole.items():
+        for number, step in member.whole.items():
             if number < before and step.left:
                 bucket, units = min(step.left.items())
                 raise UsageError(
@@ -226,7 +199,7 @@ class Pushes:
     def _check_is_left(self, worker: int, push: Push, left: list[int]) -> None:
         """A unit that came twice would wait for a second update in its step; one that never
         came would wait for its first."""
-        units = list(self._units(push))
+        units = list(self._shard.store.numbers(push.bucket, push.units))
         if not left or units != left:
             expected = f"units {left}, all that worker {worker} has left out"
             if not left:

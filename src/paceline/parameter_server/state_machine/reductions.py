@@ -1,54 +1,27 @@
-"""All-reduces over the workers of a job, under way on a server."""
+"""All-reduces on a server, in an order that does not depend on the workers' speed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 import torch
 
 from paceline.errors import UsageError
 from paceline.interfaces import Sender
+from paceline.interfaces.buckets import stand_alike, wire_bytes
 from paceline.interfaces.server_messages import Reduce, Reduced
 from paceline.parameter_server.state_machine.members import Members
-from paceline.parameter_server.state_machine.replies import Answers
-from paceline.parameter_server.state_machine.sums import Sum
-
-
-@dataclass
-class Reduction:
-    """One all-reduce under way."""
-
-    operation: str
-    like: torch.Tensor
-    sum: Sum
-    asked: list[Sender] = field(default_factory=list)
-
-    def check(self, reduce: Reduce, payload: torch.Tensor, worker: int) -> None:
-        """Raise `UsageError` unless a worker's part fits those that are in."""
-        same = payload.numel() == self.like.numel() and payload.dtype == self.like.dtype
-        if not same or reduce.operation != self.operation:
-            raise UsageError(
-                f"all-reduce {reduce.number} of channel {reduce.channel!r}: others sent "
-                f"{self.like.numel()} elements of {self.like.dtype} for their "
-                f"{self.operation}, worker {worker} sent {payload.numel()} of "
-                f"{payload.dtype} for their {reduce.operation}; every rank must issue "
-                "the same collectives in the same order"
-            )
-        if worker in self.sum.ranks:
-            raise UsageError(
-                f"all-reduce {reduce.number} of channel {reduce.channel!r}: worker "
-                f"{worker} has sent its part before"
-            )
+from paceline.parameter_server.state_machine.replies import ReplyQueue
 
 
 class Reductions:
-    """All take part that are here, or are to come; a reduction has ended, and is answered,
-    when everybody's part is in."""
+    """The all-reduces under way. Workers that are here, or are to come, take part; a reduction
+    ends, and is answered, when the parts of all of them are in."""
 
-    def __init__(self, members: Members, answers: Answers) -> None:
+    def __init__(self, members: Members, replies: ReplyQueue) -> None:
         self._members = members
-        self._answers = answers
-        self._open: dict[tuple[str, int], Reduction] = {}
+        self._replies = replies
+        self._open: dict[tuple[str, int], _Reduction] = {}
         """By channel and number."""
         self._added = 0
 
@@ -61,34 +34,99 @@ class Reductions:
         key = (reduce.channel, reduce.number)
         reduction = self._open.get(key)
         if reduction is None:
-            adds = "max" if reduce.operation == "max" else "sum"
-            reduction = Reduction(reduce.operation, payload, Sum(adds))
-            self._open[key] = reduction
+            reduction = self._open[key] = _Reduction(reduce.operation, payload)
         reduction.check(reduce, payload, sender.worker)
-        reduction.asked.append(sender)
-        reduction.sum.add(sender.worker, payload, self._members.everybody())
-        self.answer_ended()
+        reduction.senders.append(sender)
+        reduction.add(sender.worker, payload, self._members.everybody())
+        self.finish_complete()
 
-    def answer_ended(self) -> None:
-        """Answer all to which nobody's part is missing by now."""
+    def finish_complete(self) -> None:
+        """End the reductions that miss nobody's part by now, and answer their workers."""
+        if not self._open:
+            return
         everybody = self._members.everybody()
         for key in list(self._open):
             reduction = self._open[key]
-            reduction.sum.settle(everybody)
-            if not reduction.sum.is_complete(everybody):
+            reduction.settle(everybody)
+            if not all(rank in reduction.ranks for rank in everybody):
                 continue
             del self._open[key]
-            result = reduction.sum.result()
-            if reduction.operation == "mean":
-                result.div_(len(reduction.sum.ranks))
-            self._added += reduction.sum.added_bytes
-            for sender in reduction.asked:
-                self._answers.send(sender, Reduced(), result)
+            result = reduction.result()
+            self._added += reduction.added_bytes
+            for sender in reduction.senders:
+                self._replies.reply(sender, Reduced(), result)
 
     def take_added(self) -> int:
         """Bytes that were added up since this was last called."""
         added, self._added = self._added, 0
         return added
+
+
+class _Reduction:
+    """One all-reduce under way: adds up one tensor per worker in the order of ranks, so that the
+    bits are the same in all runtimes. A tensor that is early is held until those before it have
+    come."""
+
+    def __init__(self, operation: str, like: torch.Tensor) -> None:
+        self.operation = operation
+        self.senders: list[Sender] = []
+        self.ranks: list[int] = []
+        """Whose tensors are in."""
+        self.added_bytes = 0
+        self._like = like.numel(), like.dtype
+        self._early: dict[int, torch.Tensor] = {}
+        self._total: torch.Tensor | None = None
+
+    def check(self, reduce: Reduce, payload: torch.Tensor, worker: int) -> None:
+        """Raise `UsageError` unless a worker's part fits those that are in."""
+        elements, dtype = self._like
+        same = (payload.numel(), payload.dtype) == self._like
+        if not same or reduce.operation != self.operation:
+            raise UsageError(
+                f"all-reduce {reduce.number} of channel {reduce.channel!r}: others sent "
+                f"{elements} elements of {dtype} for their "
+                f"{self.operation}, worker {worker} sent {payload.numel()} of "
+                f"{payload.dtype} for their {reduce.operation}; every rank must issue "
+                "the same collectives in the same order"
+            )
+        if worker in self.ranks:
+            raise UsageError(
+                f"all-reduce {reduce.number} of channel {reduce.channel!r}: worker "
+                f"{worker} has sent its part before"
+            )
+
+    def add(self, rank: int, tensor: torch.Tensor, expected: Sequence[int]) -> None:
+        """*tensor* is used up. *expected*: all who are to come, or have, in rank order."""
+        self.ranks.append(rank)
+        self._early[rank] = tensor
+        self.settle(expected)
+
+    def settle(self, expected: Sequence[int]) -> None:
+        """Add what can be added, now that these are *expected*."""
+        first = min((r for r in expected if r not in self.ranks), default=None)
+        for rank in sorted(self._early):
+            if first is not None and rank > first:
+                return
+            self._put(self._early.pop(rank))
+
+    def result(self) -> torch.Tensor:
+        """The result, once all parts are in; the first rank's tensor has become it."""
+        assert self._total is not None, "nothing was added"
+        assert not self._early, "parts are missing"
+        if self.operation == "mean":
+            self._total.div_(len(self.ranks))
+        return self._total
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        if self._total is None:
+            self._total = tensor
+            return
+        self.added_bytes += wire_bytes(tensor)
+        if self.operation == "max":
+            torch.maximum(self._total, tensor, out=self._total)
+        else:
+            self._total.add_(tensor)
+        stand_alike(self._total, tensor)
 
 
 def _check_reducible(reduce: Reduce, payload: torch.Tensor) -> None:

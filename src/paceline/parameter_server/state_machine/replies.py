@@ -1,73 +1,55 @@
-"""What a server sends: each request is done once, and its answer kept while it may be needed."""
+"""Replies that are to leave a server when its transition ends."""
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections import Counter
 
 import torch
 
-from paceline.interfaces import Answer, Sender
-from paceline.interfaces.server_messages import Refused, Reply
-from paceline.parameter_server.state_machine.members import Channel, Members
+from paceline.interfaces import Reply, Sender
+from paceline.interfaces.server_messages import Rejected, ReplyMessage
+from paceline.parameter_server.state_machine.members import Members
+
+log = logging.getLogger(__name__)
+
+REFUSALS_LOGGED = 100
+"""Later ones are only counted: a worker may repeat a mistake for ever."""
 
 
-class Answers:
-    """Answers that are to leave, and those that were given before.
+class ReplyQueue:
+    """Replies of the server *name* to its *members*, in the order in which they were given."""
 
-    *remembers*: they are kept, payloads and all, until their worker has them, for requests
-    that come again. *name* is the server's, for what is said about refusals.
-    """
-
-    def __init__(
-        self, name: str, members: Members, counts: Counter[str], remembers: bool
-    ) -> None:
+    def __init__(self, name: str, members: Members, counts: Counter[str]) -> None:
         self._name = name
         self._members = members
         self._counts = counts
-        self._remembers = remembers
-        self._out: list[Answer] = []
+        self._queue: list[Reply] = []
 
-    def is_new(self, sender: Sender) -> bool:
-        """Whether a worker's request is to be done; one that was answered before is
-        answered again."""
-        channels = self._members[sender.worker].channels
-        channel = channels.setdefault(sender.channel, Channel())
-        channel.forget(sender.received)
-        if channel.has_seen(sender.number):
-            self._counts["requests that came again"] += 1
-            before = channel.answers.get(sender.number)
-            if before is not None:
-                self._out.append(before)
-            return False
-        channel.answers[sender.number] = None
-        return True
-
-    def send(
-        self, to: Sender, message: Reply, payload: torch.Tensor | None = None
+    def reply(
+        self, to: Sender, message: ReplyMessage, payload: torch.Tensor | None = None
     ) -> None:
         """Answer a request, unless its worker is lost."""
-        if not self._members.is_alive(to.worker, to.incarnation):
-            return
-        answer = Answer(to, message, payload)
-        channel = self._members[to.worker].channels[to.channel]
-        channel.answers[to.number] = answer if self._remembers else None
-        self._out.append(answer)
+        if self._members.is_alive(to.worker, to.incarnation):
+            self._queue.append(Reply(to, message, payload))
 
-    def refuse(self, to: Sender, reason: str) -> None:
+    def reject(self, to: Sender, reason: str) -> None:
         """A worker's request cannot be done."""
         self._counts["requests refused"] += 1
-        print(
-            f"paceline: {self._name} refused worker {to.worker}: {reason}",
-            file=sys.stderr,
-        )
-        self.send(to, Refused(reason=reason))
+        refused = self._counts["requests refused"]
+        if refused <= REFUSALS_LOGGED:
+            last = "; more of these are only counted"
+            last = last if refused == REFUSALS_LOGGED else ""
+            log.warning(
+                "%s refused worker %d: %s%s", self._name, to.worker, reason, last
+            )
+        self.reply(to, Rejected(reason=reason))
 
-    def turn_away(self, to: Sender, reason: str) -> None:
-        """Refuse a request whose worker is not here: nothing of it is kept."""
-        self._out.append(Answer(to, Refused(reason=reason)))
+    def reject_unknown(self, to: Sender, reason: str) -> None:
+        """Refuse a request of a worker that is not here, or not any more."""
+        self._queue.append(Reply(to, Rejected(reason=reason)))
 
-    def taken_out(self) -> list[Answer]:
-        """All that are to leave, once."""
-        out, self._out = self._out, []
-        return out
+    def take(self) -> list[Reply]:
+        """All replies, once."""
+        queue, self._queue = self._queue, []
+        return queue

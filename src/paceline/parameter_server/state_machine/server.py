@@ -1,444 +1,769 @@
 """The parameter server as a state machine: no I/O, no clock, no threads.
 
-Transitions
------------
-========== ============================================== ==============================
-event      what changes                                   answer
-========== ============================================== ==============================
-join       The worker takes part from step 0, or where    `Joined`; `Refused` where it
-           it was missed before from the step that the    trains something else than the
-           discipline names, and in any case after its    first worker
-           gradients that were applied. An older life of
-           it is lost.
-           One whose older life has left is told so.
-arrive     The worker sends nothing, until it has met     `Met`, when all have arrived and
-           all others that train.                         the load is here; earlier to the
-                                                          worker that leads the load;
-                                                          `Refused` where the others will
-                                                          not come (see `barriers`)
-load,      With the last bucket's parameters all of the   `Done`; `Refused` to others than
-load-state, load takes effect: the discipline begins      the leader, once loaded
-load-rest  anew, and pulls and meetings go on.
-pull       -                                              `Parameters`, once loaded, when
-                                                          the discipline allows all buckets
-pull-rest, -                                              `Rest`, `Blended`, once loaded
-pull-buffers
-push       The discipline takes it, once per (worker,     `Parameters`, when the
-           life, step, bucket, main or late). The step's  discipline says so; `Refused`
-           last main push moves the worker's clock. A     out of order (see `pushes`),
-           step beyond it, which another server named,    and where nothing can take what
-           leaves out those before.                       it brings: parts, or a report
-decide     The discipline is told who counts for a step:  `Done`
-           server 0 has decided it.
-pull-norm  -                                              `NormPart`, once all of the
-                                                          step's mean is here
-norm       The step's mean is scaled, and applied.        `Done`
-blend      The model's buffers are mixed.                 `Blended`
-pull-state -                                              `OptimizerState`; of units, once
-                                                          all updates before the step are
-                                                          in them; `Refused` beyond the
-                                                          worker's next step
-reduce     The part is added, in rank order.              `Reduced`, to all, with the
-                                                          last part
-note       The worker is alive. One that joined at a      `Done`
-           later step elsewhere begins with that here.
-leave      Nobody waits for the worker's gradients.       `Done`, once nobody trains, or
-                                                          is to come back; `Refused` in
-                                                          mid-step
-lost       Nobody waits for the worker's gradients; those -
-           that have come still count.
-timer      The discipline acts.                           `Parameters`, as it says
-========== ============================================== ==============================
-
-Law: a request that comes again is not done again, and is answered again if it had been
-answered. Each request says which answers its worker has; only those are forgotten.
+`ParameterServer` takes one event at a time, and returns the replies that leave with it.
+`TRANSITIONS` has a row for each event: what it changes, and when it is answered.
 
 Where workers disagree about a step's hyperparameters, or about its units, training cannot go
 on: all pushes and pulls that wait are refused, and all pushes that come.
 
-Modules
--------
-- `shard`: the parameters (`store`), who trains them (`members`), and the method's discipline,
-  which decides when somebody is answered; `shard.ClippedSteps` holds a step's updates until its norm is
-  known.
-- `admission`: who is let in, and what is trained.
-- `replies`: what was asked before, and what is to leave.
-- `pushes`, `pulls`, `norms`, `reductions`: what is asked for, and waits.
-- `barriers`, `loads`: where all wait for all, and what is loaded then.
-- `untrained`: frozen parameters and buffers.
-- here: who comes and goes, and which room an event concerns.
+What it is made of:
+
+- `shard`: the parameters (`store`), and the method's discipline, which decides when they are
+  updated and who is answered. `shard.ClippedStep` holds a step's updates until its norm is known.
+- `members`: the workers, and how far each of them is.
+- `pushes`: which pushes are accepted.
+- `barriers`: where all workers wait for each other, and what is loaded there.
+- `reductions`: all-reduces.
+- `replies`: what leaves when a transition ends.
+- here: joins, pulls, leaves, snapshots, and what each event sets off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Answer, Coordinated, Discipline, Meshed, Sender, Work
+from paceline.interfaces import (
+    Discipline,
+    GroupServerDiscipline,
+    Reply,
+    Sender,
+    Service,
+    Work,
+)
 from paceline.interfaces.server_messages import (
-    Arrive,
-    Blend,
-    Blended,
+    Buffers,
     Decide,
     Done,
-    Introduce,
+    EnterBarrier,
     Join,
+    Joined,
+    KeepAlive,
     Leave,
     Load,
-    LoadRest,
     LoadState,
-    Norm,
-    Note,
-    PeerRequest,
+    LoadUntrained,
+    MixBuffers,
+    OptimizerState,
     Pull,
     PullBuffers,
-    PullNorm,
-    PullRest,
     PullState,
+    PullUntrained,
     Push,
     Reduce,
     Request,
-    Say,
+    Untrained,
 )
-from paceline.parameter_server.state_machine.admission import Admission, Make
-from paceline.parameter_server.state_machine.barriers import Meetings
-from paceline.parameter_server.state_machine.norms import Norms
-from paceline.parameter_server.state_machine.pending_loads import Loads
-from paceline.parameter_server.state_machine.pulls import Pulls
-from paceline.parameter_server.state_machine.pushes import Pushes
+from paceline.parameter_server.state_machine.barriers import (
+    Barrier,
+    BarrierEvent,
+    PendingLoad,
+)
+from paceline.parameter_server.state_machine.members import Members
+from paceline.parameter_server.state_machine.pushes import PushOrder
 from paceline.parameter_server.state_machine.reductions import Reductions
-from paceline.parameter_server.state_machine.replies import Answers
-from paceline.parameter_server.state_machine.shard import HeldShard
-from paceline.parameter_server.state_machine.untrained_tensors import HeldRest
+from paceline.parameter_server.state_machine.replies import ReplyQueue
+from paceline.parameter_server.state_machine.shard import NOTHING_HELD, ModelShard
+from paceline.parameter_server.state_machine.store import UntrainedTensors
 
 
-class ParameterServer:
-    """The `Server`.
+class Transition(NamedTuple):
+    """What an event does.
 
-    Without a *discipline* it holds no parameters, and only reduces; *make* makes one from
-    the spec that the first worker joins with. *workers*: how many there are to be.
-    *remembers*: keep answers, payloads and all, until their worker has them, for requests
-    that come again; False behind a transport that repeats none.
+    *handler*: the method of `ParameterServer` that takes it. *on_parameters*: a server that only
+    reduces rejects it.
+    """
+
+    handler: str
+    changes: str
+    reply: str
+    on_parameters: bool = False
+
+
+TRANSITIONS: dict[type | str, Transition] = {
+    Join: Transition(
+        "_on_join",
+        "The worker takes part, from the step that the discipline names and after its gradients "
+        "that were applied. An older incarnation of it is lost.",
+        "`Joined`, at once or after the barrier that is under way; `Rejected` where it trains "
+        "something else than the first worker",
+    ),
+    EnterBarrier: Transition(
+        "_on_enter_barrier",
+        "The worker sends nothing until all others that train are there, too.",
+        "`BarrierPassed`, when all are there and the load is here; earlier to the worker that "
+        "leads the load; `Rejected` where the others will not come",
+    ),
+    Load: Transition(
+        "_on_load",
+        "With the last bucket's parameters all of the load takes effect. The discipline begins "
+        "anew, pulls and the barrier go on.",
+        "`Done`; `Rejected` to others than the leader, once loaded",
+        on_parameters=True,
+    ),
+    LoadState: Transition(
+        "_on_load_state", "As for parameters.", "as `Load`", on_parameters=True
+    ),
+    LoadUntrained: Transition(
+        "_on_load_untrained", "As for parameters.", "as `Load`", on_parameters=True
+    ),
+    Pull: Transition(
+        "_on_pull",
+        "A worker that was let in later elsewhere begins with that step.",
+        "`Parameters`, once loaded, when the discipline allows all buckets",
+        on_parameters=True,
+    ),
+    PullUntrained: Transition(
+        "_on_pull_untrained", "-", "`Untrained`, once loaded", on_parameters=True
+    ),
+    PullBuffers: Transition(
+        "_on_pull_buffers", "-", "`Buffers`, once loaded", on_parameters=True
+    ),
+    PullState: Transition(
+        "_on_pull_state",
+        "-",
+        "`OptimizerState`; of units, once all updates before the step are in them; `Rejected` "
+        "beyond the worker's next step",
+        on_parameters=True,
+    ),
+    Push: Transition(
+        "_on_push",
+        "The discipline takes it, once per worker, incarnation, step, bucket, main or late. The "
+        "step's last main push moves the worker's clock.",
+        "`Parameters`, when the discipline says so; `Rejected` out of order, and where nothing "
+        "can take what it brings",
+        on_parameters=True,
+    ),
+    Decide: Transition(
+        "_on_decide",
+        "The discipline is told which workers count for a step: server 0 has decided it.",
+        "`Done`",
+        on_parameters=True,
+    ),
+    MixBuffers: Transition("_on_mix_buffers", "The buffers are mixed.", "`Buffers`"),
+    Reduce: Transition(
+        "_on_reduce",
+        "The part is added, in rank order.",
+        "`Reduced`, to all, with the last part",
+    ),
+    KeepAlive: Transition(
+        "_on_keep_alive",
+        "The worker is alive. One that joined at a later step elsewhere begins with that here.",
+        "`Done`",
+    ),
+    Leave: Transition(
+        "_on_leave",
+        "Other workers stop waiting for its gradients.",
+        "`Done`, once all workers have left; `Rejected` in mid-step",
+    ),
+    "worker lost": Transition(
+        "on_worker_lost",
+        "Other workers stop waiting for its gradients; those that have arrived still count.",
+        "-",
+    ),
+    "worker finished": Transition(
+        "on_worker_finished", "If it is not here, it does not come back.", "-"
+    ),
+    "timer": Transition("on_timer", "The discipline acts.", "`Parameters`, as it says"),
+}
+"""By request, or by what else happens. Other requests are for other kinds of services."""
+
+MakeDiscipline = Callable[[str], Discipline | None]
+"""From a method's spec, as the first worker joins with it; None where the server only reduces."""
+
+
+class ParameterServer(Service):
+    """A server that holds a part of the model, or only reduces, for *workers* workers.
+
+    Args:
+        workers: How many there are to be.
+        make_discipline: Makes a discipline, at the first join and after each load. Without, the
+            server holds no parameters, and only reduces.
+        name: The server's, for its log.
     """
 
     def __init__(
         self,
         workers: int,
-        discipline: Discipline | None = None,
+        make_discipline: MakeDiscipline = lambda method: None,
         name: str = "server",
-        make: Make | None = None,
-        remembers: bool = True,
     ) -> None:
         self.workers = workers
-        self.shard = HeldShard(
-            workers,
-            discipline,
-            lambda push, counted: self._pulls.answer(push, counted),
-            self._stop,
-        )
-        self._members = self.shard.members
-        self.counts = self.shard.counts
-        self._answers = Answers(name, self._members, self.counts, remembers)
-        self._rest = HeldRest()
-        self._pushes = Pushes(self.shard)
-        self._pulls = Pulls(
-            self.shard,
-            self._pushes,
-            self._answers,
-            self._rest,
-            lambda: self._meetings.loads,
-            lambda worker: self._meetings.may_pull(worker),
-        )
-        self._meetings = Meetings(self.shard, self._pushes, self._pulls, self._answers)
-        self._loads = Loads(self.shard, self._rest, self._meetings, self._answers)
-        self._norms = Norms(self.shard, self._answers)
-        self._reductions = Reductions(self._members, self._answers)
-        self._admission = Admission(
-            workers, self.shard, self._meetings, self._answers, make
-        )
+        self.counts: Counter[str] = Counter()
+        """What happened, for reports."""
+        self.members = Members(workers)
+        self.replies = ReplyQueue(name, self.members, self.counts)
+        self.shard = ModelShard(self.members, self.counts, self.replies)
+        self.untrained = UntrainedTensors()
+        self.pushes = PushOrder(self.shard)
+        self.barrier = Barrier(self.shard, self.pushes, self.replies)
+        self.load = PendingLoad(self.shard, self.untrained, self.barrier)
+        self.reductions = Reductions(self.members, self.replies)
+        self._make_discipline = make_discipline
+        self._first_join: Join | None = None
+        """What is trained: as the first worker, or a snapshot, has said it."""
+        self._restored = False
+        self._stopped = False
+        """Whether those that wait were told of a fault."""
+        self._pulls: list[tuple[Sender, Pull]] = []
+        """Each with the step that its worker begins with."""
+        self._untrained_pulls: list[tuple[Sender, PullUntrained | PullBuffers]] = []
+        self._state_pulls: list[tuple[Sender, PullState]] = []
         self._leaves: list[Sender] = []
-        self._handlers: dict[type, Callable[[Sender, Any], None]] = {
-            Join: self._admission.join,
-            Arrive: self._arrive,
-            Pull: self._pulls.ask_parameters,
-            PullRest: self._pulls.ask_rest,
-            PullBuffers: self._pulls.ask_buffers,
-            PullState: self._pulls.ask_state,
-            Leave: self._leave,
-            Note: self._note,
-            Decide: self._decide,
-            PullNorm: self._pull_norm,
-            Norm: self._norm,
-            Introduce: self._of_another_kind,
-        }
-        self._taking: dict[type, Callable[[Sender, Any, torch.Tensor | None], None]] = {
-            Load: self._load,
-            LoadRest: self._loads.take_rest,
-            LoadState: self._loads.take_state,
-            Push: self._push,
-            Reduce: self._reductions.add,
-            Blend: self._blend,
-            Say: self._of_another_kind,
-            **dict.fromkeys(get_args(PeerRequest), self._of_another_kind),
-        }
-        """Of requests that have a payload."""
 
-    # ---- the `Server` ----
+    # ---- events ----
 
-    def on_message(
+    def on_request(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         self.shard.now = now
         joins = isinstance(message, Join)
         if joins:
-            self._hear_of(sender.worker, sender.incarnation)
-        stranger = self._members.stranger(sender, joins)
-        if stranger:
-            self._answers.turn_away(sender, stranger)
-        elif self._answers.is_new(sender):
-            try:
-                self._handle(sender, message, payload)
-            except UsageError as error:
-                self._answers.refuse(sender, str(error))
-        return self._done()
+            self._notice_incarnation(sender.worker, sender.incarnation)
+        unknown = self.members.why_unknown(sender, joins)
+        if unknown:
+            self.replies.reject_unknown(sender, unknown)
+            return self._finish()
+        try:
+            transition = TRANSITIONS.get(type(message))
+            if transition is None:
+                raise UsageError("those are the words of another kind of service")
+            if transition.on_parameters and not self.shard.is_held:
+                raise UsageError(NOTHING_HELD)
+            getattr(self, transition.handler)(sender, message, payload)
+        except UsageError as error:
+            self.replies.reject(sender, str(error))
+        return self._finish()
 
-    def _handle(
-        self, sender: Sender, message: Request, payload: torch.Tensor | None
-    ) -> None:
-        taking = self._taking.get(type(message))
-        if taking is not None:
-            taking(sender, message, payload)
-        else:
-            self._handlers[type(message)](sender, message)
-
-    def on_lost(self, worker: int, incarnation: int, now: float) -> list[Answer]:
+    def on_worker_lost(self, worker: int, incarnation: int, now: float) -> list[Reply]:
         self.shard.now = now
-        self._hear_of(worker, incarnation)
-        if self._members.is_alive(worker, incarnation):
+        self._notice_incarnation(worker, incarnation)
+        if self.members.is_alive(worker, incarnation):
             self._lose(worker)
-        return self._done()
+        return self._finish()
+
+    def on_worker_finished(self, worker: int, now: float) -> list[Reply]:
+        """A worker's script has ended well: if it is not here, it does not come back."""
+        self.shard.now = now
+        self.members.is_done(worker)
+        self._after_departure()
+        return self._finish()
 
     def next_deadline(self) -> float | None:
-        return self.shard.next_deadline()
+        return self.shard.discipline.next_deadline()
 
-    def on_timer(self, now: float) -> list[Answer]:
+    def on_timer(self, now: float) -> list[Reply]:
         self.shard.now = now
-        self.shard.timer(now)
-        return self._done()
+        self.shard.on_timer(now)
+        return self._finish()
 
     def take_work(self) -> Work:
         work = self.shard.take_work()
-        return work._replace(added=work.added + self._reductions.take_added())
+        return work._replace(added=work.added + self.reductions.take_added())
 
-    def _done(self) -> list[Answer]:
-        """Something has happened: whether those who have arrived have met by now, and what
-        is to leave."""
-        meets = self._meetings.is_under_way()
-        if self._meetings.look():
+    def _finish(self) -> list[Reply]:
+        """End a transition: see what it has set off, and return the replies that leave."""
+        if self.shard.fault and not self._stopped:
+            self._stop()
+        if not self.barrier.is_idle():
+            self._advance_barrier()
+        while self.barrier.admissible:
+            self._admit(self.barrier.admissible.pop(0))
+        return self.replies.take()
+
+    def _stop(self) -> None:
+        """Training cannot go on: no request waits for it."""
+        self._stopped = True
+        self.barrier.give_up(self.shard.fault)
+        self._grant_pulls()
+
+    # ---- joining ----
+
+    def _notice_incarnation(self, worker: int, incarnation: int) -> None:
+        """An incarnation of a worker is there, or was: one before it is lost."""
+        if self.members.is_one(worker):
+            if self.members.has_older(worker, incarnation):
+                self._lose(worker)
+            self.members.hear_of(worker, incarnation)
+
+    def _on_join(
+        self, sender: Sender, join: Join, payload: torch.Tensor | None
+    ) -> None:
+        worker = sender.worker
+        if self.members[worker].joined:
+            raise UsageError(f"join: worker {worker} has joined before")
+        if self._first_join is None:
+            self._hold(join)
+        else:
+            _require_same(self._first_join, join, worker, self._restored)
+        if self.barrier.is_under_way() and not self.members.is_awaited(worker):
+            self.barrier.postpone(sender)
+        else:
+            self._admit(sender)
+
+    def _hold(self, join: Join) -> None:
+        """Hold the model that *join* describes. Raises `UsageError`, with nothing changed, where
+        it cannot be held here."""
+        discipline = self._new_discipline(join)
+        if discipline is not None:
+            self.shard.hold(discipline, join)
+            self.barrier.follows = bool(join.shard) and discipline.follows_first_server
+        self._first_join = join
+
+    def _new_discipline(self, join: Join) -> Discipline | None:
+        discipline = self._make_discipline(join.method)
+        if discipline is not None and join.shard and discipline.follows_first_server:
+            discipline.follow()
+        return discipline
+
+    def _admit(self, sender: Sender) -> None:
+        members, loads, worker = self.members, self.shard.loads, sender.worker
+        step, late = members.begin, self._restored
+        if not members.is_awaited(worker):
+            step = self.shard.discipline.first_step(self.shard)
+            late = late or members.has_begun_training() or loads > 0
+        own = self.shard.next_step(worker)
+        members.join(worker, max(step, own), late)
+        joined = Joined(
+            step=step,
+            loaded=self.shard.is_loaded,
+            own=own,
+            load=loads,
+            late_joiner=late,
+            over=members.has_left(worker),
+        )
+        self.replies.reply(sender, joined)
+
+    def _on_keep_alive(
+        self, sender: Sender, message: KeepAlive, payload: torch.Tensor | None
+    ) -> None:
+        worker = sender.worker
+        if message.step and self.shard.is_held:
+            self._begin_with(worker, message.step)  # may refuse
+        if message.late_joiner:
+            self.members[worker].late_joiner = True
+        if message.moved_away and self.shard.compression is not None:
+            self.shard.compression.forget(worker)
+        if message.step and self.shard.is_held:
+            self._grant_pulls()
+        self.replies.reply(sender, Done())
+
+    # ---- training ----
+
+    def _on_push(
+        self, sender: Sender, push: Push, payload: torch.Tensor | None
+    ) -> None:
+        if not push.late:  # late units may come after their worker
+            self.barrier.check_not_there("push", sender.worker)
+        taken = self.pushes.accept(sender, push, payload)
+        self.shard.on_push(taken)
+        if not push.late and self.members[sender.worker].clock > push.step:
+            self.shard.on_change()
+        if self._pulls or self._state_pulls:
+            self._grant_pulls()
+
+    def _on_decide(
+        self, sender: Sender, decide: Decide, payload: torch.Tensor | None
+    ) -> None:
+        self.shard.discipline.on_decision(self.shard, decide.step, decide.workers)
+        self.shard.settle()
+        self.replies.reply(sender, Done())
+        self._grant_pulls()
+
+    def _on_reduce(
+        self, sender: Sender, reduce: Reduce, payload: torch.Tensor | None
+    ) -> None:
+        self.reductions.add(sender, reduce, payload)
+
+    def _on_mix_buffers(
+        self, sender: Sender, mix: MixBuffers, payload: torch.Tensor | None
+    ) -> None:
+        member, kept = self.members[sender.worker], self.untrained.buffers
+        if member.late_joiner and not member.has_buffers and kept is not None:
+            # Those of a script that begins at its top are not what training has made.
+            self.replies.reply(sender, Buffers(), kept)
+        else:
+            self.replies.reply(sender, Buffers(), self.untrained.mix(mix, payload))
+        member.has_buffers = True
+
+    # ---- leaving ----
+
+    def _on_leave(
+        self, sender: Sender, leave: Leave, payload: torch.Tensor | None
+    ) -> None:
+        member = self.members[sender.worker]
+        if member.begun:
+            raise UsageError("leave: in the middle of a step")
+        self.barrier.check_not_there("leave", sender.worker)
+        self.pushes.check_late_units(
+            "leave", sender.worker, member, member.clock, "it leaves"
+        )
+        self.members.leave(sender.worker)
+        self._leaves.append(sender)
+        self._after_departure()
+
+    def _lose(self, worker: int) -> None:
+        """Nobody waits for a worker, and it is told nothing any more."""
+        self.members.lose(worker)
+        self.barrier.forget(worker)
+        self.load.forget(worker)
+        self.shard.forget(worker)
+        self._pulls = _without(worker, self._pulls)
+        self._untrained_pulls = _without(worker, self._untrained_pulls)
+        self._state_pulls = _without(worker, self._state_pulls)
+        self._leaves = [sender for sender in self._leaves if sender.worker != worker]
+        self.counts["workers lost"] += 1
+        self._after_departure()
+
+    def _after_departure(self) -> None:
+        """A worker has gone: answer those who waited for it."""
+        if self.shard.is_held:
+            self.shard.on_change()
+            self._grant_pulls()
+        self.reductions.finish_complete()
+        if self.members.nobody_trains():
+            leaves, self._leaves = self._leaves, []
+            for sender in leaves:
+                self.replies.reply(sender, Done())
+
+    # ---- barriers and loads ----
+
+    def _on_enter_barrier(
+        self, sender: Sender, arrive: EnterBarrier, payload: torch.Tensor | None
+    ) -> None:
+        self.barrier.arrive(sender, arrive)
+        if isinstance(self.shard.discipline, GroupServerDiscipline):
+            self.shard.on_change()  # a group may do without who waits for other groups
+
+    def _advance_barrier(self) -> None:
+        event = self.barrier.advance(self._waiting_to_pull())
+        if event is BarrierEvent.MAY_PULL:
+            self._grant_pulls()
+            event = self.barrier.advance(self._waiting_to_pull())
+        if event is BarrierEvent.NOTHING_TO_LOAD:
             self.counts["loads that nobody has brought"] += 1
-            self._take_load()
-        if meets or self._meetings.is_under_way():
-            # Steps may have ended without those who are here, or they have met.
-            self._let_go()
-        return self._answers.taken_out()
+            self._complete_load()
+        elif event is BarrierEvent.STEPS_GO_ON:
+            self.shard.on_change()
+        # Steps may have ended without those who are here, or they have met.
+        self._grant_pulls()
 
-    # ---- who comes back ----
+    def _on_load(
+        self, sender: Sender, load: Load, payload: torch.Tensor | None
+    ) -> None:
+        is_whole = self.load.take_parameters(sender.worker, load, payload)
+        self.replies.reply(sender, Done())
+        if is_whole:
+            self._complete_load()
+
+    def _on_load_state(
+        self, sender: Sender, load: LoadState, payload: torch.Tensor | None
+    ) -> None:
+        self.load.take_state(sender.worker, load, payload)
+        self.replies.reply(sender, Done())
+
+    def _on_load_untrained(
+        self, sender: Sender, load: LoadUntrained, payload: torch.Tensor | None
+    ) -> None:
+        self.load.take_untrained(sender.worker, load, payload)
+        self.replies.reply(sender, Done())
+
+    def _complete_load(self) -> None:
+        goes_on = self.shard.is_loaded
+        self.load.apply()
+        if goes_on:
+            self.renew(self.barrier.step())
+            self.barrier.has_loaded()
+        self.shard.on_change()
+        self._grant_pulls()
+
+    def renew(self, step: int) -> None:
+        """Other parameters were loaded before *step*: a new discipline goes on with them."""
+        assert self._first_join is not None
+        discipline = self._new_discipline(self._first_join)
+        assert discipline is not None
+        self.shard.renew(discipline, step)
+
+    # ---- pulls ----
+
+    def _on_pull(
+        self, sender: Sender, pull: Pull, payload: torch.Tensor | None
+    ) -> None:
+        self.shard.store.check_bucket(pull.bucket)
+        self._go_on_with("pull", sender.worker, pull.step)
+        step = max(pull.step, self.members[sender.worker].first_step)
+        self._pulls.append((sender, msgspec.structs.replace(pull, step=step)))
+        self._grant_pulls()
+
+    def _begin_with(self, worker: int, step: int) -> None:
+        """A worker says what its next step is. Where it has sent nothing yet that may be an
+        earlier one than was thought: another server has let it in. Raises `UsageError` for a
+        step too far ahead."""
+        member = self.members[worker]
+        if step < member.clock == member.first_step and self.pushes.is_idle(worker):
+            member.begins_with(step)
+        self._go_on_with("keep-alive", worker, step)
+
+    def _go_on_with(self, what: str, worker: int, step: int) -> None:
+        """A worker goes on with *step*: nobody waits for its steps before. Example: it has
+        joined, and another server is further than this one; or it came too late for its own
+        step. Raises `UsageError` for a step too far ahead."""
+        if step > self.members[worker].clock and self.pushes.is_idle(worker):
+            self.members.check_step(what, step)
+            self.members.goes_on_with(worker, step)
+            self.shard.on_change()
+
+    def _on_pull_buffers(
+        self, sender: Sender, pull: PullBuffers, payload: torch.Tensor | None
+    ) -> None:
+        self._on_pull_untrained(sender, pull, payload)
+        self.members[sender.worker].has_buffers = True
+
+    def _on_pull_untrained(
+        self,
+        sender: Sender,
+        pull: PullUntrained | PullBuffers,
+        payload: torch.Tensor | None,
+    ) -> None:
+        self._untrained_pulls.append((sender, pull))
+        self._grant_pulls()
+
+    def _on_pull_state(
+        self, sender: Sender, pull: PullState, payload: torch.Tensor | None
+    ) -> None:
+        store, clock = self.shard.store, self.members[sender.worker].clock
+        store.check_bucket(pull.bucket)
+        store.elements(pull.bucket, pull.units)
+        # A later state waits for pushes that do not come while the worker waits.
+        if self._waits_for_updates(pull) and pull.step > clock + 1:
+            raise UsageError(
+                f"pull-state: expected a step up to {clock + 1} of worker {sender.worker}, "
+                f"whose next step is {clock}, got step {pull.step}"
+            )
+        self._state_pulls.append((sender, pull))
+        self._grant_pulls()
+
+    def _waiting_to_pull(self) -> set[int]:
+        return {sender.worker for sender, _ in self._pulls}
+
+    def _grant_pulls(self) -> None:
+        """Answer all pulls that may be answered by now."""
+        if self._untrained_pulls and self.shard.is_loaded:
+            pulls, self._untrained_pulls = self._untrained_pulls, []
+            for sender, untrained_pull in pulls:
+                self._send_untrained(sender, untrained_pull)
+        if self._pulls:
+            self._grant_parameters()
+        if self._state_pulls:
+            self._grant_states()
+
+    def _send_untrained(self, to: Sender, pull: PullUntrained | PullBuffers) -> None:
+        if isinstance(pull, PullBuffers):
+            self.replies.reply(to, Buffers(), self.untrained.buffers)
+            return
+        try:
+            part = self.untrained.part(pull.start, pull.most)
+        except UsageError as error:
+            self.replies.reject(to, str(error))
+            return
+        self.replies.reply(to, Untrained(whole=self.untrained.bytes.numel()), part)
+
+    def _grant_parameters(self) -> None:
+        shard = self.shard
+        waiting, self._pulls = self._pulls, []
+        for sender, pull in waiting:
+            worker = sender.worker
+            member = self.members[worker]
+            # A worker that has left takes what there is: it does no step with it.
+            if member.leaving or (
+                shard.is_loaded
+                and self.barrier.may_pull(worker)
+                and shard.may_pull(pull.step)
+            ):
+                member.has_parameters = True
+                self._send_all(sender, pull, is_last=member.leaving)
+            elif shard.fault:
+                self.replies.reject(sender, shard.fault)
+            else:
+                self._pulls.append((sender, pull))
+
+    def _send_all(self, to: Sender, pull: Pull, is_last: bool) -> None:
+        """Send all of a bucket. It becomes what the worker holds, unless it only looks, or needs
+        no more."""
+        shard, bucket = self.shard, pull.bucket
+        values, sequence = shard.store.parameters(bucket), 0
+        if shard.compression is not None and is_last:
+            shard.compression.forget(to.worker)
+        elif shard.compression is not None and not pull.peek:
+            sequence = shard.compression.given(to.worker, bucket, values)
+        notice = shard.discipline.notice(bucket)
+        shard.send_parameters(to, bucket, values, sequence, (), notice)
+
+    def _grant_states(self) -> None:
+        shard = self.shard
+        waiting, self._state_pulls = self._state_pulls, []
+        for sender, pull in waiting:
+            waits = self._waits_for_updates(pull)
+            if waits and shard.fault:
+                self.replies.reject(sender, shard.fault)
+            elif waits and not shard.discipline.has_updates(
+                shard, pull.step, pull.bucket, pull.units or ()
+            ):
+                self._state_pulls.append((sender, pull))
+            else:
+                self._send_state(sender, pull)
+
+    def _send_state(self, to: Sender, pull: PullState) -> None:
+        try:
+            entries, payload = self.shard.store.state(pull.bucket, pull.units)
+        except UsageError as error:
+            # It has waited, maybe, and the request at hand is another worker's.
+            self.replies.reject(to, str(error))
+            return
+        self.replies.reply(to, OptimizerState(entries=entries), payload)
+
+    def _waits_for_updates(self, pull: PullState) -> bool:
+        """Whether it is of some units, as they are before a step. A whole bucket's state is
+        given as it is."""
+        partial = self.shard.discipline.accepts_partial_pushes
+        return pull.units is not None and partial
+
+    # ---- workers that come back ----
 
     def wait_for_the_lost(self) -> None:
         """From now on lost workers come back: those that leave are told that all is over
         only then."""
-        self._members.return_from_loss = True
-
-    def on_done(self, worker: int, now: float) -> list[Answer]:
-        """A worker's script has ended well: if it is not here, it does not come back."""
-        self.shard.now = now
-        self._members.is_done(worker)
-        self._somebody_has_gone()
-        return self._done()
+        self.members.return_from_loss = True
 
     def missing(self) -> list[int]:
         """Workers that are to come, or to come back, and have not."""
-        return self._members.missing()
-
-    # ---- snapshots ----
+        return self.members.missing()
 
     def is_over(self) -> bool:
         """Workers were here, and nobody trains any more, or is to come."""
-        return self._members.is_over()
+        return self.members.is_over()
+
+    # ---- snapshots ----
 
     def is_quiet(self) -> bool:
         """No push is unanswered, and no worker in the middle of its pushes."""
-        return self._pushes.are_all_answered() and self._members.is_between_steps()
+        return not self.shard.unanswered and self.members.is_between_steps()
 
-    def ended(self) -> int | None:
+    def completed_step(self) -> int | None:
         """The first step that workers may do after a snapshot of this moment, if any."""
-        return self.shard.ended()
+        return self.shard.completed_step()
 
     def snapshot(self) -> dict[str, Any]:
         """What `restore` goes on from: copied tensors, and plain values. Empty while
         there is nothing to go on from, or a step has ended for some buckets only."""
         shard = self.shard
-        step = self.ended() if shard.is_loaded and not shard.fault else None
+        step = self.completed_step() if shard.is_loaded and not shard.fault else None
         if step is None:
             return {}
         return {
             "workers": self.workers,
-            "join": self._admission.saved(),
+            "join": self.saved_join(),
             "step": step,
             "counts": dict(self.counts),
             "store": shard.store.saved(),
-            "rest": self._rest.saved(),
-            "load": self._meetings.loads,
+            "rest": self.untrained.saved(),
+            "load": shard.loads,
         }
 
     def restore(self, saved: dict[str, Any]) -> int:
         """Go on from a `snapshot`, before anybody has joined: workers begin with its step,
-        which is returned, or after the gradients of theirs that are in it. Raises `UsageError` where it does not fit this server."""
+        which is returned, or after the gradients of theirs that are in it. Raises `UsageError`
+        where it does not fit this server."""
         if saved["workers"] != self.workers:
             raise UsageError(
                 f"the snapshot is of {saved['workers']} workers, and this job has "
                 f"{self.workers}: start as many as before, or remove the file"
             )
-        self._admission.restore(saved["join"])
+        self.restore_join(saved["join"])
         self.shard.store.restore(saved["store"])
-        self._rest.restore(saved["rest"])
-        self._meetings.loads = int(saved["load"])
+        self.untrained.restore(saved["rest"])
+        self.shard.loads = int(saved["load"])
         self.counts.update(saved["counts"])
         self.resume(int(saved["step"]))
         return int(saved["step"])
 
     def resume(self, step: int) -> None:
         """Training goes on with *step*, and with each worker where its own gradients end."""
-        self._members.begin_with(step, self._own_steps())
+        self.members.begin_with(step, self._own_steps())
         self.shard.resume(step)
 
     def _own_steps(self) -> dict[int, int]:
         """By worker, the step at which its gradients end that are here."""
         return {w: self.shard.next_step(w) for w in range(self.workers)}
 
-    # ---- who takes part ----
+    def saved_join(self) -> torch.Tensor:
+        """What is trained, as bytes."""
+        join = bytearray(msgspec.msgpack.encode(self._first_join))
+        return torch.frombuffer(join, dtype=torch.uint8).clone()
 
-    def _hear_of(self, worker: int, incarnation: int) -> None:
-        """An incarnation of a worker is there, or was: one before it is lost."""
-        if self._members.is_one(worker):
-            if self._members.has_older(worker, incarnation):
-                self._lose(worker)
-            self._members.hear_of(worker, incarnation)
+    def restore_join(self, saved: torch.Tensor) -> None:
+        """Take over what `saved_join` gave, before anybody has joined."""
+        self._hold(msgspec.msgpack.decode(saved.numpy().tobytes(), type=Join))
+        self._restored = True
 
-    def _of_another_kind(self, *_: object) -> None:
-        raise UsageError("those are the words of another kind of service")
 
-    def _arrive(self, sender: Sender, arrive: Arrive) -> None:
-        self._loads.arrive(sender, arrive)
-        if isinstance(self.shard.discipline, Meshed):
-            self.shard.changed()  # a group may do without who waits for other groups
+def _without(worker: int, waiting: Sequence[tuple[Sender, Any]]) -> list[Any]:
+    return [one for one in waiting if one[0].worker != worker]
 
-    def _leave(self, sender: Sender, leave: Leave) -> None:
-        member = self._members[sender.worker]
-        if member.begun:
-            raise UsageError("leave: in the middle of a step")
-        self._meetings.check_not_there("leave", sender.worker)
-        self._pushes.check_late_units("leave", sender.worker, member.clock, "it leaves")
-        self._members.leave(sender.worker)
-        self._leaves.append(sender)
-        self._somebody_has_gone()
 
-    def _lose(self, worker: int) -> None:
-        """Nobody waits for a worker, and it is told nothing any more."""
-        self._members.lose(worker)
-        self._meetings.forget(worker)
-        self._loads.forget(worker)
-        self._pushes.forget(worker)
-        self._pulls.forget(worker)
-        self._norms.forget(worker)
-        self.shard.forget(worker)
-        self._leaves = [s for s in self._leaves if s.worker != worker]
-        self.counts["workers lost"] += 1
-        self._somebody_has_gone()
+# ---- what all workers train ----
 
-    def _somebody_has_gone(self) -> None:
-        """Let go of those who waited for them."""
-        if self.shard.is_held:
-            self.shard.changed()
-            self._let_go()
-        self._reductions.answer_ended()
-        if self._members.nobody_trains():
-            leaves, self._leaves = self._leaves, []
-            for sender in leaves:
-                self._answers.send(sender, Done())
+SAME = (
+    *("options", "method", "clip_norm", "servers"),
+    *("compression", "replies"),
+    *("optimizer", "tensors", "dtypes", "units"),
+)
+"""The fields of `Join` in which all workers agree."""
+LONGEST = 200
+"""More letters of a value are told by a digest."""
 
-    # ---- what a request sets off ----
 
-    def _push(self, sender: Sender, push: Push, payload: torch.Tensor | None) -> None:
-        if not push.late:  # late units may come after their worker
-            self._meetings.check_not_there("push", sender.worker)
-        held = self._pushes.take(sender, push, payload)
-        is_last = not push.late and self._members.clock(sender.worker) > push.step
-        self.shard.discipline.pushed(self.shard, held)
-        self.shard.settle()
-        if is_last:  # of its step
-            self.shard.changed()
-        self._let_go()
+def in_words(join: Join) -> dict[str, str]:
+    """What is trained, by the names of fields."""
+    return {name: _short(repr(getattr(join, name))) for name in SAME}
 
-    def _load(self, sender: Sender, load: Load, payload: torch.Tensor | None) -> None:
-        if self._loads.take_parameters(sender, load, payload):
-            self._take_load()
 
-    def _take_load(self) -> None:
-        self._loads.put()
-        self._let_go()
+def _short(text: str) -> str:
+    if len(text) <= LONGEST:
+        return text
+    return f"of digest {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
-    def _decide(self, sender: Sender, decide: Decide) -> None:
-        self.shard.check_held()
-        discipline = self.shard.discipline
-        if not isinstance(discipline, Coordinated):
-            raise UsageError("decide: nothing is decided under this method")
-        discipline.decided(self.shard, decide.step, decide.workers)
-        self.shard.settle()
-        self._answers.send(sender, Done())
-        self._let_go()
 
-    def _pull_norm(self, sender: Sender, pull: PullNorm) -> None:
-        self._norms.ask(sender, pull)
-        self._let_go()
+def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """The name of a field in which they differ; empty where there is none."""
+    return next((name for name in SAME if ours.get(name) != theirs.get(name)), "")
 
-    def _norm(self, sender: Sender, norm: Norm) -> None:
-        self._norms.take(sender, norm)
-        self._let_go()
 
-    def _blend(
-        self, sender: Sender, blend: Blend, payload: torch.Tensor | None
-    ) -> None:
-        member, kept = self._members[sender.worker], self._rest.buffers
-        if member.guest and not member.has_buffers and kept is not None:
-            # Those of a script that begins at its top are not what training has made.
-            self._answers.send(sender, Blended(), kept)
-        else:
-            self._answers.send(sender, Blended(), self._rest.blend(blend, payload))
-        member.has_buffers = True
-
-    def _note(self, sender: Sender, note: Note) -> None:
-        if note.step and self.shard.is_held:
-            self._pulls.begin_with(sender.worker, note.step)  # may refuse
-        if note.guest:
-            self._members[sender.worker].guest = True
-        if note.elsewhere:
-            self.shard.forget(sender.worker)
-        if note.step and self.shard.is_held:
-            self._let_go()
-        self._answers.send(sender, Done())
-
-    def _let_go(self) -> None:
-        """Answer those who waited for what is known by now."""
-        self._pulls.let_go()
-        self._norms.let_go()
-
-    def _stop(self) -> None:
-        """Training cannot go on: let nobody wait for it."""
-        fault, waiting = self.shard.fault, self._norms.give_up()
-        self._meetings.give_up(fault)
-        for sender in [*self._pushes.give_up(), *waiting]:
-            self._answers.refuse(sender, fault)
+def _require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
+    """Raise `UsageError` unless *worker* trains what the first one does; *restored*: what a
+    snapshot holds."""
+    for what in SAME:
+        ours, theirs = getattr(first, what), getattr(join, what)
+        if ours == theirs:
+            continue
+        if isinstance(ours, list):
+            pairs = zip_longest(ours, theirs, fillvalue="nothing")
+            ours, theirs = next(p for p in pairs if p[0] != p[1])
+        if restored:
+            raise UsageError(
+                f"the snapshot is of another training: {what} is {ours!r} there and "
+                f"{theirs!r} for worker {worker}; give the script and the options that "
+                "it was made with, or remove the file"
+            )
+        raise UsageError(
+            f"workers train different things: {what} is {ours!r} for who joined "
+            f"first and {theirs!r} for worker {worker}; build the same model, with "
+            "the same options, on every worker"
+        )

@@ -1,4 +1,4 @@
-"""One server's part of the parameters, and the optimizer that updates it."""
+"""One server's part of the parameters, the optimizer that updates it, and what nobody trains."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Hyperparameters, Piece, Work
 from paceline.interfaces.buckets import wire_bytes
-from paceline.interfaces.server_messages import DTYPES, Join, Unit
-from paceline.parameter_server.optim.partitioned import (
+from paceline.interfaces.server_messages import DTYPES, Join, MixBuffers
+from paceline.optim.partitioned import (
+    ELEMENTWISE,
     IMPLEMENTATION,
+    WHOLE_TENSOR,
     PartitionedOptimizer,
     whole_pieces,
 )
-from paceline.parameter_server.optim.pieces import ELEMENTWISE, WHOLE_TENSOR
 
 OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
 """What a server can be asked to run, by name."""
 State = dict[str, torch.Tensor]
 """What an optimizer keeps of one unit, by name."""
+MOST_UNTRAINED_BYTES = 16 << 20
+"""Of frozen parameters and buffers, in one message."""
 MOMENTUM = ("momentum_buffer", "exp_avg")
 """What torch's optimizers call a running mean of gradients."""
 
@@ -61,7 +64,8 @@ class Store:
         ]
         self._work = Work()
         self._units = join.units
-        self._bounds = [_bounds(units) for units in join.units]
+        self._sizes = [[unit.elements for unit in units] for units in join.units]
+        self._bounds = [_bounds(sizes) for sizes in self._sizes]
         self._optimizer, self._pieces = self._build(join)
         self._updater = PartitionedOptimizer(
             self._optimizer, whole_pieces(self._optimizer)
@@ -125,7 +129,7 @@ class Store:
         pieces, gradients = [], []
         start = 0
         for position, number in enumerate(self.numbers(bucket, units)):
-            stop = start + self._units[bucket][number].elements
+            stop = start + self._sizes[bucket][number]
             if used[position]:
                 pieces.append(self._pieces[bucket][number])
                 gradients.append(gradient[start:stop])
@@ -178,7 +182,7 @@ class Store:
             raise UsageError(
                 f"bucket {bucket}: expected units of its {count}, in order, got {units}"
             )
-        return sum(self._units[bucket][unit].elements for unit in units)
+        return sum(self._sizes[bucket][unit] for unit in units)
 
     def size(self, bucket: int, units: Sequence[int] | None) -> int:
         """Bytes on the network of a bucket, or of some units of it."""
@@ -413,6 +417,53 @@ class Store:
         self.versions = [max(version, step) for version in self.versions]
 
 
+class UntrainedTensors:
+    """What a model holds beside what is trained: frozen parameters and buffers.
+
+    A server does not know what they are: it keeps the bytes that the first worker, or the leader
+    of a load, has brought, and gives them to workers that join. Buffers change in training
+    (BatchNorm's statistics): they are mixed as they come, and given to workers that join as well.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        self.buffers: torch.Tensor | None = None
+        """In double precision; None before the first worker has sent its own."""
+
+    def load(self, parts: Sequence[torch.Tensor]) -> None:
+        """Take over what a worker has brought, part by part: its buffers are the ones to go
+        on from."""
+        self.bytes = torch.cat(list(parts))
+        self.buffers = None
+
+    def part(self, start: int, most: int) -> torch.Tensor:
+        """At most so many bytes from *start* on. Raises `UsageError` for a place where there
+        are none."""
+        if not 0 <= start <= self.bytes.numel() or most < 0:
+            raise UsageError(
+                f"pull-untrained: expected a start of at most {self.bytes.numel()}, got "
+                f"{start} and {most} bytes"
+            )
+        return self.bytes[start : start + min(most, MOST_UNTRAINED_BYTES)]
+
+    def mix(self, mix: MixBuffers, payload: torch.Tensor | None) -> torch.Tensor:
+        """Mix a worker's buffers in; returns what is kept then."""
+        self.buffers = _mixed(self.buffers, mix, payload)
+        return self.buffers
+
+    # ---- for a snapshot ----
+
+    def saved(self) -> dict[str, torch.Tensor | None]:
+        """Tensors that are never written again, and need no copy."""
+        return {"bytes": self.bytes, "buffers": self.buffers}
+
+    def restore(self, saved: dict[str, torch.Tensor | None]) -> None:
+        """Take over what `saved` gave."""
+        kept = saved["bytes"]
+        assert kept is not None
+        self.bytes, self.buffers = kept, saved["buffers"]
+
+
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
     """Whether an entry of the optimizer's state has a value for each element."""
     return (
@@ -426,10 +477,10 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def _bounds(units: Sequence[Unit]) -> list[tuple[int, int]]:
+def _bounds(sizes: Sequence[int]) -> list[tuple[int, int]]:
     stops = [0]
-    for unit in units:
-        stops.append(stops[-1] + unit.elements)
+    for size in sizes:
+        stops.append(stops[-1] + size)
     return list(pairwise(stops))
 
 
@@ -449,3 +500,26 @@ def _check(join: Join) -> None:
             or (unit.shape is not None and numel != unit.elements)
         ):
             raise UsageError(f"{unit}: not a part of a parameter")
+
+
+def _mixed(
+    kept: torch.Tensor | None, mix: MixBuffers, payload: torch.Tensor | None
+) -> torch.Tensor:
+    """A worker's buffers mixed into those that were *kept*; the worker's, where none were.
+    Numbers that are equal in both stay so to the bit, infinities too. Raises `UsageError` for
+    a payload that does not fit."""
+    if payload is None or payload.dtype != torch.float64:
+        raise UsageError("mix-buffers: expected a payload in double precision")
+    if not 0 <= mix.floats <= payload.numel() or not 0 <= mix.weight <= 1:
+        raise UsageError(f"mix-buffers: {mix.floats} floats, weight {mix.weight}")
+    if kept is None:
+        return payload
+    if kept.numel() != payload.numel():
+        raise UsageError(
+            f"mix-buffers: expected {kept.numel()} values, got {payload.numel()}"
+        )
+    cut = mix.floats
+    mine, theirs = kept[:cut], payload[:cut]
+    # An answer may be on its way with what is kept: it is not written to.
+    mixed = torch.where(mine == theirs, mine, mine.lerp(theirs, mix.weight))
+    return torch.cat([mixed, torch.maximum(kept[cut:], payload[cut:])])

@@ -3,17 +3,16 @@
 This file imports nothing: the keeper imports it, and must start without torch. From top to bottom:
 
 - `runtime`: one worker: a real process in an emulated host.
-- `launch`, `aggregators`: a training job, and its aggregators.
+- `launch`: a training job, and its aggregators.
 - `network`: hosts, processes in them, rules, measuring; start here.
-- `link_check`, `link_trials`: what each link really gives, and the streams that find it out.
+- `link_check`: what each link really gives, and the streams that find it out.
 - `machine_check`, `memory`: what this machine can do, and how many hosts fit.
-- `host_process`: a process inside a host, seen from outside.
-- `control`, `control_messages`: starts the keeper and asks it.
+- `control`, `control_messages`: starts the keeper and asks it; a process inside a host, seen from
+  outside.
 - `permission`: what to say to a user who may not.
-- `keeper`: the process that holds every namespace; its death removes everything.
-- `switchboard`: namespaces, bridges, veth pairs.
+- `keeper`: the process that holds every namespace, and makes bridges and veth pairs; its death
+  removes everything.
 - `shaping`: rate, delay and loss of one link.
-- `spawning`: the keeper's own children.
 - `namespaces`: unshare, setns, mount, prctl.
 - `kernel_features`: what the kernel must have.
 - `network_plan`: a cluster as hosts and devices; no I/O.

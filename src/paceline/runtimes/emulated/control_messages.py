@@ -49,11 +49,9 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Build(msgspec.Struct, tag=True, kw_only=True):
-    """Make the whole network. Answered by `Built`. *mtu*: bytes of the largest packet; TCP's are
-    those of an Ethernet all the same."""
+    """Make the whole network. Answered by `Built`."""
 
     racks: int
-    mtu: int
     hosts: list[HostPlan]
     links: list[LinkPlan]
 
@@ -163,7 +161,7 @@ _decode_request = msgspec.json.Decoder(Request).decode
 _decode_answer = msgspec.json.Decoder(Answer).decode
 
 
-class Line:
+class ControlChannel:
     """One end of the connection between client and keeper."""
 
     def __init__(self, connection: socket.socket) -> None:

@@ -24,24 +24,34 @@ Both stand in a session of their own, where Ctrl-C does not reach them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import selectors
 import signal
 import socket
+import subprocess
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from pyroute2 import IPRoute, NetlinkError  # type: ignore[import-untyped]
 
 from paceline.runtimes.emulated import namespaces
 from paceline.runtimes.emulated.control_messages import (
+    INTERFACE,
+    NETWORK,
     Answer,
     AskStatus,
     Build,
     Built,
+    ControlChannel,
     Cut,
     Done,
     Failed,
-    Line,
+    HostPlan,
+    LinkPlan,
     Mode,
     OpenSocket,
     Probe,
@@ -51,18 +61,312 @@ from paceline.runtimes.emulated.control_messages import (
     Request,
     SetRate,
     Spawn,
+    Spawned,
     Status,
 )
 from paceline.runtimes.emulated.errors import KernelLacksError
 from paceline.runtimes.emulated.kernel_features import FEATURES
-from paceline.runtimes.emulated.spawning import Processes
-from paceline.runtimes.emulated.switchboard import Switchboard
+from paceline.runtimes.emulated.shaping import Bucket, Shaper, segment_bytes
+
+
+class Processes:
+    """The keeper's children, by a number that is never used twice.
+
+    The keeper is also the first process of its process-number namespace, so orphans
+    become its children and are collected here too.
+    """
+
+    def __init__(self, proc: Path) -> None:
+        """*proc* is a /proc that numbers processes as the rest of the machine does."""
+        self._proc = proc
+        self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
+        self._codes: dict[int, int] = {}
+        self._started = 0
+
+    def spawn(
+        self, request: Spawn, namespace: int, streams: list[int]
+    ) -> tuple[Spawned, int]:
+        """Start a process in a network namespace, with the given standard streams.
+
+        Returns what to tell, and a descriptor of the process. Raises `OSError`.
+        """
+        standard_input, output, errors = streams
+        with namespaces.inside(namespace):
+            child = subprocess.Popen(
+                request.arguments,
+                env=dict(request.environment),
+                cwd=request.directory,
+                stdin=standard_input,
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+            )
+        self._started += 1
+        self._running[child.pid] = (self._started, child)
+        descriptor = os.pidfd_open(child.pid)
+        return Spawned(
+            process=self._started, pid=self._machine_pid(descriptor)
+        ), descriptor
+
+    def collect(self) -> None:
+        """Note how those have ended that ended, orphans included."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            number, child = self._running.pop(pid, (0, None))
+            if child is not None:
+                child.returncode = os.waitstatus_to_exitcode(status)
+                self._codes[number] = child.returncode
+
+    def code(self, process: int) -> int | None:
+        """How a process ended, or None."""
+        self.collect()
+        return self._codes.get(process)
+
+    def _machine_pid(self, descriptor: int) -> int:
+        """The number that a process has outside. Only a process that has not been
+        collected has one, so it is asked for at once."""
+        text = (self._proc / "self" / "fdinfo" / str(descriptor)).read_text()
+        (line,) = (line for line in text.splitlines() if line.startswith("Pid:"))
+        return int(line.split()[1])
+
+
+_LOOPBACK = 1
+_CORE = "core"
+_CONGESTION_CONTROL = "cubic"
+_PERMANENT = 0x80
+ETHERNET_MTU = 1500
+ETHERNET_HEADER = 14
+
+
+@contextlib.contextmanager
+def needs(feature: str) -> Iterator[None]:
+    """Turn the kernel's refusal into a `KernelLacksError` that names the feature."""
+    try:
+        yield
+    except NetlinkError as error:
+        raise KernelLacksError(
+            f"expected a kernel with {feature}, but it answered: {error}. An emulated "
+            f"cluster {FEATURES[feature].how_to_get()}"
+        ) from error
+
+
+class NetworkBuilder:
+    """All namespaces, links and rules of one emulated cluster."""
+
+    def __init__(self) -> None:
+        self._netlink = IPRoute()
+        self._hosts: list[int] = []
+        self._links: list[LinkPlan] = []
+        self._shapers: list[Shaper] = []
+
+    def build(self, request: Build) -> bool:
+        """Make the network; false if the kernel cannot delay packets.
+
+        Raises `KernelLacksError` or `NetlinkError`; what was made until then goes with
+        the keeper.
+        """
+        delayed = "netem" not in self.probe(["netem"])
+        self._links = request.links
+        _without_ipv6()
+        self._netlink.link("set", index=_LOOPBACK, state="up")
+        self._bridge(_CORE)
+        for rack in range(request.racks):
+            self._bridge(f"rack{rack}")
+            with needs("veth"):
+                self._netlink.link(
+                    "add", ifname=f"u{rack}", kind="veth", peer={"ifname": f"d{rack}"}
+                )
+            self._plug(f"u{rack}", f"rack{rack}")
+            self._plug(f"d{rack}", _CORE)
+        for number, host in enumerate(request.hosts):
+            self._hosts.append(namespaces.new_network())
+            self._wire(number, host)
+        for number in range(len(request.hosts)):
+            self._furnish(number, request)
+        for link in request.links:
+            with self._netlink_of(link) as netlink:
+                index = self._index(netlink, link.device)
+                delay = link.delay if delayed else 0.0
+                shaper = Shaper(index, link.rate, delay, ETHERNET_MTU + ETHERNET_HEADER)
+                with needs("tbf"):
+                    shaper.install(netlink)
+                _limit_segments(netlink, index, link.rate)
+                self._shapers.append(shaper)
+        return delayed
+
+    def set_rate(self, link: int, rate: float) -> None:
+        """Shape a link to another wire rate."""
+        with self._netlink_of(self._links[link]) as netlink:
+            shaper = self._shapers[link]
+            _limit_segments(netlink, shaper.index, rate)
+            shaper.set_rate(netlink, rate)
+
+    def cut(self, link: int) -> None:
+        """Lose every packet on a link."""
+        with self._netlink_of(self._links[link]) as netlink:
+            self._shapers[link].cut(netlink)
+
+    def repair(self, link: int) -> None:
+        """Let packets flow again."""
+        with self._netlink_of(self._links[link]) as netlink:
+            self._shapers[link].repair(netlink)
+
+    def namespace(self, host: int) -> int:
+        """The descriptor that holds a host's network namespace."""
+        return self._hosts[host]
+
+    def open_socket(self, host: int) -> socket.socket:
+        """A TCP socket in a host: it stays there, whoever uses it."""
+        with namespaces.inside(self._hosts[host]):
+            return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+
+    def probe(self, features: list[str]) -> dict[str, str]:
+        """Try features in a scratch namespace; what is missing, with the kernel's words."""
+        scratch = namespaces.new_network()
+        with namespaces.inside(scratch), IPRoute() as netlink:
+            return {
+                feature: text
+                for feature in features
+                if (text := _try_feature(netlink, feature)) is not None
+            }
+
+    def _bridge(self, name: str) -> None:
+        with needs("bridge"):
+            self._netlink.link(
+                "add",
+                ifname=name,
+                kind="bridge",
+                br_stp_state=0,
+                br_forward_delay=0,
+                br_mcast_snooping=0,
+            )
+        index = self._index(self._netlink, name)
+        self._netlink.link("set", index=index, state="up")
+
+    def _plug(self, name: str, bridge: str) -> None:
+        self._netlink.link(
+            "set",
+            index=self._index(self._netlink, name),
+            master=self._index(self._netlink, bridge),
+            state="up",
+        )
+
+    def _wire(self, number: int, host: HostPlan) -> None:
+        """A cable from a host to its rack's bridge."""
+        with namespaces.inside(self._hosts[number]):
+            _without_ipv6()
+        with needs("veth"):
+            self._netlink.link(
+                "add",
+                ifname=f"h{number}",
+                kind="veth",
+                peer={
+                    "ifname": INTERFACE,
+                    "address": host.hardware_address,
+                    "net_ns_fd": self._hosts[number],
+                },
+            )
+        self._plug(f"h{number}", f"rack{host.rack}")
+
+    def _furnish(self, number: int, request: Build) -> None:
+        """Addresses, and everybody else's: the kernel's table of learnt neighbours is
+        one for all namespaces, and too small for every host to know every other."""
+        with self._inside(number) as netlink:
+            index = self._index(netlink, INTERFACE)
+            netlink.link("set", index=_LOOPBACK, state="up")
+            address = request.hosts[number].address
+            netlink.addr("add", index=index, address=address, prefixlen=32)
+            netlink.link("set", index=index, state="up")
+            _route(netlink, index, address)
+            for other, host in enumerate(request.hosts):
+                if other != number:
+                    netlink.neigh(
+                        "add",
+                        dst=host.address,
+                        lladdr=host.hardware_address,
+                        ifindex=index,
+                        state=_PERMANENT,
+                    )
+
+    @contextlib.contextmanager
+    def _inside(self, host: int) -> Iterator[Any]:
+        with namespaces.inside(self._hosts[host]), IPRoute() as netlink:
+            yield netlink
+
+    @contextlib.contextmanager
+    def _netlink_of(self, link: LinkPlan) -> Iterator[Any]:
+        if link.host is None:
+            yield self._netlink
+        else:
+            with self._inside(link.host) as netlink:
+                yield netlink
+
+    @staticmethod
+    def _index(netlink: Any, name: str) -> int:
+        index: int = netlink.link_lookup(ifname=name)[0]
+        return index
+
+
+def _without_ipv6() -> None:
+    """No neighbour discovery in the background; where /proc/sys cannot be written to,
+    the few packets of it do no harm."""
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+
+
+def _route(netlink: Any, index: int, address: str) -> None:
+    """Reach all hosts, with Linux's usual congestion control where the kernel has it:
+    what this machine prefers for itself (bbr, say) is not what a cluster has."""
+    route = {"dst": NETWORK, "oif": index, "scope": "link", "prefsrc": address}
+    try:
+        wanted = {"cc_algo": _CONGESTION_CONTROL}
+        netlink.route("add", **route, metrics=wanted)
+    except NetlinkError:
+        netlink.route("add", **route)
+
+
+def _limit_segments(netlink: Any, index: int, rate: float) -> None:
+    """Have senders hand over about a millisecond in one piece (see shaping)."""
+    netlink.link("set", index=index, gso_max_size=segment_bytes(rate))
+
+
+def _try_feature(netlink: Any, feature: str) -> str | None:
+    """The kernel's words if it lacks a feature."""
+    try:
+        if feature == "bridge":
+            netlink.link("add", ifname="scratch-bridge", kind="bridge")
+            return None
+        if not netlink.link_lookup(ifname="scratch"):
+            netlink.link(
+                "add", ifname="scratch", kind="veth", peer={"ifname": "scratch-peer"}
+            )
+        index = netlink.link_lookup(ifname="scratch")[0]
+        if feature == "tbf":
+            bucket = Bucket.of(1e6)
+            netlink.tc(
+                "replace",
+                "tbf",
+                index,
+                rate=bucket.rate,
+                burst=bucket.burst,
+                limit=bucket.limit,
+            )
+        elif feature == "netem":
+            netlink.tc("replace", "netem", index, delay=1000)
+    except NetlinkError as error:
+        return str(error)
+    return None
 
 
 def main(connection: int, launcher: int) -> int:
     """The guard: *connection* is the keeper's end to the launcher, *launcher* a
     descriptor of that process."""
-    line = Line(socket.socket(fileno=connection))
+    line = ControlChannel(socket.socket(fileno=connection))
     # Whatever the launcher had done about signals is none of the hosts' business.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -96,13 +400,13 @@ def main(connection: int, launcher: int) -> int:
 class Keeper:
     """Answers questions until the connection ends."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: ControlChannel) -> None:
         self._line = line
         # Opened before another /proc covers it.
         machine = os.open("/proc", os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
         self._own_proc = namespaces.mount_own_proc()
         self._processes = Processes(Path(f"/proc/self/fd/{machine}"))
-        self._switchboard = Switchboard()
+        self._switchboard = NetworkBuilder()
 
     def serve(self, mode: Mode) -> None:
         """Speak first, then answer; collect children as they end."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Wanted:
+class KernelFeature:
     """One kernel feature: its *purpose*, whether nothing goes without it, its module."""
 
     purpose: str
@@ -23,8 +23,10 @@ class Wanted:
 
 
 FEATURES = {
-    "veth": Wanted("cables between hosts and switches", True, "CONFIG_VETH", "veth"),
-    "bridge": Wanted("switches", True, "CONFIG_BRIDGE", "bridge"),
-    "tbf": Wanted("link rates, cuts", True, "CONFIG_NET_SCH_TBF", "sch_tbf"),
-    "netem": Wanted("latency", False, "CONFIG_NET_SCH_NETEM", "sch_netem"),
+    "veth": KernelFeature(
+        "cables between hosts and switches", True, "CONFIG_VETH", "veth"
+    ),
+    "bridge": KernelFeature("switches", True, "CONFIG_BRIDGE", "bridge"),
+    "tbf": KernelFeature("link rates, cuts", True, "CONFIG_NET_SCH_TBF", "sch_tbf"),
+    "netem": KernelFeature("latency", False, "CONFIG_NET_SCH_NETEM", "sch_netem"),
 }

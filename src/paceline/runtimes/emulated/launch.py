@@ -15,24 +15,99 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.cluster.cluster import Rule
 from paceline.cluster.cluster_file import cluster_toml
-from paceline.cluster.network_rules import Rule
-from paceline.errors import PacelineError
+from paceline.collectives.in_network.aggregator_addresses import AGGREGATORS_VARIABLE
+from paceline.errors import PacelineError, UsageError
 from paceline.run_options import RunOptions
 from paceline.runtimes import progress
-from paceline.runtimes.emulated.aggregators import Aggregators
+from paceline.runtimes.emulated.control import HostProcess
 from paceline.runtimes.emulated.control_messages import INTERFACE
-from paceline.runtimes.emulated.host_process import HostProcess
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
+from paceline.runtimes.emulated.network_plan import Host
 from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
-from paceline.runtimes.failures import Failure, reported, summary
-from paceline.runtimes.output import Shown, WorkerOutput
-from paceline.runtimes.processes import end_all, wait_for_all
+from paceline.runtimes.processes import (
+    Failure,
+    Shown,
+    WorkerOutput,
+    end_all,
+    failure_summary,
+    reported_error,
+    wait_for_all,
+)
 from paceline.runtimes.real.peer_monitor import exit_grace
 from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
-from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN, TRUSTED
+
+AGGREGATOR_PORT = 29700
+PACKET_BYTES = 1500
+
+
+class Aggregators:
+    """One for each rack of *fabric*'s cluster that aggregates, for the length of a job."""
+
+    def __init__(self, fabric: EmulatedNetwork) -> None:
+        self._fabric = fabric
+        self.processes: list[HostProcess] = []
+        self._watched = True
+
+    def start(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Start them, and wait until they listen; the variables by which workers find them.
+        Raises `UsageError`."""
+        # Nobody but this job's own processes is on this network.
+        own = {**environment, TRUSTED: "1"}
+        for host in self._fabric.aggregators:
+            command = [
+                *(sys.executable, "-m", "paceline", "aggregate"),
+                *("--listen", f"{host.address}:{AGGREGATOR_PORT}"),
+                *self._memory(host),
+            ]
+            process = self._fabric.popen(
+                host.number, command, env=own, stdin=subprocess.DEVNULL
+            )
+            self.processes.append(process)
+        for host, process in zip(self._fabric.aggregators, self.processes, strict=True):
+            self._wait_for(host, process)
+            threading.Thread(
+                target=self._watch, args=(host, process), daemon=True
+            ).start()
+        if not self.processes:
+            return {}
+        named = (
+            f"{one.rack}={one.address}:{AGGREGATOR_PORT}"
+            for one in self._fabric.aggregators
+        )
+        return {AGGREGATORS_VARIABLE: ",".join(named)}
+
+    def forget(self) -> None:
+        """The job is over: that they end now is no news."""
+        self._watched = False
+
+    def _memory(self, host: Host) -> list[str]:
+        """A slot has room for a packet's sum, and as much that waits to be sent."""
+        slots = self._fabric.cluster.racks[host.rack].slots
+        return [] if slots is None else ["--memory", f"{2 * PACKET_BYTES * slots} B"]
+
+    def _wait_for(self, host: Host, process: HostProcess) -> None:
+        over = time.monotonic() + timeouts.aggregator_start
+        while process.poll() is None and time.monotonic() < over:
+            with self._fabric.socket(host.number) as tried:
+                if tried.connect_ex((host.address, AGGREGATOR_PORT)) == 0:
+                    return
+            time.sleep(0.02)
+        raise UsageError(f"{host.name} did not start; see above for what it said")
+
+    def _watch(self, host: Host, process: HostProcess) -> None:
+        status = process.wait()
+        if self._watched:
+            print(
+                f"paceline: {host.name} has ended with status {status}",
+                file=sys.stderr,
+                flush=True,
+            )
+
 
 PORT = 29500
 """Where worker 0's store listens: on a host of its own, no port is in use."""
@@ -46,7 +121,7 @@ class EmulatedJob:
 
     def __init__(
         self,
-        fabric: Fabric,
+        fabric: EmulatedNetwork,
         script: str,
         arguments: Sequence[str],
         options: RunOptions,
@@ -82,7 +157,7 @@ class EmulatedJob:
             try:
                 self._start(scratch, path)
                 return self._supervise(scratch)
-            except ToldToEnd as told:
+            except LauncherInterrupted as told:
                 return told.say()
             finally:
                 self._aggregators.forget()
@@ -142,7 +217,7 @@ class EmulatedJob:
                 stderr=stderr,
             )
             self._processes.append(process)
-            self._output.show(worker, process)
+            self._output.show(worker, process.stdout, process.stderr)
 
     def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
         """One parameter server on each host that stands for one; returns the variables by
@@ -192,7 +267,7 @@ class EmulatedJob:
                     failures.append(self._failure(scratch, worker, running.pop(worker)))
                 break
         if failures:
-            print(f"paceline: {summary(failures)}", file=sys.stderr)
+            print(f"paceline: {failure_summary(failures)}", file=sys.stderr)
         return 1 if failures else 0
 
     def _wait_for_some(
@@ -206,8 +281,8 @@ class EmulatedJob:
         return _ended(running)
 
     def _failure(self, scratch: str, worker: int, process: HostProcess) -> Failure:
-        report = reported(_error_file(scratch, worker))
-        message = report.message
+        report = reported_error(_error_file(scratch, worker))
+        message = report.message or process.keeper_fault
         if worker in self._killed_by_rule:
             message = "by a rule of the cluster"
         return Failure(

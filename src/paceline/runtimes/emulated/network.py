@@ -2,11 +2,11 @@
 
 ::
 
-    with Fabric(cluster) as fabric:
-        print(fabric.measure().summary())
-        server = fabric.popen(0, [sys.executable, "serve.py", fabric.hosts[0].address])
-        fabric.cut(1)
-        fabric.repair(1)
+    with EmulatedNetwork(cluster) as network:
+        print(network.measure().summary())
+        server = network.popen(0, [sys.executable, "serve.py", network.hosts[0].address])
+        network.cut(1)
+        network.repair(1)
 
 Nothing is named on the machine and nothing outlives the launcher, however it ends (see
 `paceline.runtimes.emulated.keeper`). Directed links are those of the `Cluster`, numbered as
@@ -24,7 +24,7 @@ from paceline import units
 from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.runtimes.emulated import memory
-from paceline.runtimes.emulated.control import Client
+from paceline.runtimes.emulated.control import Argument, Client, HostProcess, Stream
 from paceline.runtimes.emulated.control_messages import (
     Built,
     Cut,
@@ -34,13 +34,12 @@ from paceline.runtimes.emulated.control_messages import (
     SetRate,
 )
 from paceline.runtimes.emulated.errors import EmulationError
-from paceline.runtimes.emulated.host_process import Argument, HostProcess, Stream
 from paceline.runtimes.emulated.link_check import Report, measure
 from paceline.runtimes.emulated.network_plan import Host, Plan
 from paceline.runtimes.emulated.shaping import UNLIMITED, wire_rate
 
 
-class Fabric:
+class EmulatedNetwork:
     """Hosts with shaped links, as a *cluster* describes them, plus *extra_hosts* servers.
 
     ``hosts`` has the cluster's hosts first, then the servers'; ``aggregators`` those of what
@@ -72,7 +71,7 @@ class Fabric:
         self.warnings: list[str] = []
         self._client: Client | None = None
 
-    def __enter__(self) -> Fabric:
+    def __enter__(self) -> EmulatedNetwork:
         """Make the network.
 
         Raises `EmulationPermissionError`, `KernelLacksError` or `EmulationError`; nothing
@@ -177,8 +176,8 @@ class Fabric:
     def _running(self) -> Client:
         if self._client is None:
             raise EmulationError(
-                "the emulated cluster has not been started: write `with Fabric(...) as "
-                "fabric:` and use it inside"
+                "the emulated cluster has not been started: write `with EmulatedNetwork(...) as "
+                "network:` and use it inside"
             )
         return self._client
 

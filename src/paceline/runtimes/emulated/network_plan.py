@@ -31,7 +31,6 @@ from paceline.runtimes.emulated.shaping import wire_rate
 
 __all__ = ["INTERFACE", "MAX_HOSTS", "Host", "Plan"]
 
-ETHERNET_MTU, JUMBO_MTU = 1500, 9000
 MAX_HOSTS = 1000
 """A bridge takes 1023 ports, and one goes to the core."""
 
@@ -91,12 +90,6 @@ class Plan:
             )
             for i, rack in enumerate(aggregating)
         )
-
-    @property
-    def mtu(self) -> int:
-        """Of all links: large where datagrams are added up, which costs processors by the
-        datagram, and all hosts share this machine's."""
-        return JUMBO_MTU if self.aggregators else ETHERNET_MTU
 
     def link_name(self, link: int) -> str:
         """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
@@ -161,7 +154,6 @@ class Plan:
                 )
         return Build(
             racks=len(self.cluster.racks),
-            mtu=self.mtu,
             hosts=hosts,
             links=[link for link in links if link is not None],
         )

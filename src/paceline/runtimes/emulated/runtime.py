@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +15,7 @@ from paceline.run_options import RunOptions
 from paceline.runtimes import progress
 from paceline.runtimes.real.cluster_check import load_of
 from paceline.runtimes.real.compute import PacedCompute
-from paceline.runtimes.real.runtime import RealRuntime
+from paceline.runtimes.real.runtime import HostClock, RealRuntime
 from paceline.units import show_seconds
 
 BEHIND = 1.25
@@ -44,26 +43,26 @@ class EmulatedRuntime(RealRuntime):
         # Hosts are its own, so nobody has to be asked; and scripts may pace before they
         # connect.
         self._learn_cluster()
-        tell = progress.teller()
+        tell = progress.step_reporter()
         if tell is not None:
             self.recorder.observers.append(tell)
         self._pace: Workload | None = None
         if options.pace is not None:
             self._pace = Workload.load(options.pace)
-        self._paced_by_script = False
+        self.clock = PacedClock(self)
+        self.paced_by_script = False
 
     @property
     def speed(self) -> float:
         """This worker's relative compute speed."""
-        speeds = self.speeds
-        return 1.0 if speeds is None else speeds[self.rank]
+        return 1.0 if self.cluster is None else self.cluster.speeds[self.rank]
 
     def _find_cluster(self, file: str | None) -> Cluster | None:
         return None if file is None else load_of(file, self.size)
 
     @property
     def compute_from(self) -> str:
-        if self._paced_by_script:
+        if self.paced_by_script:
             return "paced by the script"
         if self._paced:
             workload = self.options.pace or "the workload that the model stands for"
@@ -75,7 +74,7 @@ class EmulatedRuntime(RealRuntime):
         computing that is measured."""
         cores = len(os.sched_getaffinity(0))
         who = f"{self.size} workers compute on {cores} core{'s' * (cores > 1)}"
-        if self._paced_by_script:
+        if self.paced_by_script:
             return ()
         if not self._paced:
             if self.size <= cores:
@@ -97,14 +96,13 @@ class EmulatedRuntime(RealRuntime):
 
     @property
     def workload(self) -> Workload | None:
-        return None if self._paced_by_script else super().workload
+        return None if self.paced_by_script else super().workload
 
-    def pace(self, seconds: float) -> None:
-        self._paced_by_script = True
+    def pace_by_script(self) -> None:
+        """From now on the script says itself what it computes."""
+        self.paced_by_script = True
         for compute in self._paced:
-            compute.give_up()  # the script says itself what it computes
-        if seconds:
-            time.sleep(seconds / self.speed)
+            compute.give_up()
 
     def compute(
         self,
@@ -123,3 +121,14 @@ class EmulatedRuntime(RealRuntime):
         )
         self._paced.append(PacedCompute(workload, samples, self.speed))
         return self._paced[-1]
+
+
+class PacedClock(HostClock):
+    """The host's clock, on which a worker of speed 0.5 takes twice as long."""
+
+    def __init__(self, runtime: EmulatedRuntime) -> None:
+        self._runtime = runtime
+
+    def pace(self, seconds: float) -> None:
+        self._runtime.pace_by_script()
+        super().pace(seconds / self._runtime.speed)

@@ -2,15 +2,14 @@
 
 - `runtime`: the runtime itself; start here.
 - `launch`: ``paceline run`` over torchrun's launch API.
-- `services`, `server_process`, `dedicated_servers`: servers, started or found.
-- `addresses`: where everything listens that workers must reach.
-- `job_store`: what workers tell each other through torch's store.
+- `services`, `server_process`: servers, started or found.
+- `job_store`: what workers tell each other through torch's store; where everything listens that
+  they must reach.
 - `cluster_check`: the cluster that a job is told of, and whether it can be right.
-- `peer_monitor`, `failure_hub`: how every survivor learns which rank died.
+- `peer_monitor`: how every survivor learns which rank died.
 - `hang_report`: names the rank that the others wait for.
 - `exit`: how a worker process ends.
 - `supervisor`: ``paceline run --survive``: a job that goes on when processes die.
 - `supervised_servers`, `supervised_worker`, `external_worker`: its servers and workers.
 - `compute`: takes a workload's compute times.
-- `line_output`: lines of several workers come out whole.
 """

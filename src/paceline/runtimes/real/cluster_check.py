@@ -24,7 +24,7 @@ import msgspec
 from paceline.cluster import Cluster, cluster_toml, load_cluster, parse_cluster
 from paceline.errors import ClusterError, PacelineError
 from paceline.run_options import CLUSTER_VARIABLE
-from paceline.runtimes.real.job_store import Board, Store
+from paceline.runtimes.real.job_store import JobStore, Store
 
 KEY = "paceline/cluster"
 _ADVICE = (
@@ -33,7 +33,7 @@ _ADVICE = (
 )
 
 
-class Seat(msgspec.Struct, kw_only=True):
+class WorkerLocation(msgspec.Struct, kw_only=True):
     """Where one worker runs, and which cluster it was told of."""
 
     name: str
@@ -47,14 +47,14 @@ class Seat(msgspec.Struct, kw_only=True):
     """Of what is in the file, if that can be read here."""
 
 
-class Verdict(msgspec.Struct, kw_only=True):
+class ClusterDecision(msgspec.Struct, kw_only=True):
     """What rank 0 has found: a *cluster* as TOML, or a *fault*, or neither."""
 
     cluster: str = ""
     fault: str = ""
 
 
-def seat(file: str | None = None) -> Seat:
+def seat(file: str | None = None) -> WorkerLocation:
     """This process's. A machine is told by the number of its boot, which its containers
     share, and a host by its network's number besides; where the system has neither, by its
     name."""
@@ -64,7 +64,9 @@ def seat(file: str | None = None) -> Seat:
         network = str(Path("/proc/self/ns/net").readlink())
     except OSError:
         machine = network = name
-    mine = Seat(name=name, machine=machine, host=f"{name} {machine} {network}")
+    mine = WorkerLocation(
+        name=name, machine=machine, host=f"{name} {machine} {network}"
+    )
     if file is not None:
         mine.file = file
         with contextlib.suppress(
@@ -74,7 +76,7 @@ def seat(file: str | None = None) -> Seat:
     return mine
 
 
-def find_cluster(
+def agree_on_cluster(
     rank: int,
     size: int,
     file: str | None,
@@ -83,26 +85,26 @@ def find_cluster(
 ) -> Cluster | None:
     """The cluster of a job of *size* workers, of whom this one was told of *file*; None where
     nobody was told. Collective. Raises `ClusterError`, on every rank."""
-    board = Board(store, size, environment)
+    board = JobStore(store, size, environment)
     board.say(f"{KEY}/{rank}", msgspec.json.encode(seat(file)).decode())
     if rank == 0:
-        verdict = Verdict()
+        verdict = ClusterDecision()
         try:
             words = [board.hear(f"{KEY}/{other}") for other in range(size)]
-            seats = [msgspec.json.decode(one, type=Seat) for one in words]
-            cluster = judge(seats)
+            seats = [msgspec.json.decode(one, type=WorkerLocation) for one in words]
+            cluster = choose_cluster(seats)
             if cluster is not None:
                 verdict.cluster = cluster_toml(cluster, exact=True)
         except (PacelineError, msgspec.MsgspecError) as error:
             verdict.fault = str(error)
         board.say(KEY, msgspec.json.encode(verdict).decode())
-    verdict = msgspec.json.decode(board.hear(KEY), type=Verdict)
+    verdict = msgspec.json.decode(board.hear(KEY), type=ClusterDecision)
     if verdict.fault:
         raise ClusterError(verdict.fault)
     return parse_cluster(verdict.cluster) if verdict.cluster else None
 
 
-def judge(seats: Sequence[Seat]) -> Cluster | None:
+def choose_cluster(seats: Sequence[WorkerLocation]) -> Cluster | None:
     """The cluster of rank 0's file. Raises `ClusterError` where it is not these workers'."""
     told = [rank for rank, seat in enumerate(seats) if seat.file]
     if not told:
@@ -141,7 +143,7 @@ def load_of(file: str, size: int) -> Cluster:
     return cluster
 
 
-def check_places(cluster: Cluster, seats: Sequence[Seat]) -> None:
+def check_places(cluster: Cluster, seats: Sequence[WorkerLocation]) -> None:
     """Raise `ClusterError` where workers share a machine in one of the two and not in the
     other, or are on another than is named, unless all of them share one."""
     if len({seat.host for seat in seats}) == 1:

@@ -7,7 +7,8 @@ from collections import deque
 from statistics import median
 
 from paceline.cluster.workload import Workload
-from paceline.interfaces import CodingStage, Compressor
+from paceline.compression import GradientCompression
+from paceline.interfaces import CodingStage
 
 PASSES_KEPT = 200
 """For a median of how late they were."""
@@ -80,11 +81,15 @@ class PacedCompute:
     def gradient_taken(self) -> None:
         pass
 
-    def codes_with(self, compressor: Compressor) -> None:
+    def uses_compressor(self, compression: GradientCompression) -> None:
         """It takes its own time."""
 
     def coded(
-        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+        self,
+        compression: GradientCompression,
+        workers: int,
+        size: float,
+        stage: CodingStage,
     ) -> None:
         """It takes its own time."""
 

@@ -48,22 +48,13 @@ import msgspec
 import torch.distributed as dist
 
 from paceline.errors import PacelineError, PeerLostError
-from paceline.runtimes.processes import end_with_parent, reader_has_gone
+from paceline.runtimes.exec_with_parent import end_with_parent
+from paceline.runtimes.processes import is_consequence, reader_has_gone
 from paceline.runtimes.python_internals import call_finalizers, end_children
 from paceline.torch_internals import forget_default_group
 
-LOST_PEER = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "remote process exited",
-    PeerLostError.__name__,
-)
-"""What gloo, NCCL and `peer_monitor` say in a worker whose peer ended: no cause, but a
-consequence."""
 
-
-class Ending:
+class ExitWatcher:
     """Watches how this process ends.
 
     *steps* counts the optimizer steps so far; *close* is what is put off until a good end,
@@ -106,7 +97,7 @@ class Ending:
             cause = f"failed with {kind.__name__}: {error}"
             self._note_bad_end(status, "was interrupted" if interrupted else cause)
             if os.getpid() == self._process:
-                report_to_launcher(error)
+                write_torchelastic_error(error)
             if isinstance(error, PacelineError):
                 traceback = _frames_of_script(traceback)
                 error.__cause__, error.__suppress_context__ = None, True
@@ -159,19 +150,19 @@ class Ending:
             status, cause, steps = self._bad_end
             if steps == self._steps():
                 self._leave(cause)
-                end_at_once(status)
+                exit_now(status)
         try:
             self._close()
             if dist.is_initialized():
                 dist.destroy_process_group()
         except BaseException as error:
-            report_to_launcher(error)
+            write_torchelastic_error(error)
             if isinstance(error, PacelineError):
                 print(f"paceline: {error}", file=sys.stderr)
             else:
                 tracebacks.print_exc()
             self._leave(f"failed at its end: {error}")
-            end_at_once(1)
+            exit_now(1)
         self._put_back()
         self._leave(None)
 
@@ -191,7 +182,7 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
     return shown
 
 
-def report_to_launcher(error: BaseException) -> None:
+def write_torchelastic_error(error: BaseException) -> None:
     """Leave the error where torchrun looks for it, in its form: `ErrorHandler`'s would
     not show the traceback of an exception that nobody handles."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -200,9 +191,7 @@ def report_to_launcher(error: BaseException) -> None:
     traceback = "".join(tracebacks.format_exception(error))
     # torchrun takes the lowest of these, in whole seconds, for the first cause, and dates
     # a killed worker when it notices: a consequence is put safely after its cause.
-    lost_a_peer = isinstance(error, PeerLostError) or any(
-        words in str(error) for words in LOST_PEER
-    )
+    lost_a_peer = isinstance(error, PeerLostError) or is_consequence(str(error))
     timestamp = int(time.time()) + (2 if lost_a_peer else 0)
     details = {"py_callstack": traceback, "timestamp": str(timestamp)}
     if isinstance(error, PacelineError) and not error.restart_helps:
@@ -215,7 +204,7 @@ def report_to_launcher(error: BaseException) -> None:
         unfinished.replace(path)
 
 
-def end_at_once(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process without taking the interpreter down.
 
     What Python tidies up at exit is tidied up: child processes, temporary folders, logs.

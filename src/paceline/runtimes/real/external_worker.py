@@ -24,11 +24,14 @@ from paceline.core.settings import Settings
 from paceline.errors import PeerLostError, UsageError
 from paceline.run_options import RunOptions
 from paceline.runtimes import launchers
-from paceline.runtimes.real.addresses import found_at
-from paceline.runtimes.real.dedicated_servers import addresses_at
-from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
+from paceline.runtimes.real.job_store import host_to_connect
+from paceline.runtimes.real.server_process import (
+    ADDRESSES_VARIABLE,
+    SURVIVE_VARIABLE,
+    addresses_at,
+)
 from paceline.timeouts import timeouts
-from paceline.transport.connection import RemoteServer
+from paceline.transport.connection import ServerConnection
 from paceline.transport.protocol import BEFORE_IT_STOOD, IS_HERE
 from paceline.transport.security import choose
 
@@ -151,10 +154,10 @@ def size_at(
     this job; `PeerLostError` as `connected` does.
     """
     (address,) = addresses_at(server, environment)
-    name, host = "server 0", found_at(address.host, environment)
+    name, host = "server 0", host_to_connect(address.host, environment)
 
     def ask() -> int:
-        end = RemoteServer(
+        end = ServerConnection(
             name,
             host,
             address.port,

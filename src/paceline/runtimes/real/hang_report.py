@@ -22,15 +22,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from paceline.collectives import process_groups
 from paceline.records import StepRecorder
-from paceline.runtimes.python_internals import frames_of
+from paceline.runtimes.python_internals import Frame, file_of, frames_of
 from paceline.timeouts import timeouts
-from paceline.torch_internals import AUTOGRAD, COLLECTIVES
+from paceline.torch_internals import AUTOGRAD, COLLECTIVES, collectives_begun
 
 LOOKS = 10
 """How often a rank looks at itself in `Timeouts.rank_hang`."""
@@ -41,8 +40,9 @@ MOST_FRAMES = 8
 PLACE_CHARACTERS, NAME_CHARACTERS = 80, 30
 """Of each frame. In UTF-8, all frames fit into a line of the hub's."""
 
-_WAIT_IN = (COLLECTIVES, process_groups.__name__)
+_WAIT_IN = (file_of(COLLECTIVES), process_groups.__file__)
 """A script that is in these modules waits for other ranks."""
+_AUTOGRAD_FILE = file_of(AUTOGRAD)
 _NOT_THE_SCRIPT = (
     "<",
     f"{Path(__file__).parents[2]}{os.sep}",
@@ -86,7 +86,8 @@ class HangWatch:
         """Where the script is now. Call it often: it sees changes between two calls."""
         frames = frames_of(self._thread)
         wait = self._wait(frames)
-        mark = (self._recorder.step_count, self._recorder.messages, wait)
+        sent = self._recorder.messages, collectives_begun()
+        mark = (self._recorder.step_count, sent, wait)
         now = time.monotonic()
         if mark != self._mark:
             self._mark, self._since = mark, now
@@ -99,16 +100,16 @@ class HangWatch:
             stack=[] if wait is not None else stack_of(frames),
         )
 
-    def _wait(self, frames: Sequence[FrameType]) -> object:
+    def _wait(self, frames: Sequence[Frame]) -> object:
         """What tells the wait that the script is in from others; None: it does not wait."""
         blocked = self._recorder.blocked
         own = blocked.get(self._thread)
         if own is not None:
             return own
         for frame in frames:
-            if frame.f_globals.get("__name__") in _WAIT_IN:
-                return id(frame), frame.f_lasti
-        if frames and frames[0].f_globals.get("__name__") == AUTOGRAD:
+            if frame.file in _WAIT_IN:
+                return frame
+        if frames and frames[0].file == _AUTOGRAD_FILE:
             # On a device, hooks run on a thread of autograd's, and may wait there.
             return next(iter(list(blocked.values())), None)
         return None
@@ -213,18 +214,14 @@ class Hangs:
         return f"{sentence}It is in step {at.step}, at {at.stack[-1]}:{frames}"
 
 
-def stack_of(frames: Sequence[FrameType]) -> list[str]:
+def stack_of(frames: Sequence[Frame]) -> list[str]:
     """The script's own of *frames* (the innermost one first), as lines, the innermost one last;
     without such frames, those of libraries."""
-    own = [
-        frame
-        for frame in frames
-        if not frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT)
-    ]
+    own = [frame for frame in frames if not frame.file.startswith(_NOT_THE_SCRIPT)]
     return [_line_of(frame) for frame in (own or frames)[MOST_FRAMES - 1 :: -1]]
 
 
-def _line_of(frame: FrameType) -> str:
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"[-PLACE_CHARACTERS:]
-    line = f"{place} in {frame.f_code.co_name[:NAME_CHARACTERS]}"
+def _line_of(frame: Frame) -> str:
+    place = f"{frame.file}:{frame.line}"[-PLACE_CHARACTERS:]
+    line = f"{place} in {frame.function[:NAME_CHARACTERS]}"
     return "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -18,10 +19,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
-from paceline.runtimes.failures import Failure, summary
-from paceline.runtimes.processes import as_launcher
+from paceline.runtimes.processes import (
+    Failure,
+    as_launcher,
+    ends_with_this,
+    failure_summary,
+)
 from paceline.runtimes.python_internals import options_of
-from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from paceline.timeouts import timeouts
 
 _PLACEMENT = (
@@ -84,17 +89,20 @@ def launch(
         if "--log-dir" not in given:
             words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
         arguments = torchrun.parse_args([*words, script, *script_arguments])
+        _tie_workers_to_launcher(arguments)
         try:
             torchrun.run(arguments)
         except ChildFailedError as error:
             failures = [_failure(rank, f) for rank, f in error.failures.items()]
-            print(f"paceline: {summary(failures)}", file=sys.stderr)
+            print(f"paceline: {failure_summary(failures)}", file=sys.stderr)
             return 1
         except SignalException as error:
             name = error.sigval.name
             print(f"paceline: {name}: all workers were ended", file=sys.stderr)
             return 128 + error.sigval
-        except ToldToEnd as told:  # before torchrun listened to signals itself
+        except (
+            LauncherInterrupted
+        ) as told:  # before torchrun listened to signals itself
             return told.say()
         except (
             RendezvousError,
@@ -104,6 +112,19 @@ def launch(
             print(f"paceline: the job could not start: {error}", file=sys.stderr)
             return 1
     return 0
+
+
+def _tie_workers_to_launcher(arguments: argparse.Namespace) -> None:
+    """Have torchrun start its workers so that they end with this process."""
+    if arguments.run_path or (arguments.no_python and arguments.module):
+        return  # forked from this process; refused by torchrun
+    command = [arguments.training_script]
+    if not arguments.no_python:
+        python = os.environ.get("PYTHON_EXEC", sys.executable)
+        command = [python, "-u", *(["-m"] if arguments.module else []), *command]
+    words = ends_with_this([*command, *arguments.training_script_args])
+    arguments.no_python, arguments.module = True, False
+    arguments.training_script, *arguments.training_script_args = words
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ whoever reads the network between machines has it.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import select
 import socket
@@ -30,33 +31,222 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
 from paceline.errors import UsageError
 from paceline.interfaces.trainings import Place, Places
 from paceline.run_options import seconds_from
-from paceline.runtimes.real import addresses
-from paceline.runtimes.real.failure_hub import (
-    KEY,
-    LINE_BYTES,
-    Hello,
-    Hub,
-    News,
-    line_of,
-    make_hub,
+from paceline.runtimes.real.hang_report import LOOKS, Hangs, HangWatch, Whereabouts
+from paceline.runtimes.real.job_store import (
+    LOOPBACK,
+    Address,
+    JobStore,
+    ListenAddress,
+    Store,
+    family_of,
+    host_to_connect,
+    on_master,
 )
-from paceline.runtimes.real.hang_report import LOOKS, HangWatch
-from paceline.runtimes.real.job_store import Board, Store
 from paceline.timeouts import timeouts
 from paceline.transport import liveness
+from paceline.transport.poll_loop import PollLoop
+
+LINE_BYTES = 4096
+STRANGERS = 16
+"""Connections that have not said hello, beyond one for each rank."""
+
+KEY = "paceline/liveness"
+"""Of the hub's address."""
+
+
+class Hello(msgspec.Struct, kw_only=True):
+    """A rank introduces itself."""
+
+    token: str
+    rank: int
+    host: str
+    process: int
+
+
+class FailureNotice(msgspec.Struct, kw_only=True):
+    """How a rank ended: well (no *fault*), or how not. With *training*, it is only that
+    training which has ended for it."""
+
+    rank: int
+    fault: str | None = None
+    training: int | None = None
+    place: Place | None = None
+    """The rank goes on, and tells where it is; so many ranks are *present*."""
+    present: int = 0
+    where: Whereabouts | None = None
+    """The rank goes on; it waits for others, or was asked for this."""
+    asks: bool = False
+    """The rank that hears this is to say where it is."""
+
+
+class FailureHub:
+    """Rank 0's side: hears from all ranks, passes the first bad news on to all, and names
+    the rank that the others wait for."""
+
+    def __init__(self, size: int, meeting: ListenAddress, board: JobStore) -> None:
+        self._size = size
+        self._hangs = Hangs()
+        self._token = board.new_token()
+        self._listener = socket.create_server(
+            (meeting.bind, 0),
+            family=family_of(meeting.bind),
+            backlog=min(size, 1024),
+        )
+        self._listener.setblocking(False)
+        self._callers = liveness.Callers(size + STRANGERS, LINE_BYTES)
+        self._ranks: dict[socket.socket, Hello] = {}
+        self._loop = PollLoop()
+        self._loop.watch(self._listener, self._accept)
+        self._wake, self._waker = socket.socketpair()
+        self._loop.watch(self._waker, self._begin_to_close)
+        self._closing = False
+        for end in (self._listener, self._wake, self._waker):
+            liveness.close_in_children(end)
+        port = self._listener.getsockname()[1]
+        board.post(KEY, Address(host=meeting.publish, port=port, token=self._token))
+        self._thread = threading.Thread(
+            target=self._serve, name="paceline liveness hub", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def present(self) -> set[int]:
+        """The ranks that have said hello, and have not ended."""
+        return {hello.rank for hello in list(self._ranks.values())}
+
+    def close(self) -> None:
+        """Rank 0 ends: whoever is still connected is told that this is well."""
+        self._wake.close()
+        self._thread.join(timeout=timeouts.collective_grace)
+
+    def _serve(self) -> None:
+        try:
+            while not self._closing:
+                self._loop.handle(self._hangs.milliseconds(time.monotonic()))
+                self._name_hangs()
+            # Hear what has come already: bad news goes first.
+            while self._loop.handle(0):
+                pass
+            self._tell_all(FailureNotice(rank=0))
+        finally:
+            self._loop.let_go()
+            self._callers.close_all()
+            self._listener.close()
+            self._waker.close()
+
+    def _begin_to_close(self) -> None:
+        self._loop.unwatch(self._waker)
+        self._closing = True
+
+    def _accept(self) -> None:
+        peer = self._callers.accept(self._listener, self._drop)
+        if peer is not None:
+            self._loop.watch(peer, partial(self._read, peer))
+
+    def _read(self, peer: socket.socket) -> None:
+        said = self._callers.read(peer)
+        try:
+            for line in said.lines:
+                self._hear(peer, line)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            self._lose(peer)  # not one of ours, or no longer
+            return
+        if said.over:
+            self._lose(peer, said.error)
+
+    def _hear(self, peer: socket.socket, line: bytes) -> None:
+        if peer not in self._ranks:
+            hello = msgspec.json.decode(line, type=Hello)
+            known = hmac.compare_digest(hello.token.encode(), self._token.encode())
+            if not (known and 0 <= hello.rank < self._size):
+                raise msgspec.ValidationError("a wrong token")
+            self._ranks[peer] = hello
+            self._callers.know(peer)
+            return
+        news = msgspec.json.decode(line, type=FailureNotice)
+        if news.place is not None:
+            told = FailureNotice(rank=self._ranks[peer].rank, place=news.place)
+            told.present = len(self._ranks)
+            self._tell_all(told)
+            return
+        if news.where is not None:
+            if self._hangs.hear(self._ranks[peer].rank, news.where, time.monotonic()):
+                self._tell_all(FailureNotice(rank=0, asks=True), but=peer)
+            return
+        hello = self._ranks.pop(peer)
+        if news.fault is not None:
+            words = FailureNotice(
+                rank=hello.rank, fault=news.fault, training=news.training
+            )
+            self._tell_all(words)
+        if news.training is not None:
+            self._ranks[peer] = hello  # it goes on, and may end otherwise
+
+    def _lose(self, peer: socket.socket, error: OSError | None = None) -> None:
+        hello = self._ranks.pop(peer, None)
+        self._drop(peer)
+        if hello is not None:
+            fault = f"{_process_of(hello)} {liveness.how_it_ended(error)}"
+            self._tell_all(FailureNotice(rank=hello.rank, fault=fault))
+
+    def _drop(self, peer: socket.socket) -> None:
+        self._loop.unwatch(peer)
+        self._callers.close(peer)
+
+    def _name_hangs(self) -> None:
+        if not self._hangs.is_due(len(self._ranks), time.monotonic()):
+            return
+        present = {hello.rank: _process_of(hello) for hello in self._ranks.values()}
+        said = self._hangs.conclude(present, time.monotonic())
+        if said:
+            # On a thread, once per hang: a terminal that is held up must not hold up the hub.
+            threading.Thread(target=_print, args=(said,), daemon=True).start()
+
+    def _tell_all(self, news: FailureNotice, but: socket.socket | None = None) -> None:
+        for peer in list(self._ranks):
+            if peer is not but:
+                with contextlib.suppress(OSError):
+                    peer.send(line_of(news))  # fits into an idle connection's buffer
+
+
+def make_hub(size: int, board: JobStore) -> FailureHub | None:
+    """Rank 0's hub, which the *board* tells all of; or, where it cannot listen, why not."""
+    try:
+        return FailureHub(size, on_master(size), board)
+    except OSError as error:
+        address = os.environ.get("MASTER_ADDR", LOOPBACK)
+        fault = f"rank 0 cannot listen on MASTER_ADDR {address}: {error}"
+        board.post(KEY, Address(fault=fault))
+        return None
+
+
+def _process_of(hello: Hello) -> str:
+    return f"(host {hello.host}, process {hello.process})"
+
+
+def _print(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
+
+
+def line_of(words: msgspec.Struct) -> bytes:
+    """*words* as they travel."""
+    return msgspec.json.encode(words) + b"\n"
+
 
 EXIT_GRACE_VARIABLE = "PACELINE_EXIT_GRACE_SECONDS"
 _LOOK_EVERY = 0.2
 FAULT_CHARACTERS = 500
 
 
-class Liveness:
+class PeerMonitor:
     """This rank's watch over the others.
 
     *lost* is called once, on a thread of this object, with a sentence that names the rank
@@ -80,9 +270,9 @@ class Liveness:
         self._over = False
         self._places = places or Places()
         self._watch = watch
-        self.hub: Hub | None = None
+        self.hub: FailureHub | None = None
         """Rank 0's."""
-        self._board = Board(store, size)
+        self._board = JobStore(store, size)
         if rank == 0:
             self.hub = make_hub(size, self._board)
         try:
@@ -99,7 +289,7 @@ class Liveness:
                     file=sys.stderr,
                 )
             return
-        host, port = addresses.found_at(address.host), address.port
+        host, port = host_to_connect(address.host), address.port
         try:
             self._socket = socket.create_connection(
                 (host, port), timeouts.liveness_connect
@@ -131,17 +321,17 @@ class Liveness:
             file=sys.stderr,
         )
 
-    def tell_of_training(self, number: int, fault: str) -> None:
+    def report_training_failure(self, number: int, fault: str) -> None:
         """A training has ended for this rank with a *fault*; the rank itself goes on."""
         if not self._over:
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS]
-                self._say(News(rank=self._rank, fault=brief, training=number))
+                self._say(FailureNotice(rank=self._rank, fault=brief, training=number))
 
     def _tell_place(self, place: Place) -> None:
         if not self._over:
             with contextlib.suppress(OSError):
-                self._say(News(rank=self._rank, place=place))
+                self._say(FailureNotice(rank=self._rank, place=place))
 
     def close(self, fault: str | None = None) -> None:
         """This rank ends: well, or with a *fault* that the others are told."""
@@ -149,7 +339,7 @@ class Liveness:
             self._over = True
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS] if fault else None
-                self._say(News(rank=self._rank, fault=brief))
+                self._say(FailureNotice(rank=self._rank, fault=brief))
                 self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
         if self.hub is not None:  # also after bad news
             self.hub.close()
@@ -166,7 +356,7 @@ class Liveness:
     def _hear_news(self) -> None:
         try:
             for line in self._lines():
-                news = msgspec.json.decode(line, type=News)
+                news = msgspec.json.decode(line, type=FailureNotice)
                 if news.asks:
                     self._say_where(only_long_waits=False)
                     continue
@@ -217,7 +407,7 @@ class Liveness:
         if only_long_waits and not (where.waits and where.still >= timeouts.rank_hang):
             return
         with contextlib.suppress(OSError):  # the hub is lost, which is heard next
-            self._say(News(rank=self._rank, where=where))
+            self._say(FailureNotice(rank=self._rank, where=where))
 
     def _tell(self, sentence: str) -> None:
         if not self._over:
@@ -241,7 +431,10 @@ def end_after_grace(
 
     *is_blocked*: whether the training waits for others. When it has done so for
     `Timeouts.collective_grace`, or *grace* seconds have passed, the process ends."""
-    print(f"paceline: {sentence}; rank {rank} ends too", file=sys.stderr, flush=True)
+    # Without a reader of its errors, this worker has to end all the same.
+    with contextlib.suppress(OSError, ValueError):
+        words = f"paceline: {sentence}; rank {rank} ends too"
+        print(words, file=sys.stderr, flush=True)
     said.set()
     blocked_since = now = time.monotonic()
     end = now + grace

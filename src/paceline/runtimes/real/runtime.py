@@ -15,35 +15,53 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster import Cluster, Workload
-from paceline.cluster.profiling import KeptGradients, Profiler, times_of, with_times
+from paceline.cluster.profiling import GradientDump, StepProfiler, times_of, with_times
 from paceline.cluster.profiling.timers import stopwatch_for
-from paceline.collectives.continuations import ThreadRunner, WaitingRunner
-from paceline.collectives.in_network.datagram_sums import (
-    AGGREGATORS_VARIABLE,
-    aggregators_from,
-)
+from paceline.collectives.pending import ThreadRunner, WaitingRunner
 from paceline.collectives.process_groups import default_store
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import TrainingRegistry
 from paceline.records import StepRecorder
 from paceline.run_options import RunOptions
-from paceline.runtimes import launchers, progress, script_process_groups
+from paceline.runtimes import launchers, progress, spawn_check
 from paceline.runtimes.launchers import Place
+from paceline.runtimes.processes import is_consequence, write_whole_lines
 from paceline.runtimes.python_internals import main_thread_is_in
 from paceline.runtimes.real import external_worker
-from paceline.runtimes.real.cluster_check import find_cluster, load_of
+from paceline.runtimes.real.cluster_check import agree_on_cluster, load_of
 from paceline.runtimes.real.compute import PacedCompute
-from paceline.runtimes.real.exit import LOST_PEER, Ending, report_to_launcher
+from paceline.runtimes.real.exit import ExitWatcher, write_torchelastic_error
 from paceline.runtimes.real.hang_report import HangWatch
-from paceline.runtimes.real.line_output import write_whole_lines
-from paceline.runtimes.real.peer_monitor import Liveness, end_after_grace, exit_grace
+from paceline.runtimes.real.peer_monitor import PeerMonitor, end_after_grace, exit_grace
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 from paceline.runtimes.real.services import RealServices
 from paceline.runtimes.results import Result, Summary, exchange_summaries
 from paceline.timeouts import timeouts
 from paceline.tools.report.run_files import WorkerRecords
 from paceline.torch_internals import COLLECTIVES, local_store
+
+
+class HostClock:
+    """The host's clock, as a `RuntimeClock`: all takes the time that it takes."""
+
+    is_virtual: ClassVar[bool] = False
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def pace(self, seconds: float) -> None:
+        if seconds:
+            time.sleep(seconds)
+
+    def charge(self, seconds: float, what: str) -> None:
+        """It takes the time it takes."""
+
+    def external(self, wait: Callable[[], None]) -> None:
+        wait()
+
+    def stopwatch(self, device: torch.device) -> Stopwatch:
+        return stopwatch_for(device)
 
 
 class RealRuntime:
@@ -54,9 +72,11 @@ class RealRuntime:
     """
 
     name: ClassVar[str] = "real"
+    weights: Mapping[int, int] | None = None
 
     def __init__(self, options: RunOptions) -> None:
         self.options = options
+        self.clock = HostClock()
         place = _find_place()
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
         if self.size > 1:
@@ -65,21 +85,23 @@ class RealRuntime:
         self._records: WorkerRecords | None = None
         if options.records is not None:
             # Other tools' traces, and those of other machines, are on this clock.
-            clock = time.time() - self.now()
+            clock = time.time() - self.clock.now()
             self._records = WorkerRecords(options.records, clock)
-        self.recorder = StepRecorder(self.rank, self.now, self._records)
+        self.recorder = StepRecorder(self.rank, self.clock.now, self._records)
         self.registry = TrainingRegistry(options, self._training_broke)
-        self._profilers: list[Profiler] = []
+        self._profilers: list[StepProfiler] = []
         self._paced: list[PacedCompute] = []
         self._results_written = False
-        self._liveness: Liveness | None = None
+        self._liveness: PeerMonitor | None = None
         self._services: RealServices | None = None
         self._knows_cluster = False
-        self.alone = os.environ.get(SURVIVE_VARIABLE) == "1"
-        if self.alone:
-            script_process_groups.warn_of(self.rank)
-        progress.write_there(
-            self.recorder, lambda: self.registry.first_step, alone=self.alone
+        self.server_only = os.environ.get(SURVIVE_VARIABLE) == "1"
+        if self.server_only:
+            spawn_check.warn_of_process_group(self.rank)
+        progress.attach_progress_writer(
+            self.recorder,
+            lambda: self.registry.first_step,
+            server_only=self.server_only,
         )
         self._exit_grace = exit_grace()
         self._bad_news = threading.Event()
@@ -88,27 +110,13 @@ class RealRuntime:
         self._weighed = threading.Event()
         self._weighed.set()
         self._broke = False
-        Ending(
+        ExitWatcher(
             *(lambda: self.recorder.step_count, self.close, self._leave),
-            matters=place is not None or self.size > 1 or self.alone,
+            matters=place is not None or self.size > 1 or self.server_only,
         )
 
-    @property
-    def speeds(self) -> Sequence[float] | None:
-        return None if self.cluster is None else self.cluster.speeds
-
-    @property
-    def racks(self) -> Sequence[int] | None:
-        if self.cluster is None:
-            return None
-        return [self.cluster.rack_of(worker) for worker in range(self.size)]
-
-    @property
-    def aggregators(self) -> Mapping[int, tuple[str, int]]:
-        return aggregators_from(os.environ.get(AGGREGATORS_VARIABLE, ""))
-
     def connect(self) -> None:
-        if self.alone:
+        if self.server_only:
             self._learn_cluster()
             return
         if not dist.is_initialized():
@@ -116,7 +124,7 @@ class RealRuntime:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.recorder.worker = self.rank
         if self.size > 1 and self._liveness is None:
-            self._liveness = Liveness(
+            self._liveness = PeerMonitor(
                 self.rank,
                 self.size,
                 default_store(),
@@ -138,8 +146,8 @@ class RealRuntime:
         self.cluster = self._find_cluster(self.options.cluster)
 
     def _find_cluster(self, file: str | None) -> Cluster | None:
-        if self.size > 1 and not self.alone:
-            return find_cluster(self.rank, self.size, file, default_store())
+        if self.size > 1 and not self.server_only:
+            return agree_on_cluster(self.rank, self.size, file, default_store())
         return None if file is None else load_of(file, self.size)
 
     def _initialize(self) -> None:
@@ -158,25 +166,12 @@ class RealRuntime:
 
     def services(self, job: ServiceJob) -> Sequence[Endpoint]:
         if self._services is None:
-            store = local_store() if self.alone else default_store()
+            store = local_store() if self.server_only else default_store()
             self._services = RealServices(self.rank, self.size, store, self.recorder)
         return self._services.find(job)
 
     def runner(self, name: str, *, thread: bool) -> Runner:
         return ThreadRunner(f"paceline {name}") if thread else WaitingRunner()
-
-    def now(self) -> float:
-        return time.perf_counter()
-
-    def pace(self, seconds: float) -> None:
-        if seconds:
-            time.sleep(seconds)
-
-    def spend(self, seconds: float, what: str) -> None:
-        """It takes the time it takes."""
-
-    def outside(self, wait: Callable[[], None]) -> None:
-        wait()
 
     def compute(
         self,
@@ -187,11 +182,9 @@ class RealRuntime:
         if self.options.profile is not None:
             keep = None
             if self.options.gradients is not None and self.rank == 0:
-                keep = KeptGradients(
-                    self.options.gradients, self.options.gradient_steps
-                )
-            watch = self.stopwatch(parameters[0][1].device)
-            profiler = Profiler(model, parameters, watch, keep)
+                keep = GradientDump(self.options.gradients, self.options.gradient_steps)
+            watch = self.clock.stopwatch(parameters[0][1].device)
+            profiler = StepProfiler(model, parameters, watch, keep)
             self._profilers.append(profiler)
             return profiler
         own = getattr(model, "workload", None)
@@ -204,9 +197,6 @@ class RealRuntime:
     def workload(self) -> Workload | None:
         return self._paced[0].workload if self._paced else None
 
-    def stopwatch(self, device: torch.device) -> Stopwatch:
-        return stopwatch_for(device)
-
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(-(-size // 4), device=device)
 
@@ -217,29 +207,30 @@ class RealRuntime:
 
     def _training_broke(self, number: int, cause: str) -> None:
         self._broke = True
-        if self._liveness is not None and not _is_consequence(cause):
+        if self._liveness is not None and not is_consequence(cause):
             fault = f"broke off its training: {cause}"
-            self._liveness.tell_of_training(number, fault)
+            self._liveness.report_training_failure(number, fault)
 
     def _training_of_a_peer_broke(self, number: int, sentence: str) -> None:
         """Somebody's training has ended with an error that his script has caught: those who
         are in it would wait for ever. Not so where all ranks meet the same error; it takes
         this one a moment to come to it."""
         job = self.registry
-        if job.is_over(number) and not _is_consequence(job.broken_by(number)):
+        if job.is_over(number) and not is_consequence(job.broken_by(number)):
             return
         self._weighed.clear()
-        self._ends_badly.wait(
-            timeouts.collective_grace
-        )  # of the consequence, in gloo's words
-        own = job.broken_by(number)
-        if not own or _is_consequence(own):
-            self._lost_a_peer(sentence)
-        self._weighed.set()
+        try:
+            # The consequence comes in gloo's words.
+            self._ends_badly.wait(timeouts.collective_grace)
+            own = job.broken_by(number)
+            if not own or is_consequence(own):
+                self._lost_a_peer(sentence)
+        finally:
+            self._weighed.set()
 
     def _lost_a_peer(self, sentence: str) -> None:
         self.recorder.lost = sentence
-        report_to_launcher(PeerLostError(sentence))
+        write_torchelastic_error(PeerLostError(sentence))
         end_after_grace(
             *(self.rank, sentence, self._bad_news),
             *(self._waits_for_others, self._exit_grace),
@@ -255,17 +246,24 @@ class RealRuntime:
         )
 
     def _leave(self, fault: str | None) -> None:
-        if self._liveness is None:
-            return
+        """The process is about to end, badly where there is a *fault*."""
+        if self._liveness is not None:
+            self._part_from_others(self._liveness, fault)
+        if fault is not None and self._services is not None:
+            # Launchers wait for workers, and not for the servers that these have started.
+            self._services.close()
+
+    def _part_from_others(self, liveness: PeerMonitor, fault: str | None) -> None:
         if fault is None:
             self._leaving = True
-            self._weighed.wait()  # whether this is a good end, after all
-        elif _is_consequence(fault):
+            # Whether this is a good end, after all: known within these two times.
+            self._weighed.wait(timeouts.collective_grace + self._exit_grace)
+        elif is_consequence(fault):
             # gloo or NCCL was faster: this rank's end is a consequence, and who died is
             # about to be known. Telling the others of this one would blame it.
             self._ends_badly.set()
             self._bad_news.wait(timeouts.collective_grace)
-        self._liveness.close(fault)
+        liveness.close(fault)
 
     @property
     def _broken_by(self) -> str:
@@ -276,12 +274,12 @@ class RealRuntime:
     def close(self) -> None:
         """Do what was put off until the end. Raises `PeerLostError` where the script has caught the error
         that broke its training, and whoever started this worker would take its good end for the job's."""
-        if dist.is_initialized() or self.alone:
+        if dist.is_initialized() or self.server_only:
             self.registry.end()
         if self._services is not None:
             self._services.close()
         self._write_results()
-        if self.alone and self._broken_by:
+        if self.server_only and self._broken_by:
             raise PeerLostError(
                 f"the script of worker {self.rank} ends well, though its training broke: "
                 f"{self._broken_by}. A job that survives (--survive) takes a good end for a complete "
@@ -345,7 +343,7 @@ class RealRuntime:
             if self.options.gradients is not None:
                 optimizer = self.registry.trainings[0].optimizer
                 inner = getattr(optimizer, "unwrapped", optimizer)
-                KeptGradients(self.options.gradients).keep_optimizer(inner)
+                GradientDump(self.options.gradients).keep_optimizer(inner)
 
     def _source(self) -> str:
         threads = torch.get_num_threads()
@@ -359,11 +357,6 @@ class RealRuntime:
             f"measured: medians of {len(self._profilers[0].forwards)} steps, {workers}, "
             f"{processor}"
         )
-
-
-def _is_consequence(fault: str) -> bool:
-    """Whether it only says that a peer has gone."""
-    return any(words in fault for words in LOST_PEER)
 
 
 def _find_place() -> Place | None:

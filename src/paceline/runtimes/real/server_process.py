@@ -1,7 +1,7 @@
-"""A parameter server as a process of its own, and what servers and workers are told.
+"""A server process as who starts it knows it, and what servers and workers are told.
 
-A supervisor starts one for a job that survives deaths; services beside workers are in
-`services`.
+A worker starts one for the services beside it (see `services`), a supervisor for a job that survives
+deaths.
 """
 
 from __future__ import annotations
@@ -13,24 +13,21 @@ import secrets
 import select
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import IO
 
 import msgspec
 
 from paceline.errors import UsageError
 from paceline.parameter_server.process.control import (
-    Entered,
-    Evicted,
-    Gone,
-    Introduction,
-    IsDone,
-    IsLost,
-    Listens,
-    Over,
+    LineFromServer,
+    LineToServer,
+    Listening,
 )
+from paceline.runtimes.real.job_store import Address
 from paceline.timeouts import timeouts
 from paceline.transport import liveness
+from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 """Where dedicated servers are, HOST:PORT joined by "+"."""
@@ -43,7 +40,7 @@ SERVER_ENVIRONMENT = {
     # it zeroed again for the next: a tenth of the processor time of moving a gradient.
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
-    # Servers run on threads, whose own heaps would be too small to keep it.
+    # Under Ray a server runs on a thread, whose own heap would be too small to keep it.
     "MALLOC_ARENA_MAX": "1",
 }
 
@@ -94,31 +91,32 @@ class ServerProcess:
         assert self.process.stdout is not None
         line = line_within(self.process.stdout, timeouts.server_start)
         try:
-            words = msgspec.json.decode(line, type=Listens)
+            words = msgspec.json.decode(line, type=Listening)
         except msgspec.MsgspecError:
             self.close()
+            words = Listening(
+                fault=f"it ended with status {self.process.returncode}; see above for what it said"
+            )
+        if words.fault:
+            self.close()
             raise UsageError(
-                f"{self.name} did not start at {self._host}: it ended with status "
-                f"{self.process.returncode}; see above for what it said"
-            ) from None
+                f"{self.name} did not start at {self._host}: {words.fault}"
+            )
         self.port = words.port
         return words.step
 
-    def tell(self, words: IsDone | IsLost | Introduction) -> None:
+    def tell(self, words: LineToServer) -> None:
         """Say this to it, if it has not ended."""
         self._write(msgspec.json.encode(words))
 
-    def news(self) -> list[Evicted | Entered | Gone | Over]:
+    def news(self) -> list[LineFromServer]:
         """What it has said since this was last called. Does not wait."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 0)
         if ready:
             self._heard += os.read(self.process.stdout.fileno(), 65536)
         *lines, self._heard = self._heard.split(b"\n")
-        return [
-            msgspec.json.decode(line, type=Evicted | Entered | Gone | Over)
-            for line in lines
-        ]
+        return [msgspec.json.decode(line, type=LineFromServer) for line in lines]
 
     def close(self) -> None:
         """End it, if its workers' goodbyes have not."""
@@ -149,3 +147,28 @@ def line_within(stream: IO[bytes], seconds: float) -> bytes:
     """What a process says next; nothing if that takes longer, or it has ended."""
     ready, _, _ = select.select([stream], [], [], seconds)
     return stream.readline() if ready else b""
+
+
+def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
+    """Where the servers of a place run already. Raises `UsageError`."""
+    text = environment.get(ADDRESSES_VARIABLE, "") if place == "dedicated" else place
+    if not text:
+        raise UsageError(
+            "servers=dedicated: no server has been started for this job; start each with "
+            "`paceline serve --workers N --bind HOST --port PORT`, and name them with "
+            "servers=HOST:PORT+HOST:PORT"
+        )
+    token = dedicated_token(environment)
+    if token is None:
+        raise UsageError(
+            f"servers={text}: nothing tells this worker their token. `paceline serve` has "
+            f"printed a line that exports it ({TOKEN}=...): run that line where the job is "
+            f"started, for every worker; or set the same {SECRET} for servers and workers"
+        )
+    addresses = []
+    for one in text.split("+"):
+        host, _, port = one.rpartition(":")
+        # [::1]:29600, as addresses of IPv6 are written before a port
+        host = host.removeprefix("[").removesuffix("]")
+        addresses.append(Address(host=host, port=int(port), token=token))
+    return addresses

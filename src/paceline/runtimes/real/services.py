@@ -1,101 +1,45 @@
 """Servers and other services of real workers: started beside them, or found where they are.
 
-Each worker starts those whose place is beside it, in one child process that ends with it.
+Each worker starts those whose place is beside it, all in one child process that ends with it.
 *Embedded* is beside rank 0; *per node* beside the first worker of each node; a host is the first
 worker's that runs there. Their addresses go to all workers through the job's store, and
 their tokens as `job_store` says. One that cannot start says so there, so that every worker
-raises, and none waits. Once all listen, who has started one tells it where its peers are.
+raises, and none waits. Once all listen, workers tell each what it is, and where its peers are.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
-import subprocess
-import sys
+import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import Service, ServiceJob
-from paceline.parameter_server.process.control import Introduction, Order, Place
+from paceline.interfaces import Endpoint, ServiceJob, ServiceSpec
+from paceline.interfaces.server_messages import Describe, PeerAddress
 from paceline.records import StepRecorder
 from paceline.runtimes import service_placement
-from paceline.runtimes.real import dedicated_servers, external_worker
-from paceline.runtimes.real.addresses import (
-    Meeting,
-    at_master,
-    found_at,
-    towards_master,
+from paceline.runtimes.real import external_worker
+from paceline.runtimes.real.job_store import (
+    Address,
+    JobStore,
+    Store,
+    host_to_connect,
+    on_master,
+    toward_master,
 )
-from paceline.runtimes.real.job_store import Address, Board, Store
 from paceline.runtimes.real.server_process import (
     ADDRESSES_VARIABLE,
     INCARNATION_VARIABLE,
-    SERVER_ENVIRONMENT,
     SURVIVE_VARIABLE,
-    end,
-    line_within,
+    ServerProcess,
+    addresses_at,
 )
 from paceline.timeouts import timeouts
-from paceline.transport import liveness
-from paceline.transport.connection import RemoteServer, check_listens
-from paceline.transport.peers import PeerAddress
-from paceline.transport.protocol import HAS_BEEN_HERE
-
-
-class ServicePool:
-    """One child process with all services that one worker starts."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "paceline.parameter_server.process.service_processes",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | SERVER_ENVIRONMENT,
-        )
-        assert isinstance(self._process.stdin, io.BufferedWriter)
-        liveness.close_in_children(self._process.stdin)
-
-    def start(self, order: Order, meeting: Meeting) -> Address:
-        """One more service. Raises `UsageError` if it does not start."""
-        place = self._say(order)
-        if place.fault:
-            raise UsageError(
-                f"{order.name} did not start at {meeting.bind}: {place.fault}"
-            )
-        return Address(host=meeting.publish, port=place.port, token=order.token)
-
-    def introduce(self, name: str, introduction: Introduction) -> None:
-        """Tell a service where its peers are. Raises `UsageError` if it asks nobody."""
-        place = self._say(introduction)
-        if place.fault:
-            raise UsageError(f"{name}: {place.fault}")
-
-    def close(self) -> None:
-        """End the process."""
-        end(self._process)
-
-    def _say(self, words: Order | Introduction) -> Place:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(msgspec.json.encode(words) + b"\n")
-            self._process.stdin.flush()
-        line = line_within(self._process.stdout, timeouts.server_start)
-        try:
-            return msgspec.json.decode(line, type=Place)
-        except msgspec.MsgspecError:
-            return Place(fault="its process has ended; see above for what it said")
+from paceline.transport.connection import ServerConnection, check_listens
+from paceline.transport.protocol import HAS_BEEN_HERE, ServiceKey
 
 
 @dataclass(frozen=True)
@@ -114,31 +58,47 @@ class RealServices:
     ) -> None:
         self._rank, self._workers = rank, workers
         self._store, self._recorder = store, recorder
-        self._board: Board | None = None
-        self._pool: ServicePool | None = None
-        self._jobs = 0
+        self._board: JobStore | None = None
+        self._process: ServerProcess | None = None
+        """With all services that this worker starts."""
+        self._trainings = 0
 
     def find(
         self, job: ServiceJob, environment: Mapping[str, str] = os.environ
-    ) -> list[RemoteServer]:
+    ) -> list[ServerConnection]:
         """Start what this worker has to, and connect to all. Collective."""
-        number, self._jobs = self._jobs, self._jobs + 1
-        dedicated_servers.check_supervised(job, environment)
+        number, self._trainings = self._trainings, self._trainings + 1
+        check_supervised(job, environment)
         where = Where(self._rank, self._workers, self._store, environment)
         placed = service_placement.spread(job, where.spots, where.beside)
-        addresses = self._started(f"paceline/services/{number}", placed, environment)
-        self._introduce(placed, addresses, environment)
+        key = f"paceline/services/{number}"
+        addresses = self._started(key, placed, environment)
+        survives = environment.get(SURVIVE_VARIABLE) == "1"
+        # Under --survive a server process serves one training, and workers share nothing to read
+        # its name from.
+        training = 0 if survives else self._training(key, environment)
         ends = [
-            self._connect(service.name, address, environment, spot.address is None)
-            for (service, spot), address in zip(placed, addresses, strict=True)
-        ]
-        if (
-            environment.get(SURVIVE_VARIABLE) != "1"
-        ):  # there who started them has done it
-            services = [service for service, _ in placed]
-            dedicated_servers.introduce(
-                services, [spot.address for _, spot in placed], ends
+            self._connect(
+                service.name,
+                address,
+                environment,
+                ServiceKey(training, number),
+                starts=spot.address is None,
             )
+            for number, ((service, spot), address) in enumerate(
+                zip(placed, addresses, strict=True)
+            )
+        ]
+        if not survives:  # there whoever started them knows what they are
+            at = [
+                PeerAddress(
+                    host=host_to_connect(address.host, environment),
+                    port=address.port,
+                    token=address.token,
+                )
+                for address in addresses
+            ]
+            describe([service for service, _ in placed], at, ends)
         return ends
 
     def close(self) -> None:
@@ -146,21 +106,20 @@ class RealServices:
         if self._board is not None:
             self._board.close()
             self._board = None
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        if self._process is not None:
+            self._process.close()
+            self._process = None
 
     def _started(
         self,
         key: str,
-        placed: Sequence[tuple[Service, Spot]],
+        placed: Sequence[tuple[ServiceSpec, Spot]],
         environment: Mapping[str, str],
     ) -> list[Address]:
         """Where they all listen. Raises `UsageError` if one does not."""
-        names = tuple(service.name for service, _ in placed)
         for service, spot in placed:
             if spot.here:
-                address = self._start(service, names, environment)
+                address = self._start(service, environment)
                 self._to_board(environment).post(f"{key}/{service.name}", address)
         addresses = [
             spot.address or self._to_board(environment).read(f"{key}/{service.name}")
@@ -171,105 +130,98 @@ class RealServices:
                 raise UsageError(address.fault)
         return addresses
 
-    def _to_board(self, environment: Mapping[str, str]) -> Board:
+    def _to_board(self, environment: Mapping[str, str]) -> JobStore:
         if self._board is None:
-            self._board = Board(self._store, self._workers, environment)
+            self._board = JobStore(self._store, self._workers, environment)
         return self._board
 
-    def _start(
-        self, service: Service, names: tuple[str, ...], environment: Mapping[str, str]
-    ) -> Address:
+    def _start(self, service: ServiceSpec, environment: Mapping[str, str]) -> Address:
         try:
             meeting = (
-                at_master(self._workers, environment)
+                on_master(self._workers, environment)
                 if self._rank == 0
-                else towards_master(environment)
+                else toward_master(environment)
             )
-            order = Order(
-                name=service.name,
-                kind=service.kind,
-                workers=self._workers,
-                services=names,
-                peers=service.peers,
-                bind=meeting.bind,
-                token=self._to_board(environment).new_token(),
+            if self._process is None:
+                process = ServerProcess(
+                    service.name,
+                    self._workers,
+                    meeting.bind,
+                    token=self._to_board(environment).new_token(),
+                    extra=["--described"],
+                )
+                process.listens()
+                self._process = process
+            return Address(
+                host=meeting.publish,
+                port=self._process.port,
+                token=self._process.token,
             )
-            if self._pool is None:
-                self._pool = ServicePool()
-            return self._pool.start(order, meeting)
         except (UsageError, OSError) as error:
             return Address(fault=str(error))
 
-    def _introduce(
-        self,
-        placed: Sequence[tuple[Service, Spot]],
-        addresses: Sequence[Address],
-        environment: Mapping[str, str],
-    ) -> None:
-        """Each service that this worker has started meets its peers."""
-        at = {
-            service.name: PeerAddress(
-                host=found_at(address.host, environment),
-                port=address.port,
-                token=address.token,
-            )
-            for (service, _), address in zip(placed, addresses, strict=True)
-        }
-        for number, (service, spot) in enumerate(placed):
-            if spot.here and service.peers:
-                assert self._pool is not None
-                introduction = Introduction(
-                    port=at[service.name].port,
-                    sender=self._workers + number,
-                    peers={peer: at[peer] for peer in service.peers},
-                )
-                self._pool.introduce(service.name, introduction)
+    def _training(self, key: str, environment: Mapping[str, str]) -> int:
+        """A number that no other training has, of this job or another one: a server that was there before
+        serves several, and the next may begin before the last has ended everywhere."""
+        board = self._to_board(environment)
+        if self._rank == 0:
+            board.say(f"{key}/training", str(secrets.randbits(63)))
+        return int(board.hear(f"{key}/training"))
 
     def _connect(
         self,
         name: str,
         address: Address,
         environment: Mapping[str, str],
-        started: bool,
-    ) -> RemoteServer:
-        """This worker's end of a service; one that the job has *started* listens already."""
-        host = found_at(address.host, environment)
-        life = environment.get(INCARNATION_VARIABLE)
-        numbered = life is not None or environment.get(SURVIVE_VARIABLE) != "1"
+        service: ServiceKey,
+        *,
+        starts: bool,
+    ) -> ServerConnection:
+        """This worker's end of a service; one that the job *starts* listens already."""
+        host = host_to_connect(address.host, environment)
+        incarnation = environment.get(INCARNATION_VARIABLE)
+        survives = environment.get(SURVIVE_VARIABLE) == "1"
 
-        def connect() -> RemoteServer:
-            return RemoteServer(
+        def connect() -> ServerConnection:
+            return ServerConnection(
                 name,
                 host,
                 address.port,
                 worker=self._rank,
-                incarnation=int(life or 0) if numbered else None,
+                incarnation=(
+                    None if survives and incarnation is None else int(incarnation or 0)
+                ),
                 workers=self._workers,
                 token=address.token,
+                service=service,
                 recorder=self._recorder,
             )
 
-        if not numbered:  # no supervisor does, so the server does
+        if survives and incarnation is None:  # the server numbers incarnations
             return external_worker.connected(
                 name, host, address.port, self._rank, connect
             )
-        if started:
+        if survives:
+            return _connected_between_trainings(connect)
+        if starts:
             check_listens(name, host, address.port)
-        survives = environment.get(SURVIVE_VARIABLE) == "1"
-        between_seconds = timeouts.server_start if survives else timeouts.next_training
-        deadline = time.monotonic() + between_seconds
-        while True:
-            try:
-                return connect()
-            except (UsageError, PeerLostError) as error:
-                # A dedicated server still serves the last training, which this worker has
-                # left and others have not, or ends it just now; then comes the next one.
-                between = isinstance(error, PeerLostError) or HAS_BEEN_HERE in str(
-                    error
-                )
-                if started or not between or time.monotonic() > deadline:
-                    raise
-            threading.Event().wait(0.05)
+        return connect()
+
+
+def _connected_between_trainings(
+    connect: Callable[[], ServerConnection],
+) -> ServerConnection:
+    """Under a supervisor: the server of the last training, which this worker has left and others have not, may
+    be there still, or end just now; then the supervisor starts the next one."""
+    deadline = time.monotonic() + timeouts.server_start
+    while True:
+        try:
+            return connect()
+        except (UsageError, PeerLostError) as error:
+            between = isinstance(error, PeerLostError) or HAS_BEEN_HERE in str(error)
+            if not between or time.monotonic() > deadline:
+                raise
+        threading.Event().wait(0.05)
 
 
 @dataclass(frozen=True)
@@ -287,7 +239,7 @@ class Where:
             named = self.environment.get(ADDRESSES_VARIABLE)
             place = "dedicated" if named else "embedded"
         if place not in ("embedded", "per-node"):
-            there = dedicated_servers.addresses_at(place, self.environment)
+            there = addresses_at(place, self.environment)
             return [Spot(address=one) for one in there]
         if self.environment.get(SURVIVE_VARIABLE) == "1":
             raise UsageError(
@@ -303,18 +255,18 @@ class Where:
 
     def _nodes(self) -> list[Spot]:
         on_node = int(self.environment.get("LOCAL_WORLD_SIZE", self.workers))
-        nodes = max(1, self.workers // on_node)
-        mine = self._node() if nodes > 1 else 0
-        first = self.environment.get("LOCAL_RANK", "0") == "0"
-        self._check_nodes(on_node, nodes, mine if first else None)
-        return [Spot(here=first and node == mine) for node in range(nodes)]
+        return [Spot(here=self.rank == first) for first in self._first_ranks(on_node)]
 
-    def _check_nodes(self, on_node: int, nodes: int, mine: int | None) -> None:
-        """Raise `UsageError`, on every worker, unless each node has as many workers as this one,
-        *on_node*, and one that starts its server; all would wait for what nobody starts. *mine*: the
-        node that this worker starts one for. Collective, whatever this worker was told."""
-        words = f"{on_node} {'-' if mine is None else mine}"
-        self.store.set(_node_key(self.rank), words)
+    def _first_ranks(self, on_node: int) -> list[int]:
+        """The rank of each node's first worker. A node's number matters to nobody, so ranks may be numbered
+        in any way, node by node or in turn.
+
+        Collective, whatever this worker was told. Raises `UsageError`, on every worker, unless each node has as
+        many workers as this one, *on_node*, and one whose local rank is 0: all would wait for a server
+        that no worker starts.
+        """
+        local = self.environment.get("LOCAL_RANK", "0")
+        self.store.set(_node_key(self.rank), f"{on_node} {local}")
         said = [self.store.get(_node_key(rank)).split() for rank in range(self.workers)]
         sizes = sorted({int(size) for size, _ in said})
         if len(sizes) > 1:
@@ -323,19 +275,64 @@ class Where:
                 f"({', '.join(map(str, sizes))}, as LOCAL_WORLD_SIZE says there), expected as many on "
                 "each: start as many on each, or take one server (servers=embedded)"
             )
-        found = sorted(int(number) for _, number in said if number != b"-")
-        if nodes > 1 and found != list(range(nodes)):
+        if on_node >= self.workers:
+            return [0]
+        nodes = self.workers // on_node
+        first = [rank for rank, (_, local) in enumerate(said) if int(local) == 0]
+        if len(first) != nodes:
             raise UsageError(
-                f"servers=per-node: the first workers of the nodes say that these are nodes "
-                f"{', '.join(map(str, found)) or 'of no number'}, expected each of 0 to {nodes - 1} "
-                "once: number workers node by node (mpirun --map-by slot), or set NODE_RANK and "
-                "LOCAL_RANK for each"
+                f"servers=per-node: ranks {', '.join(map(str, first)) or 'none'} have LOCAL_RANK=0, expected "
+                f"{nodes} such ranks, one on each node ({self.workers} workers, {on_node} on a node): set "
+                "LOCAL_RANK and LOCAL_WORLD_SIZE for each worker"
             )
-
-    def _node(self) -> int:
-        of_launcher = self.environment.get("GROUP_RANK")
-        return int(of_launcher or self.environment.get("NODE_RANK", "0"))
+        return first
 
 
 def _node_key(rank: int) -> str:
     return f"paceline/starters/{rank}"
+
+
+def check_supervised(job: ServiceJob, environment: Mapping[str, str]) -> None:
+    """Raise `UsageError` where a supervisor has started servers for another method than the
+    script's: it knows the one of its command line alone."""
+    if environment.get(SURVIVE_VARIABLE) != "1":
+        return
+    started = len(environment.get(ADDRESSES_VARIABLE, "").split("+"))
+    wanted = sum(len(service.beside) or 1 for service in job.services)
+    if started != wanted and INCARNATION_VARIABLE not in environment:
+        raise UsageError(
+            f"--survive --server: this training's method wants {wanted} servers, and such a job "
+            f"has one, got {started}. Take one with a single server (see `paceline list methods`), or "
+            "survive on one machine: paceline run --survive --workers N"
+        )
+    if started != wanted:
+        name = "its" if job.method is None else job.method.name
+        raise UsageError(
+            f"--survive: this training's method wants {wanted} servers, and the supervisor has "
+            f"started {started}: it knows what its command line says. Start the job with "
+            f"--method SPEC, the whole spec of {name}"
+        )
+
+
+def describe(
+    services: Sequence[ServiceSpec],
+    addresses: Sequence[PeerAddress],
+    ends: Sequence[Endpoint],
+) -> None:
+    """Tell each service at its end what it is, and where its peers listen. Raises `UsageError` where
+    one cannot be that."""
+    names = [service.name for service in services]
+    at = dict(zip(names, addresses, strict=True))
+    waiting = [
+        end.request(
+            Describe(
+                kind=service.kind,
+                services=names,
+                number=number,
+                peers={peer: at[peer] for peer in service.peers},
+            )
+        )
+        for number, (service, end) in enumerate(zip(services, ends, strict=True))
+    ]
+    for pending_reply in waiting:
+        pending_reply.wait()

@@ -16,20 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.interfaces.server_messages import Describe, PeerAddress
 from paceline.parameter_server.process import snapshot as snapshots
 from paceline.parameter_server.process.control import (
-    Entered,
-    Evicted,
-    Gone,
-    Introduction,
-    IsDone,
-    IsLost,
-    Over,
+    HoldsModel,
+    TrainingOver,
+    WorkerEvicted,
+    WorkerFinished,
+    WorkerLost,
 )
 from paceline.parameter_server.process.surviving import checked
 from paceline.runtimes.processes import how_it_ended
 from paceline.runtimes.real.server_process import ServerProcess
-from paceline.transport.peers import PeerAddress
 
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
@@ -118,20 +116,19 @@ class SurvivingServers:
         step = max(process.listens() for _, process in started)
         if len(self.each) > 1:
             for server, process in started:
-                process.tell(self._introduction(server))
+                process.tell(self._description(server))
         return step
 
     def _process_of(
         self, server: SurvivingServer, without: Sequence[int]
     ) -> ServerProcess:
         silent = os.environ.get(SILENT_VARIABLE)
-        extra = ["--lost-return"]
-        extra += ["--evict-silent" if silent is None else f"--evict-silent={silent}"]
+        extra = [] if silent is None else [f"--evict-silent={silent}"]
         if self._groups:
             extra += [f"--groups={self._groups}", f"--number={server.number}"]
-            extra += [f"--life={server.lives}"]
+            extra += [f"--incarnation={server.lives}"]
         if not server.holds:
-            extra += ["--enters"]
+            extra += ["--enter"]
         if self.snapshot is not None and server.number == 0:
             seconds = float(os.environ.get(SNAPSHOT_VARIABLE, snapshots.SECONDS))
             extra += [f"--snapshot={self.snapshot}", f"--snapshot-seconds={seconds}"]
@@ -147,15 +144,17 @@ class SurvivingServers:
             extra=extra,
         )
 
-    def _introduction(self, server: SurvivingServer) -> Introduction:
+    def _description(self, server: SurvivingServer) -> Describe:
         peers = {
             peer.name: PeerAddress(host=_HOST, port=peer.port, token=self.token)
             for peer in self.each
             if peer is not server
         }
-        sender = self._workers + server.number
-        return Introduction(
-            port=server.port, sender=sender, peers=peers, life=server.lives
+        return Describe(
+            kind="group-server",
+            services=[one.name for one in self.each],
+            number=server.number,
+            peers=peers,
         )
 
     def close(self) -> None:
@@ -180,23 +179,23 @@ class SurvivingServers:
     def say_done(self, worker: int) -> None:
         """A worker's script has ended well, and is not started again."""
         for process in self.processes:
-            process.tell(IsDone(worker=worker))
+            process.tell(WorkerFinished(worker=worker))
 
-    def evicted(self) -> list[Evicted]:
+    def evicted(self) -> list[WorkerEvicted]:
         """Lives of workers that one of them has taken for lost since this was last called: now
         the others do so, too."""
         found = []
         for server in self.each:
             assert server.process is not None
             for words in server.process.news():
-                if isinstance(words, Entered | Gone):
-                    server.holds = isinstance(words, Entered)
+                if isinstance(words, HoldsModel):
+                    server.holds = words.holds
                     continue
-                if isinstance(words, Over):
+                if isinstance(words, TrainingOver):
                     server.over = True
                     continue
                 found.append(words)
-                lost = IsLost(worker=words.worker, incarnation=words.incarnation)
+                lost = WorkerLost(worker=words.worker, incarnation=words.incarnation)
                 for process in self.processes:
                     if process is not server.process:
                         process.tell(lost)

@@ -8,8 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import UsageError
-from paceline.runtimes import failures, progress
-from paceline.runtimes.processes import how_it_ended
+from paceline.runtimes import progress
+from paceline.runtimes.processes import (
+    ERROR_FILE_VARIABLE,
+    ends_with_this,
+    how_it_ended,
+    reported_error,
+)
 from paceline.runtimes.real.server_process import INCARNATION_VARIABLE
 from paceline.timeouts import timeouts
 
@@ -52,11 +57,13 @@ class SurvivingWorker:
             "LOCAL_RANK": str(self.rank),
             INCARNATION_VARIABLE: str(self.incarnation),
             progress.FILE_VARIABLE: str(self._progress),
-            failures.FILE_VARIABLE: str(self._error),
+            ERROR_FILE_VARIABLE: str(self._error),
         }
         # Ctrl-C in a terminal is told to a session's processes: the supervisor ends this one.
         self.process = subprocess.Popen(
-            self._command, env={**environment, **own}, start_new_session=True
+            ends_with_this(self._command),
+            env={**environment, **own},
+            start_new_session=True,
         )
 
     @property
@@ -65,7 +72,7 @@ class SurvivingWorker:
         return progress.noted(self._progress)
 
     @property
-    def standing(self) -> progress.Standing | None:
+    def standing(self) -> progress.WorkerProgress | None:
         """How far this life has come, if it has begun to train."""
         return progress.read(self._progress)
 
@@ -83,7 +90,7 @@ class SurvivingWorker:
     def count_death(self, status: int) -> None:
         """This life has ended badly. Raises `UsageError` where one more would end like it, or like those
         before it."""
-        how, error = how_it_ended(status), failures.reported(self._error)
+        how, error = how_it_ended(status), reported_error(self._error)
         if error.final:
             raise UsageError(
                 f"worker {self.rank} failed, and would fail again: {error.message}"

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-The supervisor is the parent of all: one parameter server, or one for each group of workers, and
+The supervisor is the parent of all, and all end with it, also where it is killed: one parameter server, or one for each group of workers, and
 the workers, which meet only there. A worker that dies is evicted by the servers at once, because
 its connections are lost; here it is started again, with a higher incarnation, joins the
 servers, and pulls the parameters of that moment. When a server dies, no worker can go on: each
@@ -44,15 +44,15 @@ from paceline import methods, spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
-from paceline.parameter_server.process.snapshot import claimed
+from paceline.parameter_server.process.snapshot import snapshot_lock
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.runtimes.processes import as_launcher, end_all, how_it_ended, wait_for_all
-from paceline.runtimes.progress import Standing
+from paceline.runtimes.processes import end_all, how_it_ended, wait_for_all
+from paceline.runtimes.progress import WorkerProgress
 from paceline.runtimes.real.cluster_check import load_of
 from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
 from paceline.runtimes.real.supervised_servers import SurvivingServer, SurvivingServers
 from paceline.runtimes.real.supervised_worker import MOST_IN_VAIN, SurvivingWorker
-from paceline.runtimes.temporary_folder import ToldToEnd, scratch_folder
+from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN
 
@@ -103,9 +103,10 @@ class Supervisor:
         """
         with scratch_folder() as folder:
             records = self._options.records
-            if self._servers.snapshot is None:
+            named = self._servers.snapshot
+            if named is None:  # one that nobody else can name
                 self._servers.keep_snapshot_in(Path(records or folder))
-            with claimed(self._servers.snapshot):
+            with snapshot_lock(named):
                 status = self._run(folder)
                 if status == 0:
                     self._servers.remove_snapshot()
@@ -123,14 +124,14 @@ class Supervisor:
         ]
         try:
             self._supervise()
-        except ToldToEnd as told:
+        except LauncherInterrupted as told:
             return told.say()
         finally:
             self._end_workers()
             self._servers.close()
         return 1 if self._failed else 0
 
-    def standing(self) -> Standing | None:
+    def standing(self) -> WorkerProgress | None:
         """How far the worker is that is ahead of the others, if any trains."""
         found = [one for w in self._workers if (one := w.standing) is not None]
         return max(found, key=lambda one: one.step, default=None)
@@ -159,7 +160,6 @@ class Supervisor:
                 "OMP_NUM_THREADS": "1",
                 **os.environ,
                 **self._options.to_environment(),
-                **as_launcher(),
                 "GROUP_RANK": "0",
                 "WORLD_SIZE": count,
                 "LOCAL_WORLD_SIZE": count,

@@ -1,12 +1,13 @@
-"""The virtual clock: a heap of events, and worker threads that take turns.
+"""The virtual clock: a heap of events, and worker threads that take turns. Beside it the work that
+follows results (`EventRunner`), a cluster's rules (`RuleSchedule`), and the `Watchdog`.
 
 Theory of operation
 -------------------
-Exactly one worker thread runs at any moment: the one that holds the baton. A worker that
+Exactly one worker thread runs at any moment: the one that has the turn. A worker that
 must wait runs the event loop itself until some worker can go on, hands that one the
-baton, and sleeps. There is no scheduler thread, so one hand-over costs one switch.
+turn, and sleeps. There is no scheduler thread, so one hand-over costs one switch.
 
-*Local time.* `Clock.now` is the instant of the last event. Computing costs a worker no
+*Local time.* `VirtualClock.now` is the instant of the last event. Computing costs a worker no
 switch: it only moves the worker's own `Worker.time` ahead, and what the worker does next
 (launch a collective, send) is an event at that later instant. Events are handled in the
 order of their instants, ties in the order in which they were scheduled, so nothing that
@@ -14,19 +15,33 @@ a worker does can reach another one too early, and two runs are equal bit for bi
 
 *The end.* When no event is left and nobody can run, that is a deadlock: every worker gets
 an error that says who waits for what. When one worker's script raises, all others are
-woken with `Abandoned` at the place where they wait.
+woken with `Abandoned` at the place where they wait. A worker that waits outside of the clock,
+which would wait for ever, is seen by the `Watchdog`, on a clock of real time.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import heapq
 import itertools
+import os
+import signal
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
+from paceline.cluster.cluster import Rule
+from paceline.cluster.links import Links
 from paceline.errors import DeadlockError, UsageError, WorkerFailedError
+from paceline.interfaces import Awaited
+from paceline.records import Span
+from paceline.runtimes.real.exit import exit_now
+from paceline.runtimes.temporary_folder import LauncherInterrupted
+from paceline.timeouts import timeouts
 from paceline.units import show_seconds
 
 MAX_NAMED = 8
@@ -59,7 +74,7 @@ class Completion:
 class Worker:
     """One worker's thread and its place in virtual time."""
 
-    __slots__ = ("baton", "fault", "finished", "rank", "thread", "time", "waits_for")
+    __slots__ = ("fault", "finished", "rank", "thread", "time", "turn", "waits_for")
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -67,23 +82,23 @@ class Worker:
         self.waits_for: Completion | None = None
         self.finished = False
         self.fault = ""  # what its script has caught, and the others may wait for
-        self.baton = threading.Lock()
-        self.baton.acquire()
+        self.turn = threading.Lock()
+        self.turn.acquire()
         self.thread: threading.Thread | None = None
 
 
-class Actor(Worker):
+class EventContext(Worker):
     """Who acts for a worker while an event runs, at that event's instant: the worker itself
     may have computed on from there."""
 
     __slots__ = ()
 
 
-class Clock:
-    """Virtual time for *size* workers.
+class VirtualClock:
+    """Virtual time for *size* workers, or for those of these *ranks*.
 
-    *resumed* is called on a worker's own thread each time it gets the baton: the place
-    where process-wide state becomes that worker's. While an `Actor` acts, on whichever
+    *resumed* is called on a worker's own thread each time it has the turn again: the place
+    where process-wide state becomes that worker's. While an `EventContext` acts, on whichever
     thread, *acting* is entered.
     """
 
@@ -91,17 +106,18 @@ class Clock:
         self,
         size: int,
         resumed: Callable[[Worker], None] = lambda worker: None,
-        acting: Callable[[Actor], AbstractContextManager[None]] = lambda actor: (
+        acting: Callable[[EventContext], AbstractContextManager[None]] = lambda actor: (
             nullcontext()
         ),
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.now = 0.0
-        self.workers = [Worker(rank) for rank in range(size)]
+        self.workers = [Worker(rank) for rank in (ranks or range(size))]
         self.failure: BaseException | None = None
         self._interruption: BaseException | None = None
         self.switches = 0
         self.waits_outside = False
-        """Whether who has the baton waits for something of a real process, which may take long."""
+        """Whether who has the turn waits for something of a real process, which may take long."""
         self.explain: Callable[[], str] = lambda: QUESTION
         """The last line of a deadlock's text."""
         self._resumed = resumed
@@ -113,7 +129,7 @@ class Clock:
         self._has_acted = False
         """Whether process-wide state may be an actor's."""
         self._over = threading.Event()
-        self._alive = size
+        self._alive = len(self.workers)
 
     # ---- events ----
 
@@ -145,13 +161,13 @@ class Clock:
             action()
 
     @contextmanager
-    def acting_for(self, rank: int) -> Iterator[Actor]:
+    def as_worker(self, rank: int) -> Iterator[EventContext]:
         """Within it, inside an event, worker *rank* is the current one, at this instant.
 
         What it launches and computes is dated by the actor's own time. It cannot wait for
         what is still to come.
         """
-        before, actor = self._current, Actor(rank)
+        before, actor = self._current, EventContext(rank)
         actor.time = self.now
         self._current, self._has_acted = actor, True
         try:
@@ -164,7 +180,7 @@ class Clock:
 
     @property
     def current(self) -> Worker:
-        """The worker that holds the baton."""
+        """The worker that has the turn."""
         assert self._current is not None, "no worker is running"
         return self._current
 
@@ -176,7 +192,7 @@ class Clock:
         if completion.time is None:
             if self.failure is not None:
                 raise Abandoned
-            if isinstance(worker, Actor):
+            if isinstance(worker, EventContext):
                 raise UsageError(
                     f"worker {worker.rank}: what follows a result (Pending.then) waits for "
                     f"{completion.describe()}; it runs at one instant, and chains what "
@@ -184,7 +200,7 @@ class Clock:
                 )
             completion.waiters.append(worker)
             worker.waits_for = completion
-            self._hand_on(worker)
+            self._yield_turn(worker)
             if completion.time is None:
                 raise Abandoned
         before = worker.time
@@ -219,7 +235,7 @@ class Clock:
             self.fail(self._interruption)
             raise Abandoned
 
-    # ---- the baton ----
+    # ---- the turn ----
 
     def run(
         self,
@@ -242,7 +258,7 @@ class Clock:
         self._runnable.extend(self.workers)
         first = self._runnable.popleft()
         self._current = first
-        first.baton.release()
+        first.turn.release()
         watch(self._over)
         for worker in self.workers:
             assert worker.thread is not None
@@ -251,7 +267,7 @@ class Clock:
             raise self.failure
 
     def _thread_main(self, worker: Worker, body: Callable[[], None]) -> None:
-        worker.baton.acquire()
+        worker.turn.acquire()
         try:
             self._resumed(worker)
             if self.failure is None:
@@ -268,10 +284,10 @@ class Clock:
         finally:
             worker.finished, worker.waits_for = True, None
             self._alive -= 1
-            self._hand_on(None)
+            self._yield_turn(None)
 
-    def _hand_on(self, worker: Worker | None) -> None:
-        """Give the baton to whoever can run; return when *worker* has it again."""
+    def _yield_turn(self, worker: Worker | None) -> None:
+        """Give the turn to whoever can run; return when *worker* has it again."""
         following = self._next_runnable()
         if following is None:
             self._over.set()
@@ -284,9 +300,9 @@ class Clock:
         self._has_acted = False
         self.switches += 1
         self._current = following
-        following.baton.release()
+        following.turn.release()
         if worker is not None:
-            worker.baton.acquire()
+            worker.turn.acquire()
             self._resumed(worker)
 
     def _next_runnable(self) -> Worker | None:
@@ -326,3 +342,212 @@ class Clock:
             lines.append(f"  and {len(self.workers) - MAX_NAMED} more")
         lines.append(self.explain())
         return "\n".join(lines)
+
+
+_Item = tuple[Awaited | None, Callable[[BaseException | None], None], float]
+
+
+class EventRunner:
+    """A `Runner` of worker *rank*.
+
+    A work runs at the virtual instant at which what it follows is in, but not before the
+    instant at which it was put, nor while the work before it still computes: what it spends
+    (`VirtualClock.current`) makes all that it does next that much later, and nothing of what
+    the worker itself does meanwhile.
+    """
+
+    def __init__(self, clock: VirtualClock, rank: int) -> None:
+        self._clock = clock
+        self._rank = rank
+        self._items: deque[_Item] = deque()
+        self._free_at = 0.0
+
+    def put(
+        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+    ) -> None:
+        self._items.append((awaited, run, self._clock.current.time))
+        if len(self._items) == 1:
+            self._expect_first()
+
+    def signal(self, what: str) -> EventSignal:
+        return EventSignal(self._clock, f"{what} on worker {self._rank}")
+
+    def close(self) -> None:
+        while self._items:
+            _, run, _ = self._items.popleft()
+            run(None)
+
+    def _expect_first(self) -> None:
+        awaited, _, _ = self._items[0]
+        if awaited is None:
+            self._ready()
+        else:
+            awaited.when_in(self._ready)
+
+    def _ready(self) -> None:
+        if self._items:  # it was not closed
+            _, _, earliest = self._items[0]
+            time = max(self._clock.now, self._free_at, earliest)
+            self._clock.at(time, self._run_first)
+
+    def _run_first(self) -> None:
+        if not self._items:
+            return
+        awaited, run, _ = self._items.popleft()
+        error: BaseException | None = None
+        with self._clock.as_worker(self._rank) as actor:
+            try:
+                if awaited is not None:
+                    awaited.settle()
+            except BaseException as fault:
+                error = fault
+            run(error)
+        self._free_at = actor.time
+        if self._items:
+            self._expect_first()
+
+
+class EventSignal:
+    """A `Signal` at the instant to which whoever gives it has come."""
+
+    def __init__(self, clock: VirtualClock, what: str) -> None:
+        self._clock = clock
+        self._completion = Completion(lambda: what)
+
+    def set(self) -> None:
+        time = self._clock.current.time
+        if time <= self._clock.now:
+            self._clock.complete(self._completion)
+        else:
+            self._clock.at(time, lambda: self._clock.complete(self._completion))
+
+    def wait(self) -> None:
+        self._clock.wait(self._completion)
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        self._clock.when(self._completion, action)
+
+
+class RuleSchedule:
+    """Lets each rule happen once, when worker 0's training has come so far."""
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        clock: VirtualClock,
+        links: Links,
+        observe: Callable[[Span], None],
+    ) -> None:
+        self._rules = rules
+        self._clock = clock
+        self._links = links
+        self._observe = observe
+        self._cut: set[int] = set()
+        clock.explain = self._explain
+
+    def reached(self, step: int) -> None:
+        """Worker 0 has ended a step (0: training begins), at its own time."""
+        now = self._clock.current.time
+        for rule in self._rules:
+            if rule.at is not None and step == 0:
+                self._clock.at(now + rule.at, partial(self._apply, rule))
+            elif rule.step == step and step:
+                self._clock.at(now, partial(self._apply, rule))
+
+    def _apply(self, rule: Rule) -> None:
+        now = self._clock.now
+        self._observe(Span(0, "rules", rule.describe(), now, now))
+        if isinstance(rule.target, int):
+            self._clock.fail(
+                WorkerFailedError(
+                    f"worker {rule.target} was killed by a rule at virtual time "
+                    f"{show_seconds(now)}",
+                    rule.target,
+                )
+            )
+            return
+        cluster = self._links.cluster
+        for link in cluster.links_named(rule.target):
+            if rule.action == "cut":
+                self._cut.add(link)
+                self._links.set_capacity(link, 0.0)
+                continue
+            rate = cluster.capacities[link] if rule.rate is None else rule.rate
+            self._cut.discard(link)
+            self._links.set_capacity(link, rate)
+
+    def _explain(self) -> str:
+        """A deadlock may be nothing but a link that stays cut."""
+        if not self._cut:
+            return QUESTION
+        names = ", ".join(self._links.cluster.link_name(i) for i in sorted(self._cut))
+        return f"A rule has cut {names}, and none repairs it."
+
+
+_LOOK_EVERY = 0.5
+_IDLE_SHARE = 0.02
+"""A process that uses less of a core than this is not computing: it is blocked."""
+
+
+class Watchdog:
+    """Ends the process when nothing happens for *patience* real seconds.
+
+    Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock
+    of the script's own, on standard input), no other worker can ever run: stacks are
+    printed and the process exits with status 70, since a blocked thread cannot be
+    interrupted. A worker that computes is left alone, however long it takes. *look* is
+    called with the virtual time at each look, to show progress.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, patience: float, look: Callable[[float], None]
+    ) -> None:
+        self._clock = clock
+        self._patience = patience
+        self._look = look
+
+    def watch(self, over: threading.Event) -> None:
+        """Return when *over* is set; a Ctrl-C, or a signal that raises `SystemExit` here,
+        ends all workers, and this process if one of them does not end within `Timeouts.terminate`."""
+        try:
+            self._watch(over)
+        except (KeyboardInterrupt, SystemExit) as told:
+            self._clock.interrupt(told)
+            if not over.wait(min(self._patience, timeouts.terminate)):
+                # It sleeps, or computes, where nobody can interrupt it.
+                number = (
+                    told.number
+                    if isinstance(told, LauncherInterrupted)
+                    else signal.SIGINT
+                )
+                name = signal.Signals(number).name
+                rank = self._clock.current.rank
+                print(
+                    f"paceline: {name}: interrupted; worker {rank} was busy outside the virtual clock",
+                    file=sys.stderr,
+                )
+                exit_now(128 + number)
+
+    def _watch(self, over: threading.Event) -> None:
+        idle_since, switches, used = time.monotonic(), -1, 0.0
+        while not over.wait(_LOOK_EVERY):
+            self._look(self._clock.now)
+            now, cpu = time.monotonic(), time.process_time()
+            busy = cpu - used > _IDLE_SHARE * _LOOK_EVERY
+            if busy or self._clock.waits_outside or self._clock.switches != switches:
+                idle_since = now
+            switches, used = self._clock.switches, cpu
+            if now - idle_since > self._patience:
+                rank = self._clock.current.rank
+                self._give_up(
+                    f"worker {rank} has blocked outside the virtual clock for "
+                    f"{self._patience:g} s (a lock, an input, a sleep?), so no other "
+                    "worker can run; raise the limit with --patience"
+                )
+
+    @staticmethod
+    def _give_up(reason: str) -> None:
+        print(f"paceline: {reason}. Stacks of all threads:", file=sys.stderr)
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=sys.__stderr__ or 2)
+        os._exit(70)

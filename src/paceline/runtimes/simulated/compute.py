@@ -1,4 +1,5 @@
-"""Compute time in virtual time: charged by a workload, a speed and seeded jitter."""
+"""Compute time in virtual time: charged by a workload, a speed and seeded jitter; and the inputs of
+which shape it was measured with (`SeenInputs`)."""
 
 from __future__ import annotations
 
@@ -12,12 +13,44 @@ from typing import Any
 import torch
 
 from paceline.cluster.workload import Workload
-from paceline.compression import full_spec
+from paceline.compression import GradientCompression, full_spec
 from paceline.errors import UsageError
-from paceline.interfaces import CodingStage, Compressor
-from paceline.runtimes.simulated.inputs import Shapes, shapes_of
+from paceline.interfaces import CodingStage
 from paceline.torch_internals import Uncopied
 from paceline.units import show_seconds
+
+Shapes = list[list[int]]
+"""Of the tensors that a model is called with, without their first dimension, the samples."""
+
+
+class SeenInputs:
+    """Watches a *model*'s training calls. ``shapes`` are those of the first, or None: nothing
+    was seen yet, or later ones differed, as padded sequences do."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shapes: Shapes | None = None
+        self._vary = False
+        self._handle = model.register_forward_pre_hook(
+            Uncopied(self._called), with_kwargs=True
+        )
+
+    def _called(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._vary or not torch.is_grad_enabled():
+            return
+        shapes = shapes_of(args, kwargs)
+        if self.shapes is not None and self.shapes != shapes:
+            self._vary = True
+            self.shapes = None
+        else:
+            self.shapes = shapes
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """Of one call."""
+    values = (*args, *(kwargs[name] for name in sorted(kwargs)))
+    return [list(v.shape[1:]) for v in values if isinstance(v, torch.Tensor)]
 
 
 class StaleProfileError(UsageError):
@@ -103,10 +136,10 @@ class SimulatedCompute:
         rank: int,
         speed: float,
         spend: Callable[[float, str], None],
-        crowd: float = 1.0,
+        oversubscription: float = 1.0,
     ) -> None:
         self.costs = model
-        self.crowd = crowd
+        self.oversubscription = oversubscription
         self._rank = rank
         self._speed = speed
         self._spend = spend
@@ -182,12 +215,12 @@ class SimulatedCompute:
 
         handle = model.register_forward_pre_hook(Uncopied(called), with_kwargs=True)
 
-    def owe(self, seconds: float) -> None:
+    def defer_forward(self, seconds: float) -> None:
         """A forward pass has begun."""
         if not self.paced_by_script:
             self._owed += seconds
 
-    def pay(self, seconds: float) -> None:
+    def charge_forward(self, seconds: float) -> None:
         """So much of a forward pass has run."""
         part = min(seconds, self._owed)
         if part:
@@ -252,11 +285,11 @@ class ModelCompute:
             self._reference = samples
         self._scale = samples / self._reference if samples and self._reference else 1.0
         self._begun = 0.0
-        self._worker.owe(self._workload.forward_seconds * self._scale)
+        self._worker.defer_forward(self._workload.forward_seconds * self._scale)
 
     def used(self, index: int) -> None:
         # A wait that comes now comes after what ran before, and before all else.
-        self._worker.pay(self._begun)
+        self._worker.charge_forward(self._begun)
         self._begun = self._workload.forward[index] * self._scale
         self._worker.inside_forward = True
 
@@ -269,8 +302,8 @@ class ModelCompute:
     def gradient_taken(self) -> None:
         pass
 
-    def codes_with(self, compressor: Compressor) -> None:
-        costs, spec = self._worker.costs, _spec_of(compressor)
+    def uses_compressor(self, compression: GradientCompression) -> None:
+        costs, spec = self._worker.costs, _spec_of(compression)
         if spec in self._workload.coding:
             return
         if costs.kept and self._workload is costs.workload:
@@ -283,11 +316,15 @@ class ModelCompute:
         )
 
     def coded(
-        self, compressor: Compressor, workers: int, size: float, stage: CodingStage
+        self,
+        compression: GradientCompression,
+        workers: int,
+        size: float,
+        stage: CodingStage,
     ) -> None:
-        times = self._workload.coding.get(_spec_of(compressor))
+        times = self._workload.coding.get(_spec_of(compression))
         if times is None:
-            passes = compressor.passes(workers)
+            passes = compression.memory_passes(workers)
             read = passes[0] if stage == "encode" else passes[1]
             seconds = read * size / self._worker.costs.memory
         else:
@@ -295,7 +332,7 @@ class ModelCompute:
             seconds = whole * size / self._bytes
         # Also where the script says what it computes: it does not know of this.
         self._worker.settle()
-        self._worker.spend(seconds * self._worker.crowd, "coding")
+        self._worker.spend(seconds * self._worker.oversubscription, "coding")
 
     def update_begins(self) -> None:
         self._worker.charge(self._workload.update, "update")
@@ -304,7 +341,7 @@ class ModelCompute:
         self._worker.step_ended()
 
 
-_spec_of: Callable[[Any], str] = cache(full_spec)
+_spec_of: Callable[[GradientCompression], str] = cache(full_spec)
 
 
 def _shapes(shapes: Shapes) -> str:

@@ -2,29 +2,42 @@
 
 Many workers share one process. Each gets, for its own eyes: the environment's rank
 variables, ``__main__``, and the random states of Python, torch and numpy. The first two
-are looked up per thread or swapped at each hand-over of the baton; random states are
+are looked up per thread or swapped at each hand-over of the turn; random states are
 swapped only when a worker other than their owner resumes.
+
+What torch and Python do per process is patched when a simulation starts (`patched_process`), and
+as it was when it ends. All workers share one standard output (`workers_output`): what the first
+prints goes through as it is; what others print is left out, or comes line by line behind ``[3]``.
+What anybody writes to standard error is shown, so that no worker's trouble goes unseen.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, TextIO
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.utils.data import DataLoader
 
 from paceline.core.random_state import (
     random_states,
     seed_everything,
     set_random_states,
 )
+from paceline.errors import UsageError
 from paceline.runtimes.python_internals import Environ
+from paceline.runtimes.simulated.process_group import BACKEND
+from paceline.runtimes.spawn_check import STARTERS, refuse_spawn
 
 _overlay = threading.local()
 
@@ -100,6 +113,10 @@ class RandomStates:
         self._owner: int | None = None
         self._saved: dict[int, tuple[Any, ...]] = {}
         self._seed = seed
+        self._seeded: Any = None
+        """Python's state when it has just been seeded, which is every worker's first."""
+        self._python: Any = None
+        """Python's state when its owner got it: one object for all who have not drawn since."""
 
     def __enter__(self) -> None:
         if torch.cuda.is_available():
@@ -113,8 +130,14 @@ class RandomStates:
         """Make the generators *worker*'s; at its first turn they are seeded."""
         if worker == self._owner:
             return
+        python: Any = None
         if self._owner is not None:
-            self._saved[self._owner] = _get_states()
+            # To write Python's state takes longer than all the rest of a hand-over, and it is
+            # 24 KiB of numbers: one object serves all workers that draw nothing from it.
+            python, *others = _get_states()
+            if python == self._python:
+                python = self._python
+            self._saved[self._owner] = (python, *others)
         self._owner = worker
         saved = self._saved.pop(worker, None)
         if saved is None:
@@ -122,8 +145,12 @@ class RandomStates:
             if numpy_random is not None:
                 numpy_random.set_bit_generator(numpy_random.MT19937())
             seed_everything(self._seed)
+            if self._seeded is None:
+                self._seeded = random.getstate()
+            self._python = self._seeded
         else:
-            _set_states(saved)
+            _set_states(saved, python)
+            self._python = saved[0]
 
 
 class UndrawnRandomStates:
@@ -209,9 +236,11 @@ def _get_numpy_state() -> tuple[Any, Any]:
     return numpy_random.get_bit_generator(), state if state["has_gauss"] else None
 
 
-def _set_states(states: tuple[Any, ...]) -> None:
+def _set_states(states: tuple[Any, ...], there: Any = None) -> None:
+    """Python's state need not be written where *there*, which it has now, is the same object."""
     python, cpu, cuda, numpy_state = states
-    random.setstate(python)
+    if python is not there:
+        random.setstate(python)
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state_all(cuda)
@@ -220,3 +249,181 @@ def _set_states(states: tuple[Any, ...]) -> None:
         sys.modules["numpy.random"].set_bit_generator(bit_generator)
         if with_spare is not None:
             sys.modules["numpy.random"].set_state(with_spare)
+
+
+@contextmanager
+def patched_process(start_group: Callable[..., None]) -> Iterator[None]:
+    """Within it, process-wide calls of worker threads mean the worker. *start_group*:
+    `Simulation.init_process_group`."""
+    with ExitStack() as stack:
+        patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+            (dist, "init_process_group", _init_process_group(start_group)),
+            (dist, "new_group", _new_group),
+            (dist, "monitored_barrier", _monitored_barrier),
+            (torch.nn.parallel.DistributedDataParallel, "__init__", _refuse_ddp),
+            (DataLoader, "__init__", _data_loader_init),
+            (signal, "signal", _refuse_signal),
+            *((torch.multiprocessing, name, _refuse_spawn) for name in STARTERS),
+        )
+        for target, name, replacement in patches:
+            original = getattr(target, name)
+            stack.callback(setattr, target, name, original)
+            setattr(target, name, replacement_of(replacement, original))
+        yield
+
+
+def replacement_of(replacement: Callable[..., Any], original: Any) -> Any:
+    """A function that calls *replacement* with *original* first."""
+
+    def patched(*arguments: Any, **keywords: Any) -> Any:
+        return replacement(original, *arguments, **keywords)
+
+    patched.__name__ = getattr(original, "__name__", "patched")
+    patched.__doc__ = getattr(original, "__doc__", None)
+    return patched
+
+
+def _init_process_group(start_group: Callable[..., None]) -> Callable[..., None]:
+    def init_process_group(
+        original: Callable[..., None],
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: Any = None,
+        world_size: int = -1,
+        rank: int = -1,
+        store: Any = None,
+        **others: Any,
+    ) -> None:
+        hook = sys.excepthook
+        start_group(original, rank=rank, world_size=world_size, timeout=timeout)
+        sys.excepthook = hook  # torch wraps it, once per worker
+
+    return init_process_group
+
+
+def _new_group(
+    original: Callable[..., Any],
+    ranks: Any = None,
+    timeout: Any = None,
+    backend: str | None = None,
+    pg_options: Any = None,
+    **others: Any,
+) -> Any:
+    return original(ranks, timeout, BACKEND, None, **others)
+
+
+def _monitored_barrier(
+    original: Any, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+) -> None:
+    dist.barrier(group)  # the clock itself names who is missing
+
+
+def _refuse_ddp(original: Any, *arguments: Any, **keywords: Any) -> None:
+    raise UsageError(
+        "DistributedDataParallel cannot run in the simulated runtime: its C++ reducer waits "
+        "where the virtual clock cannot see it. Leave the model unwrapped and use "
+        "optimizer = paceline.distribute(model, optimizer)"
+    )
+
+
+def _data_loader_init(
+    original: Any, self: Any, *arguments: Any, **keywords: Any
+) -> None:
+    positional = list(arguments)
+    workers = positional[5] if len(positional) > 5 else keywords.get("num_workers", 0)
+    if workers:
+        warnings.warn(
+            f"DataLoader(num_workers={workers}) loads in the worker itself in the "
+            "simulated runtime",
+            stacklevel=3,
+        )
+        if len(positional) > 5:
+            positional[5] = 0
+        for key in ("num_workers", "prefetch_factor", "persistent_workers"):
+            keywords.pop(key, None)
+        for key in ("timeout", "multiprocessing_context"):
+            keywords.pop(key, None)
+    original(self, *positional, **keywords)
+
+
+def _refuse_spawn(
+    original: Any, function: Any, *arguments: Any, **keywords: Any
+) -> None:
+    refuse_spawn(function)
+
+
+def _refuse_signal(original: Any, number: Any, handler: Any) -> Any:
+    raise UsageError(
+        "signal handlers are per process, and all simulated workers share one: install "
+        "them only where paceline.runtime_name() is not 'simulated'"
+    )
+
+
+Shown = Literal["first", "all"]
+
+_of_thread = threading.local()
+
+
+class WorkerStream:
+    """Stands for *stream*, and knows which worker writes. *shown*: what is done with the
+    words of workers but the first."""
+
+    def __init__(self, stream: TextIO, shown: Shown, *, prefix_first: bool) -> None:
+        self._stream = stream
+        self._shown = shown
+        self._prefix_first = prefix_first
+        self._begun: dict[int, str] = {}
+
+    def write(self, text: str) -> int:
+        rank = getattr(_of_thread, "rank", None)
+        if rank is None or (rank == 0 and not self._prefix_first):
+            self._stream.write(text)
+        elif rank == 0 or self._shown == "all":
+            *lines, rest = (self._begun.pop(rank, "") + text).split("\n")
+            for line in lines:
+                self._put(rank, line)
+            if rest:
+                self._begun[rank] = rest.rpartition("\r")[2]  # a bar draws itself anew
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        for line in lines:
+            self.write(line)
+
+    def finish(self) -> None:
+        """Write the lines that workers have not ended."""
+        for rank, rest in self._begun.items():
+            self._put(rank, rest)
+        self._begun.clear()
+
+    def _put(self, rank: int, line: str) -> None:
+        self._stream.write(f"[{rank}] {line.rpartition(chr(13))[2]}\n")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def workers_output(shown: Shown | None) -> Iterator[None]:
+    """Within it the streams know workers, those threads that `speak_as` one; None leaves
+    all as it is."""
+    if shown is None:
+        yield
+        return
+    before = sys.stdout, sys.stderr
+    streams = (
+        WorkerStream(sys.stdout, shown, prefix_first=shown == "all"),
+        WorkerStream(sys.stderr, "all", prefix_first=False),
+    )
+    sys.stdout, sys.stderr = streams
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+        for stream in streams:
+            stream.finish()
+
+
+def speak_as(rank: int) -> None:
+    """What the calling thread prints from now on is this worker's."""
+    _of_thread.rank = rank

@@ -1,32 +1,75 @@
 """A torch.distributed backend on the virtual clock.
 
 Scripts, and paceline's own `Comm`, call torch.distributed as always; this file translates
-each call into an operation of a `Communicator`: what the rank contributes, which schedule
+each call into an operation of a `CollectiveGroup`: what the rank contributes, which schedule
 moves it, and how the result gets into its buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
 from functools import lru_cache, partial, reduce
 from typing import Any
 
 import torch
 
-from paceline.collectives.execute import combining, worked_out
-from paceline.collectives.ring_order import ring_sum
+from paceline.collectives.execute import (
+    reduce_function,
+    ring_sum,
+    simulate_values,
+)
 from paceline.collectives.schedules import Ring, Star, Tree, all_to_all, barrier
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule
 from paceline.interfaces.buckets import stand_alike, wire_bytes
-from paceline.runtimes.simulated.collective_group import (
-    Communicator,
+from paceline.runtimes.simulated.clock import Completion, VirtualClock
+from paceline.runtimes.simulated.comm import (
+    CollectiveGroup,
+    CollectiveOperation,
     Deliver,
-    Operation,
+    Mailbox,
 )
-from paceline.runtimes.simulated.mailbox import Mailbox
-from paceline.runtimes.simulated.work_handle import SimulatedWork
-from paceline.torch_internals import ProcessGroupBase, reduce_operation_name
+from paceline.torch_internals import ProcessGroupBase, WorkBase, reduce_operation_name
+
+_ASKING = 1e-6
+"""Seconds that a question for completion takes."""
+
+
+class SimulatedWork(WorkBase):
+    """Work that ends at a virtual instant."""
+
+    def __init__(self, clock: VirtualClock, completion: Completion) -> None:
+        super().__init__()
+        self._clock = clock
+        self._completion = completion
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._clock.wait(self._completion)
+        return True
+
+    def when_in(self, action: Callable[[], None]) -> None:
+        """Call *action* at the instant at which the result is in."""
+        self._clock.when(self._completion, action)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the result is in, at this worker's own time.
+
+        Asking in vain takes a microsecond: a script that asks in a loop would otherwise
+        never let virtual time go on.
+        """
+        time = self._completion.time
+        if time is None or time > self._clock.current.time:
+            self._clock.pause(_ASKING)
+            time = self._completion.time
+        return time is not None and time <= self._clock.current.time
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
 
 BACKEND = "paceline_virtual"
 
@@ -43,7 +86,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class SimulatedProcessGroup(ProcessGroupBase):
-    """One worker's end of a `Communicator`.
+    """One worker's end of a `CollectiveGroup`.
 
     *make* gives the calling worker's end of a group with this name and these workers, a new
     one or, if asked for, the one that there is.
@@ -52,7 +95,7 @@ class SimulatedProcessGroup(ProcessGroupBase):
     def __init__(
         self,
         rank: int,
-        communicator: Communicator,
+        communicator: CollectiveGroup,
         mailbox: Mailbox,
         make: Callable[[str, Sequence[int], bool], SimulatedProcessGroup],
     ) -> None:
@@ -85,7 +128,7 @@ class SimulatedProcessGroup(ProcessGroupBase):
         deliver: Deliver,
         unit: float = 1,
     ) -> SimulatedWork:
-        def write(operation: Operation, position: int) -> None:
+        def write(operation: CollectiveOperation, position: int) -> None:
             # Whichever worker's thread this is: parameters and inference tensors too.
             with torch.inference_mode():
                 deliver(operation, position)
@@ -110,7 +153,7 @@ class SimulatedProcessGroup(ProcessGroupBase):
     ) -> SimulatedWork:
         name = _operation(opts)
 
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             for index, tensor in enumerate(tensors):
                 tensor.copy_(_reduced(operation, index, name, ring=True))
 
@@ -124,7 +167,7 @@ class SimulatedProcessGroup(ProcessGroupBase):
     def reduce(self, tensors: list[torch.Tensor], opts: Any) -> SimulatedWork:
         name = _operation(opts)
 
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             if position == opts.rootRank:
                 for index, tensor in enumerate(tensors):
                     tensor.copy_(_reduced(operation, index, name))
@@ -159,7 +202,7 @@ class SimulatedProcessGroup(ProcessGroupBase):
     ) -> SimulatedWork:
         name = _operation(opts)
 
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             result = _reduced(operation, position, name)
             outputs[0].copy_(result.view(outputs[0].shape))
 
@@ -181,16 +224,16 @@ class SimulatedProcessGroup(ProcessGroupBase):
         """Move and add up as *schedule* says. *timed* is the same where time is charged; one
         unit of that is *unit* bytes."""
 
-        def deliver(done: Operation, position: int) -> None:
+        def deliver(done: CollectiveOperation, position: int) -> None:
             held = done.results.get(0)
             if held is None:
                 # Who has not come yet cannot matter to this rank, which is done.
                 held = [
                     torch.zeros_like(flat) if copies is None else copies[0].clone()
-                    for copies in done.contributions
+                    for copies in done.of_all()
                 ]
-                worked_out(schedule, held, combining(operation))
-                if all(done.called):
+                simulate_values(schedule, held, reduce_function(operation))
+                if all(done.called.values()):
                     done.results[0] = held
             flat.copy_(held[position])
             if operation == "mean":
@@ -209,10 +252,11 @@ class SimulatedProcessGroup(ProcessGroupBase):
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> SimulatedWork:
         root = opts.rootRank
+        self._check_runs(root)
 
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             if position != root:
-                _fill(tensors, operation.contributions[root])
+                _fill(tensors, operation.of(root))
 
         return self._launch(
             f"broadcast(from {root}, {_shapes(tensors)})",
@@ -227,9 +271,9 @@ class SimulatedProcessGroup(ProcessGroupBase):
         inputs: list[torch.Tensor],
         opts: Any = None,
     ) -> SimulatedWork:
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             for output, contribution in zip(
-                outputs[0], operation.contributions, strict=True
+                outputs[0], operation.of_all(), strict=True
             ):
                 output.copy_(contribution[0])
 
@@ -238,9 +282,9 @@ class SimulatedProcessGroup(ProcessGroupBase):
     def all_gather_single(
         self, output: torch.Tensor, buffer: torch.Tensor, opts: Any = None
     ) -> SimulatedWork:
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             if 0 not in operation.results:  # once for all ranks: n copies, not n * n
-                flat = [tensors[0].reshape(-1) for tensors in operation.contributions]
+                flat = [tensors[0].reshape(-1) for tensors in operation.of_all()]
                 operation.results[0] = torch.cat(flat)
             output.copy_(operation.results[0].view(output.shape))
 
@@ -266,10 +310,10 @@ class SimulatedProcessGroup(ProcessGroupBase):
     ) -> SimulatedWork:
         root = opts.rootRank
 
-        def deliver(operation: Operation, position: int) -> None:
+        def deliver(operation: CollectiveOperation, position: int) -> None:
             if position == root:
                 for output, contribution in zip(
-                    outputs[0], operation.contributions, strict=True
+                    outputs[0], operation.of_all(), strict=True
                 ):
                     output.copy_(contribution[0])
 
@@ -287,9 +331,10 @@ class SimulatedProcessGroup(ProcessGroupBase):
         opts: Any,
     ) -> SimulatedWork:
         root = opts.rootRank
+        self._check_runs(root)
 
-        def deliver(operation: Operation, position: int) -> None:
-            outputs[0].copy_(operation.contributions[root][position])
+        def deliver(operation: CollectiveOperation, position: int) -> None:
+            outputs[0].copy_(operation.of(root)[position])
 
         return self._launch(
             f"scatter(from {root}, {_shapes(outputs)})",
@@ -301,10 +346,11 @@ class SimulatedProcessGroup(ProcessGroupBase):
     def alltoall(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> SimulatedWork:
-        def deliver(operation: Operation, position: int) -> None:
-            for output, contribution in zip(
-                outputs, operation.contributions, strict=True
-            ):
+        # Its messages end rank by rank: of a class, some go on earlier than others.
+        self._check_all_run("an exchange among all")
+
+        def deliver(operation: CollectiveOperation, position: int) -> None:
+            for output, contribution in zip(outputs, operation.of_all(), strict=True):
                 output.copy_(contribution[position])
 
         largest = max(_bytes([tensor]) for tensor in inputs)
@@ -336,17 +382,40 @@ class SimulatedProcessGroup(ProcessGroupBase):
             "barrier()", barrier(self.size()), None, lambda operation, position: None
         )
 
+    def _check_runs(self, root: int) -> None:
+        """Raise `UsageError` where the rank whose data all get is one that does not run."""
+        group = self._communicator
+        if group.represented_by[root] != root:
+            raise UsageError(
+                f"worker {group.ranks[root]} sends to all on group {group.name!r}, and only its "
+                f"representative, worker {group.ranks[group.represented_by[root]]}, runs: expected "
+                "one that runs as the source; simulate all workers"
+            )
+
+    def _check_all_run(self, what: str = "a message between two") -> None:
+        """Raise `UsageError` where messages of single ranks decide, and some ranks do not run."""
+        group = self._communicator
+        if group.stands_for:
+            raise UsageError(
+                f"{what} workers on group {group.name!r}, of which "
+                f"representatives run: expected reductions and gathers; simulate all workers"
+            )
+
     # ---- point to point ----
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> SimulatedWork:
+    def send(
+        self, tensors: list[torch.Tensor], to: int, tag: Hashable = 0
+    ) -> SimulatedWork:
+        self._check_all_run()
         completion = self._mailbox.send(
             self._position, to, tag, _bytes(tensors), _copies(tensors)
         )
         return SimulatedWork(self._clock, completion)
 
     def recv(
-        self, tensors: list[torch.Tensor], source: int, tag: int = 0
+        self, tensors: list[torch.Tensor], source: int, tag: Hashable = 0
     ) -> SimulatedWork:
+        self._check_all_run()
         completion = self._mailbox.receive(
             source, self._position, tag, partial(_fill, tensors)
         )
@@ -362,12 +431,16 @@ class SimulatedProcessGroup(ProcessGroupBase):
 
 
 def _reduced(
-    operation: Operation, index: int, name: str, *, ring: bool = False
+    operation: CollectiveOperation, index: int, name: str, *, ring: bool = False
 ) -> torch.Tensor:
     """Tensor *index* of all contributions, combined once for all ranks: in rank order, or
     sums in gloo's *ring* order."""
     if index not in operation.results:
-        tensors = [contribution[index] for contribution in operation.contributions]
+        tensors = [own[index] for own in operation.contributions.values()]
+        if operation.weights is not None:
+            tensors = list(
+                map(partial(_repeated, name), tensors, operation.weights.values())
+            )
         if ring and name in ("SUM", "AVG"):
             result = ring_sum(tensors)
         else:
@@ -376,11 +449,22 @@ def _reduced(
             whole = not (result.is_floating_point() or result.is_complex())
             # Of whole numbers as NCCL has it.
             result.div_(
-                len(operation.contributions), rounding_mode="trunc" if whole else None
+                len(operation.represented_by), rounding_mode="trunc" if whole else None
             )
         operation.results[index] = result
     combined: torch.Tensor = operation.results[index]
     return combined
+
+
+def _repeated(name: str, tensor: torch.Tensor, times: int) -> torch.Tensor:
+    """A representative's tensor as often as the workers that it stands for contribute it."""
+    if name in ("SUM", "AVG"):
+        return tensor * times
+    if name == "PRODUCT":
+        return tensor**times
+    if name == "BXOR":
+        return tensor * (times % 2)
+    return tensor
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

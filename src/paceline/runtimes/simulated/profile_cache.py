@@ -1,4 +1,9 @@
-"""The profile that `simulate` makes and keeps: made anew when it no longer fits.
+"""A script's compute times: measured before it is simulated, kept, and made anew when they no
+longer fit.
+
+Only one worker runs at a time in a simulation, with its own share of the batch and one thread, so
+the host's clock tells what that worker computes. Compressors that the script trains with are
+timed afterwards, on a gradient of that worker.
 
 A file that a person made (``paceline profile``) is used as it is, and refused in words where
 it does not fit. One that `simulate` made holds also what it was made with: it is this that
@@ -12,21 +17,130 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 
 import msgspec
 import torch
 
-from paceline.cluster.workload import Workload, made_with
+from paceline.cluster.cluster import Cluster
+from paceline.cluster.cluster_file import uniform_cluster
+from paceline.cluster.profiling import GradientDump, coding_times, coding_times_of_busy
+from paceline.cluster.workload import CompressorTimes, Workload, made_with
+from paceline.compression import make
 from paceline.errors import UsageError
-from paceline.runtimes.simulated.inputs import Shapes
+from paceline.run_options import RunOptions
+from paceline.runtimes.simulated.compute import Shapes
+from paceline.runtimes.simulated.launch import run_script
+from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
+
+PROFILED_STEPS = 7
+MAX_WORKERS = 32
+"""A larger job is profiled with so many: others would only compute the same once more."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured, and the shapes of what the model was given, if these are always
+    the same."""
+
+    workload: Workload
+    inputs: Shapes | None
+
+
+def profile_script(
+    script: str,
+    arguments: Sequence[str],
+    cluster: Cluster,
+    options: RunOptions,
+    *,
+    patience: float = 20.0,
+) -> Profile | None:
+    """Worker 0's medians over a few steps; None where the script says itself what it
+    computes, trains a stand-in or more than one model, or never calls the model itself."""
+    workers = min(cluster.workers, MAX_WORKERS)
+    with TemporaryDirectory(prefix="paceline-") as folder:
+        kept = GradientDump(folder, wanted=0)
+        simulation = Simulation(
+            uniform_cluster(workers, "1gbit", "50us"),
+            options=replace(options, steps=PROFILED_STEPS, tells=False),
+            profile=True,
+            keep=kept,
+            patience=patience,
+            output="first",
+        )
+        outcome = run_script(simulation, script, arguments)
+        return _profile(outcome, kept, script, workers)
+
+
+def measure_compressors(
+    script: str, arguments: Sequence[str], codes: Sequence[str], cores: int = 1
+) -> dict[str, CompressorTimes]:
+    """What each of *codes*, specs of compressors, takes for the script's first gradient, where so
+    many *cores* have such work at the same time; nothing where there is none."""
+    with TemporaryDirectory(prefix="paceline-") as folder:
+        kept = GradientDump(folder)
+        simulation = Simulation(
+            uniform_cluster(2, "1gbit", "50us"),
+            options=RunOptions(method="bsp", steps=2, tells=False),
+            profile=True,
+            keep=kept,
+            output="first",
+        )
+        run_script(simulation, script, arguments)
+        if not len(kept):
+            return {}
+        if cores > 1:
+            return coding_times_of_busy(codes, folder, cores)
+        return coding_times([make(code) for code in codes], kept)
+
+
+def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
+    """The times that a script says itself (`paceline.pace`), tensor by tensor; None where it
+    trains more than one model, or never calls the model itself."""
+    simulation = Simulation(
+        uniform_cluster(2, "1gbit", "50us"),
+        options=RunOptions(method="bsp", steps=PROFILED_STEPS, tells=False),
+        profile=True,
+        paced=True,
+        output="first",
+    )
+    outcome = run_script(simulation, script, arguments)
+    profilers = outcome.profilers
+    if len(profilers) != 1 or not profilers[0].forwards:
+        return None
+    workload = profilers[0].workload(f"as paced by {Path(script).name}")
+    steps = outcome.recorders[0].settled_steps()
+    # What is paced outside of the passes, before them as a loader's time is.
+    step = median(step.compute_seconds for step in steps)
+    more = max(0.0, step - workload.compute_seconds)
+    share = more / len(workload.names) / (workload.passes or 1)
+    return replace(workload, forward=tuple(one + share for one in workload.forward))
+
+
+def _profile(
+    outcome: SimulationResult, kept: GradientDump, script: str, workers: int
+) -> Profile | None:
+    profilers = outcome.profilers
+    if outcome.paced_by_script or len(profilers) != 1 or not profilers[0].forwards:
+        return None
+    profiler = profilers[0]
+    workload = profiler.workload(
+        f"measured: medians of {len(profiler.forwards)} steps of worker 0 of {workers} "
+        f"in {Path(script).name}, CPU, 1 thread"
+    )
+    if len(kept):
+        workload = replace(workload, coding=coding_times(profiler.compressors, kept))
+    return Profile(workload, outcome.inputs[0].shapes)
+
 
 OURS = Path(__file__).resolve().parents[2]
 
 
-class Circumstances(msgspec.Struct, kw_only=True):
+class ProfileKey(msgspec.Struct, kw_only=True):
     """What a profile was made with. *files*: the script, and the modules that it imports
     from its own folder, by their SHA-256; *inputs*: of what shape the model's inputs were,
     or None where they vary; *workers*: among how many, since many scripts cut a batch by that."""
@@ -45,7 +159,7 @@ class Circumstances(msgspec.Struct, kw_only=True):
         arguments: Sequence[str],
         inputs: Shapes | None,
         workers: int,
-    ) -> Circumstances:
+    ) -> ProfileKey:
         """Of a script that has just been run in this process."""
         folder = script.resolve().parent
         files = {script.resolve(), *_modules_in(folder)}
@@ -84,12 +198,12 @@ class Circumstances(msgspec.Struct, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedProfile:
     """A profile in a file; *made*: with what, if `simulate` made it."""
 
     path: Path
     workload: Workload
-    made: Circumstances | None
+    made: ProfileKey | None
 
 
 def profile_name(script: Path) -> str:
@@ -99,7 +213,7 @@ def profile_name(script: Path) -> str:
 
 def find_profile(
     script: Path, arguments: Sequence[str], workers: int
-) -> tuple[Kept | None, str]:
+) -> tuple[CachedProfile | None, str]:
     """The profile that is kept of a script, if there is one that fits, and of one that does
     not what has changed. Raises `UsageError` for a file that is no profile."""
     stale = ""
@@ -110,13 +224,13 @@ def find_profile(
         made = None
         if content is not None:
             try:
-                made = msgspec.convert(content, Circumstances)
+                made = msgspec.convert(content, ProfileKey)
             except msgspec.ValidationError as error:
                 stale = f"{path}: {error}"
                 continue
         change = None if made is None else made.changed(script, arguments, workers)
         if change is None:
-            return Kept(path, workload, made), ""
+            return CachedProfile(path, workload, made), ""
         stale = stale or f"{path}: {change}"
     return None, stale
 
@@ -127,10 +241,10 @@ def keep_profile(
     workload: Workload,
     inputs: Shapes | None,
     workers: int,
-) -> Kept:
+) -> CachedProfile:
     """Write down what was measured just now, here or, where nothing can be written, in the
     user's cache. Raises `UsageError` where both are impossible."""
-    made = Circumstances.now(script, arguments, inputs, workers)
+    made = ProfileKey.now(script, arguments, inputs, workers)
     here, cache = _places(script)
     content = msgspec.to_builtins(made)
     try:
@@ -141,8 +255,8 @@ def keep_profile(
         except OSError as error:
             raise UsageError(f"cannot keep a profile in {cache}: {error}") from error
         workload.save(cache, made=content)
-        return Kept(cache, workload, made)
-    return Kept(here, workload, made)
+        return CachedProfile(cache, workload, made)
+    return CachedProfile(here, workload, made)
 
 
 def _places(script: Path) -> tuple[Path, Path]:

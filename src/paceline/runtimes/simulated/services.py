@@ -4,12 +4,12 @@ A request travels over the links like any message, on a connection of its own pe
 server, channel): first in, first out, so incast falls out of the link model. The server's
 processor takes requests first come, first served, and what a transition adds up and steps
 keeps it busy; answers leave when it is done, and so does what it asks of other services. So it
-is with a server's own deadlines.
+is with a server's own deadlines. For a trace, `MessageTrace` notes when messages were on their way.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,23 +22,66 @@ from paceline.cluster.links import Links
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from paceline.interfaces import (
-    Answer,
-    AnyServer,
     Ask,
-    AskingServer,
+    Outputs,
+    Reply,
     Sender,
+    Service,
     ServiceJob,
-    Start,
 )
 from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
-from paceline.interfaces.server_messages import Refused, Reply, Request
-from paceline.parameter_server.process import service_registry
-from paceline.records import StepRecorder
+from paceline.interfaces.server_messages import (
+    Describe,
+    Rejected,
+    ReplyMessage,
+    Request,
+)
+from paceline.parameter_server.process.services import make_service
+from paceline.records import Span, StepRecorder
 from paceline.runtimes import service_placement
-from paceline.runtimes.simulated.clock import Clock, Completion
-from paceline.runtimes.simulated.message_trace import Observe, Ways
+from paceline.runtimes.simulated.clock import Completion, VirtualClock
 from paceline.transport.peers import no_peer
 from paceline.transport.protocol import HEADER_BYTES
+from paceline.units import show_bytes
+
+Observe = Callable[[Span], None]
+
+
+class MessageTrace:
+    """The ways to and from the service *name*; those of the first *workers* senders are
+    observed, if anybody looks."""
+
+    def __init__(
+        self, name: str, clock: VirtualClock, workers: int, observe: Observe | None
+    ) -> None:
+        self._name, self._clock = name, clock
+        self._workers, self._observe = workers, observe
+        self._arrivals: dict[tuple[str, int, str], float] = {}
+
+    def observed(
+        self,
+        way: str,
+        worker: Sender,
+        message: Request | ReplyMessage,
+        size: int,
+        begins: float,
+        arrived: Callable[[], None],
+    ) -> Callable[[], None]:
+        """*arrived*, and before that a span of the message: since it *begins*, or since the one
+        before it on its connection had come, as that carries one at a time. *way*: to, from."""
+        observe = self._observe
+        if observe is None or worker.worker >= self._workers:
+            return arrived
+
+        def told() -> None:
+            connection = (way, worker.worker, worker.channel)
+            start = max(begins, self._arrivals.get(connection, begins))
+            self._arrivals[connection] = now = self._clock.now
+            name = f"{type(message).__name__.lower()}, {show_bytes(size)}"
+            observe(Span(worker.worker, f"{way} {self._name}", name, start, now))
+            arrived()
+
+        return told
 
 
 @dataclass(frozen=True)
@@ -65,11 +108,8 @@ class Receiver(Protocol):
     host: int
     into: torch.Tensor | None
 
-    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+    def arrived(self, message: ReplyMessage, payload: torch.Tensor | None) -> None:
         """The answer's last byte is here."""
-
-
-Outgoing = Sequence[Answer | Ask]
 
 
 class SimulatedServer:
@@ -81,19 +121,19 @@ class SimulatedServer:
         name: str,
         host: int,
         number: int,
-        server: AnyServer,
-        clock: Clock,
+        server: Service,
+        clock: VirtualClock,
         links: Links,
         rates: ServerRates,
         observe: Observe | None = None,
     ) -> None:
         self.name, self.host, self.server = name, host, server
         self.clock, self.links = clock, links
-        self._ways = Ways(name, clock, links.cluster.workers, observe)
+        self._ways = MessageTrace(name, clock, links.cluster.workers, observe)
         self._number, self._rates = number, rates
         self._peers: dict[str, SimulatedPeer] = {}
         self._waiting: dict[tuple[int, str, int], Receiver] = {}
-        self._queue: deque[Callable[[float], Outgoing]] = deque()
+        self._queue: deque[Callable[[float], Outputs]] = deque()
         """What is to be handled, each at an instant that it is told."""
         self._busy = False
         self._alarm: float | None = None
@@ -120,7 +160,7 @@ class SimulatedServer:
         if payload is not None:
             copied = stand_alike(payload.detach().clone(), payload)
             size += wire_bytes(payload)
-        arrived = partial(self.server.on_message, sender, message, copied)
+        arrived = partial(self.server.on_request, sender, message, copied)
         send = partial(
             self.links.send,
             ("to server", self.name, sender.worker, sender.channel),
@@ -135,7 +175,7 @@ class SimulatedServer:
         self.clock.at(time, send)
         return size
 
-    def enter(self, event: Callable[[float], Outgoing]) -> None:
+    def enter(self, event: Callable[[float], Outputs]) -> None:
         """Something is to be handled, in its turn."""
         self._queue.append(event)
         if not self._busy:
@@ -172,7 +212,7 @@ class SimulatedServer:
         else:
             self._set_alarm()
 
-    def _done(self, outgoing: Outgoing) -> None:
+    def _done(self, outgoing: Outputs) -> None:
         for one in outgoing:
             if isinstance(one, Ask):
                 self._ask(one)
@@ -181,14 +221,13 @@ class SimulatedServer:
         self._serve()
 
     def _ask(self, ask: Ask) -> None:
-        assert isinstance(self.server, AskingServer)
         peer = self._peers.get(ask.peer)
         if peer is None:
             raise UsageError(no_peer(self.name, ask.peer, self._peers))
         replied = partial(self.server.on_reply, ask.peer, ask.number)
         peer.ask(ask, lambda reply, into: self.enter(partial(replied, reply, into)))
 
-    def _send(self, answer: Answer) -> None:
+    def _send(self, answer: Reply) -> None:
         to = answer.to
         receiver = self._waiting.pop((to.worker, to.channel, to.number), None)
         if receiver is None:
@@ -216,59 +255,39 @@ class SimulatedServer:
         )
 
 
-class SimulatedReception:
-    """The `Reception` of one request of a worker on *host*."""
+class SimulatedPendingReply:
+    """The `PendingReply` of one request of a worker on *host*."""
 
     def __init__(
         self,
         host: int,
-        clock: Clock,
+        clock: VirtualClock,
         recorder: StepRecorder,
         into: torch.Tensor | None,
         describe: Callable[[], str],
-        received: Callable[[], None],
     ) -> None:
-        """*received* is called when the answer is here."""
         self.host, self.into = host, into
         self._clock, self._recorder = clock, recorder
         self._completion = Completion(describe)
-        self._received = received
-        self._answer: Reply | None = None
+        self._answer: ReplyMessage | None = None
 
-    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+    def arrived(self, message: ReplyMessage, payload: torch.Tensor | None) -> None:
         """The answer's last byte is here."""
         _put(payload, self.into)
         self._answer = message
-        self._received()
         self._clock.complete(self._completion)
 
     def when_in(self, action: Callable[[], None]) -> None:
         self._clock.when(self._completion, action)
 
-    def wait(self) -> Reply:
+    def wait(self) -> ReplyMessage:
         start = self._clock.current.time
         self._clock.wait(self._completion)
         self._recorder.waited("server", start, self._clock.current.time)
         assert self._answer is not None
-        if isinstance(self._answer, Refused):
+        if isinstance(self._answer, Rejected):
             raise UsageError(self._answer.reason)
         return self._answer
-
-
-@dataclass
-class SimulatedChannel:
-    """A sender's requests on one channel: the next one's number, and which of them are
-    unanswered, in order."""
-
-    next: int = 0
-    unanswered: dict[int, None] = field(default_factory=dict)
-
-    def take_number(self) -> tuple[int, int]:
-        """A request's number, and the one below which all are answered."""
-        number, self.next = self.next, self.next + 1
-        received = next(iter(self.unanswered), number)
-        self.unanswered[number] = None
-        return number, received
 
 
 @dataclass
@@ -278,7 +297,8 @@ class SimulatedEndpoint:
     worker: int
     server: SimulatedServer
     recorder: StepRecorder
-    _channels: dict[str, SimulatedChannel] = field(default_factory=dict)
+    _numbers: Counter[str] = field(default_factory=Counter)
+    """By channel: of the next request."""
 
     @property
     def name(self) -> str:
@@ -290,23 +310,23 @@ class SimulatedEndpoint:
         payload: torch.Tensor | None = None,
         into: torch.Tensor | None = None,
         channel: str = "",
-    ) -> SimulatedReception:
+    ) -> SimulatedPendingReply:
         clock, cluster = self.server.clock, self.server.links.cluster
-        requests = self._channels.setdefault(channel, SimulatedChannel())
-        number, received = requests.take_number()
-        sender = Sender(self.worker, 0, channel, number, received)
+        sender = Sender(self.worker, 0, channel, self._numbers[channel])
+        self._numbers[channel] += 1
         what = type(message).__name__.lower()
-        reception = SimulatedReception(
+        pending_reply = SimulatedPendingReply(
             cluster.host_of(self.worker),
             clock,
             self.recorder,
             into,
             lambda: f"an answer of {self.name} to its {what}",
-            partial(requests.unanswered.pop, number),
         )
-        size = self.server.take(sender, message, payload, reception, clock.current.time)
+        size = self.server.take(
+            sender, message, payload, pending_reply, clock.current.time
+        )
         self.recorder.count_bytes(size)
-        return reception
+        return pending_reply
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -317,20 +337,18 @@ class SimulatedPeer:
 
     def __init__(self, sender: int, host: int, peer: SimulatedServer) -> None:
         self._sender, self._host, self._peer = sender, host, peer
-        self._channels: dict[str, SimulatedChannel] = {}
+        self._numbers: Counter[str] = Counter()
 
     def ask(
-        self, ask: Ask, replied: Callable[[Reply, torch.Tensor | None], None]
+        self, ask: Ask, replied: Callable[[ReplyMessage, torch.Tensor | None], None]
     ) -> None:
         """Send a request; *replied* is called with its answer, once that is here."""
-        requests = self._channels.setdefault(ask.channel, SimulatedChannel())
-        number, received = requests.take_number()
 
-        def arrived(reply: Reply) -> None:
-            del requests.unanswered[number]
+        def arrived(reply: ReplyMessage) -> None:
             replied(reply, ask.into)
 
-        sender = Sender(self._sender, 0, ask.channel, number, received)
+        sender = Sender(self._sender, 0, ask.channel, self._numbers[ask.channel])
+        self._numbers[ask.channel] += 1
         receiver = AskReceiver(self._host, ask.into, arrived)
         now = self._peer.clock.now
         self._peer.take(sender, ask.message, ask.payload, receiver, now)
@@ -342,9 +360,9 @@ class AskReceiver:
 
     host: int
     into: torch.Tensor | None
-    replied: Callable[[Reply], None]
+    replied: Callable[[ReplyMessage], None]
 
-    def arrived(self, message: Reply, payload: torch.Tensor | None) -> None:
+    def arrived(self, message: ReplyMessage, payload: torch.Tensor | None) -> None:
         """The answer's last byte is here."""
         _put(payload, self.into)
         self.replied(message)
@@ -358,25 +376,19 @@ def _put(payload: torch.Tensor | None, into: torch.Tensor | None) -> None:
 def make_services(
     job: ServiceJob,
     cluster: Cluster,
-    clock: Clock,
+    clock: VirtualClock,
     links: Links,
     rates: ServerRates,
     observe: Observe | None,
 ) -> list[SimulatedServer]:
     """The services of a job, where it asks for them."""
     placed = service_placement.spread(job, partial(hosts_of, cluster), cluster.host_of)
-    names = tuple(service.name for service, _ in placed)
+    names = [service.name for service, _ in placed]
     made: dict[str, SimulatedServer] = {}
     for index, (service, host) in enumerate(placed):
         number = cluster.workers + index
-        start = Start(
-            service.name,
-            cluster.workers,
-            names,
-            service.peers,
-            job.method,
-        )
-        machine = service_registry.make(service.kind, start)
+        description = Describe(kind=service.kind, services=names, number=index)
+        machine = make_service(description, cluster.workers, job.method)
         made[service.name] = SimulatedServer(
             service.name, host, number, machine, clock, links, rates, observe
         )

@@ -1,21 +1,30 @@
-"""A simulation: a script run once per worker, in one process, on a virtual clock."""
+"""A simulation: a body run once per worker, in one process, on a virtual clock.
+
+Where a method treats all workers alike, a few workers can stand for all (`WorkerClasses`): workers of
+one rack shape, speed, link and group do the same at the same virtual times. So two of each class run;
+collectives are still charged over all workers' links. Step times are equal to the full run's, to
+the last bit. Worker 0 runs for itself alone: others take numbers from it, by a sum to which they add
+zeros.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from operator import eq
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Links
-from paceline.cluster.profiling import KeptGradients, Profiler
+from paceline.cluster.profiling import GradientDump, StepProfiler
 from paceline.cluster.profiling.timers import HostStopwatch
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
@@ -28,34 +37,39 @@ from paceline.interfaces.buckets import stand_in_for, wire_bytes
 from paceline.interfaces.trainings import Place, TrainingRegistry
 from paceline.records import Kept, Span, StepRecorder
 from paceline.run_options import RunOptions
-from paceline.runtimes.simulated.clock import Actor, Clock, Worker
-from paceline.runtimes.simulated.collective_group import Communicator
+from paceline.runtimes.simulated.clock import (
+    EventContext,
+    EventRunner,
+    RuleSchedule,
+    VirtualClock,
+    Watchdog,
+    Worker,
+)
+from paceline.runtimes.simulated.comm import CollectiveGroup, Mailbox
 from paceline.runtimes.simulated.compute import (
     ComputeModel,
     ModelCompute,
+    SeenInputs,
     SimulatedCompute,
 )
-from paceline.runtimes.simulated.continuations import EventRunner
-from paceline.runtimes.simulated.inputs import SeenInputs
 from paceline.runtimes.simulated.isolation import (
     EnvironmentOverlay,
     MainModules,
     RandomStates,
+    Shown,
     UndrawnRandomStates,
+    patched_process,
+    speak_as,
     thread_count_kept,
+    workers_output,
 )
-from paceline.runtimes.simulated.mailbox import Mailbox
-from paceline.runtimes.simulated.output import Shown, speak_as, workers_output
 from paceline.runtimes.simulated.process_group import BACKEND, SimulatedProcessGroup
-from paceline.runtimes.simulated.rule_schedule import Conditions
 from paceline.runtimes.simulated.services import (
     SimulatedEndpoint,
     SimulatedServer,
     make_services,
     rates_of,
 )
-from paceline.runtimes.simulated.torch_patches import patched_process
-from paceline.runtimes.simulated.watchdog import Watchdog
 from paceline.torch_internals import (
     GLOO_LANES,
     group_id_of,
@@ -63,7 +77,10 @@ from paceline.torch_internals import (
     local_store,
     process_groups_per_thread,
     register_python_backend,
+    share_group_ranks,
 )
+
+_T = TypeVar("_T")
 
 ACTORS = -1
 """Whose random states those of works are that follow results (`Pending.then`)."""
@@ -71,11 +88,12 @@ ACTORS = -1
 
 @dataclass
 class SimulationResult:
-    """What a simulation gives back: each worker's recorder, and how many times the baton
-    changed hands. *kept*: each worker's records, and *spans*: those of collectives, where a
+    """What a simulation gives back: each worker's recorder, and how many times the turn
+    was handed over. *kept*: each worker's records, and *spans*: those of collectives, where a
     trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
     each what *inputs* it was given. *guessed*: sentences on compressors that nobody has
-    measured."""
+    measured. *weights*: by worker that ran, as *recorders* have them, how many it stands for (None:
+    all workers ran), and *representatives* says that in a sentence."""
 
     recorders: list[StepRecorder] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
@@ -84,9 +102,20 @@ class SimulationResult:
     switches: int = 0
     paced_by_script: bool = False
     stand_in: bool = False
-    profilers: list[Profiler] = field(default_factory=list)
+    profilers: list[StepProfiler] = field(default_factory=list)
     inputs: list[SeenInputs] = field(default_factory=list)
     guessed: set[str] = field(default_factory=set)
+    weights: Mapping[int, int] | None = None
+    representatives: str = ""
+
+    def by_worker(self, values: Sequence[_T]) -> list[_T]:
+        """*values*, one of each recorder, as often as its worker stands for workers."""
+        weights = [1] * len(values) if self.weights is None else self.weights.values()
+        return [
+            value
+            for value, weight in zip(values, weights, strict=True)
+            for _ in range(weight)
+        ]
 
 
 class Simulation:
@@ -101,6 +130,11 @@ class Simulation:
     whose prints are shown, see `output`; None: everybody's, as they are. *draws*: whether bodies
     may draw random numbers; without, `drawn` says after the run whether one did all the same.
     *repeats*: what is measured to plan buckets is measured once, since here all times repeat.
+    *workers*: "classes" runs representatives, see `WorkerClasses`.
+
+    Raises:
+        UsageError: Representatives where workers differ: jitter, rules that kill; and, when it
+            runs, methods that are not symmetric, servers and messages between two workers.
     """
 
     def __init__(
@@ -114,16 +148,21 @@ class Simulation:
         trace: bool = False,
         profile: bool = False,
         paced: bool = False,
-        keep: KeptGradients | None = None,
+        keep: GradientDump | None = None,
         patience: float = 20.0,
         look: Callable[[float], None] = lambda seconds: None,
         output: Shown | None = None,
         draws: bool = True,
         repeats: bool = False,
+        workers: Literal["all", "classes"] = "all",
     ) -> None:
         self.cluster = cluster
         self.options = options or RunOptions()
         self.compute_model = compute or ComputeModel(seed=self.options.seed or 0)
+        self.classes: WorkerClasses | None = None
+        if workers == "classes":
+            check_represented(cluster, self.compute_model)
+            self.classes = WorkerClasses.of(cluster)
         self.result = SimulationResult()
         self._play = play
         self._output = output
@@ -136,20 +175,23 @@ class Simulation:
         if draws:
             self._random = RandomStates(self.options.seed or 0)
         self.mains = MainModules()
-        self.speeds = cluster.speeds
-        workers = range(cluster.workers)
-        self.racks = [cluster.rack_of(worker) for worker in workers]
-        self._hosts = [cluster.host_of(worker) for worker in workers]
-        self.clock = Clock(cluster.workers, self._resumed, self._acting)
+        everyone = range(cluster.workers)
+        running = list(everyone if self.classes is None else self.classes.weights)
+        # What is of all workers is held once, and not by each: 10,000 workers with 10,000
+        # entries each would need gigabytes.
+        self._locations = locations_of(
+            [cluster.host_of(worker) for worker in everyone], torch.cuda.device_count()
+        )
+        self._group_ranks = {worker: worker for worker in everyone}
+        self.clock = VirtualClock(len(running), self._resumed, self._acting, running)
         self.links = Links(self.clock, cluster)
-        self.conditions = Conditions(
+        self.conditions = RuleSchedule(
             cluster.rules, self.clock, self.links, self.observe
         )
-        self._runtimes = [
-            SimulatedRuntime(self, rank) for rank in range(cluster.workers)
-        ]
-        self._communicators: dict[tuple[str, tuple[int, ...], int], Any] = {}
-        self._made: dict[tuple[int, str, tuple[int, ...]], int] = {}
+        self._runtimes = {rank: SimulatedRuntime(self, rank) for rank in running}
+        self.workers = dict(zip(running, self.clock.workers, strict=True))
+        self._communicators: dict[tuple[str, Sequence[int], int], Any] = {}
+        self._made: dict[tuple[int, str, Sequence[int]], int] = {}
         self._names: set[str] = set()
         self._store = local_store()
         self._services: list[list[SimulatedServer]] = []
@@ -187,7 +229,7 @@ class Simulation:
 
     def tell_place(self, rank: int, place: Place) -> None:
         """All other workers hear where worker *rank* is, at no cost."""
-        for runtime in self._runtimes:
+        for runtime in self._runtimes.values():
             runtime.registry.places.hear(rank, place, len(self._runtimes))
 
     def observe(self, span: Span) -> None:
@@ -205,10 +247,7 @@ class Simulation:
             raise UsageError("a Simulation runs once: make another one")
         register_python_backend(BACKEND, _create_group)
         load_lazy_modules()
-        bodies = [
-            partial(self._worker_main, rank, body)
-            for rank in range(len(self._runtimes))
-        ]
+        bodies = [partial(self._worker_main, rank, body) for rank in self._runtimes]
         watchdog = self._watchdog(self.clock)
         with (
             process_groups_per_thread(),
@@ -220,34 +259,40 @@ class Simulation:
             workers_output(self._output),
         ):
             self.clock.run(bodies, watchdog.watch)
-        self.result.recorders = [runtime.recorder for runtime in self._runtimes]
+        self.result.recorders = [
+            runtime.recorder for runtime in self._runtimes.values()
+        ]
         self.result.virtual_seconds = max(w.time for w in self.clock.workers)
         self.result.switches = self.clock.switches
         self.result.paced_by_script = any(
-            runtime.paced_by_script for runtime in self._runtimes
+            runtime.paced_by_script for runtime in self._runtimes.values()
         )
         self.result.stand_in = self._runtimes[0].stand_in
         self.result.guessed = self._runtimes[0].guessed
+        if self.classes is not None:
+            self.result.weights = self.classes.weights
+            self.result.representatives = self.classes.describe()
         return self.result
 
     def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:
         """torch's own, for the calling worker, over the simulated backend."""
         rank = self.clock.current.rank
-        for key, ours in (("rank", rank), ("world_size", len(self._runtimes))):
+        for key, ours in (("rank", rank), ("world_size", self.cluster.workers)):
             theirs = arguments.pop(key, -1)
             if theirs not in (-1, None, ours):
                 raise UsageError(
                     f"init_process_group({key}={theirs}): this is worker {rank} of "
-                    f"{len(self._runtimes)} in the simulated runtime"
+                    f"{self.cluster.workers} in the simulated runtime"
                 )
         keep = {k: arguments[k] for k in ("timeout",) if k in arguments}
         init(
             BACKEND,
             store=self._store,
             rank=rank,
-            world_size=len(self._runtimes),
+            world_size=self.cluster.workers,
             **keep,
         )
+        share_group_ranks(self._group_ranks)
 
     def process_group(
         self, group_id: str, ranks: Sequence[int], shared: bool = False
@@ -255,7 +300,10 @@ class Simulation:
         """The calling worker's end of the group with this name and these members: a new
         one, unless it is to be *shared* with those that it had before."""
         rank = self.clock.current.rank
-        members = tuple(ranks) or tuple(range(len(self._runtimes)))
+        everyone = range(self.cluster.workers)
+        members: Sequence[int] = tuple(ranks) or everyone
+        if len(members) == len(everyone) and all(map(eq, members, everyone)):
+            members = everyone  # which is hashed at once, and held by nobody
         # A name can return after its group was destroyed: the n-th time that a worker
         # makes a group is the n-th time for every other member.
         times = self._made.get((rank, group_id, members), 0)
@@ -265,12 +313,12 @@ class Simulation:
         if key not in self._communicators:
             # paceline's own groups have names that tell more than "all workers".
             ours = any(w in group_id for w in ("channel", "after", "among"))
-            whole = len(members) == len(self._runtimes) and not ours
+            whole = len(members) == self.cluster.workers and not ours
             name = "world" if whole else group_id
             if name in self._names:
                 name = f"{name} {len(self._communicators)}"
             self._names.add(name)
-            communicator = Communicator(
+            communicator = CollectiveGroup(
                 name,
                 members,
                 self.clock,
@@ -278,12 +326,16 @@ class Simulation:
                 lanes=self._lanes,
                 play=self._play,
                 observe=self.observe if self.trace else None,
+                represented_by=self._represented_by(members),
             )
             self._communicators[key] = communicator, Mailbox(communicator)
         communicator, mailbox = self._communicators[key]
         return SimulatedProcessGroup(
             members.index(rank), communicator, mailbox, self.process_group
         )
+
+    def _represented_by(self, members: Sequence[int]) -> Sequence[int] | None:
+        return None if self.classes is None else self.classes.within(members)
 
     def _worker_main(self, rank: int, body: Callable[[int], object]) -> None:
         runtime = self._runtimes[rank]
@@ -294,7 +346,7 @@ class Simulation:
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(runtime.size),
-                **place_of(rank, self._hosts, torch.cuda.device_count()),
+                **self._locations[rank],
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
                 "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
@@ -303,7 +355,7 @@ class Simulation:
         )
         torch.set_num_threads(1)
         # CPU and CUDA backward passes run on the calling thread, hooks included: the
-        # engine's own threads would not hold the baton.
+        # engine's own threads would not have the turn.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 body(rank)
@@ -317,7 +369,7 @@ class Simulation:
             dist.destroy_process_group()
 
     @contextmanager
-    def _acting(self, actor: Actor) -> Iterator[None]:
+    def _acting(self, actor: EventContext) -> Iterator[None]:
         """What runs is worker *actor*'s, whosever thread this is.
 
         Random states are those of all works together: what a worker draws does not depend
@@ -349,6 +401,118 @@ def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
     return simulation.process_group(group_id_of(options), ranks)
 
 
+def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
+    """On which machine each worker is, and its number there; *hosts* are all workers'.
+
+    A cluster whose hosts have a worker each is taken for one machine, which it really is:
+    "once per machine" then means once, for files that are loaded or written. With GPUs a
+    number is also that of a device, and of these there are *devices*.
+    """
+    if len(set(hosts)) == len(hosts):
+        hosts = [0] * len(hosts)
+    sizes, so_far, found = Counter(hosts), Counter[int](), []
+    for host in hosts:
+        number = so_far[host]
+        so_far[host] += 1
+        found.append(
+            {
+                "LOCAL_RANK": str(number % devices if devices else number),
+                "LOCAL_WORLD_SIZE": str(sizes[host]),
+                "GROUP_RANK": str(host),
+            }
+        )
+    return found
+
+
+AT_LEAST = 2
+"""Representatives of a class, if it has as many: with one alone all workers' gradients were equal."""
+MOST_DESCRIBED = 4
+"""Representatives that a sentence names with their weights."""
+
+
+@dataclass(frozen=True)
+class WorkerClasses:
+    """Which workers of a cluster run, and how many each stands for.
+
+    Args:
+        representative_of: By worker, the one that runs for it; a representative's is itself.
+
+    Example:
+        ::
+
+            classes = WorkerClasses.of(uniform_cluster(10_000, "1gbit", "50us"))
+            classes.weights  # {0: 1, 1: 5000, 2: 4999}
+    """
+
+    representative_of: Sequence[int]
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> WorkerClasses:
+        """Worker 0, and two workers of each class: of equal rack shape, speed, link and group."""
+        shapes: dict[Hashable, int] = {}
+        members: defaultdict[Hashable, list[int]] = defaultdict(list)
+        worker = 0
+        for rack in cluster.racks:
+            shape = shapes.setdefault(replace(rack, names=()), len(shapes))
+            links, groups = rack.links, rack.groups
+            for place in range(rack.workers):
+                link = links[place // rack.workers_per_host]
+                alike = shape, rack.speed[place], link, groups[place]
+                members[alike].append(worker)
+                worker += 1
+        chosen = [0] * worker
+        for one_class in members.values():
+            if one_class[0] == 0:
+                del one_class[0]
+            for number, member in enumerate(one_class):
+                chosen[member] = one_class[number % AT_LEAST]
+        return cls(chosen)
+
+    @property
+    def weights(self) -> Mapping[int, int]:
+        """By representative, in rank order, how many workers it stands for, itself included."""
+        return dict(sorted(Counter(self.representative_of).items()))
+
+    def within(self, members: Sequence[int]) -> Sequence[int]:
+        """By position in a group, the position that runs for it: its own representative's, or the
+        first that runs where that is no member."""
+        index = {member: position for position, member in enumerate(members)}
+        first = min(index[rank] for rank in self.weights if rank in index)
+        return [index.get(self.representative_of[member], first) for member in members]
+
+    def describe(self) -> str:
+        """One line for people."""
+        weights = self.weights
+        named = ", ".join(
+            f"worker {rank} for {weight:,}"
+            for rank, weight in list(weights.items())[:MOST_DESCRIBED]
+        )
+        more = (
+            f" and {len(weights) - MOST_DESCRIBED} more"
+            if len(weights) > MOST_DESCRIBED
+            else ""
+        )
+        return (
+            f"{len(weights):,} representatives ran for {len(self.representative_of):,} workers "
+            f"({named}{more}); means are weighted"
+        )
+
+
+def check_represented(cluster: Cluster, compute: ComputeModel) -> None:
+    """Raise `UsageError` where workers of a class do not do the same."""
+    if compute.jitter:
+        raise UsageError(
+            f"representatives with jitter {compute.jitter:g}: every worker's steps then take other "
+            "times, so expected 0; simulate all workers, or leave jitter out"
+        )
+    killed = [rule.target for rule in cluster.rules if isinstance(rule.target, int)]
+    if killed:
+        raise UsageError(
+            f"representatives where a rule kills worker {killed[0]}: expected rules of links alone, "
+            "as a worker that dies is like no other; simulate all workers"
+        )
+
+
 FEW_ELEMENTS = 2
 BYTES_AN_ELEMENT = 1024 * 1024
 """Of a tensor that stands for a large one: methods that cut tensors can cut it too."""
@@ -365,7 +529,7 @@ class SimulatedRuntime:
         self._simulation = simulation
         self._service_jobs = 0
         """How many jobs of services this worker has asked for."""
-        self.alone = False
+        self.server_only = False
         self.registry = TrainingRegistry(simulation.options, self._training_broke)
         self.registry.keeps_ended = (
             True  # a plan looks at them when the script has ended
@@ -375,30 +539,29 @@ class SimulatedRuntime:
         )
         self.rank = rank
         self.size = simulation.cluster.workers
-        self.speeds = simulation.speeds
-        self.cluster, self.racks = simulation.cluster, simulation.racks
-        self.aggregators = None
+        classes = simulation.classes
+        self.weights = None if classes is None else classes.weights
+        self.cluster = simulation.cluster
         kept = None
         if simulation.trace:
             kept = Kept([], [])
             simulation.result.kept.append(kept)
-        self.recorder = StepRecorder(rank, self.now, kept)
+        self.clock = WorkerClock(simulation, rank, kept)
+        self.recorder, self._compute = self.clock.recorder, self.clock.compute
         if rank == 0:
             self.recorder.observers.append(simulation.conditions.reached)
-        processor = self.cluster.processor
-        self._compute = SimulatedCompute(
-            simulation.compute_model,
-            rank,
-            simulation.speeds[rank],
-            self._spend,
-            1.0 if processor is None else processor.crowd(self.size),
-        )
 
     def connect(self) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
 
     def services(self, job: ServiceJob) -> list[SimulatedEndpoint]:
+        if self._simulation.classes is not None:
+            raise UsageError(
+                "representatives with parameter servers: each worker's requests take a server's "
+                "time, so all workers have to run; simulate all workers, or choose an "
+                "all-reduce collective"
+            )
         number = self._service_jobs
         self._service_jobs += 1
         return [
@@ -409,33 +572,12 @@ class SimulatedRuntime:
     def runner(self, name: str, *, thread: bool) -> EventRunner:
         return EventRunner(self._simulation.clock, self.rank)
 
-    def now(self) -> float:
-        if not self._acts:
-            self._compute.settle()
-        return self._worker.time
-
-    def pace(self, seconds: float) -> None:
-        self._compute.pace(seconds)
-
-    def spend(self, seconds: float, what: str) -> None:
-        if not self._acts:
-            self._compute.settle()
-        self._compute.spend(seconds, what)
-
-    def outside(self, wait: Callable[[], None]) -> None:
-        clock = self._simulation.clock
-        clock.waits_outside = True
-        try:
-            wait()
-        finally:
-            clock.waits_outside = False
-
     def compute(
         self,
         model: torch.nn.Module,
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         samples: float | None,
-    ) -> ModelCompute | Profiler | None:
+    ) -> ModelCompute | StepProfiler | None:
         own = getattr(model, "workload", None)
         if not isinstance(own, Workload):
             own = None
@@ -443,8 +585,8 @@ class SimulatedRuntime:
             if self.rank:
                 return None
             # Only one worker runs at a time, so the host's clock tells what it computes.
-            clock = self.now if self._simulation.paced else time.perf_counter
-            profiler = Profiler(
+            clock = self.clock.now if self._simulation.paced else time.perf_counter
+            profiler = StepProfiler(
                 model,
                 parameters,
                 HostStopwatch(clock),
@@ -460,9 +602,6 @@ class SimulatedRuntime:
     @property
     def workload(self) -> Workload | None:
         return None if self.paced_by_script else self._compute.workload
-
-    def stopwatch(self, device: torch.device) -> HostStopwatch:
-        return HostStopwatch(self.now, repeats=self._simulation.repeats)
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
         elements = max(FEW_ELEMENTS, min(size // BYTES_AN_ELEMENT, MOST_ELEMENTS))
@@ -485,40 +624,67 @@ class SimulatedRuntime:
 
     def _training_broke(self, number: int, cause: str) -> None:
         """Whoever waits for it waits for ever: the deadlock's words tell why."""
-        self._worker.fault = f"it broke off its training: {cause}"
+        self.clock.worker.fault = f"it broke off its training: {cause}"
+
+
+class WorkerClock:
+    """A simulated worker's `RuntimeClock`: what it computes takes it, and is recorded."""
+
+    is_virtual: ClassVar[bool] = True
+
+    def __init__(self, simulation: Simulation, rank: int, kept: Kept | None) -> None:
+        self._simulation, self._rank = simulation, rank
+        self.recorder = StepRecorder(rank, self.now, kept)
+        processor = simulation.cluster.processor
+        self.compute = SimulatedCompute(
+            simulation.compute_model,
+            rank,
+            simulation.cluster.speeds[rank],
+            self._pass_time,
+            1.0
+            if processor is None
+            else processor.oversubscription(simulation.cluster.workers),
+        )
+
+    def now(self) -> float:
+        if not self._follows:
+            self.compute.settle()
+        return self.worker.time
+
+    def pace(self, seconds: float) -> None:
+        self.compute.pace(seconds)
+
+    def charge(self, seconds: float, what: str) -> None:
+        if not self._follows:
+            self.compute.settle()
+        self.compute.spend(seconds, what)
+
+    def external(self, wait: Callable[[], None]) -> None:
+        clock = self._simulation.clock
+        clock.waits_outside = True
+        try:
+            wait()
+        finally:
+            clock.waits_outside = False
+
+    def stopwatch(self, device: torch.device) -> HostStopwatch:
+        return HostStopwatch(self.now, repeats=self._simulation.repeats)
 
     @property
-    def _acts(self) -> bool:
+    def worker(self) -> Worker:
+        """Whose time it is now: the script's, or that of a work that follows a result."""
+        clock = self._simulation.clock
+        return clock.current if self._follows else self._simulation.workers[self._rank]
+
+    @property
+    def _follows(self) -> bool:
         """Whether what runs now is a work that follows a result, and not the script."""
         current = self._simulation.clock.current
-        return isinstance(current, Actor) and current.rank == self.rank
+        return isinstance(current, EventContext) and current.rank == self._rank
 
-    @property
-    def _worker(self) -> Worker:
-        clock = self._simulation.clock
-        return clock.current if self._acts else clock.workers[self.rank]
-
-    def _spend(self, seconds: float, name: str) -> None:
+    def _pass_time(self, seconds: float, name: str) -> None:
         self._simulation.clock.stop_if_interrupted()
-        worker = self._worker
+        worker = self.worker
         start = worker.time
         worker.time += seconds
-        self.recorder.observe(Span(self.rank, "compute", name, start, worker.time))
-
-
-def place_of(rank: int, hosts: Sequence[int], devices: int) -> dict[str, str]:
-    """On which machine a worker is, and its number there; *hosts* are all workers'.
-
-    A cluster whose hosts have a worker each is taken for one machine, which it really is:
-    "once per machine" then means once, for files that are loaded or written. With GPUs a
-    number is also that of a device, and of these there are *devices*.
-    """
-    if len(set(hosts)) == len(hosts):
-        hosts = [0] * len(hosts)
-    mine = hosts[rank]
-    number = hosts[:rank].count(mine)
-    return {
-        "LOCAL_RANK": str(number % devices if devices else number),
-        "LOCAL_WORLD_SIZE": str(hosts.count(mine)),
-        "GROUP_RANK": str(mine),
-    }
+        self.recorder.observe(Span(self._rank, "compute", name, start, worker.time))

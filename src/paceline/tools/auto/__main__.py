@@ -17,7 +17,7 @@ from functools import partial
 import msgspec
 import torch
 
-from paceline.bucketing.trial import WORTH_IT
+from paceline.bucketing.tuner import WORTH_IT
 from paceline.cluster import Workload, parse_cluster
 from paceline.errors import PacelineError
 from paceline.interfaces import CONSISTENCIES, Consistency

@@ -83,7 +83,7 @@ def check_wish(
 ) -> None:
     """Raise `UsageError` where nothing can be chosen: under ``--survive``, beside choices that it
     makes itself (*chosen_beside*, by argument), and beside another training (*others*)."""
-    if runtime.alone:
+    if runtime.server_only:
         raise UsageError(
             "method 'auto' under --survive: workers that meet only at their servers agree on no "
             "change; name a method whose server updates (`paceline plan SCRIPT` compares them)"

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.core.settings import Settings
 from paceline.core.training import Training
 from paceline.core.training_setup import TrainingInputs
@@ -42,7 +42,7 @@ class Course:
 
     def __init__(self, inputs: TrainingInputs, wish: Auto, settings: Settings) -> None:
         self._runtime, self._wish = inputs.runtime, wish
-        whole = TorchComm(inputs.runtime, f"auto {inputs.number}")
+        whole = Communicator(inputs.runtime, f"auto {inputs.number}")
         self._comm = whole.channel("course")
         device = torch.device("cpu")
         if not moves_host_tensors(self._comm.process_group):

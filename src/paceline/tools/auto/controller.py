@@ -3,7 +3,7 @@
 Training begins with one method. Once its buckets have settled, its steps are measured. Where
 they hardly wait for the network there is nothing to gain. Else links are measured, candidates are
 predicted beside the training, and the best of them are tried in turn with what runs: each is
-trained with for some steps, as `paceline.bucketing.trial` judges plans of buckets. A candidate that has won
+trained with for some steps, as `paceline.bucketing.tuner` judges plans of buckets. A candidate that has won
 stays. Then steps are looked at, ever more rarely, and all of this happens again when they have
 changed for good.
 
@@ -23,7 +23,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from paceline.bucketing.trial import Verdict, judge
+from paceline.bucketing.tuner import Verdict, decide
 from paceline.tools.auto.controller_interfaces import LeftError, Ranks, Senses
 from paceline.tools.auto.decision import Found, Tried
 
@@ -201,7 +201,7 @@ class Program:
                 rounds.append((new, old))
                 ratios = [new / old for new, old in rounds]
                 kept = f"{self.present} is kept"
-                verdict = judge(ratios, max(spread, more), kept, spec)
+                verdict = decide(ratios, max(spread, more), kept, spec)
                 if verdict is not None and verdict.better:
                     self._usual, before = new, self.present
                     self.present = spec

@@ -78,7 +78,7 @@ class TrainingSenses:
         self._comm, self._device, self._say = comm, device, say
         parameters = inputs.parameters
         self._on_host = parameters[0][1].device.type == "cpu"
-        self._stopwatch = self._runtime.stopwatch(parameters[0][1].device)
+        self._stopwatch = self._runtime.clock.stopwatch(parameters[0][1].device)
         self._marks: deque[Any] = deque([self._stopwatch.mark()], STEPS_KEPT + 1)
         self._watch = Watch(inputs.model, parameters, self._stopwatch)
         self._steps = 0
@@ -210,7 +210,7 @@ class TrainingSenses:
                 "the script never calls the model itself, so nobody knows how long a step of it "
                 "takes"
             )
-        if self._runtime.name == "simulated":
+        if self._runtime.clock.is_virtual:
             workload = as_one_pass(workload)
         workload = with_all(workload, compute if self._on_host else 0.0, speed)
         if self._settings.use_gradients:
@@ -256,11 +256,11 @@ class TrainingSenses:
             return False
         if planned.process is None:
             return True
-        if self._runtime.name != "simulated":
+        if not self._runtime.clock.is_virtual:
             return planned.process.is_over
         if self._steps < planned.begun_at + PLAN_STEPS:
             return False
-        self._runtime.outside(planned.process.wait)
+        self._runtime.clock.external(planned.process.wait)
         return True
 
     def candidates(self) -> list[tuple[str, float]]:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 import msgspec
 
-from paceline.collectives.communicator import TorchComm
+from paceline.collectives.communicator import Communicator
 from paceline.core.broadcast import gather_bytes
 from paceline.core.optimizer import (
     ActiveTraining,
@@ -186,7 +186,7 @@ class MethodChanges:
             plan = self._plan(spec)
         except UsageError as error:
             return str(error)
-        began = self._runtime.now()
+        began = self._runtime.clock.now()
         # Workers' scripts may differ in it: so it is said where all meet.
         fault = self._forbid(plan.method, plan.settings)
         try:
@@ -196,7 +196,9 @@ class MethodChanges:
             self._broke(error)
             raise
         name = f"change to {spec}"
-        span = Span(self._runtime.rank, "method", name, began, self._runtime.now())
+        span = Span(
+            self._runtime.rank, "method", name, began, self._runtime.clock.now()
+        )
         self._runtime.recorder.observe(span)
         return why
 
@@ -257,7 +259,7 @@ class MethodChanges:
         differ = self.now.method.rounds.models_may_differ
         if (not differ and len(going) == workers) or workers == 1:
             return
-        comm = TorchComm(self._runtime, self._runtime.registry.next_name())
+        comm = Communicator(self._runtime, self._runtime.registry.next_name())
         optimizer = self._inputs.optimizer
         equalize(comm, optimizer, going, self._device, mean=differ)
         comm.close()

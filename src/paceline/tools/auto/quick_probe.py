@@ -16,13 +16,12 @@ import msgspec
 import torch
 
 from paceline.cluster import Cluster
-from paceline.cluster.probe import Findings, infer_cluster
-from paceline.cluster.probe.pairs import FIRST_BYTES, Pairs
-from paceline.cluster.probe.racks import find_racks
-from paceline.cluster.probe.result import Size
+from paceline.cluster.probe import ProbeResult, infer_cluster
+from paceline.cluster.probe.infer import Size, find_racks
+from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.interfaces import Runtime
-from paceline.runtimes.real.cluster_check import Seat, seat
+from paceline.runtimes.real.cluster_check import WorkerLocation, seat
 
 MOST_SHIFTS = 7
 """Rounds in which all send at once."""
@@ -40,7 +39,7 @@ CPU = torch.device("cpu")
 def find_links(runtime: Runtime, seconds: float, device: torch.device) -> Cluster:
     """The cluster in which the simulated runtime takes the times that were measured, in about so many
     *seconds*; the same on all ranks. Collective."""
-    pairs = Pairs(runtime, seconds / 20)
+    pairs = PairProbe(runtime, seconds / 20)
     hosts, shared_cores = _hosts(runtime, device)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     rates = _rates(pairs, leaders, FOR_LINKS * seconds)
@@ -48,7 +47,7 @@ def find_links(runtime: Runtime, seconds: float, device: torch.device) -> Cluste
     near = [[0.0] * runtime.size for _ in range(runtime.size)]
     racks = find_racks(goodput, near, hosts)
     return infer_cluster(
-        Findings(
+        ProbeResult(
             runtime=runtime.name,
             hosts=hosts,
             goodput=goodput,
@@ -65,7 +64,7 @@ def find_links(runtime: Runtime, seconds: float, device: torch.device) -> Cluste
 def host_rates(runtime: Runtime, seconds: float, device: torch.device) -> list[float]:
     """What each host sends to the next one while all do, bytes a second: a short look. The same on all
     ranks. Collective."""
-    pairs = Pairs(runtime, seconds / 20)
+    pairs = PairProbe(runtime, seconds / 20)
     hosts, _ = _hosts(runtime, device)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
@@ -77,7 +76,7 @@ def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | Non
     """Each worker's host, and the cores that all of them share, if they share them. Where all are on one,
     loopback is the network, and each worker counts as a host."""
     said = gather_bytes(msgspec.json.encode(seat()), device)
-    seats = [msgspec.json.decode(one, type=Seat) for one in said]
+    seats = [msgspec.json.decode(one, type=WorkerLocation) for one in said]
     order = list(dict.fromkeys(one.host for one in seats))
     hosts = [order.index(one.host) for one in seats]
     if len(order) == 1:
@@ -98,7 +97,7 @@ class _Rounds:
     loopback memory for what is sent takes longer than sending). Each flow sends as much as it can in that time: one slow
     host among fast ones must not make a round as many times longer."""
 
-    def __init__(self, pairs: Pairs, leaders: Sequence[int]) -> None:
+    def __init__(self, pairs: PairProbe, leaders: Sequence[int]) -> None:
         self._pairs, self._leaders = pairs, leaders
         self.spent = 0.0
         self._busy = 1.0
@@ -146,7 +145,7 @@ class _Rounds:
         return [max(LEAST_BYTES, min(MOST_BYTES, size)) for size in bytes_]
 
 
-def _rates(pairs: Pairs, leaders: Sequence[int], seconds: float) -> list[Flows]:
+def _rates(pairs: PairProbe, leaders: Sequence[int], seconds: float) -> list[Flows]:
     count = len(leaders)
     if count == 1:
         return []
@@ -206,7 +205,7 @@ def _uplinks(
     return [(a, b, rate) for (a, b), rate in sorted(most.items())]
 
 
-def _sums(runtime: Runtime, pairs: Pairs, seconds: float) -> list[Size]:
+def _sums(runtime: Runtime, pairs: PairProbe, seconds: float) -> list[Size]:
     """All-reduces, alone and two at a time, while the time lasts."""
     found: list[Size] = []
     for size in SIZES:
@@ -231,9 +230,9 @@ def _sums(runtime: Runtime, pairs: Pairs, seconds: float) -> list[Size]:
     return found
 
 
-def _sum(runtime: Runtime, pairs: Pairs, size: int, together: int) -> float:
+def _sum(runtime: Runtime, pairs: PairProbe, size: int, together: int) -> float:
     buffers = [runtime.blank(size, CPU) for _ in range(together)]
-    start = runtime.now()
+    start = runtime.clock.now()
     for pending in [pairs.comm.all_reduce(buffer, "sum") for buffer in buffers]:
         pending.wait()
-    return runtime.now() - start
+    return runtime.clock.now() - start

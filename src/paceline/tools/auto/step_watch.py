@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.cluster import Workload
-from paceline.cluster.profiling import Profiler
+from paceline.cluster.profiling import StepProfiler
 from paceline.interfaces import Stopwatch
 from paceline.torch_internals import Uncopied
 
@@ -29,7 +29,7 @@ class Watch:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         stopwatch: Stopwatch,
     ) -> None:
-        self._profiler = profiler = Profiler(model, parameters, stopwatch)
+        self._profiler = profiler = StepProfiler(model, parameters, stopwatch)
         # In front of the training's own hook, which may charge the whole pass at once.
         before = Uncopied(self._forward_begins)
         self._handle = model.register_forward_pre_hook(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.bucketing.bucket_plan import Side
+from paceline.bucketing.tuner import BucketPlan
 from paceline.core.broadcast import average_tensors, broadcast_tensors, gather_bytes
 from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.training import Training
@@ -112,13 +112,13 @@ class KeptPlans:
     """Buckets that were settled on: who comes back to a spec does not measure them again."""
 
     def __init__(self) -> None:
-        self._plans: dict[str, Side] = {}
+        self._plans: dict[str, BucketPlan] = {}
 
     def take(self, spec: str, training: Training) -> None:
         """A training by *spec* is about to end."""
-        if training.planner.kept is not None:
-            self._plans[spec] = training.planner.kept
+        if training.tuner.adopted is not None:
+            self._plans[spec] = training.tuner.adopted
 
     def give_back(self, spec: str, training: Training) -> None:
         """One by *spec* has begun."""
-        training.planner.reuse(self._plans.get(spec))
+        training.tuner.reuse(self._plans.get(spec))

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.records import StepRecord
+from paceline.runtimes.processes import ends_with_this
 from paceline.runtimes.results import Failed, Outcome, Result
 from paceline.tools.compare.goal import Goal
 from paceline.tools.report.run_files import claim, make_folder
@@ -60,7 +61,7 @@ def run_variant(
     ]
     with without_interrupts():
         process = subprocess.Popen(
-            command,
+            ends_with_this(command),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -10,7 +10,7 @@ import torch
 
 from paceline.cluster import Workload, cluster_toml
 from paceline.cluster.probe import infer_cluster
-from paceline.cluster.profiling import Profiler
+from paceline.cluster.profiling import StepProfiler
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
@@ -50,7 +50,7 @@ class Examination:
         self._say = say
         self._model: torch.nn.Module | None = None
         self._watch: StepWatch | None = None
-        self._profiler: Profiler | None = None
+        self._profiler: StepProfiler | None = None
         self.is_over = False
         runtime.registry.watchers.append(self._training_begins)
         runtime.registry.at_exit(self._examine, last=True)
@@ -62,8 +62,8 @@ class Examination:
     ) -> Sequence[object]:
         if self._model is None:
             self._model = model
-            stopwatch = self._runtime.stopwatch(parameters[0][1].device)
-            self._profiler = Profiler(model, parameters, stopwatch)
+            stopwatch = self._runtime.clock.stopwatch(parameters[0][1].device)
+            self._profiler = StepProfiler(model, parameters, stopwatch)
             self._watch = StepWatch(self._runtime, model, parameters)
         if self._model is not model:
             return ()  # the first model tells enough
@@ -89,7 +89,7 @@ class Examination:
 
     def _say_own(self, threads: int) -> _Said:
         runtime = self._runtime
-        simulated = runtime.name == "simulated"
+        simulated = runtime.clock.is_virtual
         step = None if self._watch is None else self._watch.evidence()
         used, others = (None, ()) if simulated else host_measurement.interfaces()
         cores = host_measurement.cores()

@@ -8,9 +8,9 @@ from statistics import median
 
 import msgspec
 
-from paceline.cluster.probe import Findings, measure
-from paceline.cluster.probe.pairs import MOST_BYTES, TRIES, Pairs
-from paceline.cluster.probe.racks import find_racks
+from paceline.cluster.probe import ProbeResult, measure
+from paceline.cluster.probe.infer import find_racks
+from paceline.cluster.probe.pairs import MOST_BYTES, TRIES, PairProbe
 from paceline.interfaces import Runtime
 from paceline.tools.doctor.evidence import PathEvidence, TogetherEvidence
 from paceline.tools.doctor.thresholds import SLOW_LINK
@@ -29,7 +29,7 @@ MOST_SHIFTS = 8
 class NetworkFound:
     """*findings*: as ``paceline probe`` has them; *paths* and *together*: between hosts."""
 
-    findings: Findings
+    findings: ProbeResult
     paths: tuple[PathEvidence, ...]
     together: tuple[TogetherEvidence, ...]
 
@@ -45,7 +45,7 @@ def examine_network(
     findings = measure(runtime, seconds_per_pair=seconds, say=say)
     hosts = list(dict.fromkeys(findings.hosts))
     leaders = [findings.hosts.index(host) for host in hosts]
-    pairs = Pairs(runtime, seconds)
+    pairs = PairProbe(runtime, seconds)
     rates: dict[tuple[int, int], list[float]] = {
         (a, b): [findings.goodput[a][b]] for a in leaders for b in leaders if a != b
     }
@@ -80,8 +80,8 @@ def examine_network(
 
 
 def _by_medians(
-    findings: Findings, rates: dict[tuple[int, int], list[float]]
-) -> Findings:
+    findings: ProbeResult, rates: dict[tuple[int, int], list[float]]
+) -> ProbeResult:
     """As if the probe had measured the medians of all rounds."""
     hosts = findings.hosts
     first = {host: hosts.index(host) for host in hosts}
@@ -145,7 +145,7 @@ def _shifts(count: int) -> list[int]:
 
 
 def _at_once(
-    pairs: Pairs,
+    pairs: PairProbe,
     leaders: Sequence[int],
     hosts: Sequence[int],
     shift: int,

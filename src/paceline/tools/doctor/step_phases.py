@@ -44,7 +44,7 @@ class StepWatch:
         self._sizes = [wire_bytes(parameter) for _, parameter in parameters]
         self._device = parameters[0][1].device
         self._is_cuda = self._device.type == "cuda"
-        self._stopwatch = runtime.stopwatch(self._device)
+        self._stopwatch = runtime.clock.stopwatch(self._device)
         self.compiled_whole = is_compiled_whole(model)
         self._steps: list[tuple[int, dict[str, float]]] = []
         """Each with its number, as the recorder counts."""
@@ -67,7 +67,7 @@ class StepWatch:
             self._passes.append(_Pass(begin=None))
         one, mark = self._passes[-1], self._stopwatch.mark()
         if one.mark is None:
-            one.split, one.mark = self._runtime.now(), mark
+            one.split, one.mark = self._runtime.clock.now(), mark
         one.ready.append((index, mark))
 
     def gradient_taken(self) -> None:
@@ -104,7 +104,7 @@ class StepWatch:
     def _now(self) -> float:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
-        return self._runtime.now()
+        return self._runtime.clock.now()
 
     # ---- what it makes of it ----
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.bucketing import FIXED
+from paceline.bucketing.rules import FIXED
 from paceline.cluster import Processor
 from paceline.collectives.registry import COLLECTIVES
 from paceline.core.settings import parse_method, short_spec
@@ -77,7 +77,7 @@ def _otherwise(text: str) -> list[str]:
     rows = [
         {"collective": name}
         for name, row in COLLECTIVES.items()
-        if not row.needs_servers and not getattr(row, "needs_aggregators", False)
+        if row.needs == "nothing"
     ]
     changes: list[dict[str, str]] = [{"buckets": rule} for rule in FIXED]
     changes += [{"buckets": "ddp"} | row for row in rows if row["collective"] != "ring"]
@@ -141,7 +141,7 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
 
 def _on_one_server(patient: Patient) -> bool:
     method, settings = parse_method(patient.spec)
-    served = COLLECTIVES[settings.collective].needs_servers
+    served = COLLECTIVES[settings.collective].needs == "servers"
     return (
         (method.updates_on == "server" or served)
         and settings.servers in NEAR

@@ -13,7 +13,7 @@ from functools import cached_property
 from statistics import fmean, median
 
 from paceline.cluster import Cluster, Processor, Rack, Workload, parse_cluster
-from paceline.cluster.network_rules import Rule, throttle
+from paceline.cluster.cluster import Rule, throttle
 from paceline.errors import UsageError
 from paceline.spec import parse
 from paceline.tools.doctor.network_model import IN, OUT, Picture

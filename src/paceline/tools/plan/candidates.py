@@ -21,10 +21,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from paceline.bucketing import FIXED, RULES
+from paceline.bucketing.rules import FIXED, RULES
 from paceline.cluster import Cluster
 from paceline.collectives.registry import COLLECTIVES
-from paceline.compression import COMPRESSORS, CONTRIB, Identity, make
+from paceline.compression import COMPRESSORS, CONTRIB, make
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.interfaces import Consistency, Method, weaker
@@ -54,7 +54,7 @@ def consistency_of(method: Method, settings: Settings) -> Consistency:
     """The weakest of what method, collective and code promise."""
     own: Consistency = getattr(method, "consistency", "asynchronous")
     how: Consistency = getattr(COLLECTIVES[settings.collective], "consistency", "exact")
-    return weaker(weaker(own, how), settings.compression.consistency)
+    return weaker(weaker(own, how), settings.compression.code.consistency)
 
 
 def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
@@ -93,7 +93,7 @@ def crossed(
         if method.updates_on != "server" and settings.collective == "native":
             others = (name for name in COLLECTIVES if name != "native")
             specs += [_with(spec, collective=name) for name in others]
-        if settings.compression == Identity() and text != "bsp":
+        if not settings.compression.compresses and text != "bsp":
             pushed = method.updates_on == "server"
             usable = [
                 name for name in codes if make(name).decodes_per_worker or not pushed
@@ -130,7 +130,8 @@ def _candidates(
                 LeftOut(spec=str(spec), consistency=consistency, why=str(error))
             )
             continue
-        if getattr(collective, "needs_aggregators", False) and not _aggregates(cluster):
+        needs = None if collective is None else collective.needs
+        if needs == "aggregators" and not _aggregates(cluster):
             why = "no rack of this cluster has an aggregator (aggregates = true)"
             left.append(LeftOut(spec=made.spec, consistency=made.consistency, why=why))
         else:
@@ -142,7 +143,8 @@ def _placed(spec: Spec, cluster: Cluster) -> Spec:
     """With a server on each host, where there are servers and no hosts for them."""
     method, settings = parse_method(str(spec))
     served = (
-        method.updates_on == "server" or COLLECTIVES[settings.collective].needs_servers
+        method.updates_on == "server"
+        or COLLECTIVES[settings.collective].needs == "servers"
     )
     if not served or cluster.servers or settings.servers != "auto":
         return spec

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from paceline.cluster.workload import CodingTimes
+from paceline.cluster.workload import CompressorTimes
 from paceline.compression import full_spec
 from paceline.core.settings import parse_method
 from paceline.tools.plan.estimate_rows import Scale
@@ -26,7 +26,7 @@ MOST = 4
 def code_of(spec: str) -> str:
     """What a candidate's gradients are coded with, as workloads call it."""
     _, settings = parse_method(spec)
-    return full_spec(settings.compression.settled())
+    return full_spec(settings.compression.steady_state())
 
 
 def codes_in_front(plan: Plan) -> list[str]:
@@ -44,7 +44,7 @@ def codes_in_front(plan: Plan) -> list[str]:
 def revised(
     plan: Plan,
     job: Job,
-    coding: Mapping[str, CodingTimes],
+    coding: Mapping[str, CompressorTimes],
     predict: Predict = in_this_process,
 ) -> tuple[Plan, Job]:
     """*plan* with the rows that code as in *coding* predicted again, as before in a short run or in

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.bucketing import MEASURED
+from paceline.bucketing.rules import MEASURED
 from paceline.cluster import Workload
 from paceline.core.settings import parse_method
 from paceline.spec import Spec, parse

@@ -9,7 +9,7 @@ many steps of it tell enough:
   only computes, so the others cost what these cost.
 - Who waits for nobody drifts, until a bound is met: of a longer run the second half counts, and
   rates are added up, as workers may do different numbers of steps.
-- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.settled`); a note of the prediction
+- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.steady_state`); a note of the prediction
   says for how many steps a compressor sends more, and how much.
 
 Nothing here looks at a clock: equal questions have equal answers, to the bit.
@@ -29,14 +29,15 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.bucketing import MEASURED
+from paceline.bucketing.rules import MEASURED
 from paceline.cluster import Cluster, Workload
 from paceline.cluster.stand_in import stand_in
-from paceline.compression import warm_up_of
+from paceline.collectives.registry import COLLECTIVES
+from paceline.compression import GradientCompression, warm_up_message
 from paceline.core.settings import Settings, parse_method
 from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
-from paceline.interfaces import Compressor, Method, Runtime
+from paceline.interfaces import Method, Runtime
 from paceline.interfaces.buckets import nearly_square
 from paceline.records import StepRecord, StepRecorder
 from paceline.run_options import RunOptions
@@ -147,23 +148,25 @@ def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
         return Refused(str(error))
     except PacelineError as error:
         return Refused(str(error))
-    found = _figures(outcome.recorders, run, guessed=bool(outcome.guessed))
+    found = _figures(
+        outcome.by_worker(outcome.recorders), run, guessed=bool(outcome.guessed)
+    )
     note = _warm_up(job, spec)
     return msgspec.structs.replace(found, notes=(*found.notes, note)) if note else found
 
 
 def _warm_up(job: Job, spec: str) -> str:
     """What first steps send that the figures leave out."""
-    compressor = _of_epochs(parse_method(spec)[1].compression, job)
+    compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
-    said = warm_up_of(compressor, shapes, torch.float32, job.cluster.workers)
+    said = warm_up_message(compression, shapes, torch.float32, job.cluster.workers)
     return said and f"{said}; the figures are of these later steps"
 
 
-def _of_epochs(compressor: Compressor, job: Job) -> Compressor:
+def _of_epochs(compression: GradientCompression, job: Job) -> GradientCompression:
     """As the script's sampler has epochs."""
-    return compressor.in_epochs(job.epoch_steps) if job.epoch_steps else compressor
+    return compression.with_epoch(job.epoch_steps) if job.epoch_steps else compression
 
 
 def traced(job: Job, spec: str) -> SimulationResult:
@@ -188,9 +191,8 @@ def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     longer = max(0, _learns_for(read) - _learns_for(method))
     if short and settings.buckets in MEASURED:
         settings = replace(settings, buckets="ddp")
-    longer += settings.compression.first_steps
-    settings = replace(settings, compression=settings.compression.settled())
-    longer -= settings.compression.first_steps
+    longer += settings.compression.warmup_steps
+    settings = replace(settings, compression=settings.compression.steady_state())
     run_as = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
     return _Run(*(run_as if brief else (method, 0)), settings, short, longer)
 
@@ -215,7 +217,7 @@ def says_more_in_full(spec: str) -> bool:
 def shorter(method: Any, steps: int) -> tuple[Method, int]:
     """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
     many they are shorter."""
-    whole = getattr(method, "every", 0)
+    whole = getattr(method, "sync_every", 0)
     if whole <= steps or getattr(method, "group_every", 1) > 1:
         return method, 0
     for every in range(steps, whole):
@@ -225,7 +227,7 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
         ):
             continue
         try:
-            return replace(method, every=every), whole - every
+            return replace(method, sync_every=every), whole - every
         except UsageError:
             continue
     return method, 0
@@ -262,10 +264,10 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
 
     quiet = io.StringIO()
     with redirect_stdout(quiet), redirect_stderr(quiet):
-        simulation = _simulation(job, draws=False)
+        simulation = _simulation(job, run, draws=False)
         outcome = simulation.run(body)
         if simulation.drawn:  # a method of the user's own
-            outcome = _simulation(job, draws=True).run(body)
+            outcome = _simulation(job, run, draws=True).run(body)
     return outcome
 
 
@@ -276,7 +278,19 @@ def _use_gradients(model: torch.nn.Module) -> None:
             parameter.grad.norm()
 
 
-def _simulation(job: Job, *, draws: bool) -> Simulation:
+def _few_are_enough(job: Job, run: _Run) -> bool:
+    """Whether representatives of many workers have the figures of all."""
+    return (
+        job.cluster.workers > FEW_DRIFT
+        and getattr(run.method, "symmetric", False)
+        and COLLECTIVES[run.settings.collective].needs == "nothing"
+        # Some compressors exchange parts message by message, and ranks end at other times.
+        and not run.settings.compression.compresses
+        and not (job.jitter or job.inputs or job.trace or job.cluster.rules)
+    )
+
+
+def _simulation(job: Job, run: _Run, *, draws: bool) -> Simulation:
     return Simulation(
         job.cluster,
         options=RunOptions(tells=False, seed=job.seed),
@@ -284,6 +298,7 @@ def _simulation(job: Job, *, draws: bool) -> Simulation:
         trace=job.trace,
         draws=draws,
         repeats=job.brief and not job.jitter,
+        workers="classes" if _few_are_enough(job, run) else "all",
     )
 
 
@@ -309,7 +324,7 @@ def _wait_for_batch(runtime: Runtime, job: Job) -> None:
     if (
         job.inputs
     ):  # what is spent is over the worker's speed, and loaders do not know that
-        runtime.spend(
+        runtime.clock.charge(
             job.inputs[runtime.rank] * job.cluster.speeds[runtime.rank], "input"
         )
 

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from paceline.bucketing import MEASURED
+from paceline.bucketing.rules import MEASURED
 from paceline.cluster import Cluster
-from paceline.collectives.placement import Places, aggregating_racks
 from paceline.collectives.registry import COLLECTIVES
-from paceline.compression import Identity
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
-from paceline.interfaces import Comm, Schedule
+from paceline.interfaces import Placement
 from paceline.tools.plan.predict import (
     SHORTENED,
     SHORTENED_IN_SHORT,
@@ -85,7 +82,7 @@ def _cost(job: Job, spec: str, short: bool) -> float:
     total = sum(workload.sizes)
     buckets = min(float(tensors), 2 + total / BUCKET)
     remote = method.updates_on == "server"
-    if remote or COLLECTIVES[settings.collective].needs_servers:
+    if remote or COLLECTIVES[settings.collective].needs == "servers":
         servers = len(cluster.servers) or cluster.hosts
         if remote and method.groups(workers) is not None:
             servers = 1  # of each group its own
@@ -108,7 +105,7 @@ def _steps(
 ) -> tuple[int, float]:
     """How many steps are run, and in how many of them workers meet."""
     run, _ = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
-    period = getattr(run, "every", 1) or 1
+    period = getattr(run, "sync_every", 1) or 1
     late = getattr(method, "waits_in_forward", False)
     planned = not short and settings.buckets in MEASURED
     steps = 3
@@ -126,14 +123,14 @@ def _steps(
 
 def _messages(cluster: Cluster, settings: Settings, size: int) -> int:
     """In how many messages the mean of a bucket of *size* bytes is played, coded as it is."""
-    code, workers = settings.compression, cluster.workers
-    if code == Identity():
+    code, workers = settings.compression.code, cluster.workers
+    if not settings.compression.compresses:
         return messages(cluster, settings.collective, size)
     found = 0
-    for leg in code.traffic([(max(1, size // 4),)], torch.float32, workers):
+    for leg in code.wire_bytes([(max(1, size // 4),)], torch.float32, workers):
         if leg.kind == "sum":
             found += messages(cluster, settings.collective, max(1, round(leg.size)))
-        elif leg.kind == "exchange":
+        elif leg.kind == "all-to-all":
             found += workers * (workers - 1)
     return found
 
@@ -142,20 +139,7 @@ def _messages(cluster: Cluster, settings: Settings, size: int) -> int:
 def messages(cluster: Cluster, name: str, size: int) -> int:
     """In how many messages a sum of *size* bytes by the collective *name* is played; 0 where it is
     priced as a whole."""
-    row: Any = COLLECTIVES[name]()
-    workers = tuple(range(cluster.workers))
-    racks = tuple(cluster.rack_of(worker) for worker in workers)
-    adding = aggregating_racks(cluster)
-    places = Places(racks, cluster, workers, adding, len(cluster.servers))
-    shape: Any = SimpleNamespace(
-        size=len(workers), racks=racks, aggregating=adding, places=places
-    )
-    comm = cast(Comm, shape)
-    schedule: Schedule
-    if hasattr(row, "timed"):
-        schedule = row.timed(size, comm)
-    else:
-        schedule = row.schedule(size, comm, racks)
-    if schedule.priced is not None:
+    schedule = COLLECTIVES[name]().schedule(size, Placement.on(cluster))
+    if schedule.phases() is not None:
         return 0
     return sum(1 for number in range(schedule.steps) for _ in schedule.step(number))

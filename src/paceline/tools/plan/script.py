@@ -23,7 +23,7 @@ from paceline.methods import METHODS
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
-from paceline.runtimes.simulated.script import run_script
+from paceline.runtimes.simulated.launch import run_script
 from paceline.spec import parse
 from paceline.tools.plan.predict import MakeOptimizer, plain_sgd
 

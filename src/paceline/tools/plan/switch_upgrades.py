@@ -16,23 +16,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import msgspec
 
-from paceline import bucketing
-from paceline.bucketing import AffineCost
+from paceline.bucketing.cost_models import AffineCost
+from paceline.bucketing.rules import plan_buckets
+from paceline.bucketing.timeline import finish_time
 from paceline.cluster import Cluster, Workload
 from paceline.collectives.algorithms import Hierarchical, Ring
-from paceline.collectives.halving_doubling import HalvingDoubling
-from paceline.collectives.in_network.algorithms import Aggregated, exponent_bytes
-from paceline.collectives.in_network.atp import ATP
-from paceline.collectives.in_network.rina import Rina
-from paceline.collectives.placement import Places, aggregating_racks
-from paceline.collectives.pricing import seconds
+from paceline.collectives.in_network.algorithms import (
+    ATP,
+    InNetworkAllReduce,
+    Rina,
+    agreement_of_ranks,
+)
+from paceline.collectives.timing import seconds
 from paceline.errors import UsageError
-from paceline.interfaces import Collective, Comm
+from paceline.interfaces import AllReduceAlgorithm, Placement
+from paceline.interfaces.schedules import aggregating_racks
 
 SMALL, LARGE = 1_000_000, 100_000_000
 """Bytes at which a collective is priced: between and beyond, its price is a line."""
@@ -44,13 +46,13 @@ class Way:
     for servers count (*dedicated*)."""
 
     name: str
-    collective: Collective
+    collective: AllReduceAlgorithm
     dedicated: bool = True
 
     @property
     def upgrades(self) -> bool:
         """Whether switches that add up matter to it."""
-        return isinstance(self.collective, Aggregated)
+        return isinstance(self.collective, InNetworkAllReduce)
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +142,7 @@ def stage(
     sizes, pace = workload.gradient_bytes, 1 / min(cluster.speeds)
     price, later = _cost(way, _upgraded(cluster, racks, upgrade))
     ready = [pace * seconds_of + later for seconds_of in workload.ready_seconds]
-    step = bucketing.finish(bucketing.plan("ddp", sizes), sizes, ready, price)
+    step = finish_time(plan_buckets("ddp", sizes), sizes, ready, price)
     batch = workload.batch
     return Stage(
         switches=len(racks),
@@ -195,21 +197,27 @@ def _upgraded(cluster: Cluster, racks: Collection[int], upgrade: Upgrade) -> Clu
 def _cost(way: Way, cluster: Cluster) -> tuple[AffineCost, float]:
     """Of one mean, by its bytes: how long it keeps the network busy, and how much later it begins
     because exponents are agreed on first."""
-    shape, row = _shape(way, cluster), way.collective
+    at, row = _placement(way, cluster), way.collective
 
     def whole(size: int) -> float:
-        return seconds(row.schedule(size, shape, shape.racks), cluster)
+        return seconds(row.schedule(size, at), cluster)
 
     found = _line(whole)
-    if not isinstance(row, Aggregated) or row.plain(shape):
+    if not isinstance(row, InNetworkAllReduce) or row.uses_ring_only(at):
         return found, 0.0
-    more = _exponents(_as_it_was(cluster))
+    more = _agreement(row, at, cluster)
     slope = found.seconds_per_byte + more.seconds_per_byte
     return AffineCost(found.start_up, slope), more.start_up
 
 
-def _as_it_was(cluster: Cluster) -> Cluster:
-    """Without anything that adds up."""
+def _agreement(row: InNetworkAllReduce, at: Placement, cluster: Cluster) -> AffineCost:
+    """Of agreeing on exponents, by bytes of the gradient."""
+    if row.agrees_at_switches(at):
+        return _line(lambda size: seconds(row.agreement(size // 4, at), cluster))
+    return _agreement_of_ranks(_without_aggregation(cluster))
+
+
+def _without_aggregation(cluster: Cluster) -> Cluster:
     racks = [
         replace(rack, aggregates=False, aggregation_rate=None, slots=None)
         for rack in cluster.racks
@@ -218,15 +226,11 @@ def _as_it_was(cluster: Cluster) -> Cluster:
 
 
 @lru_cache(maxsize=16)
-def _exponents(cluster: Cluster) -> AffineCost:
-    """Of agreeing on them, by bytes of the gradient: no switch matters to that, and it is played
-    message by message, which takes seconds for a thousand workers."""
-
-    def agreed(size: int) -> float:
-        schedule = HalvingDoubling(cluster.workers, exponent_bytes(size // 4))
-        return seconds(schedule, cluster)
-
-    return _line(agreed)
+def _agreement_of_ranks(cluster: Cluster) -> AffineCost:
+    """No switch matters to that, and it is played message by message, which takes seconds for a
+    thousand workers."""
+    count = cluster.workers
+    return _line(lambda size: seconds(agreement_of_ranks(size // 4, count), cluster))
 
 
 def _line(price: Callable[[int], float]) -> AffineCost:
@@ -235,15 +239,7 @@ def _line(price: Callable[[int], float]) -> AffineCost:
     return AffineCost(max(0.0, small - slope * SMALL), slope)
 
 
-def _shape(way: Way, cluster: Cluster) -> Comm:
-    """All workers of *cluster*, as far as a row asks."""
-    workers = tuple(range(cluster.workers))
-    racks = tuple(cluster.rack_of(worker) for worker in workers)
-    adding = aggregating_racks(cluster)
-    servers = len(cluster.servers) if way.dedicated else 0
-    known = cluster if way.dedicated else replace(cluster, servers=())
-    places = Places(racks, known, workers, adding, servers)
-    shape: Any = SimpleNamespace(
-        size=len(workers), racks=racks, aggregating=adding, places=places
-    )
-    return cast(Comm, shape)
+def _placement(way: Way, cluster: Cluster) -> Placement:
+    """Of all workers of *cluster*; its own hosts for servers do not count for every way."""
+    at = Placement.on(cluster)
+    return at if way.dedicated else replace(at, cluster=replace(cluster, servers=()))

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cluster.profiling import Price, Unsuited
+from paceline.cluster.profiling import CompressorCost, NotApplicable
 from paceline.tools.report.terminal import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
 
-Rows = Sequence[Price | Unsuited]
+Rows = Sequence[CompressorCost | NotApplicable]
 
 HEADINGS = (
     *("ratio", "sent", "encode", "decode"),
@@ -31,7 +31,7 @@ LEGEND = (
 
 def print_prices(rows: Rows, workers: int) -> None:
     """A row for each compressor that suits the model, and the reason of each that does not."""
-    priced = [row for row in rows if isinstance(row, Price)]
+    priced = [row for row in rows if isinstance(row, CompressorCost)]
     console = console_for_tables()
     if priced:
         table = Table(title=f"compression of this model's gradients, {workers} workers")
@@ -51,11 +51,11 @@ def print_prices(rows: Rows, workers: int) -> None:
             )
             console.print(Text(filled))
     for other in rows:
-        if isinstance(other, Unsuited):
+        if isinstance(other, NotApplicable):
             console.print(Text(f"{other.compression} does not suit: {other.reason}"))
 
 
-def _cells(row: Price) -> list[str]:
+def _cells(row: CompressorCost) -> list[str]:
     below = row.pays_below
     return [
         f"{row.ratio:.3g}",

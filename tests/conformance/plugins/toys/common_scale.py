@@ -9,17 +9,15 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import dense, elements, flat, put, real_type, reals
-from paceline.interfaces import (
-    Coding,
-    Compressor,
-    Leg,
-    Place,
-    Shape,
-    State,
-    StateKind,
-    Sum,
+from paceline.compression import Compressor, Leg, RankInfo, Rounds, Shape, State, Sum
+from paceline.compression.base import (
+    dense,
+    elements,
+    flat,
+    put,
+    real_type,
+    reals,
+    sum_uncompressed,
 )
 
 LEVELS = 32767
@@ -31,14 +29,12 @@ class CommonScale(Compressor):
 
     name: ClassVar[str] = "common-scale"
     linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
     rounds: ClassVar[int] = 2
-    state: ClassVar[StateKind] = "none"
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         return 2.0, 8.0
 
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         kept, kind = real_type(shapes, dtype)
@@ -50,12 +46,12 @@ class CommonScale(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
+    ) -> Rounds:
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
-            yield from summed(parts, sent)
+            yield from sum_uncompressed(parts, sent)
             return
         whole = flat(parts).double()
         scale = (yield Sum(whole.abs().max().view(1))) / LEVELS

@@ -10,17 +10,14 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import dense, flat, put, real_type, reals
-from paceline.interfaces import (
-    Coding,
-    Compressor,
-    Leg,
-    Place,
-    Shape,
-    State,
-    StateKind,
-    Sum,
+from paceline.compression import Compressor, Leg, RankInfo, Rounds, Shape, State, Sum
+from paceline.compression.base import (
+    dense,
+    flat,
+    put,
+    real_type,
+    reals,
+    sum_uncompressed,
 )
 
 STEP = 2.0**-20
@@ -33,14 +30,11 @@ class Grid(Compressor):
 
     name: ClassVar[str] = "grid"
     linear: ClassVar[bool] = True
-    unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
-    state: ClassVar[StateKind] = "none"
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         return 4.0, 4.0
 
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         kept, kind = real_type(shapes, dtype)
@@ -50,12 +44,12 @@ class Grid(Compressor):
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
+    ) -> Rounds:
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
-            yield from summed(parts, sent)
+            yield from sum_uncompressed(parts, sent)
             return
         whole = flat(parts)
         steps = torch.nan_to_num(whole.double() / STEP, nan=0.0).clamp(-MOST, MOST)

@@ -9,17 +9,15 @@ from typing import ClassVar
 
 import torch
 
-from paceline.compression.no_compression import summed
-from paceline.compression.packing import dense, elements, flat, put, real_type, reals
-from paceline.interfaces import (
-    Coding,
-    Compressor,
-    Gather,
-    Leg,
-    Place,
-    Shape,
-    State,
-    StateKind,
+from paceline.compression import Compressor, Gather, Leg, RankInfo, Rounds, Shape, State
+from paceline.compression.base import (
+    dense,
+    elements,
+    flat,
+    put,
+    real_type,
+    reals,
+    sum_uncompressed,
 )
 
 
@@ -28,15 +26,12 @@ class Largest(Compressor):
     """The larger half of a bucket's elements, and where they are."""
 
     name: ClassVar[str] = "largest"
-    linear: ClassVar[bool] = False
-    unbiased: ClassVar[bool] = False
-    rounds: ClassVar[int] = 1
-    state: ClassVar[StateKind] = "own"
+    state: ClassVar[str] = "own"
 
-    def passes(self, workers: int) -> tuple[float, float]:
+    def memory_passes(self, workers: int) -> tuple[float, float]:
         return 20.0, 2.0 * workers
 
-    def traffic(
+    def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
         kept, kind = real_type(shapes, dtype)
@@ -44,20 +39,20 @@ class Largest(Compressor):
             return dense(kept, kind)
         return (Leg("gather", 16 * -(-elements(kept) // 2)),)
 
-    def init(self, like: torch.Tensor, name: str, rank: int) -> State:
+    def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
         return {"residual": torch.zeros_like(like)}
 
     def average(
         self,
         parts: Sequence[torch.Tensor],
         states: Sequence[State],
-        place: Place,
+        place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
-    ) -> Coding:
+    ) -> Rounds:
         kept = reals([state["residual"] for state in states])
         parts, sent = reals(parts), None if sent is None else reals(sent)
         if not parts or not parts[0].is_floating_point():
-            yield from summed(parts, sent)
+            yield from sum_uncompressed(parts, sent)
             return
         given = (flat(parts) + flat(kept)).double()
         where = given.abs().topk(-(-given.numel() // 2)).indices

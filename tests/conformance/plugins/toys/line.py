@@ -4,22 +4,19 @@ Steps 0 to n-2: rank k sends what it has added up so far to rank k+1, which adds
 Steps n-1 to 2n-3: the sum goes back, from the last rank to the first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.collectives.algorithms import Scheduled
-from paceline.interfaces import Comm, Schedule, Transfer
+from paceline.interfaces import Placement, Schedule, Transfer
 
 
 @dataclass(frozen=True)
-class Along:
-    """The transfers of a line of *ranks* over *size* units."""
+class Along(Schedule):
+    """The transfers of a line of ranks over *size* units."""
 
-    ranks: int
     size: int
-
-    priced: ClassVar[None] = None
 
     @property
     def steps(self) -> int:
@@ -33,9 +30,6 @@ class Along:
             rank = 2 * there - number
             yield Transfer(rank, rank - 1, self.size)
 
-    def bytes_sent(self, rank: int) -> int:
-        return self.size * ((rank < self.ranks - 1) + (rank > 0))
-
 
 class Line(Scheduled):
     """Formed by: a line of all ranks, and back. Sends: the buffer once each way. Good for:
@@ -43,5 +37,5 @@ class Line(Scheduled):
 
     name: ClassVar[str] = "line"
 
-    def schedule(self, size: int, comm: Comm, racks: Sequence[int] | None) -> Schedule:
-        return Along(comm.size, size)
+    def schedule(self, size: int, at: Placement) -> Schedule:
+        return Along(at.size, size)

@@ -6,7 +6,7 @@ import sys
 import threading
 
 from paceline.cluster import uniform_cluster
-from paceline.runtimes.emulated.network import Fabric
+from paceline.runtimes.emulated.network import EmulatedNetwork
 
 # A process, its child, and an orphan in a session of its own that ignores signals.
 SCRIPT = """
@@ -21,7 +21,9 @@ def wait_for_ever():
 
 
 def main(how):
-    with Fabric(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as fabric:
+    with EmulatedNetwork(
+        uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0
+    ) as fabric:
         for host in (0, 1):
             process = fabric.popen(host, ["sh", "-c", SCRIPT], stdout=subprocess.PIPE)
             assert process.stdout.readline() == b"up\n"

@@ -12,8 +12,8 @@ METHODS = (
     "bsp:collective=ring",
     "bsp:compression=int8",
     "ds-sync:overlap=step",
-    "streaming-diloco:every=4,fragments=2,delay=1",
-    "daso:every=2,delay=1,group=2",
+    "streaming-diloco:sync_every=4,fragments=2,delay=1",
+    "daso:sync_every=2,delay=1,group=2",
 )
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.transport.connection import RemoteServer
+from paceline.transport.connection import ServerConnection
 
 # Whatever is imported late: afterwards this interpreter's files may be out of reach.
 with contextlib.suppress(PacelineError):
-    RemoteServer("server", "127.0.0.1", int(sys.argv[2]), worker=0, token="warm" * 8)
+    ServerConnection(
+        "server", "127.0.0.1", int(sys.argv[2]), worker=0, token="warm" * 8
+    )
 
 SOMEBODY = 65534
 PREFIXES = (
@@ -65,7 +67,7 @@ for word in sorted(w for w in words if 4 <= len(w) <= 64 and w.isascii()):
     tried += 1
     with contextlib.suppress(PacelineError):
         server = ("server", "127.0.0.1", int(sys.argv[2]))
-        RemoteServer(*server, worker=1, incarnation=1_000_000, token=word)
+        ServerConnection(*server, worker=1, incarnation=1_000_000, token=word)
         admitted.append(word)
 print(
     json.dumps(

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.interfaces.server_messages import Leave, Note
-from paceline.parameter_server.client.remote_model import RemoteParameters
-from paceline.parameter_server.client.synchronization import Joining
+from paceline.interfaces.server_messages import KeepAlive, Leave
+from paceline.parameter_server.client.remote_model import RemoteModel
+from paceline.parameter_server.client.synchronization import Synchronizer
 from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 
 folder, killed, place = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -44,24 +44,24 @@ def die_at(here: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-leave, take_what_is_final = RemoteParameters.leave, Joining.take_what_is_final
+leave, pull_final = RemoteModel.leave, Synchronizer.pull_final
 
 
-def note_leave(self: RemoteParameters) -> None:
+def note_leave(self: RemoteModel) -> None:
     if dies and place == "leaving":
         for endpoint in self._endpoints:
             endpoint.request(Leave())
-            endpoint.request(Note()).wait()  # which comes after it
+            endpoint.request(KeepAlive()).wait()  # which comes after it
         die_at("leaving")
     leave(self)
 
 
-def note_final(self: Joining) -> None:
+def note_final(self: Synchronizer) -> None:
     die_at("left")
-    take_what_is_final(self)
+    pull_final(self)
 
 
-RemoteParameters.leave, Joining.take_what_is_final = note_leave, note_final
+RemoteModel.leave, Synchronizer.pull_final = note_leave, note_final
 atexit.register(die_at, "exited")
 paceline.init()
 atexit.register(die_at, "exiting")

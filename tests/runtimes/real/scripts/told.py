@@ -13,7 +13,7 @@ from paceline.cluster import cluster_toml
 from paceline.collectives.process_groups import default_store
 from paceline.errors import ClusterError
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.real.cluster_check import find_cluster
+from paceline.runtimes.real.cluster_check import agree_on_cluster
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
 
@@ -21,8 +21,8 @@ paceline.init()
 runtime = join_runtime()
 found = {
     "cluster": runtime.cluster and cluster_toml(runtime.cluster, exact=True),
-    "racks": runtime.racks,
-    "speeds": runtime.speeds,
+    "racks": runtime.cluster and runtime.cluster.racks_of_workers,
+    "speeds": runtime.cluster and runtime.cluster.speeds,
     "end": final_parameters(Case(method="bsp:collective=hierarchical"), "ddp"),
 }
 if len(sys.argv) > 1:
@@ -32,7 +32,7 @@ if len(sys.argv) > 1:
     for name, files in ways:
         store = dist.PrefixStore(name, whole)
         try:
-            find_cluster(runtime.rank, runtime.size, files[runtime.rank], store)
+            agree_on_cluster(runtime.rank, runtime.size, files[runtime.rank], store)
             found[name] = ""
         except ClusterError as error:
             found[name] = str(error)

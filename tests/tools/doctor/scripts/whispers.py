@@ -7,11 +7,11 @@ from dataclasses import asdict
 from losing import lose
 
 import paceline
-from paceline.cluster.probe.pairs import Pairs
+from paceline.cluster.probe.pairs import PairProbe
 from paceline.runtimes.join import join_runtime
 
 paceline.init()
-pairs = Pairs(join_runtime(), 0.2)
+pairs = PairProbe(join_runtime(), 0.2)
 if sys.argv[1:] == ["lossy"] and paceline.rank() == 1:
     assert lose(0.1)
 found = pairs.again([(0, 1), (1, 0)] * 3, [1e6] * 6)

@@ -1,0 +1,66 @@
+"""Where each rack's aggregator is, as a job's environment says, and whether that can be right."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from paceline.errors import UsageError
+from paceline.interfaces import Placement, Runtime
+
+AGGREGATORS_VARIABLE = "PACELINE_AGGREGATORS"
+"""Where each rack's aggregator is: RACK=HOST:PORT, joined by commas."""
+
+
+def aggregators_of(
+    runtime: Runtime, environment: Mapping[str, str] = os.environ
+) -> Mapping[int, tuple[str, int]] | None:
+    """Return host and port of the aggregator of each rack; None where they are as the cluster says,
+    and nothing has to be found. Raises `UsageError`."""
+    if runtime.clock.is_virtual:
+        return None
+    return aggregators_from(environment.get(AGGREGATORS_VARIABLE, ""))
+
+
+def aggregators_from(text: str) -> dict[int, tuple[str, int]]:
+    """Return host and port by rack, from ``RACK=HOST:PORT`` joined by commas. Raises `UsageError`."""
+    found: dict[int, tuple[str, int]] = {}
+    for one in text.split(",") if text else ():
+        rack, _, address = one.partition("=")
+        host, _, port = address.rpartition(":")
+        if not (rack.strip().isdecimal() and host and port.isdecimal()):
+            raise UsageError(
+                f"{AGGREGATORS_VARIABLE}: expected RACK=HOST:PORT, joined by commas, such as "
+                f"0=10.0.0.9:29700, got {one!r}"
+            )
+        found[int(rack)] = (host.strip("[]"), int(port))
+    return found
+
+
+def check_found(at: Placement, runtime: Runtime) -> None:
+    """Raise `UsageError` unless the environment has an address for racks that aggregate, and for
+    no rack that the job has not."""
+    found = aggregators_of(runtime)
+    if found is None:
+        return
+    cluster = runtime.cluster
+    racks = () if cluster is None else cluster.racks
+    described = [number for number, rack in enumerate(racks) if rack.aggregates]
+    if described and not found:
+        raise UsageError(
+            f"racks {described} of this cluster aggregate, and nothing says where: start "
+            "`paceline aggregate` at their switches, and export "
+            f"{AGGREGATORS_VARIABLE}=RACK=HOST:PORT,... where workers are started"
+        )
+    of_workers = at.racks
+    known = set(range(len(racks))) if of_workers is None else set(of_workers)
+    if found and of_workers is None:
+        raise UsageError(
+            f"{AGGREGATORS_VARIABLE} names racks {sorted(found)}, and nothing says which "
+            "worker is in which: give the cluster file of this job's hosts"
+        )
+    strange = sorted(set(found) - known - set(range(len(racks))))
+    if strange:
+        raise UsageError(
+            f"{AGGREGATORS_VARIABLE} names racks {strange}; this job has {sorted(known)}"
+        )

@@ -1,0 +1,447 @@
+"""How ranks find what adds up for them, and each other: from nothing to a `Session`.
+
+1. Each opens what needs nobody's answer, and says where it is.
+2. Each registers where its chunks go to and where chunks come from.
+3. A first small sum goes all ways.
+
+After each step all say how it went, in an exchange that all take part in. Whoever meets a fault
+says so there, so all raise it, and nobody waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from paceline.collectives.in_network.server import AggregatorServer, ServerThread
+from paceline.collectives.in_network.session import (
+    CHUNK_BYTES,
+    WINDOW,
+    Peer,
+    Place,
+    Session,
+)
+from paceline.collectives.in_network.stages import FEWEST_BYTES, PIECES
+from paceline.collectives.in_network.sums_service import ServerHosts
+from paceline.collectives.in_network.topology import (
+    AtpTree,
+    End,
+    Group,
+    at_worker,
+    next_of,
+)
+from paceline.collectives.in_network.wire import (
+    HEADER,
+    WORDS_BYTES,
+    Address,
+    Connection,
+    Granted,
+    Header,
+    Hello,
+    Kind,
+    Parent,
+    ProtocolError,
+    Registration,
+    Terms,
+    is_proven,
+    proof_of,
+    words_frame,
+    words_of,
+)
+from paceline.errors import PeerLostError, UsageError
+from paceline.timeouts import timeouts
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Collective: every rank's words, in rank order, for this one's. Raises what the transport
+raises."""
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What one rank knows of a job. *aggregators*: where each rack's is. *name*: no other job has
+    it; *token*: the aggregators'."""
+
+    rank: int
+    aggregators: Mapping[int, Address]
+    name: str
+    token: str
+
+
+class Card(msgspec.Struct):
+    """What a rank tells the others: a *fault*, for which it cannot take part, and whether
+    somebody is *lost*; where the next group finds it, and the *nonce* for that one's proof; its
+    *servers*, by part; the *chunk_bytes* that it was granted."""
+
+    fault: str = ""
+    lost: bool = False
+    listens: Address = ("", 0)
+    nonce: str = ""
+    servers: dict[int, Address] = {}
+    chunk_bytes: int = CHUNK_BYTES
+
+
+class Joining(ABC):
+    """One rank's way into a job. Whatever is opened is in *_opened* until it is the session's."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self._job = job
+        self._name = f"rank {job.rank}"
+        self._opened: list[
+            Registration | Connection | socket.socket | ServerThread
+        ] = []
+
+    def join(self, exchange: Exchange) -> Session:
+        """Collective. Raises, on all ranks alike, `UsageError` where somebody refuses, and
+        `PeerLostError` where somebody is not there."""
+        sessions: list[Session] = []
+
+        def finish() -> Card:
+            sessions.append(self._finish(cards))
+            try:
+                self._try_ways(sessions[0])
+            except BaseException:
+                sessions[0].close(well=False)  # so that all learn of it
+                raise
+            return Card()
+
+        try:
+            cards = self._tell(exchange, self._attempt(self._open))
+            cards = self._tell(exchange, self._attempt(lambda: self._register(cards)))
+            self._tell(exchange, self._attempt(finish))
+        except BaseException:
+            for session in sessions:
+                session.close(well=False)
+            self._close()
+            raise
+        return sessions[0]
+
+    @abstractmethod
+    def _open(self) -> Card:
+        """Open what needs nobody's answer."""
+
+    @abstractmethod
+    def _register(self, cards: Sequence[Card]) -> Card:
+        """Everybody has opened what he has: *cards*, by rank."""
+
+    @abstractmethod
+    def _finish(self, cards: Sequence[Card]) -> Session:
+        """Everybody has registered."""
+
+    @property
+    @abstractmethod
+    def _most_ways(self) -> int:
+        """Of connections that take turns at the chunks of a part."""
+
+    @property
+    def _parts(self) -> int:
+        """Of a sum: one for each group of a ring."""
+        return 1
+
+    def _attempt(self, step: Callable[[], Card]) -> Card:
+        """The card that *step* makes, or one that tells why it cannot."""
+        try:
+            return step()
+        except (UsageError, PeerLostError, OSError) as error:
+            self._close()
+            lost = not isinstance(error, UsageError)
+            return Card(fault=str(error) or type(error).__name__, lost=lost)
+
+    def _tell(self, exchange: Exchange, card: Card) -> list[Card]:
+        """Every rank's card. Raises what any of them tells."""
+        said = exchange(msgspec.json.encode(card))
+        cards = [msgspec.json.decode(words, type=Card) for words in said]
+        faults = [other for other in cards if other.fault]
+        for other in sorted(faults, key=lambda other: other.lost):  # causes first
+            raise (PeerLostError if other.lost else UsageError)(other.fault)
+        return cards
+
+    def _try_ways(self, session: Session) -> None:
+        """Small sums, to every agent and every server. Raises `UsageError` where they do not get
+        through."""
+        ways = self._most_ways
+        for first in range(0, ways, PIECES):
+            chunks = min(PIECES, ways - first)
+            values = np.ones(self._parts * chunks * FEWEST_BYTES // 4, np.int32)
+            session.all_reduce(values, seconds=timeouts.aggregator_probe)
+
+    def _close(self) -> None:
+        for one in self._opened:
+            with contextlib.suppress(OSError):
+                one.close()
+        self._opened.clear()
+
+    def _registration(
+        self, address: Address, name: str, nonce: str | None = None
+    ) -> Registration:
+        one = Registration(address, self._job.token, name, nonce)
+        self._opened.append(one)
+        return one
+
+
+class JoinRing(Joining):
+    """Into the ring of *groups*: all workers of a rack that has an aggregator are one group,
+    every other worker is one by himself."""
+
+    def __init__(self, groups: Sequence[Group], job: JobConfig) -> None:
+        super().__init__(job)
+        self._groups = groups
+        self._at = next(i for i, g in enumerate(groups) if job.rank in g.ranks)
+        self._group, self._before = groups[self._at], groups[self._at - 1]
+        self._is_alone = self._group.rack is None
+        self._listener: socket.socket | None = None
+        self._nonce = ""
+        self._to_before: Registration | None = None
+        self._peers: list[Peer] = []
+        self._peer_before: Peer | None = None
+        self._window = WINDOW
+        self._number = self._group.ranks.index(job.rank)
+
+    @property
+    def _most_ways(self) -> int:
+        return max(len(group.ranks) for group in self._groups)
+
+    @property
+    def _parts(self) -> int:
+        return len(self._groups)
+
+    def _terms(self, at: int) -> Terms:
+        """Of the group there."""
+        group = self._groups[at]
+        behind = self._groups[(at + 1) % len(self._groups)]
+        return Terms(
+            job=f"{self._job.name} group {at}",
+            expected=(len(group.ranks),),
+            window=WINDOW,
+            chunk_bytes=CHUNK_BYTES,
+            agents=len(behind.ranks) if len(self._groups) > 1 else 0,
+        )
+
+    def _open(self) -> Card:
+        if not self._is_alone:
+            return Card()
+        host = own_host(next(iter(self._job.aggregators.values())))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._opened.append(self._listener)
+        self._nonce = secrets.token_hex(16)
+        return Card(listens=self._listener.getsockname()[:2], nonce=self._nonce)
+
+    def _register(self, cards: Sequence[Card]) -> Card:
+        job, card = self._job, Card()
+        if self._group.rack is not None:
+            at = self._registration(job.aggregators[self._group.rack], "the aggregator")
+            at.say_hello("worker", self._number, self._name, self._terms(self._at))
+            connection, granted = at.granted()
+            self._opened.append(connection)
+            self._peers = [Peer(connection, at.name)]
+            self._window, card.chunk_bytes = granted.window, granted.chunk_bytes
+        if len(self._groups) == 1:
+            return card
+        terms = self._terms((self._at - 1) % len(self._groups))
+        if self._before.rack is not None:
+            at = self._registration(
+                job.aggregators[self._before.rack], "the aggregator before"
+            )
+            at.say_hello("agent", self._number, self._name, terms)
+            self._take_before(at)
+        else:
+            said = cards[self._before.ranks[0]]
+            name = f"rank {self._before.ranks[0]}"
+            at = self._registration(said.listens, name, said.nonce)
+            at.say_hello("agent", self._number, self._name, terms)
+            self._to_before = at  # he answers once all have registered
+        return card
+
+    def _take_before(self, at: Registration) -> None:
+        connection, _ = at.granted()
+        self._opened.append(connection)
+        self._peer_before = Peer(connection, at.name)
+
+    def _finish(self, cards: Sequence[Card]) -> Session:
+        if self._listener is not None:
+            self._peers = self._welcome_agents(self._listener)
+            self._listener.close()
+        if self._to_before is not None:
+            self._take_before(self._to_before)
+        self._opened.clear()
+        place = Place(
+            groups=len(self._groups),
+            position=self._at,
+            alone=self._is_alone,
+            alone_before=self._before.rack is None,
+            agent=(self._number, len(self._group.ranks)),
+        )
+        chunk_bytes = min(card.chunk_bytes for card in cards)
+        return Session(place, self._peers, self._peer_before, self._window, chunk_bytes)
+
+    def _welcome_agents(self, listener: socket.socket) -> list[Peer]:
+        """The next group's workers, in their order: all have said hello. Strangers are turned away."""
+        terms = self._terms(self._at)
+        found: dict[int, Peer] = {}
+        listener.settimeout(timeouts.aggregator_connect)
+        behind = self._groups[(self._at + 1) % len(self._groups)]
+        while len(found) < terms.agents:
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                missing = sorted(set(range(terms.agents)) - set(found))
+                ranks = [behind.ranks[number] for number in missing]
+                raise PeerLostError(
+                    f"rank {self._job.rank}: ranks {ranks}, who are next in the ring, have "
+                    f"not come within {timeouts.aggregator_connect:g} s"
+                ) from None
+            hello = _hello_from(peer)
+            if hello is None or not is_proven(self._job.token, self._nonce, hello):
+                peer.close()
+                continue
+            if hello.terms != terms or hello.number in found:
+                peer.close()
+                raise UsageError(
+                    f"rank {self._job.rank}: {hello.role} {hello.number} asks for "
+                    f"{hello.terms}: expected {terms}, once"
+                )
+            granted = Granted(window=WINDOW, chunk_bytes=CHUNK_BYTES)
+            granted.proof = proof_of(self._job.token, hello.nonce, granted)
+            connection = Connection(peer)
+            self._opened.append(connection)
+            connection.put(words_frame(Kind.GRANTED, granted))
+            connection.flush()
+            name = f"rank {behind.ranks[hello.number]}"
+            found[hello.number] = Peer(connection, name)
+        return [found[number] for number in range(terms.agents)]
+
+
+class JoinTree(Joining):
+    """Into the sums that servers form behind switches: see `topology`. *hosts*: of dedicated servers,
+    where there are any; the others are threads of their workers' processes."""
+
+    def __init__(
+        self, tree: AtpTree, hosts: ServerHosts | None, job: JobConfig
+    ) -> None:
+        super().__init__(job)
+        self._tree, self._hosts = tree, hosts
+        self._ways: list[Peer] = []
+        self._thread: ServerThread | None = None
+        self._servers: dict[int, Address] = {}
+
+    def _open(self) -> Card:
+        job, found = self._job, {}
+        mine = [p for p, s in enumerate(self._tree.servers) if s.rank == job.rank]
+        if mine:
+            near = job.aggregators.get(self._tree.racks[job.rank])
+            near = near or next(iter(job.aggregators.values()))
+            server = AggregatorServer(own_host(near), 0, token=job.token)
+            self._thread = ServerThread(server)
+            self._opened.append(self._thread)
+            found = dict.fromkeys(mine, server.address)
+        if self._hosts is not None and job.rank == 0:
+            found |= dict(enumerate(self._hosts.open(job.token)))
+        return Card(servers=found)
+
+    def _register(self, cards: Sequence[Card]) -> Card:
+        for card in cards:
+            self._servers |= card.servers
+        ends = at_worker(self._tree, self._job.rank)
+        peers: dict[End, Peer] = {}
+        for end in dict.fromkeys(ends):
+            name = f"the aggregator of rack {end.number}"
+            if end.kind == "server":
+                name = f"the server of part {end.number}"
+            at = self._registration(self._address(end), name)
+            at.say_hello(
+                "worker",
+                self._job.rank,
+                self._name,
+                self._terms(end),
+                self._parents(end),
+            )
+            connection, _ = at.granted()
+            self._opened.append(connection)
+            peers[end] = Peer(connection, at.name)
+        self._ways = [peers[end] for end in ends]
+        return Card()
+
+    def _finish(self, cards: Sequence[Card]) -> Session:
+        self._opened.clear()
+        return Session(
+            Place(), self._ways, None, WINDOW, CHUNK_BYTES, server=self._thread
+        )
+
+    @property
+    def _most_ways(self) -> int:
+        return len(self._tree.servers)
+
+    def _address(self, end: End) -> Address:
+        """In numbers: an aggregator looks no names up."""
+        if end.kind == "server":
+            return self._servers[end.number]
+        return numeric(self._job.aggregators[end.number])
+
+    def _terms(self, end: End) -> Terms:
+        """What all say to that end."""
+        expected, nexts = next_of(self._tree, end)
+        parents = _without_repeats(nexts)
+        return Terms(
+            job=f"{self._job.name} {end.kind} {end.number}",
+            expected=expected,
+            window=WINDOW,
+            chunk_bytes=CHUNK_BYTES,
+            leased=not parents,
+            parent_of=tuple(-1 if one is None else parents.index(one) for one in nexts),
+        )
+
+    def _parents(self, end: End) -> tuple[Parent, ...]:
+        """Where sums go on from there."""
+        _, nexts = next_of(self._tree, end)
+        return tuple(
+            Parent(*self._address(one), end.number, self._terms(one))
+            for one in _without_repeats(nexts)
+        )
+
+
+def _without_repeats(ends: Sequence[End | None]) -> list[End]:
+    return list(dict.fromkeys(end for end in ends if end is not None))
+
+
+def _hello_from(peer: socket.socket) -> Hello | None:
+    """What whoever connected has said already; None: it is no hello."""
+    peer.settimeout(timeouts.aggregator_probe)
+    try:
+        data = _exactly(peer, HEADER.size)
+        header = Header(*HEADER.unpack(data))
+        if header.kind != Kind.HELLO or header.size > WORDS_BYTES:
+            return None
+        return words_of(_exactly(peer, header.size), Hello)
+    except (OSError, EOFError, ProtocolError):
+        return None
+
+
+def _exactly(peer: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        got = peer.recv(size - len(data))
+        if not got:
+            raise EOFError
+        data += got
+    return data
+
+
+def own_host(address: Address) -> str:
+    """This machine's own address on the way there."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(found[4])  # sends nothing: only finds the way
+        return str(probe.getsockname()[0])
+
+
+def numeric(address: Address) -> Address:
+    """The same in numbers, as others are told it. Raises `OSError` for what is not found."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][4]
+    return str(found[0]), int(found[1])

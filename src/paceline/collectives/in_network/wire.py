@@ -1,0 +1,471 @@
+"""What travels between workers and aggregators: frames over TCP, and how both ends prove who they are.
+
+A frame is a header of 16 bytes and a payload:
+
+======= ===== =====================================================================
+offset  bytes field
+======= ===== =====================================================================
+0       8     position of the chunk in the job's stream
+8       4     bytes of the payload
+12      2     members: how many workers' contributions are in it
+14      1     kind (`Kind`)
+15      1     mode (`Mode`): where the chunk's sum goes
+======= ===== =====================================================================
+
+Words are JSON in the payload; nothing is unpickled. The one that listens speaks first:
+
+============ =============== ===========================================================
+from         kind            what
+============ =============== ===========================================================
+aggregator   CHALLENGE       a nonce
+worker       HELLO           its job's terms (`Hello`), with an HMAC of them and the nonce
+aggregator   GRANTED         window and chunk (`Granted`), with an HMAC; or REFUSED
+worker       CONTRIBUTION    numbers of one chunk, to be added up
+worker       MAXIMUM         numbers of one chunk, of which the largest count
+aggregator   SUM, DONE       what a chunk became; or only that it is complete
+either       GOODBYE         nothing more is needed
+aggregator   LOST            the job is over, and why
+============ =============== ===========================================================
+
+*Authentication*: both ends prove that they have the aggregator's token, which is never sent.
+*Loss*: a connection that ends without a goodbye is a lost peer. Its job can complete nothing more,
+so every aggregator closes the job's other connections, and all workers know at once. Nothing is
+inferred from silence.
+
+Threat model. A connection without the token is refused, and nothing of it is kept. Frames are
+neither encrypted nor signed: an attacker who alters a TCP stream alters the numbers, as with gloo.
+Jobs that distrust each other need aggregators of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import hmac
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import PeerLostError, UsageError
+from paceline.timeouts import timeouts
+from paceline.transport import liveness
+from paceline.transport.security import TRUSTED, derived, is_loopback
+
+VERSION = 3
+WORDS_BYTES = 1 << 18
+"""Of words, at most: the terms of a tree with many servers name each of them."""
+HEADER = struct.Struct("<QIHBB")
+
+Integers = NDArray[np.int32]
+IntegerOperation = Literal["sum", "max"]
+Address = tuple[str, int]
+
+
+class Kind(enum.IntEnum):
+    """What a frame is."""
+
+    CHALLENGE = 1
+    HELLO = 2
+    GRANTED = 3
+    REFUSED = 4
+    CONTRIBUTION = 5
+    SUM = 6
+    DONE = 7
+    GOODBYE = 8
+    LOST = 9
+    MAXIMUM = 10
+
+
+CONTRIBUTIONS = (Kind.CONTRIBUTION, Kind.MAXIMUM)
+_LAST_KIND = max(Kind)
+
+
+class Mode(enum.IntEnum):
+    """Where a chunk's sum goes: to the job's own workers, to the next group of a ring, or to both."""
+
+    LOCAL = 0
+    FORWARD = 1
+    ONWARD = 2
+
+
+class Header(NamedTuple):
+    """See the module's table."""
+
+    position: int
+    size: int
+    members: int
+    kind: int
+    mode: int
+
+
+class ProtocolError(ValueError):
+    """The other end says what is none of this protocol's frames."""
+
+
+# ---- words ----
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job at one aggregator or server, the same for all who take part there.
+
+    A job's chunks belong to *parts* in turn: position modulo their number. *expected*: of each
+    part, how many workers' contributions a chunk has here. *parent_of*: of each part, the number of the
+    aggregator that adds up further (`Parent`; -1: none, the sum is whole here). *agents*: how many connections take turns at the sums that go on (`Mode`).
+    *window*: chunks that a worker has under way; *chunk_bytes*: the most of one. *leased*: memory
+    for a window is kept for this job; otherwise it competes for what is free.
+    """
+
+    job: str
+    expected: tuple[int, ...]
+    window: int
+    chunk_bytes: int
+    agents: int = 0
+    leased: bool = True
+    parent_of: tuple[int, ...] = (-1,)
+
+
+class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where sums of a part are added up further, and the job's terms there. *number*: which
+    aggregator the one that is told this is there."""
+
+    host: str
+    port: int
+    number: int
+    terms: Terms
+
+
+class Challenge(msgspec.Struct, kw_only=True):
+    """*nonce*: to be part of the proof."""
+
+    version: int
+    nonce: str
+
+
+class Hello(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Who takes part, in what. *role*: ``worker`` and ``aggregator`` contribute, an ``agent``
+    takes sums that go on; *number*: which one of these. *name*: what people call it. *parents*: where sums go on from here, as
+    workers know it."""
+
+    role: str
+    number: int
+    name: str
+    terms: Terms
+    parents: tuple[Parent, ...] = ()
+    nonce: str
+    proof: str = ""
+
+
+class Granted(msgspec.Struct, kw_only=True):
+    """As many chunks of so many bytes as this job may have under way."""
+
+    window: int
+    chunk_bytes: int
+    proof: str = ""
+
+
+_Words = TypeVar("_Words", bound=msgspec.Struct)
+
+
+def proof_of(token: str, nonce: str, words: Hello | Granted) -> str:
+    """What only who has the *token* can say of these *words* to who has made the *nonce*."""
+    text = msgspec.json.encode(msgspec.structs.replace(words, proof="")).decode()
+    return derived(token.encode(), f"aggregator {nonce} {text}")
+
+
+def is_proven(token: str, nonce: str, words: Hello | Granted) -> bool:
+    """Whether the words are from somebody with the token, and for this nonce."""
+    expected = proof_of(token, nonce, words).encode()
+    return hmac.compare_digest(expected, words.proof.encode())
+
+
+def words_of(payload: bytes | memoryview, kind: type[_Words]) -> _Words:
+    """Raises `ProtocolError` for what is none of these words."""
+    try:
+        return msgspec.json.decode(payload, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"expected {kind.__name__}: {error}") from None
+
+
+def check_may_be_read(
+    address: str, environment: Mapping[str, str] | None = None
+) -> None:
+    """Raise `UsageError` where an aggregator at *address* would show a network what nobody
+    has said it may read."""
+    environment = os.environ if environment is None else environment
+    if is_loopback(address) or environment.get(TRUSTED) == "1":
+        return
+    raise UsageError(
+        f"an aggregator at {address} is reached over a network, and its frames are not "
+        "encrypted: what adds up must see the numbers. If everybody on that network may read "
+        f"the training, say so: export {TRUSTED}=1"
+    )
+
+
+# ---- frames ----
+
+
+def bytes_of(values: Integers | bytearray) -> memoryview:
+    """The same memory, as bytes."""
+    if isinstance(values, bytearray):
+        return memoryview(values)
+    return values.view(np.uint8).data
+
+
+class Frame(NamedTuple):
+    """One frame to send. *then*: frames that wait until the kernel has taken this one."""
+
+    header: bytes
+    payload: memoryview | None = None
+    then: Sequence[Any] = ()
+
+
+def frame(
+    kind: Kind,
+    position: int = 0,
+    values: Integers | None = None,
+    members: int = 0,
+    mode: int = Mode.LOCAL,
+    then: Sequence[Any] = (),
+) -> Frame:
+    """A frame of a chunk; its *values* must stay as they are until they are sent."""
+    payload = None if values is None or not len(values) else bytes_of(values)
+    size = 0 if payload is None else len(payload)
+    return Frame(HEADER.pack(position, size, members, kind, mode), payload, then)
+
+
+def words_frame(kind: Kind, words: msgspec.Struct | str) -> Frame:
+    """A frame of words."""
+    text = words.encode() if isinstance(words, str) else msgspec.json.encode(words)
+    return Frame(HEADER.pack(0, len(text), 0, kind, 0), memoryview(text))
+
+
+class Connection:
+    """Frames over one TCP connection, which never blocks. The caller polls it: for reading, and
+    for writing while `is_sending`."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        peer.setblocking(False)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        liveness.watch(peer)
+        self.socket = peer
+        self.header: Header | None = None
+        """Of the frame that is being read."""
+        self.filled = 0
+        """Bytes of its payload that are here."""
+        self._begun = memoryview(bytearray(HEADER.size))
+        self._begun_bytes = 0
+        self._queue: deque[Frame] = deque()
+        self._sent = 0
+        """Bytes of the first frame in the queue."""
+        self.queued = 0
+        """Frames that the kernel has not taken."""
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    # ---- sending ----
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether frames wait for the kernel."""
+        return self.queued > 0
+
+    def put(self, one: Frame) -> None:
+        """Send it after all before it, once `flush` is called."""
+        self._queue.append(one)
+        self.queued += 1
+
+    def flush(self) -> list[Any]:
+        """Hand over to the kernel what it takes. Returns what waited for these frames. Raises
+        `OSError`."""
+        freed: list[Any] = []
+        while self._queue:
+            header, payload, then = self._queue[0]
+            if self._sent < len(header):
+                rest = memoryview(header)[self._sent :]
+                parts = [rest] if payload is None else [rest, payload]
+            else:
+                assert payload is not None
+                parts = [payload[self._sent - len(header) :]]
+            try:
+                self._sent += self.socket.sendmsg(parts)
+            except BlockingIOError:
+                break
+            if self._sent == len(header) + (0 if payload is None else len(payload)):
+                self._queue.popleft()
+                self.queued -= 1
+                self._sent = 0
+                freed += then
+        return freed
+
+    # ---- reading ----
+
+    def read_header(self, most: int) -> Header | None:
+        """The header of the frame that comes next, once it is here; None: not yet. It stays in
+        `header` until its payload has been read. Raises `EOFError` at the end of the stream,
+        `OSError`, and `ProtocolError` where the payload has more than *most* bytes."""
+        if self.header is not None:
+            return self.header
+        try:
+            got = self.socket.recv_into(self._begun[self._begun_bytes :])
+        except BlockingIOError:
+            return None
+        if not got:
+            raise EOFError
+        self._begun_bytes += got
+        return self._take_header(most)
+
+    def read_payload(self, into: memoryview, most: int) -> bool:
+        """Read the payload of `header` *into* this; whether all of it is here. What follows it is
+        begun in the same call. Raises as `read_header`."""
+        size = len(into)
+        if self.filled == size:
+            self.header = None
+            self.filled = 0
+            return True
+        try:
+            got = self.socket.recvmsg_into([into[self.filled :], self._begun])[0]
+        except BlockingIOError:
+            return False
+        if not got:
+            raise EOFError
+        wanted = size - self.filled
+        if got < wanted:
+            self.filled += got
+            return False
+        self.header = None
+        self.filled = 0
+        self._begun_bytes = got - wanted
+        self._take_header(most)
+        return True
+
+    def _take_header(self, most: int) -> Header | None:
+        if self._begun_bytes < HEADER.size:
+            return None
+        self._begun_bytes = 0
+        self.header = header = Header(*HEADER.unpack(self._begun))
+        if header.size > most or header.kind > _LAST_KIND:
+            raise ProtocolError(
+                f"a frame of kind {header.kind} and {header.size} bytes: expected one of "
+                f"{most} bytes at most"
+            )
+        return header
+
+    def close(self) -> None:
+        """Close it; what has not been handed to the kernel is not sent."""
+        with contextlib.suppress(OSError):
+            self.socket.close()
+
+
+# ---- a worker's end, while it registers: it blocks ----
+
+
+class Registration:
+    """A worker's way to one aggregator, or to a worker that listens for it.
+
+    *nonce*: of the other end's challenge, where that is known already; it then says nothing until
+    it answers. Raises `PeerLostError` where nobody answers at *address*.
+    """
+
+    def __init__(
+        self, address: Address, token: str, name: str, nonce: str | None = None
+    ) -> None:
+        self.name, self._token = f"{name} at {address[0]}:{address[1]}", token
+        self._challenge = nonce
+        self._nonce = os.urandom(16).hex()
+        try:
+            self._socket = socket.create_connection(
+                address, timeouts.aggregator_connect
+            )
+        except OSError as error:
+            raise PeerLostError(f"{self.name} cannot be reached: {error}") from None
+
+    def say_hello(
+        self,
+        role: str,
+        number: int,
+        name: str,
+        terms: Terms,
+        parents: tuple[Parent, ...] = (),
+    ) -> None:
+        """Ask to take part. Raises `UsageError` where the other end is no aggregator."""
+        if self._challenge is None:
+            kind, payload = self._hear()
+            try:
+                challenge = words_of(payload, Challenge)
+            except ProtocolError:
+                challenge = Challenge(version=0, nonce="")
+            if kind != Kind.CHALLENGE or challenge.version != VERSION:
+                raise self._not_one()
+            self._challenge = challenge.nonce
+        hello = Hello(
+            role=role,
+            number=number,
+            name=name,
+            terms=terms,
+            parents=parents,
+            nonce=self._nonce,
+        )
+        hello.proof = proof_of(self._token, self._challenge, hello)
+        one = words_frame(Kind.HELLO, hello)
+        try:
+            self._socket.sendall(one.header + bytes(one.payload or b""))
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def granted(self) -> tuple[Connection, Granted]:
+        """Raises `UsageError` with the other end's reason where it refuses, and `PeerLostError`."""
+        kind, payload = self._hear()
+        if kind == Kind.REFUSED:
+            self.close()
+            raise UsageError(f"{self.name} refuses: {payload.decode(errors='replace')}")
+        if kind != Kind.GRANTED:
+            raise self._not_one()
+        try:
+            granted = words_of(payload, Granted)
+        except ProtocolError:
+            raise self._not_one() from None
+        if not is_proven(self._token, self._nonce, granted):
+            self.close()
+            raise UsageError(f"{self.name} has not shown that it has the token")
+        return Connection(self._socket), granted
+
+    def close(self) -> None:
+        """Take no part."""
+        self._socket.close()
+
+    def _hear(self) -> tuple[int, bytes]:
+        header = Header(*HEADER.unpack(self._exactly(HEADER.size)))
+        if header.size > WORDS_BYTES:
+            raise self._not_one()
+        return header.kind, self._exactly(header.size)
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            try:
+                got = self._socket.recv(size - len(data))
+            except OSError as error:
+                raise self._lost(error) from None
+            if not got:
+                raise self._lost(None)
+            data += got
+        return data
+
+    def _not_one(self) -> UsageError:
+        self.close()
+        return UsageError(
+            f"{self.name} does not speak version {VERSION} of this protocol: is it an "
+            "aggregator, and of the same paceline?"
+        )
+
+    def _lost(self, error: OSError | None) -> PeerLostError:
+        self.close()
+        return PeerLostError(f"{self.name} {liveness.how_it_ended(error)}")

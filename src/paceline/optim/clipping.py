@@ -1,0 +1,55 @@
+"""Clipping by the norm of a gradient, as ``torch.nn.utils.clip_grad_norm_`` does it.
+
+Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML
+2013), algorithm 1: g <- g * min(1, limit / |g|), over all tensors together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from paceline.errors import UsageError
+
+_TINY = 1e-6
+"""What torch adds to the norm before it divides by it."""
+
+
+def check_clip_norm(limit: float) -> None:
+    """Raise `UsageError` unless *limit* is one; infinity clips nothing."""
+    if not limit > 0:
+        raise UsageError(
+            f"clip_norm={limit}: expected the largest norm that a gradient may have, a "
+            "number above 0; leave it out to clip nothing"
+        )
+
+
+def clip_factor(squares: float, limit: float) -> float:
+    """What to multiply a gradient with whose elements' squares add up to *squares*. Not
+    finite where the gradient is not."""
+    wanted = limit / (math.sqrt(squares) + _TINY)
+    return 1.0 if wanted > 1 else wanted
+
+
+def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
+    """In double precision, so that the order of tensors hardly matters."""
+    return math.fsum(_squares(tensor) for tensor in tensors)
+
+
+def _squares(tensor: torch.Tensor) -> float:
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    norm = torch.linalg.vector_norm(flat, dtype=torch.float64)
+    return float(norm) ** 2
+
+
+def clip_(tensors: Sequence[torch.Tensor], limit: float) -> None:
+    """Scale *tensors* in place, so that the norm of all of them together is at most
+    *limit*."""
+    if not tensors or limit == math.inf:
+        return
+    factor = clip_factor(sum_of_squares(tensors), limit)
+    if factor != 1.0:
+        for tensor in tensors:
+            tensor.mul_(factor)

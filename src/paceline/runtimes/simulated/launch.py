@@ -1,0 +1,59 @@
+"""A script file as the body of every simulated worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from paceline.errors import UsageError
+from paceline.runtimes.results import Result, Summary
+from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
+
+
+def run_script(
+    simulation: Simulation, path: str, arguments: Sequence[str]
+) -> SimulationResult:
+    """Run the script once per worker, each with a ``__main__`` of its own.
+
+    As under ``python SCRIPT``, its folder comes first on the module path. Modules that it
+    imports are loaded once and shared by all workers.
+    """
+    try:
+        source = Path(path).read_bytes()
+        code = compile(source, path, "exec")
+    except OSError as error:
+        raise UsageError(f"cannot read the script {path}: {error}") from error
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {path} is not Python: {error}") from error
+
+    def body(rank: int) -> None:
+        module = ModuleType("__main__")
+        module.__file__ = path
+        module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+        simulation.mains.register(rank, module)
+        exec(code, module.__dict__)
+
+    before = sys.argv, sys.path[:]
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        return simulation.run(body)
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def result_of(
+    outcome: SimulationResult, workers: int, asked: int | None = None
+) -> Result:
+    """The simulation's result object; raises `UsageError` if nothing was trained. *asked*: how
+    many steps it was to have."""
+    if not outcome.recorders[0].method:
+        raise UsageError(
+            "the script ended without calling paceline.distribute: nothing was trained"
+        )
+    summaries = outcome.by_worker(
+        [Summary.of(recorder) for recorder in outcome.recorders]
+    )
+    return Result.of("simulated", workers, outcome.recorders[0], summaries, asked)

@@ -1,0 +1,453 @@
+"""The laws of collectives: on lists of transfers, and in the simulated runtime.
+
+A collective of your own:
+
+    from paceline.testing import check_collective
+    check_collective(MyCollective)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.cluster import Cluster, Rack
+from paceline.collectives import execute
+from paceline.collectives.communicator import Communicator
+from paceline.collectives.registry import attach
+from paceline.collectives.timing import seconds
+from paceline.errors import PacelineError, UsageError
+from paceline.interfaces import (
+    AllReduceAlgorithm,
+    Placement,
+    ReduceOperation,
+    Schedule,
+    Transfer,
+)
+from paceline.runtimes.join import join_runtime
+from paceline.runtimes.simulated import Simulation
+from paceline.testing.problems import CheckFailedError, require
+
+RACKS = ((1,), (2,), (3,), (5,), (8,), (2, 2), (4, 3), (1, 3, 2))
+"""Workers of each rack, of the clusters on which schedules are checked."""
+SIZES = (1, 2, 3, 7, 16, 101)
+EVEN = 840
+"""A size that all numbers of workers up to 8 divide."""
+PATIENCE = 20.0
+"""Seconds after which a message that has not come never comes."""
+
+Make = Callable[[], AllReduceAlgorithm]
+
+
+@dataclass(frozen=True)
+class CollectiveCheck:
+    """A *law* of collectives; *applies* says which a collective's ``needs`` leave out."""
+
+    law: Callable[[Make, Cluster], None]
+    applies: Callable[[AllReduceAlgorithm], bool] = lambda algorithm: True
+
+    @property
+    def name(self) -> str:
+        return self.law.__name__
+
+
+def check_collective(
+    make: Make, racks: Sequence[Sequence[int]] = RACKS, laws: Sequence[str] = ()
+) -> None:
+    """Check all laws that apply to a collective.
+
+    Args:
+        make: Makes one; a collective's class. Each worker has its own.
+        racks: Clusters, by the number of workers in each of their racks.
+        laws: Names of `COLLECTIVE_CHECKS`; all where none is given.
+
+    Raises:
+        CheckFailedError: A law of schedules does not hold; the first one. Its note says which.
+        WorkerFailedError: A law of the simulated runtime does not hold; its cause says why.
+
+    Example:
+        ::
+
+            check_collective(Line, racks=[(4,)])
+    """
+    checks = [COLLECTIVE_CHECKS[name] for name in laws or COLLECTIVE_CHECKS]
+    with_aggregators = (False, True) if make().needs == "aggregators" else (False,)
+    for check, workers, aggregates in product(checks, racks, with_aggregators):
+        if not check.applies(make()):
+            continue
+        try:
+            check.law(make, _cluster(workers, aggregates))
+        except PacelineError as error:
+            where = f"racks of {list(workers)} workers"
+            error.add_note(f"conformance: {make().name}, {where}, {check.name}")
+            raise
+
+
+def _cluster(workers: Sequence[int], aggregates: bool) -> Cluster:
+    return Cluster(
+        tuple(
+            Rack(
+                workers=count,
+                link=25e6,
+                latency=50e-6,
+                uplink=25e6,
+                uplink_latency=50e-6,
+                aggregates=aggregates,
+            )
+            for count in workers
+        )
+    )
+
+
+def _placements(cluster: Cluster) -> Iterator[Placement]:
+    """Of all workers: where they are, in reverse order, and where nobody knows."""
+    yield Placement.on(cluster)
+    yield Placement.on(cluster, range(cluster.workers)[::-1])
+    yield Placement(tuple(range(cluster.workers)))
+
+
+def _schedules(make: Make, cluster: Cluster) -> Iterator[tuple[int, Schedule]]:
+    """Those that ranks can perform, and their sizes."""
+    for at in _placements(cluster):
+        for size in SIZES:
+            schedule = make().schedule(size, at)
+            if schedule.performable:
+                yield size, schedule
+
+
+def _numbers(ranks: int, size: int) -> list[torch.Tensor]:
+    """Whole numbers of each rank, no two of which are alike."""
+    return [torch.arange(size) * 10**rank + rank for rank in range(ranks)]
+
+
+# ---- laws of schedules ----
+
+
+def schedules_are_equal_on_all_ranks(make: Make, cluster: Cluster) -> None:
+    for at in _placements(cluster):
+        first, second = (make().schedule(EVEN, at) for _ in range(2))
+        require(
+            first == second and hash(first) == hash(second),
+            "two ranks have different schedules of the same sum: make a schedule from "
+            "the size and the placement alone",
+        )
+        require(
+            first.ranks == at.size,
+            f"a schedule of {first.ranks} ranks for {at.size} workers",
+        )
+
+
+def transfers_lie_in_the_buffer(make: Make, cluster: Cluster) -> None:
+    for size, schedule in _schedules(make, cluster):
+        for one in _all(schedule):
+            ends = {one.source, one.destination}
+            require(
+                len(ends) == 2 and ends <= set(range(schedule.ranks)),
+                f"{one} is not between two of {schedule.ranks} ranks",
+            )
+            require(
+                min(one.offset, one.size) >= 0 and one.offset + one.size <= size,
+                f"{one} is not within {size} units",
+            )
+
+
+def sums_and_maxima_are_exact(make: Make, cluster: Cluster) -> None:
+    for size, schedule in _schedules(make, cluster):
+        held = _numbers(schedule.ranks, size)
+        exact: dict[ReduceOperation, torch.Tensor] = {
+            "sum": torch.stack(held).sum(0),
+            "max": torch.stack(held).amax(0),
+        }
+        for operation, expected in exact.items():
+            found = [one.clone() for one in held]
+            combine = execute.reduce_function(operation)
+            execute.simulate_values(schedule, found, combine)
+            for rank, one in enumerate(found):
+                require(
+                    torch.equal(one, expected),
+                    f"the {operation} of {size} units is wrong on rank {rank}",
+                )
+
+
+def own_steps_are_those_of_the_schedule(make: Make, cluster: Cluster) -> None:
+    for size, schedule in _schedules(make, cluster):
+        steps = [list(schedule.step(number)) for number in range(schedule.steps)]
+        for rank in range(schedule.ranks):
+            expected = [
+                [one for one in step if rank in (one.source, one.destination)]
+                for step in steps
+            ]
+            found = [list(step) for step in schedule.own_steps(rank)]
+            require(
+                len(found) == len(expected)
+                and all(map(_same_at(rank), found, expected)),
+                f"own_steps({rank}) of {size} units are not the steps of that rank",
+            )
+
+
+def _same_at(rank: int) -> Callable[[list[Transfer], list[Transfer]], bool]:
+    """Whether *rank* sends, and receives, the same in the same order."""
+
+    def same(found: list[Transfer], expected: list[Transfer]) -> bool:
+        return len(found) == len(expected) and all(
+            [one for one in found if getattr(one, end) == rank]
+            == [one for one in expected if getattr(one, end) == rank]
+            for end in ("source", "destination")
+        )
+
+    return same
+
+
+def bytes_sent_are_as_declared(make: Make, cluster: Cluster) -> None:
+    for size, schedule in _schedules(make, cluster):
+        sent = Counter[int]()
+        for one in _all(schedule):
+            sent[one.source] += one.size
+        for rank in range(schedule.ranks):
+            declared = schedule.bytes_sent(rank)
+            require(
+                declared == sent[rank],
+                f"bytes_sent({rank}) of {size} units is {declared}, and {sent[rank]} "
+                "are sent",
+            )
+
+
+def activities_carry_what_is_sent(make: Make, cluster: Cluster) -> None:
+    """On each connection, where the size can be divided by all numbers of ranks."""
+    for at in _placements(cluster):
+        schedule = make().schedule(EVEN, at)
+        phases = schedule.phases()
+        if phases is None or not schedule.performable:
+            continue
+        sent, priced = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+        for one in _all(schedule):
+            sent[one.source, one.destination] += one.size
+        for activity in (activity for phase in phases for activity in phase):
+            for connection, count in activity.traffic().items():
+                priced[connection] += round(count * activity.bytes)
+        require(
+            +sent == +priced,
+            f"activities carry {dict(+priced)}, and transfers {dict(+sent)}, from rank to rank",
+        )
+
+
+def values_simulated_are_values_performed(make: Make, cluster: Cluster) -> None:
+    """To the bit: each rank performs its steps in a thread of its own."""
+    if cluster.workers == 1:
+        return
+    for at in _placements(cluster):
+        schedule = make().schedule(SIZES[-1], at)
+        if not schedule.performable:
+            continue
+        draw = torch.Generator().manual_seed(at.size)
+        held = [torch.randn(SIZES[-1], generator=draw) for _ in range(at.size)]
+        expected = [one.clone() for one in held]
+        combine = execute.reduce_function("sum")
+        execute.simulate_values(schedule, expected, combine)
+        _perform_together(schedule, held)
+        for rank, (one, other) in enumerate(zip(held, expected, strict=True)):
+            require(
+                torch.equal(one, other),
+                f"rank {rank} performs other bits than are simulated",
+            )
+
+
+class _Arrival:
+    """What `execute.perform` waits for: the next message of a queue, put *into* a tensor."""
+
+    def __init__(self, queue: SimpleQueue[torch.Tensor], into: torch.Tensor) -> None:
+        self._queue, self._into = queue, into
+
+    def wait(self) -> None:
+        self._into.copy_(self._queue.get(timeout=PATIENCE))
+
+
+class _Sent:
+    def wait(self) -> None:
+        """It has left."""
+
+
+def _perform_together(schedule: Schedule, held: Sequence[torch.Tensor]) -> None:
+    ranks = range(schedule.ranks)
+    queues: dict[tuple[int, int], SimpleQueue[torch.Tensor]] = {
+        (a, b): SimpleQueue() for a in ranks for b in ranks
+    }
+    errors: list[BaseException] = []
+
+    def perform(rank: int) -> None:
+        def send(part: torch.Tensor, to: int) -> _Sent:
+            queues[rank, to].put(part.clone())
+            return _Sent()
+
+        def receive(into: torch.Tensor, source: int) -> _Arrival:
+            return _Arrival(queues[source, rank], into)
+
+        try:
+            steps = execute.steps_of(schedule, rank)
+            combine = execute.reduce_function("sum")
+            execute.perform(steps, held[rank], combine, send, receive)
+        except Empty:
+            errors.append(
+                CheckFailedError(f"rank {rank} waits for a message that nobody sends")
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=perform, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def halves_are_the_whole(make: Make, cluster: Cluster) -> None:
+    """Where there are halves: to the bit; between them each part of the sum is whole somewhere."""
+    for size, schedule in _schedules(make, cluster):
+        try:
+            adding, spreading = schedule.halves()
+        except UsageError:
+            continue
+        require(
+            adding is not None and spreading is not None,
+            "a whole all-reduce has two halves",
+        )
+        assert adding is not None
+        assert spreading is not None
+        combine = execute.reduce_function("sum")
+        expected = [one.double() / 3 for one in _numbers(schedule.ranks, size)]
+        held, numbers = (
+            [one.clone() for one in expected],
+            _numbers(schedule.ranks, size),
+        )
+        total = torch.stack(numbers).sum(0)
+        execute.simulate_values(schedule, expected, combine)
+        for tensors in (held, numbers):
+            execute.simulate_values(adding, tensors, combine)
+        whole = torch.stack([one == total for one in numbers]).any(0)
+        require(bool(whole.all()), "after the first half a part is whole nowhere")
+        execute.simulate_values(spreading, held, combine)
+        require(
+            all(map(torch.equal, held, expected)), "both halves are not the whole sum"
+        )
+        require(
+            all(one.adds for one in _all(adding))
+            and not any(one.adds for one in _all(spreading)),
+            "the first half is to add, and the second one to spread the sum",
+        )
+        for rank in range(schedule.ranks):
+            sent = adding.bytes_sent(rank) + spreading.bytes_sent(rank)
+            require(
+                sent == schedule.bytes_sent(rank),
+                f"both halves send {sent} units on rank {rank}, and the whole "
+                f"{schedule.bytes_sent(rank)}",
+            )
+
+
+def _all(schedule: Schedule) -> list[Transfer]:
+    return [one for number in range(schedule.steps) for one in schedule.step(number)]
+
+
+# ---- laws in the simulated runtime ----
+
+
+def _between_workers(algorithm: AllReduceAlgorithm) -> bool:
+    return algorithm.needs != "servers"
+
+
+def _simulated(
+    make: Make, cluster: Cluster, body: Callable[[Communicator], Any]
+) -> list[Any]:
+    """What *body* returns on each worker, with a communicator that has the collective."""
+    found: dict[int, Any] = {}
+
+    def worker(rank: int) -> None:
+        paceline.init()
+        runtime = join_runtime()
+        comm = attach(make(), runtime, Communicator(runtime, "law"))
+        found[rank] = body(comm)
+        comm.close()
+
+    Simulation(cluster).run(worker)
+    return [found[rank] for rank in range(cluster.workers)]
+
+
+def any_group_forms_its_own_sum(make: Make, cluster: Cluster) -> None:
+    """Of any type and shape, in groups whose ranks come in another order."""
+    held: dict[str, Callable[[int], torch.Tensor]] = {
+        "sum": lambda rank: torch.arange(7) + 10 * rank,
+        "max": lambda rank: torch.tensor([[float(rank), -1.0], [-float(rank), 2.0]]),
+        "mean": lambda rank: torch.tensor([complex(rank, 2.0)]),
+    }
+
+    def body(comm: Communicator) -> None:
+        everybody = tuple(range(comm.size))
+        parity = [rank for rank in everybody if rank % 2 == comm.rank % 2]
+        for members in (everybody, everybody[::-1], tuple(parity)):
+            group = comm.group(members)
+            for operation, made in held.items():
+                buffer = made(comm.rank)
+                whole = torch.stack([made(rank) for rank in members])
+                expected = whole.amax(0) if operation == "max" else whole.sum(0)
+                if operation == "mean":
+                    expected = expected / len(members)
+                group.all_reduce(buffer, operation).wait()  # type: ignore[arg-type]
+                require(
+                    torch.allclose(buffer, expected),
+                    f"the {operation} of group {members} is {buffer.tolist()} on rank "
+                    f"{comm.rank}, expected {expected.tolist()}",
+                )
+
+    _simulated(make, cluster, body)
+
+
+def an_all_reduce_is_its_schedule(make: Make, cluster: Cluster) -> None:
+    """It sends as many bytes, and takes as many seconds on idle links as it is priced at.
+
+    A sum at switches takes longer, by what ranks agree on before it.
+    """
+    at, count = Placement.on(cluster), 6 * EVEN
+
+    def body(comm: Communicator) -> tuple[int, float]:
+        runtime = join_runtime()
+        before, start = runtime.recorder.bytes_sent, runtime.clock.now()
+        comm.all_reduce(torch.ones(count), "sum").wait()
+        return runtime.recorder.bytes_sent - before, runtime.clock.now() - start
+
+    found = _simulated(make, cluster, body)
+    schedule = make().schedule(4 * count, at)
+    took, priced = max(took for _, took in found), seconds(schedule, cluster)
+    pairs = [(f"{took} s", took, priced)] + [
+        (f"{sent} bytes on rank {rank}", sent, schedule.bytes_sent(rank))
+        for rank, (sent, _) in enumerate(found)
+    ]
+    for what, one, expected in pairs:
+        exact = schedule.performable
+        holds = abs(one - expected) <= 1e-9 * expected if exact else one >= expected
+        require(holds, f"an all-reduce takes {what}, and its schedule {expected}")
+
+
+COLLECTIVE_CHECKS: dict[str, CollectiveCheck] = {
+    check.name: check
+    for check in (
+        CollectiveCheck(schedules_are_equal_on_all_ranks),
+        CollectiveCheck(transfers_lie_in_the_buffer),
+        CollectiveCheck(sums_and_maxima_are_exact),
+        CollectiveCheck(own_steps_are_those_of_the_schedule),
+        CollectiveCheck(bytes_sent_are_as_declared),
+        CollectiveCheck(activities_carry_what_is_sent),
+        CollectiveCheck(values_simulated_are_values_performed),
+        CollectiveCheck(halves_are_the_whole),
+        CollectiveCheck(any_group_forms_its_own_sum, _between_workers),
+        CollectiveCheck(an_all_reduce_is_its_schedule, _between_workers),
+    )
+}
