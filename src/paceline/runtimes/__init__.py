@@ -6,7 +6,7 @@
 - `simulated`: one thread a worker, in virtual time.
 - `launchers`: rank and size, from the variables of torchrun, srun or mpirun.
 - `service_placement`: where servers run: `ServiceSpec.place`.
-- `processes`: a launcher's processes: how they end, what they print, how a job failed.
+- `processes`: a launcher's processes: supervised and ended; what they print, how a job failed.
 - `exec_with_parent`: starts a command so that the kernel kills it with its launcher.
 - `temporary_folder`: a launcher's temporary folder, gone however it is told to end.
 - `spawn_check`: scripts that start processes or process groups themselves.

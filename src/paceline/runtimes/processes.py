@@ -1,4 +1,4 @@
-"""Processes that a launcher has started: how they are ended, how they have ended, what they print.
+"""Processes that a launcher has started: how it supervises and ends them, how they ended, what they print.
 
 Theory of operation
 -------------------
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Protocol, TextIO
@@ -37,6 +38,8 @@ LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 class Process(Protocol):
     """What `subprocess.Popen` and a process in an emulated host have in common."""
 
+    pid: int
+
     def poll(self) -> int | None: ...
 
     def wait(self, timeout: float | None = None) -> int: ...
@@ -44,6 +47,17 @@ class Process(Protocol):
     def terminate(self) -> None: ...
 
     def kill(self) -> None: ...
+
+
+class ProcessWithDescriptor(Process, Protocol):
+    """A process that has a descriptor of its own, as one in an emulated host has."""
+
+    def fileno(self) -> int:
+        """Readable once the process has ended."""
+        ...
+
+
+SupervisedProcess = subprocess.Popen[bytes] | ProcessWithDescriptor
 
 
 def as_launcher() -> dict[str, str]:
@@ -87,15 +101,18 @@ def wait_for_all(processes: Iterable[Process], seconds: float) -> None:
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Ask all to end, and end those that have not within `Timeouts.terminate`."""
+    """Ask all to end, and kill those that have not within `Timeouts.terminate`.
+
+    The kernel may hold a killed process back, as a driver's call does: nobody waits for it longer than that.
+    """
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
         process.terminate()
     wait_for_all(alive, timeouts.terminate)
+    alive = [process for process in alive if process.poll() is None]
     for process in alive:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        process.kill()
+    wait_for_all(alive, timeouts.terminate)
 
 
 def how_it_ended(status: int) -> str:
@@ -154,27 +171,167 @@ def reported_error(path: Path) -> ReportedError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
-    """One worker's bad end: its exit *status* (negative: the signal), when it ended
-    (*seconds* since 1970) and the exception that it reported, if it could."""
+class WorkerExit:
+    """How a worker's process ended.
+
+    Attributes:
+        rank: The worker's.
+        pid: The process's.
+        status: Its exit status; negative: the signal.
+        seconds: When it ended, in seconds since 1970.
+        message: The error that it reported, if it could.
+        final: The same process, started again, would fail alike.
+        by_launcher: The launcher ended it, because another worker had failed.
+    """
 
     rank: int
-    process: int
+    pid: int
     status: int
     seconds: float
     message: str = ""
-
-    @property
-    def by_launcher(self) -> bool:
-        """Whether the launcher ended it, because another one had failed."""
-        return self.status == -signal.SIGTERM
+    final: bool = False
+    by_launcher: bool = False
 
     def describe(self) -> str:
-        """How it ended."""
+        """How it ended, as a phrase."""
         if self.by_launcher:
             return "was ended by the launcher"
-        how = f"{how_it_ended(self.status)} (process {self.process})"
+        how = f"{how_it_ended(self.status)} (process {self.pid})"
         return f"{how}: {self.message}" if self.message else how
+
+
+class ProcessSupervisor:
+    """Waits for the workers' processes of a job, and ends them.
+
+    Each is in one poll set from `add` to its exit, and each exit is reported once.
+    """
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._running: dict[int, _Supervised] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process has not ended, as far as `wait` and `stop` have reported."""
+        return bool(self._running)
+
+    def add(
+        self, rank: int, process: SupervisedProcess, error_file: Path | None = None
+    ) -> None:
+        """Supervise the *process* of worker *rank*, which leaves its error in *error_file*."""
+        descriptor = _exit_descriptor(process)
+        if descriptor is not None:
+            self._poll.register(descriptor, select.POLLIN)
+        self._running[rank] = _Supervised(process, descriptor, error_file)
+
+    def wait(
+        self, seconds: float = math.inf, wake: Sequence[int] = ()
+    ) -> list[WorkerExit]:
+        """Wait until a process ends, a descriptor of *wake* is readable, or *seconds* pass.
+
+        Returns:
+            The exits since the last call. Where no process is left: at once.
+        """
+        deadline = time.monotonic() + seconds
+        for descriptor in wake:
+            self._poll.register(descriptor, select.POLLIN)
+        try:
+            while not (exits := self._exits()) and self._running:
+                left = min(deadline - time.monotonic(), self._longest_poll)
+                if left <= 0:
+                    break
+                ready = self._poll.poll(None if left == math.inf else 1000 * left)
+                if any(descriptor in wake for descriptor, _ in ready):
+                    return self._exits()
+            return exits
+        finally:
+            for descriptor in wake:
+                self._poll.unregister(descriptor)
+
+    def stop(self, grace: float = 0.0) -> list[WorkerExit]:
+        """End all processes: SIGTERM after *grace* seconds, SIGKILL `Timeouts.terminate` later.
+
+        Returns:
+            The exits since the last call. A process that the kernel holds back after SIGKILL has none.
+        """
+        exits = self._wait_for_all(grace)
+        for one in self._running.values():
+            one.process.terminate()
+        exits += self._wait_for_all(timeouts.terminate)
+        for one in self._running.values():
+            one.killed = True
+            one.process.kill()
+        return exits + self._wait_for_all(timeouts.terminate)
+
+    def _wait_for_all(self, seconds: float) -> list[WorkerExit]:
+        deadline = time.monotonic() + seconds
+        exits = self._exits()
+        while self._running and (left := deadline - time.monotonic()) > 0:
+            exits += self.wait(left)
+        return exits
+
+    @property
+    def _longest_poll(self) -> float:
+        """Seconds: a process without a descriptor is asked again and again."""
+        if all(one.descriptor is not None for one in self._running.values()):
+            return math.inf
+        return _ASK_SECONDS
+
+    def _exits(self) -> list[WorkerExit]:
+        found = []
+        for rank, one in list(self._running.items()):
+            status = one.process.poll()
+            if status is None:
+                continue
+            del self._running[rank]
+            if one.descriptor is not None:
+                self._poll.unregister(one.descriptor)
+                if isinstance(one.process, subprocess.Popen):
+                    os.close(one.descriptor)
+            found.append(one.exit(rank, status))
+        return found
+
+
+_ASK_SECONDS = 0.1
+
+
+@dataclass
+class _Supervised:
+    """A process that has not ended. *killed*: by its supervisor."""
+
+    process: SupervisedProcess
+    descriptor: int | None
+    error_file: Path | None
+    killed: bool = field(default=False, init=False)
+
+    def exit(self, rank: int, status: int) -> WorkerExit:
+        """How it ended, with this *status*."""
+        error = ReportedError()
+        if self.error_file is not None:
+            error = reported_error(self.error_file)
+        return WorkerExit(
+            rank=rank,
+            pid=self.process.pid,
+            status=status,
+            seconds=error.seconds or time.time(),
+            message=error.message,
+            final=error.final,
+            by_launcher=status == -signal.SIGTERM
+            or (self.killed and status == -signal.SIGKILL),
+        )
+
+
+def _exit_descriptor(process: SupervisedProcess) -> int | None:
+    """A descriptor that is readable once *process* has ended.
+
+    None where the kernel has none to give: it is older than Linux 5.3, or a sandbox forbids the call.
+    """
+    if not isinstance(process, subprocess.Popen):
+        return process.fileno()
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return None
 
 
 def is_consequence(fault: str) -> bool:
@@ -182,10 +339,10 @@ def is_consequence(fault: str) -> bool:
     return any(words in fault for words in PEER_LOST_MARKERS)
 
 
-def failure_summary(failures: Sequence[Failure]) -> str:
+def failure_summary(failures: Sequence[WorkerExit]) -> str:
     """A line per failed worker. What is a consequence comes after its cause."""
 
-    def order(failure: Failure) -> tuple[bool, bool, float]:
+    def order(failure: WorkerExit) -> tuple[bool, bool, float]:
         consequence = is_consequence(failure.message)
         return failure.by_launcher, consequence, failure.seconds
 
@@ -195,7 +352,7 @@ def failure_summary(failures: Sequence[Failure]) -> str:
     return "\n".join(lines)
 
 
-def _after(failure: Failure, first: Failure) -> str:
+def _after(failure: WorkerExit, first: WorkerExit) -> str:
     """How one ended after the *first*, whose words are not said again; nor are gloo's of a peer that is
     gone, which name no cause."""
     how = replace(failure, message="").describe()

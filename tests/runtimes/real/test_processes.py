@@ -12,11 +12,13 @@ from paceline.run_options import RunOptions
 from paceline.runtimes import exec_with_parent, spawn_check
 from paceline.runtimes.processes import (
     LAUNCHER_VARIABLE,
-    Failure,
+    ProcessSupervisor,
+    WorkerExit,
     as_launcher,
     failure_summary,
 )
 from paceline.runtimes.real import launch
+from paceline.timeouts import timeouts
 from tests.support import forked
 from tests.support.hanging import SECONDS
 from tests.support.lives import wait_in
@@ -141,7 +143,81 @@ def test_options_of_a_launch_are_not_those_of_the_next(monkeypatch):
 
 
 def failed(rank, message, status=1):
-    return Failure(rank=rank, process=7, status=status, seconds=rank, message=message)
+    return WorkerExit(rank=rank, pid=7, status=status, seconds=rank, message=message)
+
+
+@pytest.fixture(params=["pidfd", "no pidfd"])
+def supervisor(request, monkeypatch):
+    """A supervisor of no process yet; what is left at the end is killed."""
+    if request.param == "no pidfd":
+
+        def refused(pid):
+            raise OSError("no such system call")
+
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    supervisor = ProcessSupervisor()
+    yield supervisor
+    supervisor.stop()
+
+
+def shell(command):
+    return subprocess.Popen(["sh", "-c", command])
+
+
+def test_a_supervisor_reports_each_exit_once(supervisor, tmp_path):
+    error = tmp_path / "error"
+    error.write_text(
+        '{"message": {"message": "no disk", "extraInfo": {"timestamp": "3"}}}'
+    )
+    assert supervisor.wait() == []
+    killed = shell("kill -KILL $$")
+    supervisor.add(1, killed, error)
+    [found] = supervisor.wait(SECONDS)
+    assert found == WorkerExit(
+        rank=1, pid=killed.pid, status=-signal.SIGKILL, seconds=3, message="no disk"
+    )
+    assert not supervisor.is_running
+    assert supervisor.wait() == []
+    for status in (0, 5):  # one rank, started again
+        supervisor.add(1, shell(f"exit {status}"))
+        assert [one.status for one in supervisor.wait(SECONDS)] == [status]
+    ended = shell("exit 6")
+    ended.wait()
+    supervisor.add(1, ended)  # nothing is there to wait for any more
+    assert [one.status for one in supervisor.wait(SECONDS)] == [6]
+
+
+def test_a_supervisor_wakes_when_a_descriptor_is_readable_or_its_time_is_up(supervisor):
+    supervisor.add(0, shell("exec sleep 1000"))
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as said:
+        assert supervisor.wait(0.01, [reading]) == []
+        said.write("news")
+        said.flush()
+        assert supervisor.wait(wake=[reading]) == []
+    assert supervisor.is_running
+
+
+def test_a_supervisor_ends_all_with_the_signals_that_they_need(supervisor, monkeypatch):
+    monkeypatch.setattr(timeouts, "terminate", 0.5)
+    stubborn = subprocess.Popen(
+        ["sh", "-c", "trap '' TERM; echo; while :; do sleep 0.05; done"],
+        stdout=subprocess.PIPE,
+    )
+    with stubborn.stdout:
+        assert stubborn.stdout.readline() == b"\n"
+    supervisor.add(0, shell("sleep 0.05; exit 4"))
+    supervisor.add(1, shell("exec sleep 1000"))
+    supervisor.add(2, stubborn)
+    exits = supervisor.stop(grace=0.5)
+    assert not supervisor.is_running
+    assert {one.rank: (one.status, one.by_launcher) for one in exits} == {
+        0: (4, False),
+        1: (-signal.SIGTERM, True),
+        2: (-signal.SIGKILL, True),
+    }
+    assert "rank 0 ended with exit status 4" in failure_summary(exits).splitlines()[0]
+    assert supervisor.stop() == []
 
 
 def test_a_cause_is_said_once():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,13 +26,13 @@ from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.emulated.network_plan import Host
 from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
 from paceline.runtimes.processes import (
-    Failure,
+    ERROR_FILE_VARIABLE,
+    ProcessSupervisor,
     Shown,
+    WorkerExit,
     WorkerOutput,
     end_all,
     failure_summary,
-    reported_error,
-    wait_for_all,
 )
 from paceline.runtimes.real.peer_monitor import exit_grace
 from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
@@ -132,6 +131,7 @@ class EmulatedJob:
         self._command = [sys.executable, script, *arguments]
         self._options = options
         self._processes: list[HostProcess] = []
+        self._workers = ProcessSupervisor()
         self._servers: list[HostProcess] = []
         self._killed_by_rule: set[int] = set()
         self._timers: list[threading.Timer] = []
@@ -156,7 +156,7 @@ class EmulatedJob:
             listener.start()
             try:
                 self._start(scratch, path)
-                return self._supervise(scratch)
+                return self._supervise()
             except LauncherInterrupted as told:
                 return told.say()
             finally:
@@ -197,12 +197,13 @@ class EmulatedJob:
         base |= self._start_servers(base)
         base |= self._aggregators.start(base)
         for worker, host in enumerate(per_host):
+            error_file = Path(scratch) / f"error-{worker}.json"
             own = {
                 "RANK": str(worker),
                 "LOCAL_RANK": str(per_host[:worker].count(host)),
                 "LOCAL_WORLD_SIZE": str(per_host.count(host)),
                 "GROUP_RANK": str(host),
-                "TORCHELASTIC_ERROR_FILE": str(_error_file(scratch, worker)),
+                ERROR_FILE_VARIABLE: str(error_file),
             }
             if worker == 0:
                 own[progress.SOCKET_VARIABLE] = path
@@ -217,6 +218,7 @@ class EmulatedJob:
                 stderr=stderr,
             )
             self._processes.append(process)
+            self._workers.add(worker, process, error_file)
             self._output.show(worker, process.stdout, process.stderr)
 
     def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -246,52 +248,27 @@ class EmulatedJob:
             {ADDRESSES_VARIABLE: "+".join(addresses)} if addresses else {}
         )
 
-    def _supervise(self, scratch: str) -> int:
+    def _supervise(self) -> int:
         """Wait for all; when one fails, give the others time to say why, then end them."""
-        running = dict(enumerate(self._processes))
-        failures: list[Failure] = []
-        grace = timeouts.job_grace + exit_grace()
-        deadline: float | None = None
-        while running:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            for worker in self._wait_for_some(running, left):
-                process = running.pop(worker)
-                if process.poll():
-                    failures.append(self._failure(scratch, worker, process))
-                    deadline = deadline or time.monotonic() + grace
-            if deadline is not None and time.monotonic() >= deadline:
-                for process in running.values():
-                    process.terminate()
-                wait_for_all(running.values(), timeouts.terminate)
-                for worker in _ended(running):
-                    failures.append(self._failure(scratch, worker, running.pop(worker)))
-                break
+        failures: list[WorkerExit] = []
+        while self._workers.is_running and not failures:
+            failures += self._failed(self._workers.wait())
         if failures:
+            grace = timeouts.job_grace + exit_grace()
+            failures += self._failed(self._workers.stop(grace))
             print(f"paceline: {failure_summary(failures)}", file=sys.stderr)
         return 1 if failures else 0
 
-    def _wait_for_some(
-        self, running: Mapping[int, HostProcess], seconds: float | None
-    ) -> list[int]:
-        """The workers that have ended, once there is one or the time is up."""
-        watch = select.poll()
-        for process in running.values():
-            watch.register(process, select.POLLIN)
-        watch.poll(None if seconds is None else 1000 * seconds)
-        return _ended(running)
+    def _failed(self, exits: Iterable[WorkerExit]) -> list[WorkerExit]:
+        """The bad ones, with what this job knows of their causes."""
+        return [
+            replace(one, message=self._cause(one)) for one in exits if one.status != 0
+        ]
 
-    def _failure(self, scratch: str, worker: int, process: HostProcess) -> Failure:
-        report = reported_error(_error_file(scratch, worker))
-        message = report.message or process.keeper_fault
-        if worker in self._killed_by_rule:
-            message = "by a rule of the cluster"
-        return Failure(
-            rank=worker,
-            process=process.pid,
-            status=process.poll() or 0,
-            seconds=report.seconds or time.time(),
-            message=message,
-        )
+    def _cause(self, failure: WorkerExit) -> str:
+        if failure.rank in self._killed_by_rule:
+            return "by a rule of the cluster"
+        return failure.message or self._processes[failure.rank].keeper_fault
 
     # ---- rules ----
 
@@ -331,11 +308,3 @@ class EmulatedJob:
                 self._fabric.repair(link)
         except PacelineError as error:
             print(f"paceline: rule failed: {error}", file=sys.stderr)
-
-
-def _ended(running: Mapping[int, HostProcess]) -> list[int]:
-    return [worker for worker, p in running.items() if p.poll() is not None]
-
-
-def _error_file(scratch: str, worker: int) -> Path:
-    return Path(scratch) / f"error-{worker}.json"

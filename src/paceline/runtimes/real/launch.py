@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -20,7 +21,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions
 from paceline.runtimes.processes import (
-    Failure,
+    WorkerExit,
     as_launcher,
     ends_with_this,
     failure_summary,
@@ -142,12 +143,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _failure(rank: int, failure: ProcessFailure) -> Failure:
+def _failure(rank: int, failure: ProcessFailure) -> WorkerExit:
     message = failure.error_file_data.get("message")
-    return Failure(
+    return WorkerExit(
         rank=rank,
-        process=failure.pid,
+        pid=failure.pid,
         status=failure.exitcode,
         seconds=failure.timestamp,
         message=str(message["message"]) if isinstance(message, dict) else "",
+        by_launcher=failure.exitcode == -signal.SIGTERM,
     )
