@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 # Tests run side by side, a process a core. Where each would start a thread a core, small
 # factorizations wait for each other's threads, ten times as long as they compute.
@@ -12,6 +13,20 @@ import pytest
 from tests.support import profiles, skips
 
 profiles.load()
+
+# matplotlib's list of fonts takes seconds to make: it stays from one run to the next.
+os.environ.setdefault(
+    "MPLCONFIGDIR", str(Path(__file__).parents[1] / ".pytest_cache" / "matplotlib")
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's cache folder, for this process and all that it starts: the real one is left alone."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    return folder
+
 
 # A shell's background jobs ignore SIGINT, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,4 +1,4 @@
-"""Where compute times come from: measured, kept in a file, given, or the script's own."""
+"""Where compute times come from: measured, cached, given, or the script's own."""
 
 import json
 import sys
@@ -29,6 +29,20 @@ RESULT = "train.workload.json"
 
 
 @pytest.fixture
+def cached(tmp_path_factory, monkeypatch):
+    """Where the only profile is cached; None where there is none. A cache folder of the test's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+    def path():
+        files = list(folder.rglob("*.json"))
+        assert len(files) < 2
+        return files[0] if files else None
+
+    return path
+
+
+@pytest.fixture
 def paceline(tmp_path, monkeypatch, capfd):
     """Runs a command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
@@ -56,24 +70,21 @@ def in_a_process(folder, *words, status=0):
 # ---- simulate ----
 
 
-def test_simulate_profiles_once_and_says_where(paceline, tmp_path):
+def test_simulate_profiles_once_and_says_where(paceline, tmp_path, cached):
     write(tmp_path, "train.py", TRAINS)
     outputs = []
     for name in ("first", "second", "third"):
         words = ("--workers", 3, "--seed", 7, "--jitter", 0.1, "--records", name)
         outputs.append(paceline("simulate", "train.py", *words))
     first, *others = outputs
-    assert f"compute: profiled train.py once: {RESULT}\n" in first.err
-    assert f"compute: {RESULT}: forward " in first.err
+    assert f"compute: profiled train.py once: {cached()}\n" in first.err
+    assert f"compute: {cached()}: forward " in first.err
     assert "of worker 0 of 3 in train.py, CPU, 1 thread" in first.err
     # what the script prints while it is profiled is not a result
     assert first.out.count("the script speaks") == 1
     assert first.err.count("the script speaks") == 1
     for other in others:
-        assert (
-            f"compute: from {RESULT}, less than a minute old (of the same script and arg"
-            in other.err
-        )
+        assert f"compute: from {cached()} (of the same script and arg" in other.err
         assert other.out == first.out
     for file in ("records.jsonl", "records.trace.json"):
         contents = {
@@ -81,7 +92,9 @@ def test_simulate_profiles_once_and_says_where(paceline, tmp_path):
             for name in ("first", "second", "third")
         }
         assert len(contents) == 1
-    workload = Workload.load(tmp_path / RESULT)
+    made = {"train.py", "runs.txt", "first", "second", "third"}
+    assert {path.name for path in tmp_path.iterdir()} == made
+    workload = Workload.load(cached())
     assert workload.names == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert workload.sizes == (192, 32, 32, 4)
     assert workload.batch == 4
@@ -89,7 +102,7 @@ def test_simulate_profiles_once_and_says_where(paceline, tmp_path):
     assert (tmp_path / "runs.txt").read_text().count("began") == 4
 
 
-def test_a_workload_that_is_given_is_not_measured(paceline, tmp_path):
+def test_a_workload_that_is_given_is_not_measured(paceline, tmp_path, cached):
     write(tmp_path, "train.py", TRAINS)
     names = ("0.weight", "0.bias", "1.weight", "1.bias")
     sizes = (192, 32, 32, 4)
@@ -100,95 +113,89 @@ def test_a_workload_that_is_given_is_not_measured(paceline, tmp_path):
     output = paceline("simulate", "train.py", *words)
     assert json.loads(output.out)["step_seconds"] == pytest.approx(4 + 8 + 3)
     assert "compute: mine.json: forward 4 s, backward 8 s, update 3 s" in output.err
-    assert not (tmp_path / RESULT).exists()
+    assert cached() is None
     assert (tmp_path / "runs.txt").read_text().count("began") == 1
 
 
 def test_a_profile_that_was_made_by_hand_is_refused_where_it_is_another_models(
-    paceline, tmp_path
+    paceline, tmp_path, cached
 ):
     write(tmp_path, "train.py", TRAINS)
     paceline("simulate", "train.py", "--workers", 1)
-    Workload.load(RESULT).save(RESULT)  # as paceline profile would
+    Workload.load(cached()).save(RESULT)  # as paceline profile would
     before = (tmp_path / RESULT).read_bytes()
-    output = paceline("simulate", "train.py", "--workers", 2, "--", 9, status=1)
+    words = ("--workers", 2, "--workload", RESULT, "--", 9)
+    output = paceline("simulate", "train.py", *words, status=1)
     assert (tmp_path / RESULT).read_bytes() == before
-    assert (
-        f"compute: from {RESULT}, less than a minute old (not made by simulate"
-        in output.err
-    )
     assert (
         f"{RESULT} is the profile of another model: tensor 0 of this model is "
         "'0.weight' of 216 bytes, in the profile '0.weight' of 192 bytes"
     ) in output.err
 
 
-def change_arguments(folder):
-    return ["--", 9]
+def test_a_profile_that_nobody_names_does_not_count(paceline, tmp_path, cached):
+    write(tmp_path, "train.py", TRAINS)
+    (tmp_path / RESULT).write_text("not even a profile")
+    output = paceline("simulate", "train.py", "--workers", 1)
+    assert f"compute: profiled train.py once: {cached()}\n" in output.err
 
 
-def change_shapes(folder):
-    (folder / "height.txt").write_text("7")
-    return []
-
-
-def change_model(folder):
-    (folder / "hidden.txt").write_text("9")
-    return []
+def test_other_arguments_are_another_file(paceline, tmp_path, cached):
+    write(tmp_path, "train.py", TRAINS)
+    paceline("simulate", "train.py", "--workers", 2)
+    first = cached()
+    before = first.read_bytes()
+    output = paceline("simulate", "train.py", "--workers", 2, "--", 9)
+    assert "profiling again" not in output.err
+    (second,) = set(first.parent.iterdir()) - {first}
+    assert f"compute: profiled train.py once: {second}\n" in output.err
+    assert first.read_bytes() == before
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("changed", "said"),
     [
-        (change_arguments, "the script's arguments have changed"),
         (
-            change_shapes,
-            "the model's inputs have other shapes, samples of 7 x 6 instead of 5 x 6",
+            "height.txt",
+            "the model's inputs have other shapes, samples of 9 x 6 instead of 5 x 6",
         ),
-        (change_model, "the profile of another model: tensor 0 of this model is"),
+        ("hidden.txt", "the profile of another model: tensor 0 of this model is"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_profile_that_simulate_made_is_made_anew_where_it_does_not_fit(
-    change, said, paceline, tmp_path
+def test_a_cached_profile_is_made_anew_where_it_does_not_fit(
+    changed, said, paceline, tmp_path, cached
 ):
     write(tmp_path, "train.py", READS_SIZES)
     (tmp_path / "height.txt").write_text("5")
     (tmp_path / "hidden.txt").write_text("8")
     words = ("simulate", "train.py", "--workers", 2, "--json")
     paceline(*words)
-    before = (tmp_path / RESULT).read_bytes()
-    again = change(tmp_path)
-    output = paceline(*words, *again)
+    before = cached().read_bytes()
+    (tmp_path / changed).write_text("9")
+    output = paceline(*words)
     lines = output.err.splitlines()
     (line,) = (line for line in lines if line.startswith("compute: profiling again: "))
-    assert RESULT in line
+    assert str(cached()) in line
     assert said in line
-    assert f"compute: profiled train.py once: {RESULT}" in lines
-    assert (tmp_path / RESULT).read_bytes() != before
-    output = paceline(*words, *again)
+    assert f"compute: profiled train.py once: {cached()}" in lines
+    assert cached().read_bytes() != before
+    output = paceline(*words)
     assert "profiling again" not in output.err
 
 
-def test_where_nothing_can_be_written_a_profile_is_kept_in_the_cache(
+def test_where_nothing_can_be_cached_it_is_measured_each_time(
     paceline, tmp_path, monkeypatch
 ):
-    script = write(tmp_path, "train.py", TRAINS.replace("runs.txt", "/dev/null"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir("/proc/self")  # nobody can make files there
-    first = paceline("simulate", script, "--workers", 1, "--json")
-    (kept,) = (tmp_path / "cache" / "paceline").iterdir()
-    assert f"compute: profiled {script} once: {kept}\n" in first.err
-    second = paceline("simulate", script, "--workers", 1, "--json")
-    assert second.out == first.out
-    assert (
-        f"compute: from {kept}, less than a minute old (of the same script"
-        in second.err
-    )
-    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self")
-    third = paceline("simulate", script, "--workers", 1, "--json")
-    assert f"compute: profiled {script}, for this time: cannot keep" in third.err
+    write(tmp_path, "train.py", TRAINS)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/self")  # nobody can make files there
+    for runs in (2, 4):
+        output = paceline("simulate", "train.py", "--workers", 1, "--json")
+        assert "compute: measured now: forward " in output.err
+        assert (tmp_path / "runs.txt").read_text().count("began") == runs
+        # It is said once: these two commands are one process.
+        said = "compute: profiled train.py, for this time: cannot cache"
+        assert (said in output.err) == (runs == 2)
 
 
 def test_built_in_workloads_go_by_their_names(paceline, tmp_path):
@@ -219,11 +226,11 @@ def test_workload_and_totals_contradict_each_other(option, paceline, tmp_path):
     assert not (tmp_path / "runs.txt").exists()
 
 
-def test_totals_that_are_given_are_not_measured(paceline, tmp_path):
+def test_totals_that_are_given_are_not_measured(paceline, tmp_path, cached):
     write(tmp_path, "train.py", TRAINS)
     output = paceline("simulate", "train.py", "--workers", 1, "--forward", 1, "--json")
     assert json.loads(output.out)["step_seconds"] == pytest.approx(1.02)
-    assert not (tmp_path / RESULT).exists()
+    assert cached() is None
 
 
 @pytest.mark.parametrize(
@@ -240,53 +247,59 @@ def test_totals_that_are_given_are_not_measured(paceline, tmp_path):
     ids=["paces", "stands in", "calls a part of the model"],
 )
 def test_scripts_that_cannot_be_profiled_leave_no_file(
-    text, seconds, said, paceline, tmp_path
+    text, seconds, said, paceline, tmp_path, cached
 ):
     write(tmp_path, "train.py", text)
     output = paceline("simulate", "train.py", "--workers", 1, "--json")
     assert json.loads(output.out)["step_seconds"] == pytest.approx(seconds)
     assert said in output.err
-    assert not (tmp_path / RESULT).exists()
+    assert cached() is None
 
 
-def test_of_two_models_after_each_other_the_first_is_profiled(paceline, tmp_path):
+def test_of_two_models_after_each_other_the_first_is_profiled(
+    paceline, tmp_path, cached
+):
     write(tmp_path, "train.py", ANOTHER_MODEL)
     output = paceline("simulate", "train.py", "--workers", 2)
     assert (
         "compute: of model 2, which is charged forward 0.01 s and backward 0.02 s: "
-        f"{RESULT} is the profile of another model: tensor 0 of this model is 'weight'"
+        f"{cached()} is the profile of another model: tensor 0 of this model is 'weight'"
     ) in output.err
     assert output.err.count("of model 2") == 1
-    assert Workload.load(RESULT).names[0] == "0.weight"
+    assert Workload.load(cached()).names[0] == "0.weight"
 
 
-def test_of_two_models_side_by_side_none_is_profiled(paceline, tmp_path):
+def test_of_two_models_side_by_side_none_is_profiled(paceline, tmp_path, cached):
     write(tmp_path, "train.py", TWO_MODELS)
     output = paceline("simulate", "train.py", "--workers", 2)
     assert "spread over the tensors by bytes" in output.err
-    assert not (tmp_path / RESULT).exists()
+    assert cached() is None
 
 
 def test_a_file_that_is_no_profile_is_refused(paceline, tmp_path):
     write(tmp_path, "train.py", TRAINS)
     (tmp_path / RESULT).write_text("{}")
-    output = paceline("simulate", "train.py", status=1)
+    output = paceline("simulate", "train.py", "--workload", RESULT, status=1)
     assert f"{RESULT} is not a workload" in output.err
 
 
-def test_what_a_compressor_takes_is_measured_when_it_is_first_used(paceline, tmp_path):
+def test_what_a_compressor_takes_is_measured_when_it_is_first_used(
+    paceline, tmp_path, cached
+):
     """And nothing else is measured again."""
     write(tmp_path, "train.py", TRAINS)
     words = ("simulate", "train.py", "--workers", 2, "--json")
     paceline(*words)
-    plain = Workload.load(RESULT)
+    plain = Workload.load(cached())
     assert plain.shapes == ((8, 6), (8,), (1, 8), (1,))
     assert not plain.coding
     code = ("--method", "bsp:compression=int8")
     output = paceline(*words, *code)
     spec = "int8:rounding=nearest,error_feedback=false"
-    assert f"profiling again: {RESULT}: it does not say what compression" in output.err
-    known = Workload.load(RESULT)
+    assert (
+        f"profiling again: {cached()}: it does not say what compression" in output.err
+    )
+    known = Workload.load(cached())
     assert list(known.coding) == [spec]
     assert known == replace(plain, coding=known.coding)
     result = json.loads(output.out)
@@ -297,15 +310,15 @@ def test_what_a_compressor_takes_is_measured_when_it_is_first_used(paceline, tmp
     assert again.out == output.out
     assert "profiling again" not in again.err
     paceline(*words, "--method", "bsp:compression=bf16")
-    assert set(Workload.load(RESULT).coding) == {spec, "bf16:error_feedback=false"}
+    assert set(Workload.load(cached()).coding) == {spec, "bf16:error_feedback=false"}
 
 
 def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
-    paceline, tmp_path
+    paceline, tmp_path, cached
 ):
     write(tmp_path, "train.py", TRAINS)
     paceline("simulate", "train.py", "--workers", 1)
-    Workload.load(RESULT).save("mine.json")
+    Workload.load(cached()).save("mine.json")
     words = ("--workers", 2, "--json", "--workload", "mine.json")
     code = ("--method", "bsp:compression=bf16")
     output = paceline("simulate", "train.py", *words, *code)
@@ -317,13 +330,13 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
 
 
 @pytest.mark.slow
-def test_compare_profiles_once_for_all_variants(tmp_path):
+def test_compare_profiles_once_for_all_variants(tmp_path, cached):
     write(tmp_path, "train.py", TRAINS)
     words = ("--method", "bsp", "--method", "bsp:buckets=wfbp", "--workers", 2)
     done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-plots", "--json")
     rows = json.loads(done.stdout)["variants"]
     assert (tmp_path / "runs.txt").read_text().count("began") == 1 + 2
-    workload = Workload.load(tmp_path / RESULT)
+    workload = Workload.load(cached())
     seconds = workload.forward_seconds + workload.backward_seconds + workload.update
     for row in rows:
         assert row["compute_seconds"] == pytest.approx(seconds)

@@ -1,10 +1,9 @@
-"""A script in virtual time, with the times to compute that were measured and kept where
-nobody names any."""
+"""A script in virtual time, with compute times that were measured and cached where nobody names any."""
 
 from __future__ import annotations
 
+import functools
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,7 @@ from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResu
 from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
 from paceline.runtimes.simulated.compute import StaleProfileError, UnmeasuredCodeError
 from paceline.runtimes.simulated.launch import run_script
-from paceline.runtimes.simulated.profile_cache import (
-    find_profile,
-    keep_profile,
-    profile_script,
-)
-from paceline.units import show_age
+from paceline.runtimes.simulated.profile_cache import CachedProfile, profile_script
 
 
 def profiled(
@@ -34,11 +28,11 @@ def profiled(
     patience: float = 20.0,
     scratch: Path = SCRATCH,
 ) -> ComputeModel:
-    """*compute* with the script's own times: from the profile that is kept of it, made now
-    if there is none, or none that fits. What the script prints meanwhile goes to standard
-    error."""
-    kept, stale = find_profile(script, arguments, cluster.workers)
-    if kept is None:
+    """*compute* with the script's own times: those that are cached, or else measured now. What the
+    script prints meanwhile goes to standard error."""
+    cached = CachedProfile.of(script, arguments, cluster.workers)
+    profile = cached.load()
+    if profile is None:
         return profiled_anew(
             script,
             arguments,
@@ -46,21 +40,19 @@ def profiled(
             compute,
             options,
             patience,
-            why=stale,
             scratch=scratch,
         )
-    if kept.made is None:
-        hint = "not made by simulate: delete it to have it made"
-    else:
-        hint = "of the same script and arguments; delete it to profile again"
-    age = show_age(time.time() - kept.path.stat().st_mtime)
-    print(f"compute: from {kept.path}, {age} old ({hint})", file=sys.stderr)
+    print(
+        f"compute: from {cached.path} (of the same script and arguments; delete it to "
+        "profile again)",
+        file=sys.stderr,
+    )
     return replace(
         compute,
-        workload=kept.workload,
-        what=str(kept.path),
-        kept=kept.made is not None,
-        inputs=None if kept.made is None else kept.made.inputs,
+        workload=profile.workload,
+        what=str(cached.path),
+        kept=True,
+        inputs=profile.inputs,
     )
 
 
@@ -72,15 +64,13 @@ def profiled_anew(
     options: RunOptions,
     patience: float = 20.0,
     *,
-    why: str,
     scratch: Path,
     known: Workload | None = None,
 ) -> ComputeModel:
-    """*compute* with the script's own times, measured now; *why* they are measured again,
-    if they are; of what is *known* only compressors' times are. Its checkpoints go to
-    *scratch*."""
-    if why:
-        print(f"compute: profiling again: {why}", file=sys.stderr)
+    """*compute* with the script's own times, measured now; of what is *known* only compressors'
+    times are. Its checkpoints go to *scratch*."""
+    # Named before the script runs: it may be edited meanwhile.
+    cached = CachedProfile.of(script, arguments, cluster.workers)
     with standard_output_for_result(True), redirect_checkpoints(scratch):
         profile = profile_script(
             str(script), arguments, cluster, options, patience=patience
@@ -91,14 +81,17 @@ def profiled_anew(
     if known is not None:
         workload = replace(known, coding={**known.coding, **workload.coding})
     try:
-        kept = keep_profile(
-            script, arguments, workload, profile.inputs, cluster.workers
-        )
-        what = str(kept.path)
+        cached.save(replace(profile, workload=workload))
+        what = str(cached.path)
         print(f"compute: profiled {script} once: {what}", file=sys.stderr)
     except UsageError as error:
-        print(f"compute: profiled {script}, for this time: {error}", file=sys.stderr)
+        _say_once(f"compute: profiled {script}, for this time: {error}")
     return replace(compute, workload=workload, what=what, kept=False, inputs=None)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def run_or_profile_anew(
@@ -111,7 +104,7 @@ def run_or_profile_anew(
     patience: float,
     scratch: Path,
 ) -> tuple[SimulationResult, ComputeModel]:
-    """Run the script; where it turns out that the profile that was kept is not of what is
+    """Run the script; where it turns out that the cached profile is not of what is
     trained now, once more with a new one. Returns also what it was charged by."""
     try:
         return _run(make(compute), script, arguments, scratch), compute
@@ -119,7 +112,7 @@ def run_or_profile_anew(
         cause = error.__cause__
         if not isinstance(cause, StaleProfileError):
             raise
-        stale = str(cause)
+        print(f"compute: profiling again: {cause}", file=sys.stderr)
         # What is known still holds where only a compressor's times are missing.
         known = compute.workload if isinstance(cause, UnmeasuredCodeError) else None
     compute = profiled_anew(
@@ -129,7 +122,6 @@ def run_or_profile_anew(
         compute,
         options,
         patience,
-        why=stale,
         scratch=scratch,
         known=known,
     )

@@ -152,7 +152,7 @@ WorkloadFile = Annotated[
         "--workload",
         metavar="FILE",
         help="Compute times: a file of paceline profile, or a built-in workload's name. "
-        "\\[default: profile SCRIPT once]",
+        "\\[default: profile SCRIPT once, cached in ~/.cache/paceline]",
     ),
 ]
 Jitter = Annotated[

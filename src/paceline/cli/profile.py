@@ -63,7 +63,6 @@ def profile(
     )
     from paceline.compression import COMPRESSORS, NoCompression, make
     from paceline.runtimes.real.launch import launch
-    from paceline.runtimes.simulated.profile_cache import profile_name
     from paceline.tools.report.compressor_table import print_prices
     from paceline.tools.report.terminal import print_workload
 
@@ -72,7 +71,7 @@ def profile(
         specs = [name for name, cls in COMPRESSORS.items() if cls is not NoCompression]
     for spec in specs:
         make(spec)  # complain before anything is run
-    path = output or Path(profile_name(script))
+    path = output or Path(f"{script.stem}.workload.json")
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
     make_folder(str(path.parent), "the profile")

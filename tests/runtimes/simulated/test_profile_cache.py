@@ -1,28 +1,31 @@
-"""What tells that a kept profile would not be measured alike again."""
+"""When a cached profile is read, and when a script is measured anew."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from paceline.cluster import Workload
 from paceline.errors import UsageError
+from paceline.runtimes.simulated import profile_cache
 from paceline.runtimes.simulated.profile_cache import (
-    ProfileKey,
-    find_profile,
-    keep_profile,
+    MAX_AGE_SECONDS,
+    CachedProfile,
+    Profile,
 )
 
-WORKLOAD = Workload(names=("a",), sizes=(4,), forward=(1.0,), backward=(2.0,))
-HELPER = "helper_of_a_kept_profile"
+PROFILE = Profile(
+    Workload(names=("a",), sizes=(4,), forward=(1.0,), backward=(2.0,)), [[3, 4], []]
+)
+HELPER = "helper_of_a_cached_profile"
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A script that was just run: it has imported a module of its folder."""
     path = tmp_path / "job" / "train.py"
     (path.parent / "lib").mkdir(parents=True)
@@ -31,11 +34,25 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(path.parent / "lib")
     __import__(HELPER)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield path
     del sys.modules[HELPER]
 
 
-def append(name: str) -> Callable[[Path], None]:
+def test_a_cached_profile_reads_back_and_nothing_else_is_written(
+    script: Path, tmp_path: Path
+) -> None:
+    cached = CachedProfile.of(script, ["--depth", "2"], 2)
+    assert cached.load() is None
+    before = sorted(tmp_path.rglob("*"))
+    cached.save(PROFILE)
+    written = [tmp_path / "cache", tmp_path / "cache" / "paceline", cached.path]
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, *written])
+    assert CachedProfile.of(script, ["--depth", "2"], 2).load() == PROFILE
+    assert Workload.load(cached.path) == PROFILE.workload
+
+
+def edit(name: str) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         with (folder / name).open("a") as file:
             file.write("\n# changed")
@@ -43,62 +60,111 @@ def append(name: str) -> Callable[[Path], None]:
     return change
 
 
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("change", "counts"),
     [
-        ("train.py", "train.py has changed"),
-        (f"lib/{HELPER}.py", f"lib/{HELPER}.py has changed"),
-        ("data.txt", None),
+        (edit("train.py"), False),
+        (edit(f"lib/{HELPER}.py"), False),
+        (remove(f"lib/{HELPER}.py"), False),
+        (edit("data.txt"), True),
     ],
+    ids=["script", "module", "module is gone", "another file"],
 )
 def test_a_file_that_the_script_is_made_of_counts(
-    name: str, said: str | None, script: Path
+    change: Callable[[Path], None], counts: bool, script: Path
 ) -> None:
-    keep_profile(script, ["--depth", "2"], WORKLOAD, [[3]], 2)
-    append(name)(script.parent)
-    kept, stale = find_profile(script, ["--depth", "2"], 2)
-    assert stale == (f"train.workload.json: {said}" if said else "")
-    assert (kept is None) == bool(said)
+    CachedProfile.of(script, [], 2).save(PROFILE)
+    change(script.parent)
+    assert (CachedProfile.of(script, [], 2).load() == PROFILE) == counts
 
 
-def test_a_file_that_is_gone_has_changed(script: Path) -> None:
-    keep_profile(script, [], WORKLOAD, None, 2)
-    (script.parent / "lib" / f"{HELPER}.py").unlink()
-    assert find_profile(script, [], 2)[1].endswith(f"lib/{HELPER}.py has changed")
+def test_what_it_is_measured_with_is_its_name(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "train.py"
+    copy.write_text(script.read_text())
+    names = {
+        CachedProfile.of(script, ["1", "2"], 2).name,
+        CachedProfile.of(script, ["1 2"], 2).name,
+        CachedProfile.of(script, ["1", "2"], 8).name,
+        CachedProfile.of(copy, ["1", "2"], 2).name,
+    }
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(script.parent)
+        names.add(CachedProfile.of(script, ["1", "2"], 2).name)
+    for known in ("_processor", "version"):
+        with monkeypatch.context() as other:
+            other.setattr(profile_cache, known, lambda *_: "Z80")
+            names.add(CachedProfile.of(script, ["1", "2"], 2).name)
+    assert len(names) == 7
+    assert CachedProfile.of(script, ["1", "2"], 2).name in names
 
 
-def test_what_it_was_measured_with_counts(script: Path) -> None:
-    made = ProfileKey.now(script, ["1"], None, 2)
-    assert made.changed(script, ["1"], 2) is None
-    for other, said in (
-        ({"arguments": ["2"]}, "the script's arguments have changed"),
-        ({"processor": "Z80"}, "it was measured on another processor, Z80"),
-        ({"torch": "0.4"}, "it was measured with torch 0.4"),
-        ({"files": {"other.py": "0"}}, "it is another script's, of other.py"),
-        (
-            {"workers": 8},
-            "it was measured as worker 0 of 8, and of 2 it may have another batch",
-        ),
-    ):
-        changed = msgspec.structs.replace(made, **other)
-        assert changed.changed(script, ["1"], 2) == said
+@pytest.mark.parametrize("content", ["{}", "", '{"format": "paceline workload 1"}'])
+def test_a_broken_file_is_made_anew(content: str, script: Path) -> None:
+    cached = CachedProfile.of(script, [], 2)
+    cached.save(PROFILE)
+    cached.path.write_text(content)
+    assert cached.load() is None
+    cached.save(PROFILE)
+    assert cached.load() == PROFILE
 
 
-def test_what_a_person_made_is_taken_as_it_is(script: Path) -> None:
-    WORKLOAD.save("train.workload.json")
-    kept, _ = find_profile(script, ["whatever"], 2)
-    assert kept is not None
-    assert kept.made is None
-    assert kept.workload == WORKLOAD
+def test_a_profile_that_does_not_say_what_it_was_measured_with_does_not_count(
+    script: Path,
+) -> None:
+    cached = CachedProfile.of(script, [], 2)
+    cached.save(PROFILE)
+    PROFILE.workload.save(cached.path)
+    assert cached.load() is None
 
 
-def test_a_kept_profile_reads_back(script: Path) -> None:
-    written = keep_profile(script, [], WORKLOAD, [[3, 4], []], 2)
-    assert find_profile(script, [], 2) == (written, "")
-    assert Workload.load(written.path) == WORKLOAD
+def test_old_files_are_removed_and_other_files_stay(script: Path) -> None:
+    cached = CachedProfile.of(script, [], 2)
+    cached.save(PROFILE)
+    old, young, other = (
+        cached.path.with_name(name)
+        for name in ("old.workload.json", "young.workload.json", "other.txt")
+    )
+    for file, age in ((old, 1.1), (young, 0.9), (other, 1.1)):
+        file.touch()
+        written = file.stat().st_mtime - age * MAX_AGE_SECONDS
+        os.utime(file, (written, written))
+    cached.save(PROFILE)
+    assert sorted(cached.path.parent.iterdir()) == sorted([cached.path, young, other])
 
 
-def test_a_file_that_is_no_profile_is_refused(script: Path) -> None:
-    Path("train.workload.json").write_text("{}")
-    with pytest.raises(UsageError, match="is not a workload"):
-        find_profile(script, [], 2)
+def test_the_cache_folder_is_the_users(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = CachedProfile.of(script, [], 2)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("", "relative/to/nothing"):
+        monkeypatch.setenv("XDG_CACHE_HOME", name)
+        folder = tmp_path / "home" / ".cache" / "paceline"
+        assert cached.path.parent == folder
+
+
+def no_home() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_without_a_folder_that_can_be_written_nothing_is_cached(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = CachedProfile.of(script, [], 2)
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", "/proc/self"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        assert cached.load() is None
+        with pytest.raises(UsageError, match="XDG_CACHE_HOME"):
+            cached.save(PROFILE)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert cached.load() is None
+    with pytest.raises(UsageError, match="XDG_CACHE_HOME"):
+        cached.save(PROFILE)

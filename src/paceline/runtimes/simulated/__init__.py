@@ -8,7 +8,7 @@
 - `process_group`: the torch.distributed backend, and its handles.
 - `services`: parameter servers and other services.
 - `compute`: compute time, charged by a workload.
-- `profile_cache`: that workload, measured before and kept.
+- `profile_cache`: that workload, measured before and cached.
 - `checkpoints`, `checkpoint_overlay`: checkpoints in a folder of their own.
 """
 

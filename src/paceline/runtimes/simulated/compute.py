@@ -54,11 +54,11 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
 
 
 class StaleProfileError(UsageError):
-    """A profile that was kept is not of what is trained now; it can be made anew."""
+    """A cached profile is not of what is trained now; it can be made anew."""
 
 
 class UnmeasuredCodeError(StaleProfileError):
-    """A profile that was kept knows nothing of the compressor that is used now."""
+    """A cached profile knows nothing of the compressor that is used now."""
 
 
 @dataclass(frozen=True, kw_only=True)

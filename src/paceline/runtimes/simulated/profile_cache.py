@@ -1,22 +1,25 @@
-"""A script's compute times: measured before it is simulated, kept, and made anew when they no
-longer fit.
+"""A script's compute times: measured before it is simulated, and cached in the user's cache folder.
 
 Only one worker runs at a time in a simulation, with its own share of the batch and one thread, so
 the host's clock tells what that worker computes. Compressors that the script trains with are
 timed afterwards, on a gradient of that worker.
 
-A file that a person made (``paceline profile``) is used as it is, and refused in words where
-it does not fit. One that `simulate` made holds also what it was made with: it is this that
-tells whether the script would be measured alike again.
+A cached file's name is a hash of all that changes these times and is known before the script runs
+(`CachedProfile.of`). The modules that a script imports are known only after a run: the file holds
+their hashes, and does not count once one of them has changed. The model and its inputs are
+compared while the script runs (`StaleProfileError`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -138,134 +141,89 @@ def _profile(
 
 
 OURS = Path(__file__).resolve().parents[2]
+MAX_AGE_SECONDS = 90 * 86400.0
+"""Older files are removed whenever one is written."""
 
 
-class ProfileKey(msgspec.Struct, kw_only=True):
-    """What a profile was made with. *files*: the script, and the modules that it imports
-    from its own folder, by their SHA-256; *inputs*: of what shape the model's inputs were,
-    or None where they vary; *workers*: among how many, since many scripts cut a batch by that."""
+class _Measured(msgspec.Struct, kw_only=True):
+    """What else a cached file holds: the SHA-256 of each module that the script has imported from
+    its own folder, and the model's inputs, see `Profile`."""
 
-    arguments: list[str]
     files: dict[str, str]
-    processor: str
-    torch: str
     inputs: Shapes | None
-    workers: int
-
-    @classmethod
-    def now(
-        cls,
-        script: Path,
-        arguments: Sequence[str],
-        inputs: Shapes | None,
-        workers: int,
-    ) -> ProfileKey:
-        """Of a script that has just been run in this process."""
-        folder = script.resolve().parent
-        files = {script.resolve(), *_modules_in(folder)}
-        return cls(
-            arguments=list(arguments),
-            files={str(f.relative_to(folder)): _hash(f) for f in sorted(files)},
-            processor=_processor(),
-            torch=version("torch"),
-            inputs=inputs,
-            workers=workers,
-        )
-
-    def changed(
-        self, script: Path, arguments: Sequence[str], workers: int
-    ) -> str | None:
-        """What is other now, in words; None if nothing is that can be told without running
-        the script."""
-        folder = script.resolve().parent
-        if script.resolve().name not in self.files:
-            return f"it is another script's, of {next(iter(self.files), 'no name')}"
-        for name, known in self.files.items():
-            if _hash(folder / name) != known:
-                return f"{name} has changed"
-        if self.arguments != list(arguments):
-            return "the script's arguments have changed"
-        if self.workers != workers:
-            return (
-                f"it was measured as worker 0 of {self.workers}, and of {workers} it may "
-                "have another batch"
-            )
-        if self.processor != _processor():
-            return f"it was measured on another processor, {self.processor}"
-        if self.torch != version("torch"):
-            return f"it was measured with torch {self.torch}"
-        return None
 
 
 @dataclass(frozen=True)
 class CachedProfile:
-    """A profile in a file; *made*: with what, if `simulate` made it."""
+    """The file, named *name*, in which a profile of *script* is cached, or will be."""
 
-    path: Path
-    workload: Workload
-    made: ProfileKey | None
+    script: Path
+    name: str
 
+    @classmethod
+    def of(cls, script: Path, arguments: Sequence[str], workers: int) -> CachedProfile:
+        """The file for the script as it is now, among so many *workers*: many scripts cut a batch
+        by that."""
+        script = script.resolve()
+        known = [
+            *(str(script), _hash(script), str(Path.cwd()), list(arguments)),
+            *(workers, _processor(), version("torch")),
+        ]
+        key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
+        return cls(script, f"{script.stem}-{key}.workload.json")
 
-def profile_name(script: Path) -> str:
-    """What a script's profile is called."""
-    return f"{script.stem}.workload.json"
-
-
-def find_profile(
-    script: Path, arguments: Sequence[str], workers: int
-) -> tuple[CachedProfile | None, str]:
-    """The profile that is kept of a script, if there is one that fits, and of one that does
-    not what has changed. Raises `UsageError` for a file that is no profile."""
-    stale = ""
-    for path in _places(script):
-        if not path.exists():
-            continue
-        workload, content = Workload.load(path), made_with(path)
-        made = None
-        if content is not None:
-            try:
-                made = msgspec.convert(content, ProfileKey)
-            except msgspec.ValidationError as error:
-                stale = f"{path}: {error}"
-                continue
-        change = None if made is None else made.changed(script, arguments, workers)
-        if change is None:
-            return CachedProfile(path, workload, made), ""
-        stale = stale or f"{path}: {change}"
-    return None, stale
-
-
-def keep_profile(
-    script: Path,
-    arguments: Sequence[str],
-    workload: Workload,
-    inputs: Shapes | None,
-    workers: int,
-) -> CachedProfile:
-    """Write down what was measured just now, here or, where nothing can be written, in the
-    user's cache. Raises `UsageError` where both are impossible."""
-    made = ProfileKey.now(script, arguments, inputs, workers)
-    here, cache = _places(script)
-    content = msgspec.to_builtins(made)
-    try:
-        workload.save(here, made=content)
-    except UsageError:
+    @property
+    def path(self) -> Path:
+        """Where it is. Raises `UsageError` where no cache folder is known."""
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"cannot keep a profile in {cache}: {error}") from error
-        workload.save(cache, made=content)
-        return CachedProfile(cache, workload, made)
-    return CachedProfile(here, workload, made)
+            # A relative path does not count, by the XDG specification.
+            folder = named if named.is_absolute() else Path.home() / ".cache"
+        except RuntimeError as error:
+            raise UsageError(
+                f"no cache folder is known: {error} Set XDG_CACHE_HOME"
+            ) from error
+        return folder / "paceline" / self.name
+
+    def load(self) -> Profile | None:
+        """What is cached; None where nothing is, or a module of the script has changed."""
+        try:
+            workload = Workload.load(self.path)
+            measured = msgspec.convert(made_with(self.path), _Measured)
+        except (UsageError, OSError, msgspec.MsgspecError):
+            return None
+        folder = self.script.parent
+        if any(_hash(folder / name) != of for name, of in measured.files.items()):
+            return None
+        return Profile(workload, measured.inputs)
+
+    def save(self, profile: Profile) -> None:
+        """Cache what was measured in this process just now. Raises `UsageError` where that is
+        impossible."""
+        path, folder = self.path, self.script.parent
+        files = {str(f.relative_to(folder)): _hash(f) for f in _modules_in(folder)}
+        measured = _Measured(files=files, inputs=profile.inputs)
+        # Two processes may write at once, and a third one read.
+        part = path.with_name(f"{os.getpid()}-{path.name}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_old(path.parent)
+            profile.workload.save(part, made=msgspec.to_builtins(measured))
+            part.replace(path)
+        except (OSError, UsageError) as error:
+            with suppress(OSError):
+                part.unlink()
+            raise UsageError(
+                f"cannot cache a profile: {error}. Set XDG_CACHE_HOME to a folder that can be written"
+            ) from error
 
 
-def _places(script: Path) -> tuple[Path, Path]:
-    """Where a profile is kept: here, or else where caches are."""
-    name = profile_name(script)
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    where = f"{Path.cwd()}\n{script.resolve()}"
-    number = hashlib.sha256(where.encode()).hexdigest()[:12]
-    return Path(name), caches / "paceline" / f"{number}-{name}"
+def _remove_old(folder: Path) -> None:
+    oldest = time.time() - MAX_AGE_SECONDS
+    for file in folder.glob("*.workload.json"):
+        with suppress(OSError):  # another process may have removed it
+            if file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 def _modules_in(folder: Path) -> list[Path]:
