@@ -22,7 +22,7 @@ import paceline
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.registry import attach, make
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 
@@ -91,7 +91,7 @@ def emulated(described, row, size, repeats):
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--row", row, "--bytes", str(size)]
         words += ["--repeats", str(repeats)]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.cluster import uniform_cluster
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 
 RESULTS = Path(__file__).parent / "results" / "auto.json"
 EMULATED = {
@@ -115,7 +115,7 @@ def emulated(cell, rounds):
         output = Path(scratch) / "result.json"
         words = ["--work", "--cell", cell, "--output", str(output)]
         words += ["--rounds", str(rounds)]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     seconds = found["seconds"]

@@ -28,7 +28,7 @@ from paceline.cluster import Cluster, Rack, cluster_toml, load_cluster
 from paceline.collectives.autotune import cheapest
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.registry import attach, make
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
 
@@ -104,7 +104,7 @@ def emulated(described, sizes, repeats):
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--repeats", str(repeats), "--kilobytes"]
         words += [str(size // 1000) for size in sizes]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

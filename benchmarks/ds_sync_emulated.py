@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import paceline
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 
 WORKERS = 8
 SEED = 1
@@ -82,7 +82,7 @@ def measure(cell, jobs):
         jobs_file, output = Path(scratch) / "jobs.json", Path(scratch) / "found.json"
         jobs_file.write_text(json.dumps(wanted))
         words = [str(jobs_file), str(output)]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

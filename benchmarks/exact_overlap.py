@@ -36,7 +36,7 @@ import torch.distributed as dist
 import collectives
 import paceline
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.simulated import Simulation
 
 METHODS = ("bsp", "osp:collective=native,budget=constant", "dear", "priority")
@@ -207,7 +207,7 @@ def measured(cluster, rounds):
     with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

@@ -29,7 +29,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.emulated.launch import EmulatedJob
 from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.simulated import Simulation
@@ -111,7 +111,7 @@ def measured(name, repeats):
     with tempfile.TemporaryDirectory() as folder, EmulatedNetwork(cluster) as fabric:
         output = Path(folder, "found.json")
         words = ["--worker", name, "--repeats", str(repeats), "--json", str(output)]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the emulated job failed: see above")
         return json.loads(output.read_text())
 

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 from paceline.cluster import uniform_cluster
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 
 LAYERS, SIDE, FORWARD, BACKWARD = 16, 354, 0.1, 0.2
 BYTES = LAYERS * SIDE * SIDE * 4
@@ -191,7 +191,7 @@ def measure(mbit, workers, rounds, compression):
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
         words += ["--compression"] if compression else []
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     times = found["times"]

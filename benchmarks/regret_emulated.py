@@ -35,7 +35,7 @@ from paceline.cluster.profiling.compressors import coding_times_of_busy, threads
 from paceline.cluster.profiling.step_profiler import GradientDump
 from paceline.core.settings import parse_method
 from paceline.interfaces.buckets import nearly_square
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.spec import parse
 from paceline.tools.plan import plan
 from paceline.tools.plan.compression_times import codes_in_front, revised
@@ -164,7 +164,7 @@ def measure(cluster, specs):
         wanted, output = Path(scratch) / "specs.json", Path(scratch) / "found.json"
         wanted.write_text(json.dumps(order))
         words = ["--train", str(wanted), str(output)]
-        if EmulatedJob(fabric, __file__, words, RunOptions()).run():
+        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     return {

@@ -1,10 +1,10 @@
-"""What the command line decided for one run, whatever its script says."""
+"""What the command line decided for one run, whatever its script says; and the run's job: a script with that."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
@@ -122,3 +122,12 @@ class RunOptions:
             cluster=environment.get(CLUSTER_VARIABLE) or None,
             report_to=environment.get("PACELINE_REPORT_TO") or None,
         )
+
+
+@dataclass(frozen=True)
+class ScriptJob:
+    """What a runtime launches: a *script* with its own *arguments*, under *options*."""
+
+    script: str
+    arguments: Sequence[str] = ()
+    options: RunOptions = RunOptions()

@@ -12,6 +12,7 @@ from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.cluster import Workload
 from paceline.collectives.schedules import Ring
 from paceline.runtimes.results import Summary
+from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.launch import result_of
 from tests.bucketing.cases import buckets_of
 from tests.bucketing.tunings import UNEVEN, Watched, on, ring_cost, train_stand_in
@@ -172,7 +173,7 @@ def test_a_result_says_whether_its_figures_are_of_settled_steps(
     rule, steps, settled, note
 ):
     _, runtime = on(2, lambda rank: train_stand_in(UNEVEN, steps, buckets=rule))
-    result = result_of(runtime.result, 2)
+    result = result_of(runtime.result, cluster(rack(2)), ComputeModel())
     assert result.settled is settled
     said = result.cautions
     assert said == result.notes[: len(said)]

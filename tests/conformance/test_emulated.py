@@ -7,7 +7,7 @@ import pytest
 
 import paceline.testing.__main__ as kit
 from paceline.cluster import ServerHost
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.emulated.launch import EmulatedJob
 from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.testing.cases import cluster_of
@@ -24,7 +24,7 @@ def test_a_sample_of_the_checks_holds_in_the_emulated_runtime(servers, capfd):
     cluster = replace(racks, servers=(ServerHost(),) * servers)
     with EmulatedNetwork(cluster) as fabric:
         part = ["--one-in", str(SLOW_EMULATED)]
-        status = EmulatedJob(fabric, inspect.getfile(kit), part, RunOptions()).run()
+        status = EmulatedJob(ScriptJob(inspect.getfile(kit), part), fabric).run()
     said = capfd.readouterr()
     assert status == 0, said.err
     assert said.err.count(": ok") == kit_size()

@@ -14,6 +14,7 @@ misspelt are answered at once. A verb imports what it works with in its own func
 - `options`: options that several verbs share.
 - `arguments`: which arguments are paceline's, torchrun's and the script's.
 - `runtime_options`: options that describe a network or compute times.
+- `script_run`: what `run`, `emulate` and `simulate` share, from a job to its result.
 - `compute_times`, `script_plan`: a script's compute times, and its plan.
 - `script_registrations`: whether a script adds rows to the registries, told without running it.
 - `progress`: progress shown at a terminal.

@@ -18,7 +18,7 @@ from paceline.cli.progress import describe, rows, telling
 from paceline.cli.runtime_options import Given
 from paceline.cli.script_plan import classes, plan_script, processes
 from paceline.errors import UsageError
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.processes import as_launcher, end_all
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import clear
@@ -245,8 +245,8 @@ def _measured(
     from paceline.cli.compute_times import profiled
 
     # It runs whatever the variants do.
-    options = RunOptions(method="bsp", seed=seed)
-    compute = profiled(script, arguments, cluster, compute, options)
+    job = ScriptJob(str(script), arguments, RunOptions(method="bsp", seed=seed))
+    compute = profiled(job, cluster, compute)
     if compute.workload is not None:
         return {}
     return {"--forward": compute.forward, "--backward": compute.backward}

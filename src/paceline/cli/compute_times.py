@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.cli.options import SCRATCH, standard_output_for_result
 from paceline.cluster import Cluster, Workload
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
 from paceline.runtimes.simulated.compute import StaleProfileError, UnmeasuredCodeError
@@ -20,28 +20,18 @@ from paceline.runtimes.simulated.profile_cache import CachedProfile, profile_scr
 
 
 def profiled(
-    script: Path,
-    arguments: list[str],
+    job: ScriptJob,
     cluster: Cluster,
     compute: ComputeModel,
-    options: RunOptions,
     patience: float = 20.0,
     scratch: Path = SCRATCH,
 ) -> ComputeModel:
     """*compute* with the script's own times: those that are cached, or else measured now. What the
     script prints meanwhile goes to standard error."""
-    cached = CachedProfile.of(script, arguments, cluster.workers)
+    cached = CachedProfile.of(job, cluster.workers)
     profile = cached.load()
     if profile is None:
-        return profiled_anew(
-            script,
-            arguments,
-            cluster,
-            compute,
-            options,
-            patience,
-            scratch=scratch,
-        )
+        return _profiled_anew(job, cluster, compute, patience, scratch)
     print(
         f"compute: from {cached.path} (of the same script and arguments; delete it to "
         "profile again)",
@@ -56,25 +46,20 @@ def profiled(
     )
 
 
-def profiled_anew(
-    script: Path,
-    arguments: list[str],
+def _profiled_anew(
+    job: ScriptJob,
     cluster: Cluster,
     compute: ComputeModel,
-    options: RunOptions,
-    patience: float = 20.0,
-    *,
+    patience: float,
     scratch: Path,
     known: Workload | None = None,
 ) -> ComputeModel:
     """*compute* with the script's own times, measured now; of what is *known* only compressors'
     times are. Its checkpoints go to *scratch*."""
     # Named before the script runs: it may be edited meanwhile.
-    cached = CachedProfile.of(script, arguments, cluster.workers)
+    cached = CachedProfile.of(job, cluster.workers)
     with standard_output_for_result(True), redirect_checkpoints(scratch):
-        profile = profile_script(
-            str(script), arguments, cluster, options, patience=patience
-        )
+        profile = profile_script(job, cluster, patience=patience)
     if profile is None:
         return replace(compute, workload=None, what="", kept=False, inputs=None)
     workload, what = profile.workload, "measured now"
@@ -83,9 +68,9 @@ def profiled_anew(
     try:
         cached.save(replace(profile, workload=workload))
         what = str(cached.path)
-        print(f"compute: profiled {script} once: {what}", file=sys.stderr)
+        print(f"compute: profiled {job.script} once: {what}", file=sys.stderr)
     except UsageError as error:
-        _say_once(f"compute: profiled {script}, for this time: {error}")
+        _say_once(f"compute: profiled {job.script}, for this time: {error}")
     return replace(compute, workload=workload, what=what, kept=False, inputs=None)
 
 
@@ -96,18 +81,16 @@ def _say_once(text: str) -> None:
 
 def run_or_profile_anew(
     make: Callable[[ComputeModel], Simulation],
-    script: Path,
-    arguments: list[str],
+    job: ScriptJob,
     cluster: Cluster,
     compute: ComputeModel,
-    options: RunOptions,
-    patience: float,
-    scratch: Path,
+    patience: float = 20.0,
+    scratch: Path = SCRATCH,
 ) -> tuple[SimulationResult, ComputeModel]:
     """Run the script; where it turns out that the cached profile is not of what is
     trained now, once more with a new one. Returns also what it was charged by."""
     try:
-        return _run(make(compute), script, arguments, scratch), compute
+        return _run(make(compute), job, scratch), compute
     except WorkerFailedError as error:
         cause = error.__cause__
         if not isinstance(cause, StaleProfileError):
@@ -115,24 +98,13 @@ def run_or_profile_anew(
         print(f"compute: profiling again: {cause}", file=sys.stderr)
         # What is known still holds where only a compressor's times are missing.
         known = compute.workload if isinstance(cause, UnmeasuredCodeError) else None
-    compute = profiled_anew(
-        script,
-        arguments,
-        cluster,
-        compute,
-        options,
-        patience,
-        scratch=scratch,
-        known=known,
-    )
-    return _run(make(compute), script, arguments, scratch), compute
+    compute = _profiled_anew(job, cluster, compute, patience, scratch, known)
+    return _run(make(compute), job, scratch), compute
 
 
-def _run(
-    simulation: Simulation, script: Path, arguments: list[str], scratch: Path
-) -> SimulationResult:
+def _run(simulation: Simulation, job: ScriptJob, scratch: Path) -> SimulationResult:
     with redirect_checkpoints(scratch) as made:
-        outcome = run_script(simulation, str(script), arguments)
+        outcome = run_script(simulation, job.script, job.arguments)
     if made:
         words = made[0].name + ", ..." * (len(made) > 1)
         print(

@@ -17,7 +17,7 @@ from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.progress import status_lines, telling
 from paceline.errors import PacelineError, UsageError
-from paceline.run_options import CLUSTER_VARIABLE, RunOptions
+from paceline.run_options import CLUSTER_VARIABLE, RunOptions, ScriptJob
 from paceline.runtimes.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
@@ -200,21 +200,18 @@ class _Job:
         with scratch_folder() as scratch:
             file = Path(scratch) / "evidence.json"
             with self._live():
-                status = launch(
-                    workers, words, SCRIPT, self._words(file), self._options
-                )
+                status = launch(self._examiner(file), workers, words)
             return self._read(file, status)
 
     def emulated(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.runtimes.emulated.launch import EmulatedJob
         from paceline.runtimes.emulated.network import EmulatedNetwork
 
-        options = replace(self._options, pace=workload)
         with scratch_folder() as scratch, EmulatedNetwork(network) as fabric:
             file = Path(scratch) / "evidence.json"
             for warning in fabric.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)
-            job = EmulatedJob(fabric, SCRIPT, self._words(file), options, "first")
+            job = EmulatedJob(self._examiner(file, workload), fabric, "first")
             with self._live():
                 status = job.run()
             return self._read(file, status)
@@ -228,9 +225,9 @@ class _Job:
             with telling(self._json, "measuring the links"):
                 return examined_network(network, self._seconds)
         compute = o.make_compute(workload, None, None, 0.0, None)
-        script, arguments = self._script, self._arguments
+        job = ScriptJob(str(self._script), self._arguments, self._options)
         if workload is None:
-            compute = profiled(script, arguments, network, compute, self._options)
+            compute = profiled(job, network, compute)
         found: list[Evidence] = []
 
         def make(compute: Any) -> Simulation:
@@ -240,22 +237,18 @@ class _Job:
             examined(simulation, found.append, self._seconds)
             return simulation
 
-        run_or_profile_anew(
-            *(make, script, arguments, network, compute, self._options, 20.0),
-            o.SCRATCH,
-        )
+        run_or_profile_anew(make, job, network, compute)
         return self._named(found[-1])
 
     def _live(self) -> AbstractContextManager[None]:
         return status_lines(self._json, "measuring", self._options.steps)
 
-    def _words(self, file: Path) -> list[str]:
+    def _examiner(self, file: Path, pace: str | None = None) -> ScriptJob:
+        """What runs in each worker's process, around the script."""
         words = [f"--output={file}", f"--seconds-per-pair={self._seconds}"]
-        return (
-            words
-            if self._script is None
-            else [*words, str(self._script), *self._arguments]
-        )
+        if self._script is not None:
+            words += [str(self._script), *self._arguments]
+        return ScriptJob(SCRIPT, words, replace(self._options, pace=pace))
 
     def _read(self, file: Path, status: int) -> Evidence | None:
         from paceline.tools.doctor import Evidence

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli import options as o
 from paceline.cli.progress import status_lines, telling
-from paceline.cluster import Workload
-from paceline.run_options import RunOptions
-from paceline.runtimes.temporary_folder import scratch_folder
-from paceline.tools.report.run_files import forget_workers, merge_workers
+from paceline.cli.script_run import checked_job, script_run
 
 if TYPE_CHECKING:
     from paceline.runtimes.emulated.network import EmulatedNetwork
@@ -47,52 +43,26 @@ def emulate(
     """
     from paceline.runtimes.emulated.launch import EmulatedJob
     from paceline.runtimes.emulated.network import EmulatedNetwork
-    from paceline.runtimes.results import read_result
 
-    o.check_job(script, method)
-    o.check_report(report_to)
+    job = checked_job(
+        script,
+        script_arguments,
+        method=method,
+        steps=steps,
+        seed=seed,
+        records=records,
+        report_to=report_to,
+        pace=pace,
+    )
     described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
     o.check_workers(method, described.workers, described.groups)
-    if pace is not None:
-        Workload.load(pace)  # complain here, once
-        if Path(pace).exists():
-            pace = str(Path(pace).resolve())
-    if records is not None:
-        forget_workers(str(records))
-    with (
-        scratch_folder() as scratch,
-        o.standard_output_for_result(json) as true_output,
-    ):
-        result_file = Path(scratch) / "result.json"
-        options = RunOptions(
-            method=method,
-            steps=steps,
-            seed=seed,
-            report_to=report_to,
-            pace=pace,
-            json=True,
-            result=str(result_file),
-            records=None if records is None else str(records.resolve()),
-        )
-        print(f"network: {described.describe()}", file=sys.stderr)
-        with EmulatedNetwork(described) as fabric:
-            for warning in fabric.warnings:
-                print(f"paceline: {warning}", file=sys.stderr)
-            if check_links:
-                _check_links(fabric, json)
-            job = EmulatedJob(
-                fabric, str(script), script_arguments or [], options, output
-            )
-            with status_lines(json, "starting", steps):
-                status = job.run()
-        if records is not None:
-            merge_workers(str(records), "records")
-        result = read_result(result_file)
-        if result is not None:
-            result.network = described.describe()
-            print(f"compute: {result.compute}", file=sys.stderr)
-            o.show(result, json, true_output)
-    sys.exit(status)
+    with script_run(job, json, described) as run, EmulatedNetwork(described) as fabric:
+        for warning in fabric.warnings:
+            print(f"paceline: {warning}", file=sys.stderr)
+        if check_links:
+            _check_links(fabric, json)
+        with status_lines(json, "starting", steps):
+            run.status = EmulatedJob(run.job, fabric, output).run()
 
 
 def _check_links(fabric: EmulatedNetwork, json: bool) -> None:

@@ -320,11 +320,3 @@ def standard_output_for_result(active: bool) -> Iterator[int]:
         sys.stdout.flush()
         os.dup2(true_output, 1)
         os.close(true_output)
-
-
-def check_report(report_to: str | None) -> None:
-    """Raise `UsageError` for a place that nobody knows."""
-    if report_to is not None:
-        from paceline.core.step_loggers import check_place
-
-        check_place(report_to)

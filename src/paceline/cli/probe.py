@@ -16,7 +16,7 @@ from paceline.cli.arguments import torchrun_words
 from paceline.cli.progress import status_lines, telling
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
-from paceline.run_options import CLUSTER_VARIABLE, RunOptions
+from paceline.run_options import CLUSTER_VARIABLE, ScriptJob
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import make_folder
 
@@ -64,7 +64,8 @@ def probe(
         o.standard_output_for_result(json) as true_output,
     ):
         found = Path(scratch) / "findings.json"
-        arguments = [f"--output={found}", f"--seconds-per-pair={seconds}"]
+        words = (f"--output={found}", f"--seconds-per-pair={seconds}")
+        job = ScriptJob(SCRIPT, words)
         servers = 0
         if runtime == "real":
             for name, value in (
@@ -75,11 +76,11 @@ def probe(
             ):
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
-            words = torchrun_words(context)
+            torchrun_options = torchrun_words(context)
             os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
-            workers = o.real_workers(workers, words)
+            workers = o.real_workers(workers, torchrun_options)
             with status_lines(json, "measuring the network"):
-                status = launch(workers, words, SCRIPT, arguments, RunOptions())
+                status = launch(job, workers, torchrun_options)
         elif torchrun_words(context):
             raise UsageError(
                 f"{torchrun_words(context)[0]} means nothing in the {runtime} runtime"
@@ -93,9 +94,8 @@ def probe(
                 with EmulatedNetwork(described) as fabric:
                     for warning in fabric.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
-                    job = EmulatedJob(fabric, SCRIPT, arguments, RunOptions())
                     with status_lines(json, "measuring the network"):
-                        status = job.run()
+                        status = EmulatedJob(job, fabric).run()
             else:
                 with telling(json, "measuring the network"):
                     status = _in_virtual_time(Simulation(described), found, seconds)

@@ -15,7 +15,7 @@ from paceline.cli.arguments import torchrun_words
 from paceline.cli.progress import status_lines, telling
 from paceline.cluster import Workload
 from paceline.errors import UsageError
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import make_folder
 
@@ -52,7 +52,6 @@ def profile(
     With --compression, a table says what each compressor costs and gains on this model.
     Options of torchrun are passed through; the script's own stand after --.
     """
-    arguments = script_arguments or []
     o.check_job(script, None)
     from paceline.cluster.profiling import (
         CompressorCost,
@@ -88,9 +87,9 @@ def profile(
             # Keeping a gradient takes time: medians are to be those of the other steps.
             gradient_steps=max(1, steps // 4),
         )
-        words = torchrun_words(context)
+        job = ScriptJob(str(script), script_arguments or (), options)
         with status_lines(json, "starting", steps):
-            status = launch(workers, words, str(script), arguments, options)
+            status = launch(job, workers, torchrun_words(context))
         if status:
             sys.exit(status)
         if not measured.exists():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,11 +12,9 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.progress import status_lines
+from paceline.cli.script_run import checked_job, script_run
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
-from paceline.run_options import RunOptions
-from paceline.runtimes.temporary_folder import scratch_folder
-from paceline.tools.report.run_files import forget_workers, merge_workers
 
 
 def run(
@@ -81,23 +79,29 @@ def run(
     ...): for several machines, run the same command on each.
     """
     torchrun_options = torchrun_words(context)
-    arguments = script_arguments or []
-    o.check_job(script, method)
-    o.check_report(report_to)
+    job = checked_job(
+        script,
+        script_arguments,
+        method=method,
+        steps=steps,
+        seed=seed,
+        records=records,
+        report_to=report_to,
+        cluster=cluster,
+    )
     if server is not None or rank is not None:
         o.check_lone_worker(survive, server, torchrun_options, snapshot, resume)
         from paceline.runtimes.real.external_worker import become
 
-        options = RunOptions(
-            method=method,
-            steps=steps,
-            seed=seed,
-            report_to=report_to,
-            json=json,
-            records=None if records is None else str(records.resolve()),
-            cluster=None if cluster is None else str(cluster.resolve()),
+        options = replace(job.options, json=json)
+        become(job.script, job.arguments, options, str(server), rank, workers)
+    if survive and torchrun_options:
+        raise UsageError(
+            f"--survive has a launcher of its own, for one machine: leave out "
+            f"{' '.join(torchrun_options)}"
         )
-        become(str(script), arguments, options, str(server), rank, workers)
+    if not survive and (snapshot is not None or resume):
+        raise UsageError("--snapshot and --resume mean nothing without --survive")
     described = load_cluster(cluster) if cluster is not None else None
     workers = o.real_workers(workers, torchrun_options)
     if workers and not torchrun_options and o.NODES_VARIABLE not in os.environ:
@@ -107,51 +111,19 @@ def run(
         o.check_workers(method, workers, groups)
     from paceline.runtimes.real.launch import launch
     from paceline.runtimes.real.supervisor import Supervisor
-    from paceline.runtimes.results import read_result
 
-    if records is not None:
-        forget_workers(str(records))
-    with (
-        scratch_folder() as scratch,
-        o.standard_output_for_result(json) as output,
-    ):
-        result_file = Path(scratch) / "result.json"
-        options = RunOptions(
-            method=method,
-            steps=steps,
-            seed=seed,
-            report_to=report_to,
-            json=True,
-            records=None if records is None else str(Path(records).resolve()),
-            result=str(result_file),
-            cluster=None if cluster is None else str(cluster.resolve()),
-        )
+    with script_run(job, json) as run:
         if survive:
-            if torchrun_options:
-                raise UsageError(
-                    f"--survive has a launcher of its own, for one machine: leave out "
-                    f"{' '.join(torchrun_options)}"
-                )
             supervisor = Supervisor(
                 o.REAL_WORKERS if workers is None else workers,
-                str(script),
-                arguments,
-                options,
+                run.job.script,
+                run.job.arguments,
+                run.job.options,
                 snapshot,
                 resume=resume,
             )
             with status_lines(json, "starting", steps, supervisor.standing):
-                status = supervisor.run()
-        elif snapshot is not None or resume:
-            raise UsageError("--snapshot and --resume mean nothing without --survive")
+                run.status = supervisor.run()
         else:
             with status_lines(json, "starting", steps):
-                status = launch(
-                    workers, torchrun_options, str(script), arguments, options
-                )
-        if records is not None:
-            merge_workers(str(records), "records")
-        result = read_result(result_file)  # where rank 0 is, if anything was trained
-        if result is not None:
-            o.show(result, json, output)
-    sys.exit(status)
+                run.status = launch(run.job, workers, torchrun_options)

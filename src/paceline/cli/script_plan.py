@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cli import options as o
 from paceline.errors import UsageError, unknown
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster, Workload
@@ -202,8 +202,8 @@ def _workload(
         return named if named.source else replace(named, source=compute.what), compute
     if facts.workload is not None:
         return facts.workload, compute
-    options = RunOptions(method="bsp")
-    compute = profiled(script, arguments, cluster, compute, options)
+    job = ScriptJob(str(script), arguments, RunOptions(method="bsp"))
+    compute = profiled(job, cluster, compute)
     measured = compute.workload or paced_workload(str(script), arguments)
     if measured is None:
         raise UsageError(

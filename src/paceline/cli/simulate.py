@@ -10,9 +10,9 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.progress import describe, telling
-from paceline.run_options import RunOptions
+from paceline.cli.script_run import checked_job, script_run
 from paceline.runtimes.progress import WorkerProgress, place
-from paceline.tools.report.run_files import make_folder, write_run
+from paceline.tools.report.run_files import write_run
 
 if TYPE_CHECKING:
     from paceline.runtimes.simulated import ComputeModel
@@ -52,10 +52,15 @@ def simulate(
     json: o.Json = False,
 ) -> None:
     """Run SCRIPT once per simulated worker, in one process, on a virtual clock."""
-    o.check_job(script, method)
-    o.check_report(report_to)
-    if records is not None:
-        make_folder(str(records))
+    job = checked_job(
+        script,
+        script_arguments,
+        method=method,
+        steps=steps,
+        seed=seed,
+        records=records,
+        report_to=report_to,
+    )
     described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
     o.check_workers(method, described.workers, described.groups)
     from paceline.cli.compute_times import profiled, run_or_profile_anew
@@ -64,14 +69,11 @@ def simulate(
 
     there = place()
     compute = o.make_compute(workload, forward, backward, jitter, seed)
-    options = RunOptions(method=method, steps=steps, seed=seed, report_to=report_to)
-    arguments = script_arguments or []
-    with o.standard_output_for_result(json) as true_output:
+    measured = workload is None and forward is None and backward is None
+    with script_run(job, json, described) as run:
         with telling(json, "profiling", prints=True) as told:
-            if workload is None and forward is None and backward is None:
-                compute = profiled(
-                    script, arguments, described, compute, options, patience, scratch
-                )
+            if measured:
+                compute = profiled(job, described, compute, patience, scratch)
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
@@ -82,7 +84,7 @@ def simulate(
 
                 simulation = Simulation(
                     described,
-                    options=options,
+                    options=job.options,
                     compute=compute,
                     trace=records is not None,
                     patience=patience,
@@ -93,37 +95,22 @@ def simulate(
                 return simulation
 
             outcome, compute = run_or_profile_anew(
-                make,
-                script,
-                arguments,
-                described,
-                compute,
-                options,
-                patience,
-                scratch,
+                make, job, described, compute, patience, scratch
             )
-        result = result_of(outcome, described.workers, steps)
-        result.network = described.describe()
-        result.notes += sorted(outcome.guessed)
-        if outcome.representatives:
-            result.notes.append(outcome.representatives)
-        if described.processor is None:
-            result.notes.append(
-                "messages cost processors nothing here, as the cluster does not say what "
-                "they cost: paceline probe measures it"
-            )
-        result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)
-        print(f"network: {result.network}", file=sys.stderr)
-        print(f"compute: {result.compute}", file=sys.stderr)
         if outcome.paced_by_script and (forward is not None or backward is not None):
             print(
                 "compute: --forward and --backward had no effect: the script calls "
                 "paceline.pace itself",
                 file=sys.stderr,
             )
-        if records is not None:
+        run.result = result_of(outcome, described, compute, steps)
+        if job.options.records is not None:
             all_steps = [step for kept in outcome.kept for step in kept.steps]
             all_steps.sort(key=lambda record: (record.step, record.worker))
             spans = [span for kept in outcome.kept for span in kept.spans]
-            write_run(str(records), "records", all_steps, lambda: spans + outcome.spans)
-        o.show(result, json, true_output)
+            write_run(
+                job.options.records,
+                "records",
+                all_steps,
+                lambda: spans + outcome.spans,
+            )

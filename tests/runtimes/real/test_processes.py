@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes import exec_with_parent, spawn_check
 from paceline.runtimes.processes import (
     LAUNCHER_VARIABLE,
@@ -137,7 +137,8 @@ def test_options_of_a_launch_are_not_those_of_the_next(monkeypatch):
     )
     monkeypatch.delenv("PACELINE_METHOD", raising=False)
     for method in ("dear", None):
-        assert launch.launch(1, [], "script.py", [], RunOptions(method=method)) == 0
+        job = ScriptJob("script.py", options=RunOptions(method=method))
+        assert launch.launch(job, 1) == 0
     assert seen == ["dear", None]
     assert LAUNCHER_VARIABLE not in os.environ
 

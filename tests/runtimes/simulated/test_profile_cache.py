@@ -11,6 +11,7 @@ import pytest
 
 from paceline.cluster import Workload
 from paceline.errors import UsageError
+from paceline.run_options import ScriptJob
 from paceline.runtimes.simulated import profile_cache
 from paceline.runtimes.simulated.profile_cache import (
     MAX_AGE_SECONDS,
@@ -39,16 +40,20 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     del sys.modules[HELPER]
 
 
+def cached_for(script: Path, workers: int, *arguments: str) -> CachedProfile:
+    return CachedProfile.of(ScriptJob(str(script), arguments), workers)
+
+
 def test_a_cached_profile_reads_back_and_nothing_else_is_written(
     script: Path, tmp_path: Path
 ) -> None:
-    cached = CachedProfile.of(script, ["--depth", "2"], 2)
+    cached = cached_for(script, 2, "--depth", "2")
     assert cached.load() is None
     before = sorted(tmp_path.rglob("*"))
     cached.save(PROFILE)
     written = [tmp_path / "cache", tmp_path / "cache" / "paceline", cached.path]
     assert sorted(tmp_path.rglob("*")) == sorted([*before, *written])
-    assert CachedProfile.of(script, ["--depth", "2"], 2).load() == PROFILE
+    assert cached_for(script, 2, "--depth", "2").load() == PROFILE
     assert Workload.load(cached.path) == PROFILE.workload
 
 
@@ -77,9 +82,9 @@ def remove(name: str) -> Callable[[Path], None]:
 def test_a_file_that_the_script_is_made_of_counts(
     change: Callable[[Path], None], counts: bool, script: Path
 ) -> None:
-    CachedProfile.of(script, [], 2).save(PROFILE)
+    cached_for(script, 2).save(PROFILE)
     change(script.parent)
-    assert (CachedProfile.of(script, [], 2).load() == PROFILE) == counts
+    assert (cached_for(script, 2).load() == PROFILE) == counts
 
 
 def test_what_it_is_measured_with_is_its_name(
@@ -88,25 +93,25 @@ def test_what_it_is_measured_with_is_its_name(
     copy = tmp_path / "train.py"
     copy.write_text(script.read_text())
     names = {
-        CachedProfile.of(script, ["1", "2"], 2).name,
-        CachedProfile.of(script, ["1 2"], 2).name,
-        CachedProfile.of(script, ["1", "2"], 8).name,
-        CachedProfile.of(copy, ["1", "2"], 2).name,
+        cached_for(script, 2, "1", "2").name,
+        cached_for(script, 2, "1 2").name,
+        cached_for(script, 8, "1", "2").name,
+        cached_for(copy, 2, "1", "2").name,
     }
     with monkeypatch.context() as elsewhere:
         elsewhere.chdir(script.parent)
-        names.add(CachedProfile.of(script, ["1", "2"], 2).name)
+        names.add(cached_for(script, 2, "1", "2").name)
     for known in ("_processor", "version"):
         with monkeypatch.context() as other:
             other.setattr(profile_cache, known, lambda *_: "Z80")
-            names.add(CachedProfile.of(script, ["1", "2"], 2).name)
+            names.add(cached_for(script, 2, "1", "2").name)
     assert len(names) == 7
-    assert CachedProfile.of(script, ["1", "2"], 2).name in names
+    assert cached_for(script, 2, "1", "2").name in names
 
 
 @pytest.mark.parametrize("content", ["{}", "", '{"format": "paceline workload 1"}'])
 def test_a_broken_file_is_made_anew(content: str, script: Path) -> None:
-    cached = CachedProfile.of(script, [], 2)
+    cached = cached_for(script, 2)
     cached.save(PROFILE)
     cached.path.write_text(content)
     assert cached.load() is None
@@ -117,14 +122,14 @@ def test_a_broken_file_is_made_anew(content: str, script: Path) -> None:
 def test_a_profile_that_does_not_say_what_it_was_measured_with_does_not_count(
     script: Path,
 ) -> None:
-    cached = CachedProfile.of(script, [], 2)
+    cached = cached_for(script, 2)
     cached.save(PROFILE)
     PROFILE.workload.save(cached.path)
     assert cached.load() is None
 
 
 def test_old_files_are_removed_and_other_files_stay(script: Path) -> None:
-    cached = CachedProfile.of(script, [], 2)
+    cached = cached_for(script, 2)
     cached.save(PROFILE)
     old, young, other = (
         cached.path.with_name(name)
@@ -141,7 +146,7 @@ def test_old_files_are_removed_and_other_files_stay(script: Path) -> None:
 def test_the_cache_folder_is_the_users(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached = CachedProfile.of(script, [], 2)
+    cached = cached_for(script, 2)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("", "relative/to/nothing"):
         monkeypatch.setenv("XDG_CACHE_HOME", name)
@@ -156,7 +161,7 @@ def no_home() -> Path:
 def test_without_a_folder_that_can_be_written_nothing_is_cached(
     script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached = CachedProfile.of(script, [], 2)
+    cached = cached_for(script, 2)
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", "/proc/self"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(folder))

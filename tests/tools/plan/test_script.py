@@ -8,7 +8,7 @@ import torch
 from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.cluster.profiling.step_profiler import MOST_STEPS
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.results import Summary
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.launch import run_script
@@ -121,8 +121,8 @@ def test_a_workloads_passes_are_a_jobs_unless_it_says_others():
 
 
 def test_a_profile_has_both(script):
-    options = RunOptions(method="bsp")
-    profile = profile_script(script, ["2", "by hand"], cluster(2), options)
+    job = ScriptJob(script, ["2", "by hand"], RunOptions(method="bsp"))
+    profile = profile_script(job, cluster(2))
     assert profile is not None
     assert (profile.workload.passes, profile.workload.uses_gradients) == (2, True)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from paceline.cluster.cluster import Rule
 from paceline.cluster.cluster_file import cluster_toml
 from paceline.collectives.in_network.aggregator_addresses import AGGREGATORS_VARIABLE
 from paceline.errors import PacelineError, UsageError
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes import progress
 from paceline.runtimes.emulated.control import HostProcess
 from paceline.runtimes.emulated.control_messages import INTERFACE
@@ -115,21 +115,16 @@ SERVER_PORT = 29600
 
 
 class EmulatedJob:
-    """Runs a script once per worker of *fabric*'s cluster. *output*: whose prints are shown,
+    """Runs a job's script once per worker of *fabric*'s cluster. *output*: whose prints are shown,
     see `WorkerOutput`."""
 
     def __init__(
-        self,
-        fabric: EmulatedNetwork,
-        script: str,
-        arguments: Sequence[str],
-        options: RunOptions,
-        output: Shown | None = None,
+        self, job: ScriptJob, fabric: EmulatedNetwork, output: Shown | None = None
     ) -> None:
         self._output = WorkerOutput(output)
         self._fabric = fabric
-        self._command = [sys.executable, script, *arguments]
-        self._options = options
+        self._command = [sys.executable, job.script, *job.arguments]
+        self._options = job.options
         self._processes: list[HostProcess] = []
         self._workers = ProcessSupervisor()
         self._servers: list[HostProcess] = []

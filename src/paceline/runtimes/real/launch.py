@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from paceline.errors import UsageError
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes.processes import (
     WorkerExit,
     as_launcher,
@@ -51,11 +51,7 @@ def torchrun_options() -> dict[str, int]:
 
 
 def launch(
-    workers: int | None,
-    torchrun_options: Sequence[str],
-    script: str,
-    script_arguments: Sequence[str],
-    options: RunOptions,
+    job: ScriptJob, workers: int | None, torchrun_options: Sequence[str] = ()
 ) -> int:
     """Run worker processes until all have ended; returns the exit status.
 
@@ -81,7 +77,7 @@ def launch(
         words.append(f"--shutdown-timeout={timeouts.workers_shutdown:.0f}")
     # torchrun would set the number of threads too, with a warning each time.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    variables = threads | options.to_environment() | as_launcher()
+    variables = threads | job.options.to_environment() | as_launcher()
     # What its agent says of a failed worker is said below, with the cause.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
         logging.CRITICAL
@@ -89,7 +85,7 @@ def launch(
     with scratch_folder() as scratch, _environment(variables):
         if "--log-dir" not in given:
             words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
-        arguments = torchrun.parse_args([*words, script, *script_arguments])
+        arguments = torchrun.parse_args([*words, job.script, *job.arguments])
         _tie_workers_to_launcher(arguments)
         try:
             torchrun.run(arguments)

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.runtimes.results import Result, Summary
+from paceline.runtimes.simulated.compute import ComputeModel
 from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
 
 
@@ -45,10 +47,13 @@ def run_script(
 
 
 def result_of(
-    outcome: SimulationResult, workers: int, asked: int | None = None
+    outcome: SimulationResult,
+    cluster: Cluster,
+    compute: ComputeModel,
+    asked: int | None = None,
 ) -> Result:
-    """The simulation's result object; raises `UsageError` if nothing was trained. *asked*: how
-    many steps it was to have."""
+    """The simulation's result object; raises `UsageError` if nothing was trained. *compute*: what
+    it was charged by; *asked*: how many steps it was to have."""
     if not outcome.recorders[0].method:
         raise UsageError(
             "the script ended without calling paceline.distribute: nothing was trained"
@@ -56,4 +61,16 @@ def result_of(
     summaries = outcome.by_worker(
         [Summary.of(recorder) for recorder in outcome.recorders]
     )
-    return Result.of("simulated", workers, outcome.recorders[0], summaries, asked)
+    result = Result.of(
+        "simulated", cluster.workers, outcome.recorders[0], summaries, asked
+    )
+    result.notes += sorted(outcome.guessed)
+    if outcome.representatives:
+        result.notes.append(outcome.representatives)
+    if cluster.processor is None:
+        result.notes.append(
+            "messages cost processors nothing here, as the cluster does not say what "
+            "they cost: paceline probe measures it"
+        )
+    result.compute = compute.describe(outcome.paced_by_script, outcome.stand_in)
+    return result

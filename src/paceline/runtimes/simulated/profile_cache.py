@@ -35,7 +35,7 @@ from paceline.cluster.profiling import GradientDump, coding_times, coding_times_
 from paceline.cluster.workload import CompressorTimes, Workload, made_with
 from paceline.compression import make
 from paceline.errors import UsageError
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.simulated.compute import Shapes
 from paceline.runtimes.simulated.launch import run_script
 from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
@@ -55,12 +55,7 @@ class Profile:
 
 
 def profile_script(
-    script: str,
-    arguments: Sequence[str],
-    cluster: Cluster,
-    options: RunOptions,
-    *,
-    patience: float = 20.0,
+    job: ScriptJob, cluster: Cluster, *, patience: float = 20.0
 ) -> Profile | None:
     """Worker 0's medians over a few steps; None where the script says itself what it
     computes, trains a stand-in or more than one model, or never calls the model itself."""
@@ -69,14 +64,14 @@ def profile_script(
         kept = GradientDump(folder, wanted=0)
         simulation = Simulation(
             uniform_cluster(workers, "1gbit", "50us"),
-            options=replace(options, steps=PROFILED_STEPS, tells=False),
+            options=replace(job.options, steps=PROFILED_STEPS, tells=False),
             profile=True,
             keep=kept,
             patience=patience,
             output="first",
         )
-        outcome = run_script(simulation, script, arguments)
-        return _profile(outcome, kept, script, workers)
+        outcome = run_script(simulation, job.script, job.arguments)
+        return _profile(outcome, kept, job.script, workers)
 
 
 def measure_compressors(
@@ -161,12 +156,12 @@ class CachedProfile:
     name: str
 
     @classmethod
-    def of(cls, script: Path, arguments: Sequence[str], workers: int) -> CachedProfile:
-        """The file for the script as it is now, among so many *workers*: many scripts cut a batch
-        by that."""
-        script = script.resolve()
+    def of(cls, job: ScriptJob, workers: int) -> CachedProfile:
+        """The file for the job's script as it is now, among so many *workers*: many scripts cut a
+        batch by that."""
+        script = Path(job.script).resolve()
         known = [
-            *(str(script), _hash(script), str(Path.cwd()), list(arguments)),
+            *(str(script), _hash(script), str(Path.cwd()), list(job.arguments)),
             *(workers, _processor(), version("torch")),
         ]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
