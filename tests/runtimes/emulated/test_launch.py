@@ -112,7 +112,11 @@ def test_a_probe_takes_the_speeds_that_are_described(tmp_path):
     assert load_cluster(tmp_path / "cluster.toml").speeds == rack.speed
 
 
-SPEAKS = "import os, sys\nprint('I am', os.environ['RANK'])\nprint('trouble', file=sys.stderr)\n"
+SPEAKS = """
+import os, sys
+print("I am", os.environ["RANK"])
+sys.stderr.write("trouble\\n")  # at once: print() writes a line's end by itself here
+"""
 
 
 @pytest.mark.slow
