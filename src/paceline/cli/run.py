@@ -122,7 +122,7 @@ def run(
                 snapshot,
                 resume=resume,
             )
-            with status_lines(json, "starting", steps, supervisor.standing):
+            with status_lines(json, "starting", steps, supervisor.progress):
                 run.status = supervisor.run()
         else:
             with status_lines(json, "starting", steps):

@@ -44,9 +44,12 @@ from paceline.runtimes.real.runtime import RealRuntime
 from paceline.runtimes.real.server_process import (
     INCARNATION_VARIABLE,
     SERVER_ENVIRONMENT,
+    SILENT_VARIABLE,
 )
-from paceline.runtimes.real.supervised_servers import SILENT_VARIABLE
-from paceline.runtimes.real.supervised_worker import MOST_IN_VAIN, MOST_RESTARTS
+from paceline.runtimes.real.survive_policy import (
+    MAX_RESTARTS,
+    MAX_RESTARTS_WITHOUT_PROGRESS,
+)
 from paceline.timeouts import timeouts
 from paceline.transport.listener import ServerListener
 from paceline.transport.protocol import HAS_BEEN_HERE
@@ -299,8 +302,8 @@ class Coordinator:
             self._hang.remove(rank)
         # With the server all end, whatever they are like.
         server = self._members.get(SERVER, _Member(lives=1))
-        if member.lives > MOST_RESTARTS + server.lives:
-            self.fails(f"{name} has died {MOST_RESTARTS} times")
+        if member.lives > MAX_RESTARTS + server.lives:
+            self.fails(f"{name} has died {MAX_RESTARTS} times")
         return Life(member.lives - 1, rank in self._results)
 
     def reached(self, rank: int, step: int) -> None:
@@ -376,9 +379,9 @@ class Coordinator:
             )
         member.lives, member.node = member.lives + 1, node
         member.in_vain += 1
-        if member.in_vain > MOST_IN_VAIN:
+        if member.in_vain > MAX_RESTARTS_WITHOUT_PROGRESS:
             self.fails(
-                f"{name} has died {MOST_IN_VAIN} times in a row without a completed step: see "
+                f"{name} has died {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row without a completed step: see "
                 "above for what it said"
             )
         return member

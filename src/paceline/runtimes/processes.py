@@ -252,7 +252,8 @@ class ProcessSupervisor:
         """End all processes: SIGTERM after *grace* seconds, SIGKILL `Timeouts.terminate` later.
 
         Returns:
-            The exits since the last call. A process that the kernel holds back after SIGKILL has none.
+            The exits since the last call. A process that the kernel holds back after SIGKILL has none, and
+            is no longer waited for.
         """
         exits = self._wait_for_all(grace)
         for one in self._running.values():
@@ -261,7 +262,10 @@ class ProcessSupervisor:
         for one in self._running.values():
             one.killed = True
             one.process.kill()
-        return exits + self._wait_for_all(timeouts.terminate)
+        exits += self._wait_for_all(timeouts.terminate)
+        for rank in list(self._running):
+            self._forget(rank)
+        return exits
 
     def _wait_for_all(self, seconds: float) -> list[WorkerExit]:
         deadline = time.monotonic() + seconds
@@ -281,15 +285,17 @@ class ProcessSupervisor:
         found = []
         for rank, one in list(self._running.items()):
             status = one.process.poll()
-            if status is None:
-                continue
-            del self._running[rank]
-            if one.descriptor is not None:
-                self._poll.unregister(one.descriptor)
-                if isinstance(one.process, subprocess.Popen):
-                    os.close(one.descriptor)
-            found.append(one.exit(rank, status))
+            if status is not None:
+                self._forget(rank)
+                found.append(one.exit(rank, status))
         return found
+
+    def _forget(self, rank: int) -> None:
+        one = self._running.pop(rank)
+        if one.descriptor is not None:
+            self._poll.unregister(one.descriptor)
+            if isinstance(one.process, subprocess.Popen):
+                os.close(one.descriptor)
 
 
 _ASK_SECONDS = 0.1

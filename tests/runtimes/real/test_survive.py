@@ -11,7 +11,7 @@ import torch
 from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.parameter_server.process import snapshot
-from paceline.runtimes.real.supervised_servers import SurvivingServers
+from paceline.runtimes.real.supervisor import SupervisedServers
 from tests.support.lives import (
     START_SECONDS,
     counts_in,
@@ -155,7 +155,7 @@ def test_the_server_is_killed_and_nobody_named_a_snapshot(start, tmp_path, recor
 
 def test_no_two_jobs_have_one_file_for_their_snapshots(tmp_path):
     folder = tmp_path / "records" / "of both"
-    jobs = [SurvivingServers(WORKERS) for _ in range(2)]
+    jobs = [SupervisedServers(WORKERS) for _ in range(2)]
     for job in jobs:
         job.keep_snapshot_in(folder)
         assert not job.has_snapshot

@@ -10,6 +10,7 @@
 - `hang_report`: names the rank that the others wait for.
 - `exit`: how a worker process ends.
 - `supervisor`: ``paceline run --survive``: a job that goes on when processes die.
-- `supervised_servers`, `supervised_worker`, `external_worker`: its servers and workers.
+- `survive_policy`: what such a job does when a process ends, as a pure function of what is known.
+- `external_worker`: one worker of such a job, started by systemd, Kubernetes, Slurm or Ray.
 - `compute`: takes a workload's compute times.
 """

@@ -34,6 +34,8 @@ ADDRESSES_VARIABLE = "PACELINE_SERVERS"
 SURVIVE_VARIABLE = "PACELINE_SURVIVE"
 """Set where a supervisor keeps the job alive: workers meet only at their servers."""
 INCARNATION_VARIABLE = "PACELINE_INCARNATION"
+SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
+"""How long a worker may be silent under a server that survives."""
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Keep the memory of received chunks, instead of giving it back to the kernel and having
@@ -109,12 +111,17 @@ class ServerProcess:
         """Say this to it, if it has not ended."""
         self._write(msgspec.json.encode(words))
 
+    @property
+    def news_descriptor(self) -> int:
+        """Readable where it has said something, or has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.fileno()
+
     def news(self) -> list[LineFromServer]:
         """What it has said since this was last called. Does not wait."""
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], 0)
+        ready, _, _ = select.select([self.news_descriptor], [], [], 0)
         if ready:
-            self._heard += os.read(self.process.stdout.fileno(), 65536)
+            self._heard += os.read(self.news_descriptor, 65536)
         *lines, self._heard = self._heard.split(b"\n")
         return [msgspec.json.decode(line, type=LineFromServer) for line in lines]
 

@@ -27,16 +27,19 @@ do. What fails after the beginning of a second training fails the job.
 
 A worker that ends with an error that a restart cannot mend (`PacelineError.restart_helps`), such as an
 unknown method, ends the job.
+
+What follows an exit is decided in `survive_policy`. Here processes are started, watched and ended.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
+import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -44,26 +47,57 @@ from paceline import methods, spec
 from paceline.core.settings import Settings
 from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
-from paceline.parameter_server.process.snapshot import snapshot_lock
+from paceline.interfaces.server_messages import Describe, PeerAddress
+from paceline.parameter_server.process import snapshot as snapshots
+from paceline.parameter_server.process.control import (
+    HoldsModel,
+    TrainingOver,
+    WorkerEvicted,
+    WorkerFinished,
+    WorkerLost,
+)
+from paceline.parameter_server.process.surviving import checked
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions
-from paceline.runtimes.processes import end_all, how_it_ended, wait_for_all
+from paceline.runtimes import progress
+from paceline.runtimes.processes import (
+    ERROR_FILE_VARIABLE,
+    ProcessSupervisor,
+    WorkerExit,
+    ends_with_this,
+    how_it_ended,
+    wait_for_all,
+)
 from paceline.runtimes.progress import WorkerProgress
 from paceline.runtimes.real.cluster_check import load_of
-from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE, SURVIVE_VARIABLE
-from paceline.runtimes.real.supervised_servers import SurvivingServer, SurvivingServers
-from paceline.runtimes.real.supervised_worker import MOST_IN_VAIN, SurvivingWorker
+from paceline.runtimes.real.server_process import (
+    ADDRESSES_VARIABLE,
+    INCARNATION_VARIABLE,
+    SILENT_VARIABLE,
+    SURVIVE_VARIABLE,
+    ServerProcess,
+)
+from paceline.runtimes.real.survive_policy import (
+    ServersAction,
+    ServersStatus,
+    SurvivePolicy,
+    WorkerAction,
+)
 from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN
 
 RESUME_VARIABLE = "PACELINE_RESUME"
 """Set to 1 to begin with the snapshot that an earlier job left."""
+SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
+_HOST = "127.0.0.1"
+_LOOK_SECONDS = 1.0
+"""At least so often the supervisor looks at all processes, whatever wakes it."""
 
 
 class Supervisor:
     """Runs *script* in *workers* processes on this machine.
 
-    *snapshot*: where server 0 keeps its parameters, see `SurvivingServers`; None: in a file of its
+    *snapshot*: where server 0 keeps its parameters, see `SupervisedServers`; None: in a file of its
     own.
     *resume*: begin with the snapshot that is there (None is there: from the beginning).
 
@@ -83,17 +117,14 @@ class Supervisor:
         if workers < 1:
             raise UsageError(f"--workers: expected 1 or more, got {workers}")
         resume = resume or os.environ.get(RESUME_VARIABLE) == "1"
-        self._servers = SurvivingServers(
+        self._servers = SupervisedServers(
             workers, _groups(options, workers), snapshot, resume
         )
         self._command = [sys.executable, script, *arguments]
         self._options = options
-        self._size = workers
-        self._workers: list[SurvivingWorker] = []
-        self._in_vain = 0
-        """Deaths of servers in a row without a completed step."""
-        self._trained = False
-        self._failed = False
+        self._workers: list[SupervisedWorker] = []
+        self._policy = SurvivePolicy(workers)
+        self._processes = ProcessSupervisor()
 
     def run(self) -> int:
         """Run until all workers have ended well; returns the exit status.
@@ -106,7 +137,7 @@ class Supervisor:
             named = self._servers.snapshot
             if named is None:  # one that nobody else can name
                 self._servers.keep_snapshot_in(Path(records or folder))
-            with snapshot_lock(named):
+            with snapshots.snapshot_lock(named):
                 status = self._run(folder)
                 if status == 0:
                     self._servers.remove_snapshot()
@@ -118,23 +149,24 @@ class Supervisor:
                 )
         return status
 
+    def progress(self) -> WorkerProgress | None:
+        """How far the worker is that is ahead of the others, if any trains."""
+        found = [one for w in self._workers if (one := w.progress) is not None]
+        return max(found, key=lambda one: one.step, default=None)
+
     def _run(self, folder: str) -> int:
         self._workers = [
-            SurvivingWorker(rank, self._command, folder) for rank in range(self._size)
+            SupervisedWorker(rank, self._command, folder)
+            for rank in range(len(self._policy.workers))
         ]
         try:
             self._supervise()
         except LauncherInterrupted as told:
             return told.say()
         finally:
-            self._end_workers()
+            self._processes.stop()
             self._servers.close()
-        return 1 if self._failed else 0
-
-    def standing(self) -> WorkerProgress | None:
-        """How far the worker is that is ahead of the others, if any trains."""
-        found = [one for w in self._workers if (one := w.standing) is not None]
-        return max(found, key=lambda one: one.step, default=None)
+        return 1 if self._policy.unfinished else 0
 
     def _supervise(self) -> None:
         step = self._servers.start()
@@ -145,181 +177,410 @@ class Supervisor:
             )
         for worker in self._workers:
             self._start(worker)
-        while not all(worker.done for worker in self._workers):
-            self._wait()
-            self._look_at_news()
-            self._look_at_workers()
-            self._look_at_servers()
-
-    # ---- processes ----
-
-    def _start(self, worker: SurvivingWorker) -> None:
-        count = str(self._size)
-        worker.start(
-            {
-                "OMP_NUM_THREADS": "1",
-                **os.environ,
-                **self._options.to_environment(),
-                "GROUP_RANK": "0",
-                "WORLD_SIZE": count,
-                "LOCAL_WORLD_SIZE": count,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "29500",
-                SURVIVE_VARIABLE: "1",
-                ADDRESSES_VARIABLE: self._servers.addresses,
-                TOKEN: self._servers.token,
-            }
-        )
-
-    def _wait(self) -> None:
-        """Until a process has ended, or a server has news."""
-        descriptors = []
-        try:
-            watch = select.poll()
-            servers = [server.process for server in self._servers.processes]
-            for process in (*self._processes, *servers):
-                with contextlib.suppress(ProcessLookupError):
-                    descriptors.append(os.pidfd_open(process.pid))
-                    watch.register(descriptors[-1], select.POLLIN)
-            for process in servers:
-                assert process.stdout is not None
-                if process.poll() is None:
-                    watch.register(process.stdout, select.POLLIN)
-            watch.poll(1000)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-
-    def _look_at_news(self) -> None:
-        """What servers say about silent workers; who does not end is killed."""
-        for news in self._servers.evicted():
-            self._workers[news.worker].was_evicted(news.incarnation)
-        for worker in self._workers:
-            worker.kill_if_evicted()
-
-    def _look_at_workers(self) -> None:
-        for worker in self._workers:
-            status = worker.ended()
-            if status is None:
-                continue
-            if status == 0:
-                worker.done = True
-                self._servers.say_done(worker.rank)
-                continue
-            if self._trained or self._servers.are_gone:
-                raise UsageError(
-                    f"worker {worker.rank} {how_it_ended(status)} after its training was "
-                    "over: only the training itself survives that"
-                )
-            if not self._servers.dead():  # else it is a consequence
-                self._start_again(worker, status)
-
-    def _start_again(self, worker: SurvivingWorker, status: int) -> None:
-        worker.count_death(status)
-        print(
-            f"paceline: worker {worker.rank} {how_it_ended(status)} after step {worker.reached}; it is "
-            "started again",
-            file=sys.stderr,
-        )
-        worker.incarnation += 1
-        self._start(worker)
-
-    def _look_at_servers(self) -> None:
-        servers = self._servers
-        if all(worker.done for worker in self._workers):
-            return
-        if not servers.some_are_over:
-            dead = servers.dead()
-            if dead:
-                self._replace(dead)
-        elif servers.all_have_ended:
-            self._begin_another()
-
-    def _replace(self, dead: Sequence[SurvivingServer]) -> None:
-        """Go on where these servers have died, or end the job."""
-        servers, how = self._servers, self._servers.how_they_ended(dead)
-        made_steps = any(worker.steps for worker in self._workers)
-        for worker in self._workers:
-            worker.note_reached()
-        reached = max(worker.reached for worker in self._workers)
-        some_hold, has_snapshot = servers.some_hold(), servers.has_snapshot
-        if self._trained and not some_hold and not has_snapshot:
-            self._fail(how)
-            return
-        self._in_vain = 0 if made_steps else self._in_vain + 1
-        if self._in_vain == MOST_IN_VAIN:
-            raise UsageError(
-                f"{how}, for the {MOST_IN_VAIN}rd time in a row without a completed step: "
-                "see above for what it said"
-            )
-        self._end_workers()
-        begins_anew = not some_hold and not has_snapshot
-        if begins_anew:
+        while self._processes.is_running:
+            exits = self._processes.wait(_LOOK_SECONDS, self._servers.descriptors())
+            for evicted in self._servers.look():
+                self._workers[evicted.worker].was_evicted(evicted.incarnation)
             for worker in self._workers:
-                worker.done = False
-        done = [worker.rank for worker in self._workers if worker.done]
-        if some_hold:
-            servers.start_again(dead, done)
-            goes_on = (
+                worker.kill_if_evicted()
+            # All exits of one turn are judged by the same status: what a worker leaves to the servers'
+            # turn is not forgotten there.
+            status = self._servers.status()
+            for ended in exits:
+                self._worker_exited(ended, status)
+            self._servers_exited(status)
+
+    def _start(self, worker: SupervisedWorker) -> None:
+        count = str(len(self._workers))
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            **os.environ,
+            **self._options.to_environment(),
+            "GROUP_RANK": "0",
+            "WORLD_SIZE": count,
+            "LOCAL_WORLD_SIZE": count,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            SURVIVE_VARIABLE: "1",
+            ADDRESSES_VARIABLE: self._servers.addresses,
+            TOKEN: self._servers.token,
+        }
+        incarnation = self._policy.workers[worker.rank].incarnation
+        process = worker.start(environment, incarnation)
+        self._processes.add(worker.rank, process, worker.error_file)
+
+    def _worker_exited(self, ended: WorkerExit, status: ServersStatus) -> None:
+        worker = self._workers[ended.rank]
+        action = self._policy.worker_exited(ended, worker.last_step, status)
+        if ended.status == 0:
+            self._servers.say_done(ended.rank)
+        if action is WorkerAction.RESTART:
+            last_step = self._policy.workers[ended.rank].last_step
+            print(
+                f"paceline: worker {ended.rank} {how_it_ended(ended.status)} after step "
+                f"{last_step}; it is started again",
+                file=sys.stderr,
+            )
+            self._start(worker)
+
+    def _servers_exited(self, status: ServersStatus) -> None:
+        steps = [worker.last_step for worker in self._workers]
+        action = self._policy.servers_exited(status, steps)
+        match action:
+            case ServersAction.IGNORE:
+                return
+            case ServersAction.NEXT_TRAINING:
+                self._servers.remove_snapshot()
+                self._servers.start(self._policy.done)
+                return
+            case ServersAction.STOP_ALL:
+                self._stop_all(status.loss)
+                return
+        self._processes.stop()
+        reached = self._policy.last_step
+        goes_on = self._restart_servers(action)
+        print(
+            f"paceline: {status.loss} after step {reached}; {goes_on}", file=sys.stderr
+        )
+        for rank in self._policy.unfinished:
+            self._start(self._workers[rank])
+
+    def _restart_servers(self, action: ServersAction) -> str:
+        """Returns how the job goes on, in words."""
+        if action is ServersAction.RESTART_LOST:
+            self._servers.restart_lost(self._policy.done)
+            return (
                 "the others hold the model, and it takes that over: what it had not passed on "
                 "to them is lost, and all workers are started again"
             )
-        else:
-            step = servers.start(done)
-            lost = max(0, reached - step)
-            goes_on = (
-                f"it goes on from its snapshot of step {step}: {lost} steps are lost"
+        step = self._servers.start(self._policy.done)
+        lost = self._policy.went_back(step)
+        if action is ServersAction.RESTART_TRAINING:
+            return f"no snapshot was taken yet, and the training begins anew: {lost} steps are lost"
+        if len(self._servers.each) > 1:
+            return (
+                "no other holds the model, and all servers go on from the snapshot of "
+                f"step {step}: {lost} steps are lost"
             )
-            if begins_anew:
-                goes_on = (
-                    "no snapshot was taken yet, and the training begins anew: "
-                    f"{lost} steps are lost"
-                )
-            elif len(servers.each) > 1:
-                goes_on = (
-                    "no other holds the model, and all servers go on from the snapshot of "
-                    f"step {step}: {lost} steps are lost"
-                )
-            for worker in self._workers:
-                worker.reached = min(worker.reached, step)
-        print(f"paceline: {how} after step {reached}; {goes_on}", file=sys.stderr)
-        for worker in self._workers:
-            if not worker.done:
-                worker.incarnation += 1
-                self._start(worker)
+        return f"it goes on from its snapshot of step {step}: {lost} steps are lost"
 
-    def _fail(self, how: str) -> None:
-        """No server holds what is trained, and the script's first training is over: it cannot
-        begin at its top again. Let workers say so."""
+    def _stop_all(self, loss: str) -> None:
+        """No server has the model of a training that is not the script's first. Workers that train say
+        what is lost; the others may still look for a server, and are not waited for."""
         print(
-            f"paceline: {how} after a training was over, and there is no snapshot of the next one: "
+            f"paceline: {loss} after a training was over, and there is no snapshot of the next one: "
             "only the first training of a script survives that",
             file=sys.stderr,
         )
-        self._failed = True
         self._servers.close()  # none that waits for the others
-        self._let_workers_end()
+        training = [w.process for w in self._workers if w.process and w.last_step]
+        wait_for_all(training, timeouts.workers_end)
+        self._processes.stop()
 
-    def _begin_another(self) -> None:
-        """One training is over, and workers begin the next: those that are done do not."""
-        self._trained = True
-        self._servers.remove_snapshot()
-        self._servers.start([worker.rank for worker in self._workers if worker.done])
 
-    def _let_workers_end(self) -> None:
-        """Who has trained says what is lost; who has not may still look for a server."""
-        trained = [worker.process for worker in self._workers if worker.steps]
-        wait_for_all([one for one in trained if one is not None], timeouts.workers_end)
-        for worker in self._workers:
-            worker.done = True
-        self._end_workers()
+class SupervisedWorker:
+    """The processes of worker *rank*, one after the other. They run *command*, and note steps in *folder*."""
+
+    def __init__(self, rank: int, command: Sequence[str], folder: str) -> None:
+        self.rank = rank
+        self.process: subprocess.Popen[bytes] | None = None
+        """The current incarnation's."""
+        self.error_file = Path(folder) / f"error-{rank}"
+        self._command = command
+        self._progress_file = Path(folder) / f"progress-{rank}"
+        self._incarnation = 0
+        self._evicted: float | None = None
+        """When the server evicted the current incarnation."""
+
+    def start(
+        self, environment: Mapping[str, str], incarnation: int
+    ) -> subprocess.Popen[bytes]:
+        """Begin an incarnation, with these variables and its own."""
+        self._progress_file.unlink(missing_ok=True)
+        self.error_file.unlink(missing_ok=True)
+        self._incarnation, self._evicted = incarnation, None
+        own = {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            INCARNATION_VARIABLE: str(incarnation),
+            progress.FILE_VARIABLE: str(self._progress_file),
+            ERROR_FILE_VARIABLE: str(self.error_file),
+        }
+        # Ctrl-C in a terminal is told to a session's processes: the supervisor ends this one.
+        self.process = subprocess.Popen(
+            ends_with_this(self._command),
+            env={**environment, **own},
+            start_new_session=True,
+        )
+        return self.process
 
     @property
-    def _processes(self) -> list[subprocess.Popen[bytes]]:
-        return [w.process for w in self._workers if w.process is not None]
+    def last_step(self) -> int:
+        """The job's step that this incarnation has completed; 0: none."""
+        return progress.noted(self._progress_file)
 
-    def _end_workers(self) -> None:
-        end_all(self._processes)
+    @property
+    def progress(self) -> WorkerProgress | None:
+        """How far this incarnation has come, if it has begun to train."""
+        return progress.read(self._progress_file)
+
+    def was_evicted(self, incarnation: int) -> None:
+        """The server has evicted this incarnation, or an earlier one."""
+        if self._incarnation == incarnation:
+            self._evicted = time.monotonic()
+
+    def kill_if_evicted(self) -> None:
+        """It has had `Timeouts.workers_end` to end by itself."""
+        if self._evicted is None or self.process is None:
+            return
+        if time.monotonic() > self._evicted + timeouts.workers_end:
+            self.process.kill()
+
+
+@dataclass
+class SupervisedServer:
+    """The processes of server *number*, one after the other.
+
+    Attributes:
+        process: The current incarnation's.
+        incarnation: Its number, from 0; -1: none has begun.
+        exit_status: Its exit status, if `SupervisedServers.look` has found one.
+        has_model: Whether it has all that is trained. It does not before it has taken that over from the
+            others, nor after it has gone because its group has no workers.
+        training_over: All workers have said goodbye to it.
+    """
+
+    number: int
+    process: ServerProcess | None = None
+    incarnation: int = -1
+    exit_status: int | None = None
+    has_model: bool = False
+    training_over: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"server {self.number}"
+
+    @property
+    def port(self) -> int:
+        """Where it listens; 0: not yet known."""
+        return 0 if self.process is None else self.process.port
+
+    def close(self) -> None:
+        """End this incarnation."""
+        if self.process is not None:
+            self.process.close()
+
+
+class SupervisedServers:
+    """The servers of a job with so many *workers*: one that is alone, or *groups* group servers.
+
+    Group servers hold the whole model each. One that dies is started again where it listened, and
+    *enters*: it takes over what the others hold, which connect to it again by themselves. Where none
+    is left that holds anything, all are started again: server 0 from its snapshot, and the others
+    enter from there. So it is always known who holds what, and no two servers that hold nothing wait
+    for each other.
+
+    *snapshot*: where server 0 keeps what it holds, as often as `SNAPSHOT_VARIABLE` says.
+
+    Raises `UsageError` for a snapshot that is there already, unless it *resumes*.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        groups: int = 0,
+        snapshot: Path | None = None,
+        resumes: bool = False,
+    ) -> None:
+        self.token = secrets.token_hex(16)
+        self.snapshot = None if snapshot is None else _checked(snapshot, resumes)
+        self._workers, self._groups = workers, groups
+        self.each = [SupervisedServer(number) for number in range(max(1, groups))]
+
+    # ---- processes ----
+
+    def start(self, without: Sequence[int] = ()) -> int:
+        """Start all anew, from the snapshot if there is one, *without* workers that are done.
+        Returns the step that they go on with. Raises `UsageError` where one does not start."""
+        for server in self.each:
+            server.close()
+            server.has_model = server.number == 0 or not self.has_snapshot
+        return self._start(self.each, without)
+
+    def restart_lost(self, without: Sequence[int]) -> None:
+        """Start those that ended badly; they enter from the others. Raises `UsageError` where one does
+        not start."""
+        lost = self._lost
+        for server in lost:
+            server.close()
+            server.has_model = False
+        self._start(lost, without)
+
+    def close(self) -> None:
+        """End all, and leave nothing half written."""
+        for server in self.each:
+            server.close()
+        if self.snapshot is not None:
+            snapshots.unfinished(self.snapshot).unlink(missing_ok=True)
+
+    def _start(
+        self, servers: Sequence[SupervisedServer], without: Sequence[int]
+    ) -> int:
+        """Side by side; returns the step that they go on with."""
+        started = []
+        for server in servers:
+            process = server.process = self._process_of(server, without)
+            started.append((server, process))
+        step = max(process.listens() for _, process in started)
+        if len(self.each) > 1:
+            for server, process in started:
+                process.tell(self._description(server))
+        return step
+
+    def _process_of(
+        self, server: SupervisedServer, without: Sequence[int]
+    ) -> ServerProcess:
+        server.incarnation += 1
+        server.exit_status, server.training_over = None, False
+        silent = os.environ.get(SILENT_VARIABLE)
+        extra = [] if silent is None else [f"--evict-silent={silent}"]
+        if self._groups:
+            extra += [f"--groups={self._groups}", f"--number={server.number}"]
+            extra += [f"--incarnation={server.incarnation}"]
+        if not server.has_model:
+            extra += ["--enter"]
+        if self.snapshot is not None and server.number == 0:
+            seconds = float(os.environ.get(SNAPSHOT_VARIABLE, snapshots.SECONDS))
+            extra += [f"--snapshot={self.snapshot}", f"--snapshot-seconds={seconds}"]
+        if without:
+            extra += ["--without", *map(str, without)]
+        return ServerProcess(
+            server.name,
+            self._workers,
+            _HOST,
+            port=server.port,
+            token=self.token,
+            extra=extra,
+        )
+
+    def _description(self, server: SupervisedServer) -> Describe:
+        peers = {
+            peer.name: PeerAddress(host=_HOST, port=peer.port, token=self.token)
+            for peer in self.each
+            if peer is not server
+        }
+        return Describe(
+            kind="group-server",
+            services=[one.name for one in self.each],
+            number=server.number,
+            peers=peers,
+        )
+
+    @property
+    def _processes(self) -> Iterator[ServerProcess]:
+        """Of all that were started."""
+        return (s.process for s in self.each if s.process is not None)
+
+    # ---- what they are told, and say ----
+
+    @property
+    def addresses(self) -> str:
+        """As workers are told them, in order of their numbers."""
+        return "+".join(f"{_HOST}:{server.port}" for server in self.each)
+
+    def say_done(self, worker: int) -> None:
+        """A worker's script has ended well, and is not started again."""
+        for process in self._processes:
+            process.tell(WorkerFinished(worker=worker))
+
+    def descriptors(self) -> list[int]:
+        """Descriptors of which one is readable when a server has news, or has ended since `look`."""
+        return [
+            server.process.news_descriptor
+            for server in self.each
+            if server.process is not None and server.exit_status is None
+        ]
+
+    def look(self) -> list[WorkerEvicted]:
+        """Find out which servers have ended, and read their news.
+
+        Returns:
+            Incarnations of workers that one of them has taken for lost. Now the others do so, too.
+        """
+        found = []
+        for server in self.each:
+            assert server.process is not None
+            # Before its news: of a server that has ended all news are read, then.
+            server.exit_status = server.process.process.poll()
+            for news in server.process.news():
+                if isinstance(news, HoldsModel):
+                    server.has_model = news.holds
+                    continue
+                if isinstance(news, TrainingOver):
+                    server.training_over = True
+                    continue
+                found.append(news)
+                lost = WorkerLost(worker=news.worker, incarnation=news.incarnation)
+                for process in self._processes:
+                    if process is not server.process:
+                        process.tell(lost)
+        return found
+
+    def status(self) -> ServersStatus:
+        """What `look` has found."""
+        has_ended = [server.exit_status is not None for server in self.each]
+        return ServersStatus(
+            loss=self._loss(),
+            some_ended=any(has_ended),
+            all_ended=all(has_ended),
+            training_over=any(server.training_over for server in self.each),
+            model_held=any(s.has_model and s.exit_status is None for s in self.each),
+            has_snapshot=self.has_snapshot,
+        )
+
+    @property
+    def _lost(self) -> list[SupervisedServer]:
+        """Those that have ended badly."""
+        return [server for server in self.each if server.exit_status]
+
+    def _loss(self) -> str:
+        """How those have ended, with their names where there are several; empty: none has."""
+        alone = len(self.each) == 1
+        return " and ".join(
+            f"{'the parameter server' if alone else server.name} "
+            f"{how_it_ended(server.exit_status or 0)}"
+            for server in self._lost
+        )
+
+    # ---- the snapshot ----
+
+    def keep_snapshot_in(self, folder: Path) -> None:
+        """In a file that no other job has. Raises `UsageError` where there can be none."""
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"server-{secrets.token_hex(8)}.snapshot"
+        self.snapshot = _checked(folder / name, resumes=False)
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether there is one to go on from."""
+        return self.snapshot is not None and self.snapshot.exists()
+
+    def remove_snapshot(self) -> None:
+        """The training is over: nobody is to go on from where it was."""
+        if self.snapshot is not None:
+            self.snapshot.unlink(missing_ok=True)
+
+
+def _checked(snapshot: Path, resumes: bool) -> Path:
+    """Raise `UsageError` unless a server can keep its snapshot there."""
+    snapshot = checked(snapshot)
+    if snapshot.exists() and not resumes:
+        raise UsageError(
+            f"--snapshot {snapshot}: the file exists, and may be what another job left; "
+            f"remove it to begin anew, or pass --resume to go on from it"
+        )
+    return snapshot
 
 
 def _groups(options: RunOptions, workers: int) -> int:
