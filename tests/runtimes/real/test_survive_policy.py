@@ -181,7 +181,7 @@ def test_servers_that_are_lost_again_and_again_end_the_job():
 
 
 def test_a_second_training_survives_no_death_of_a_worker():
-    with pytest.raises(UsageError, match="only the training itself survives"):
+    with pytest.raises(UsageError, match="only the training"):
         at_second_training().worker_exited(ended(1), 5, HEALTHY)
 
 
