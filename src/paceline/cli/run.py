@@ -91,10 +91,10 @@ def run(
     )
     if server is not None or rank is not None:
         o.check_lone_worker(survive, server, torchrun_options, snapshot, resume)
-        from paceline.runtimes.real.external_worker import become
+        from paceline.runtimes.real.external_worker import exec_as_worker
 
         options = replace(job.options, json=json)
-        become(job.script, job.arguments, options, str(server), rank, workers)
+        exec_as_worker(job.script, job.arguments, options, str(server), rank, workers)
     if survive and torchrun_options:
         raise UsageError(
             f"--survive has a launcher of its own, for one machine: leave out "

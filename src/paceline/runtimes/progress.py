@@ -81,10 +81,10 @@ def read(path: Path) -> WorkerProgress | None:
 
 def noted(path: Path) -> int:
     """The step that a worker has noted; 0: none. (It may have died while it wrote one.)"""
-    standing = read(path)
-    if standing is None:
+    progress = read(path)
+    if progress is None:
         return int(path.exists())
-    return standing.step
+    return progress.step
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -120,20 +120,20 @@ class _Writer:
     ) -> None:
         self._path, self._recorder = path, recorder
         self._first_step, self._each = first_step, each
-        self._standing = WorkerProgress()
+        self._progress = WorkerProgress()
         self._looked = -_EVERY_SECONDS
 
     def __call__(self, step: int) -> None:
         now = time.monotonic()
         is_due = now - self._looked >= _EVERY_SECONDS
         if is_due:
-            self._looked, self._standing = now, WorkerProgress.of(self._recorder)
+            self._looked, self._progress = now, WorkerProgress.of(self._recorder)
         elif not self._each:
             return
         if step:
             # Of the job, not of this life: see `DistributedOptimizer.first_step`.
-            self._standing.step = self._first_step() + step
-        self._standing.write(self._path)
+            self._progress.step = self._first_step() + step
+        self._progress.write(self._path)
 
 
 def step_reporter(

@@ -1,4 +1,4 @@
-"""The words of `ServiceSpec.place`, in every runtime."""
+"""Where services run, in every runtime: the words of `ServiceSpec.place`."""
 
 from __future__ import annotations
 
@@ -13,53 +13,68 @@ from paceline.interfaces import ServiceJob, ServiceSpec
 AUTO = "auto"
 ON_WORKERS_HOSTS = ("embedded", "per-node")
 
-Spot = TypeVar("Spot")
+Placement = TypeVar("Placement")
 
 
-def spread(
+def place_services(
     job: ServiceJob,
-    find: Callable[[str], Sequence[Spot]],
-    beside: Callable[[int], Spot],
-) -> list[tuple[ServiceSpec, Spot]]:
-    """Every service that is to run, by its own name, and where: *find* tells the spots of a
-    place, *beside* the one beside a worker. Raises `UsageError` for names and peers that do not fit
-    together."""
-    spread: list[tuple[ServiceSpec, Spot]] = []
+    find: Callable[[str], Sequence[Placement]],
+    beside: Callable[[int], Placement],
+) -> list[tuple[ServiceSpec, Placement]]:
+    """Decide where each service runs.
+
+    Args:
+        job: Its services.
+        find: Gives the placements that a word of `ServiceSpec.place` stands for.
+        beside: Gives the placement beside a worker, by its rank.
+
+    Returns:
+        Every service that is to run, by its own name, and its placement.
+
+    Raises:
+        UsageError: Names and peers do not fit together, or there are too few hosts.
+    """
+    placed: list[tuple[ServiceSpec, Placement]] = []
     for service in job.services:
         if service.beside:
-            spread += _spread_peers(service, find, beside)
+            placed += _spread_peers(service, find, beside)
             continue
-        for number, spot in enumerate(find(service.place)):
-            spread.append((replace(service, name=f"{service.name} {number}"), spot))
-    _check([service for service, _ in spread])
-    return spread
+        for number, placement in enumerate(find(service.place)):
+            placed.append(
+                (replace(service, name=f"{service.name} {number}"), placement)
+            )
+    _check([service for service, _ in placed])
+    return placed
 
 
 def _spread_peers(
     service: ServiceSpec,
-    find: Callable[[str], Sequence[Spot]],
-    beside: Callable[[int], Spot],
-) -> list[tuple[ServiceSpec, Spot]]:
+    find: Callable[[str], Sequence[Placement]],
+    beside: Callable[[int], Placement],
+) -> list[tuple[ServiceSpec, Placement]]:
     """Those that one stands for with its *beside*. Raises `UsageError` where its place has too
-    few spots."""
-    ranks, spots = service.beside, list(find(service.place))
-    if service.place == AUTO and len(spots) < len(ranks):
-        spots = [beside(rank) for rank in ranks]
+    few placements."""
+    ranks, placements = service.beside, list(find(service.place))
+    if service.place == AUTO and len(placements) < len(ranks):
+        placements = [beside(rank) for rank in ranks]
     elif service.place in ON_WORKERS_HOSTS:
-        spots = [spots[number % len(spots)] for number in range(len(ranks))]
-    elif len(spots) < len(ranks):
+        placements = [
+            placements[number % len(placements)] for number in range(len(ranks))
+        ]
+    elif len(placements) < len(ranks):
         raise UsageError(
             f"servers={service.place}: this method has {len(ranks)} servers, one for each "
-            f"group, and there are hosts for {len(spots)}: start as many more, ask for fewer "
+            f"group, and there are hosts for {len(placements)}: start as many more, ask for fewer "
             "groups, or leave servers out, so that each stands beside a worker of its group"
         )
     names = [f"{service.name} {number}" for number in range(len(ranks))]
-    spread = []
-    for name, spot in zip(names, spots, strict=False):  # spots may be left over
+    placed = []
+    # Placements may be left over.
+    for name, placement in zip(names, placements, strict=False):
         peers = tuple(other for other in names if other != name)
         one = replace(service, name=name, peers=peers, beside=())
-        spread.append((one, spot))
-    return spread
+        placed.append((one, placement))
+    return placed
 
 
 def _check(services: Sequence[ServiceSpec]) -> None:

@@ -28,7 +28,9 @@ def placed(place, groups, hosts=0, nodes=2):
         return ["beside 0"] if place in ("auto", "embedded") else [place]
 
     job = ServerJob(None, "", place, groups=groups)
-    return service_placement.spread(job.services, find, lambda rank: f"beside {rank}")
+    return service_placement.place_services(
+        job.services, find, lambda rank: f"beside {rank}"
+    )
 
 
 THREE = read_members("3.5+0-2+4", 6)
@@ -65,7 +67,7 @@ HOSTS = ["host 0", "host 1", "host 2"]
 )
 def test_where_servers_stand(place, groups, hosts, where):
     """Beside the first worker of their group, unless there are hosts enough, or the user says."""
-    assert [spot for _, spot in placed(place, groups, hosts=hosts)] == where
+    assert [placement for _, placement in placed(place, groups, hosts=hosts)] == where
 
 
 @pytest.mark.parametrize("place", ["dedicated", "a:1+b:2+c:3"])
@@ -78,7 +80,7 @@ def test_too_few_hosts_are_told(place):
 
 def test_servers_that_share_out_a_model_stand_as_before():
     services = placed("auto", None, hosts=2)
-    assert [(s.name, s.kind, s.peers, spot) for s, spot in services] == [
+    assert [(s.name, s.kind, s.peers, placement) for s, placement in services] == [
         ("server 0", "server", (), "host 0"),
         ("server 1", "server", (), "host 1"),
     ]
@@ -112,6 +114,6 @@ def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
 )
 def test_names_and_peers_that_do_not_fit_together_are_refused(services, words):
     with pytest.raises(UsageError, match=words):
-        service_placement.spread(
+        service_placement.place_services(
             ServiceJob(tuple(services)), lambda place: ["host"], str
         )

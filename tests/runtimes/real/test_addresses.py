@@ -105,12 +105,12 @@ def test_a_rank_that_cannot_reach_the_watch_starts_all_the_same(capsys, monkeypa
         port = listener.getsockname()[1]  # nobody listens there any more
 
     store = DictStore()
-    board = JobStore(store, 2)
+    job_store = JobStore(store, 2)
     there = Address(host="127.0.0.2", port=port, token="token")
-    board.post("paceline/liveness", there)
+    job_store.post("paceline/liveness", there)
     member = PeerMonitor(1, 2, store, lambda sentence: None)
     member.close()
-    board.close()
+    job_store.close()
     said = capsys.readouterr().err
     assert said.startswith(f"paceline: rank 1 cannot reach rank 0 at 127.0.0.2:{port}")
     assert "gloo or NCCL alone" in said

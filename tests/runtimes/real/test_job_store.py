@@ -21,7 +21,7 @@ from paceline.runtimes.real.job_store import (
     Way,
     way_of,
 )
-from paceline.runtimes.real.services import RealServices, Where
+from paceline.runtimes.real.services import PlacementResolver, RealServices
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 from tests.support.hanging import SECONDS
 from tests.support.processes import SCRIPTS, DictStore, kill, run, wait_until
@@ -40,11 +40,11 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes somebo
 def posted(environment: Mapping[str, str]) -> Iterator[tuple[DictStore, JobStore, str]]:
     """A store in which an address lies, who has posted it, and its token."""
     store = DictStore()
-    board = JobStore(store, 2, environment)
-    token = board.new_token()
-    board.post(NAME, Address(host="127.0.0.1", port=4711, token=token))
-    yield store, board, token
-    board.close()
+    job_store = JobStore(store, 2, environment)
+    token = job_store.new_token()
+    job_store.post(NAME, Address(host="127.0.0.1", port=4711, token=token))
+    yield store, job_store, token
+    job_store.close()
 
 
 @pytest.mark.parametrize(
@@ -187,9 +187,9 @@ def test_another_jobs_file_is_refused() -> None:
 
 def test_nothing_is_left_of_a_file_that_was_read() -> None:
     before = os.listdir("/proc/self/fd")
-    with posted(ALONE) as (store, board, _):
+    with posted(ALONE) as (store, job_store, _):
         JobStore(store, 2, ALONE).read(NAME)
-        board.close()
+        job_store.close()
         with pytest.raises(UsageError, match="cannot read what process"):
             JobStore(store, 2, ALONE).read(NAME)
     assert os.listdir("/proc/self/fd") == before
@@ -274,8 +274,10 @@ def test_each_node_has_a_server_however_ranks_are_mapped_to_nodes(
         for rank, one in enumerate(told)
     }
     for rank, one in enumerate(told):
-        spots = Where(rank, 4, store, one).spots("per-node")
-        assert [spot.here for spot in spots] == [rank == other for other in first]
+        placements = PlacementResolver(rank, 4, store, one).placements("per-node")
+        assert [placement.here for placement in placements] == [
+            rank == other for other in first
+        ]
 
 
 @pytest.mark.parametrize("locals_", ["0000", "1111"])
@@ -290,7 +292,7 @@ def test_nodes_without_one_first_worker_are_refused_on_every_worker(
     for rank, local in enumerate(locals_):
         told = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": local}
         with pytest.raises(UsageError, match=r"have LOCAL_RANK=0, expected 2"):
-            Where(rank, 4, store, told).spots("per-node")
+            PlacementResolver(rank, 4, store, told).placements("per-node")
 
 
 def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
@@ -307,7 +309,7 @@ def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
         with pytest.raises(
             UsageError, match=r"different numbers of workers \(1, 3, as"
         ):
-            Where(rank, 4, store, told).spots("per-node")
+            PlacementResolver(rank, 4, store, told).placements("per-node")
 
 
 def test_the_token_of_named_servers() -> None:

@@ -189,7 +189,8 @@ def test_a_worker_waits_for_its_server(fast, capsys):
     thread = threading.Timer(0.05, listen)
     thread.start()
     assert (
-        external_worker.connected("server 0", "127.0.0.1", port, 3, connect) == "an end"
+        external_worker.connect_with_retry("server 0", "127.0.0.1", port, 3, connect)
+        == "an end"
     )
     thread.join()
     said = capsys.readouterr().err
@@ -199,7 +200,9 @@ def test_a_worker_waits_for_its_server(fast, capsys):
 def test_nobody_ever_listens(fast, monkeypatch):
     monkeypatch.setattr(timeouts, "server_listen", 0.0)
     with pytest.raises(PeerLostError, match="is `paceline serve --survive` running"):
-        external_worker.connected("server 0", "127.0.0.1", free_port(), 0, lambda: None)
+        external_worker.connect_with_retry(
+            "server 0", "127.0.0.1", free_port(), 0, lambda: None
+        )
 
 
 @pytest.mark.parametrize(
@@ -218,9 +221,13 @@ def test_only_a_place_that_is_taken_is_asked_for_again(fast, reason, tries):
         port = listener.getsockname()[1]
         if tries == 1:
             with pytest.raises(UsageError, match=reason):
-                external_worker.connected("server 0", "127.0.0.1", port, 0, connect)
+                external_worker.connect_with_retry(
+                    "server 0", "127.0.0.1", port, 0, connect
+                )
         else:
-            external_worker.connected("server 0", "127.0.0.1", port, 0, connect)
+            external_worker.connect_with_retry(
+                "server 0", "127.0.0.1", port, 0, connect
+            )
     assert len(tried) == tries
 
 
@@ -240,10 +247,14 @@ def test_who_closes_every_connection_is_not_waited_for(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         if again == "listens again":
-            assert external_worker.connected("server 0", "127.0.0.1", port, 0, connect)
+            assert external_worker.connect_with_retry(
+                "server 0", "127.0.0.1", port, 0, connect
+            )
         else:
             with pytest.raises(PeerLostError, match=BEFORE_IT_STOOD):
-                external_worker.connected("server 0", "127.0.0.1", port, 0, connect)
+                external_worker.connect_with_retry(
+                    "server 0", "127.0.0.1", port, 0, connect
+                )
     assert len(tried) == 2
     said = capsys.readouterr().err
     assert said.count("worker 0 tries again: it closed a connection") == 1
@@ -263,7 +274,9 @@ def test_a_proxy_may_close_connections_for_longer_than_a_place_is_taken(
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        assert external_worker.connected("server 0", "127.0.0.1", port, 0, connect)
+        assert external_worker.connect_with_retry(
+            "server 0", "127.0.0.1", port, 0, connect
+        )
 
 
 # ---- who, and how many ----
@@ -288,13 +301,13 @@ def server(monkeypatch):
 
 
 @pytest.fixture
-def become(monkeypatch):
+def exec_as_worker(monkeypatch):
     """Returns the variables with which a worker becomes its script."""
     found = []
     monkeypatch.setattr(os, "execve", lambda *what: found.append(what))
 
     def run(server, rank=None, workers=None):
-        external_worker.become(
+        external_worker.exec_as_worker(
             "train.py", [], RunOptions(method="asp"), server, rank, workers
         )
         program, words, environment = found.pop()
@@ -304,13 +317,15 @@ def become(monkeypatch):
     return run
 
 
-def test_the_server_tells_how_many_workers_there_are(server, become, monkeypatch):
-    said = become(server, rank=2)
+def test_the_server_tells_how_many_workers_there_are(
+    server, exec_as_worker, monkeypatch
+):
+    said = exec_as_worker(server, rank=2)
     assert (said["RANK"], said["WORLD_SIZE"]) == ("2", "3")
     assert said["PACELINE_SERVERS"] == server
     monkeypatch.setenv("RANK", "1")
-    assert become(server)["WORLD_SIZE"] == "3"
-    assert become(server, rank=0, workers=3)["RANK"] == "0"
+    assert exec_as_worker(server)["WORLD_SIZE"] == "3"
+    assert exec_as_worker(server, rank=0, workers=3)["RANK"] == "0"
 
 
 def test_a_script_with_variables_set_by_hand_asks_its_server_too(server, monkeypatch):
@@ -332,21 +347,23 @@ def test_a_script_with_variables_set_by_hand_asks_its_server_too(server, monkeyp
         monkeypatch.delenv("PACELINE_SERVERS")
 
 
-def test_a_lone_rank_that_the_launcher_contradicts(server, become, monkeypatch):
+def test_a_lone_rank_that_the_launcher_contradicts(server, exec_as_worker, monkeypatch):
     for name, value in (TASK | {"RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
         UsageError, match=r"RANK=0, but srun .* task 2 of 3: .* --rank 0"
     ):
-        become(server)
-    assert become(server, rank=1)["RANK"] == "1"
+        exec_as_worker(server)
+    assert exec_as_worker(server, rank=1)["RANK"] == "1"
     monkeypatch.setenv("RANK", "2")
-    assert become(server)["RANK"] == "2"
+    assert exec_as_worker(server)["RANK"] == "2"
 
 
-def test_what_the_launcher_has_said_of_a_machine_stays(server, become, monkeypatch):
+def test_what_the_launcher_has_said_of_a_machine_stays(
+    server, exec_as_worker, monkeypatch
+):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert become(server, rank=2, workers=3)["LOCAL_RANK"] == "1"
+    assert exec_as_worker(server, rank=2, workers=3)["LOCAL_RANK"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -364,7 +381,7 @@ def test_what_the_server_would_refuse_ends_before_the_script(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=sentence):
-        become(server, rank, workers)
+        exec_as_worker(server, rank, workers)
 
 
 # ---- bad input ----

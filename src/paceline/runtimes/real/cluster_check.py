@@ -85,20 +85,20 @@ def agree_on_cluster(
 ) -> Cluster | None:
     """The cluster of a job of *size* workers, of whom this one was told of *file*; None where
     nobody was told. Collective. Raises `ClusterError`, on every rank."""
-    board = JobStore(store, size, environment)
-    board.say(f"{KEY}/{rank}", msgspec.json.encode(seat(file)).decode())
+    job_store = JobStore(store, size, environment)
+    job_store.say(f"{KEY}/{rank}", msgspec.json.encode(seat(file)).decode())
     if rank == 0:
         verdict = ClusterDecision()
         try:
-            words = [board.hear(f"{KEY}/{other}") for other in range(size)]
+            words = [job_store.hear(f"{KEY}/{other}") for other in range(size)]
             seats = [msgspec.json.decode(one, type=WorkerLocation) for one in words]
             cluster = choose_cluster(seats)
             if cluster is not None:
                 verdict.cluster = cluster_toml(cluster, exact=True)
         except (PacelineError, msgspec.MsgspecError) as error:
             verdict.fault = str(error)
-        board.say(KEY, msgspec.json.encode(verdict).decode())
-    verdict = msgspec.json.decode(board.hear(KEY), type=ClusterDecision)
+        job_store.say(KEY, msgspec.json.encode(verdict).decode())
+    verdict = msgspec.json.decode(job_store.hear(KEY), type=ClusterDecision)
     if verdict.fault:
         raise ClusterError(verdict.fault)
     return parse_cluster(verdict.cluster) if verdict.cluster else None

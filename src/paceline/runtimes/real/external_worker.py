@@ -68,7 +68,7 @@ def _check_server(server: str) -> None:
         )
 
 
-def become(
+def exec_as_worker(
     script: str,
     arguments: Sequence[str],
     options: RunOptions,
@@ -88,7 +88,7 @@ def become(
     if place.size:
         environment_of(server, place.rank, place.size)  # which says what cannot be
     check(server, os.environ, options.method)
-    size = size_at(server, place.rank, place.size, os.environ)
+    size = fetch_world_size(server, place.rank, place.size, os.environ)
     # What else the launcher has said stays, such as LOCAL_RANK.
     told = replace(place, size=size).to_environment() | os.environ
     environment = told | environment_of(server, place.rank, size)
@@ -144,14 +144,14 @@ def _said(
     return launchers.find({"MASTER_ADDR": host, **environment})
 
 
-def size_at(
+def fetch_world_size(
     server: str, rank: int, workers: int, environment: Mapping[str, str]
 ) -> int:
     """How many workers the job of that *server* has, once it is there. *workers*: how many worker
     *rank* takes it to have; 0: it does not know.
 
     Raises `UsageError` where the server says another number, has no such rank, or does not know
-    this job; `PeerLostError` as `connected` does.
+    this job; `PeerLostError` as `connect_with_retry` does.
     """
     (address,) = addresses_at(server, environment)
     name, host = "server 0", host_to_connect(address.host, environment)
@@ -170,13 +170,13 @@ def size_at(
         end.close()
         return end.workers
 
-    return connected(name, host, address.port, rank, ask)
+    return connect_with_retry(name, host, address.port, rank, ask)
 
 
-def learn_size(environment: MutableMapping[str, str]) -> None:
+def add_world_size(environment: MutableMapping[str, str]) -> None:
     """Add how many workers there are to the variables of one that was told by hand, without
-    `become`, that it survives, and only which worker it is: else it would take itself for the only
-    one. Raises what `size_at` does, and `UsageError` where no server is named that knows."""
+    `exec_as_worker`, that it survives, and only which worker it is: else it would take itself for the only
+    one. Raises what `fetch_world_size` does, and `UsageError` where no server is named that knows."""
     rank = launchers.lone_rank(environment)
     if environment.get(SURVIVE_VARIABLE) != "1" or rank is None:
         return
@@ -187,7 +187,7 @@ def learn_size(environment: MutableMapping[str, str]) -> None:
             f"{ADDRESSES_VARIABLE}=HOST:PORT, whose server knows, or WORLD_SIZE"
         )
     _check_server(server)
-    environment["WORLD_SIZE"] = str(size_at(server, rank, 0, environment))
+    environment["WORLD_SIZE"] = str(fetch_world_size(server, rank, 0, environment))
 
 
 def check(server: str, environment: Mapping[str, str], method: str | None) -> None:
@@ -201,7 +201,7 @@ def check(server: str, environment: Mapping[str, str], method: str | None) -> No
         methods.check_survives(made)
 
 
-def connected(
+def connect_with_retry(
     name: str, host: str, port: int, rank: int, connect: Callable[[], T]
 ) -> T:
     """What *connect* gives, once the server is there, and an earlier life of this worker gone.

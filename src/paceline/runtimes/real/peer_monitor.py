@@ -90,10 +90,10 @@ class FailureHub:
     """Rank 0's side: hears from all ranks, passes the first bad news on to all, and names
     the rank that the others wait for."""
 
-    def __init__(self, size: int, meeting: ListenAddress, board: JobStore) -> None:
+    def __init__(self, size: int, meeting: ListenAddress, job_store: JobStore) -> None:
         self._size = size
         self._hangs = Hangs()
-        self._token = board.new_token()
+        self._token = job_store.new_token()
         self._listener = socket.create_server(
             (meeting.bind, 0),
             family=family_of(meeting.bind),
@@ -110,7 +110,7 @@ class FailureHub:
         for end in (self._listener, self._wake, self._waker):
             liveness.close_in_children(end)
         port = self._listener.getsockname()[1]
-        board.post(KEY, Address(host=meeting.publish, port=port, token=self._token))
+        job_store.post(KEY, Address(host=meeting.publish, port=port, token=self._token))
         self._thread = threading.Thread(
             target=self._serve, name="paceline liveness hub", daemon=True
         )
@@ -216,14 +216,14 @@ class FailureHub:
                     peer.send(line_of(news))  # fits into an idle connection's buffer
 
 
-def make_hub(size: int, board: JobStore) -> FailureHub | None:
-    """Rank 0's hub, which the *board* tells all of; or, where it cannot listen, why not."""
+def make_hub(size: int, job_store: JobStore) -> FailureHub | None:
+    """Rank 0's hub, which the *job_store* tells all of; or, where it cannot listen, why not."""
     try:
-        return FailureHub(size, on_master(size), board)
+        return FailureHub(size, on_master(size), job_store)
     except OSError as error:
         address = os.environ.get("MASTER_ADDR", LOOPBACK)
         fault = f"rank 0 cannot listen on MASTER_ADDR {address}: {error}"
-        board.post(KEY, Address(fault=fault))
+        job_store.post(KEY, Address(fault=fault))
         return None
 
 
@@ -272,11 +272,11 @@ class PeerMonitor:
         self._watch = watch
         self.hub: FailureHub | None = None
         """Rank 0's."""
-        self._board = JobStore(store, size)
+        self._job_store = JobStore(store, size)
         if rank == 0:
-            self.hub = make_hub(size, self._board)
+            self.hub = make_hub(size, self._job_store)
         try:
-            address = self._board.read(KEY)
+            address = self._job_store.read(KEY)
         except UsageError as error:
             self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
             return
@@ -343,7 +343,7 @@ class PeerMonitor:
                 self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
         if self.hub is not None:  # also after bad news
             self.hub.close()
-        self._board.close()
+        self._job_store.close()
 
     def _say(self, words: msgspec.Struct) -> None:
         self._socket.sendall(line_of(words))

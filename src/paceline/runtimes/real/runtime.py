@@ -363,7 +363,7 @@ def _find_place() -> Place | None:
     """This process's place in its job; if another launcher than torchrun said it, torchrun's
     variables do from then on, to everything that looks for them. A script that has made its
     process group knows better."""
-    external_worker.learn_size(os.environ)
+    external_worker.add_world_size(os.environ)
     try:
         place = launchers.find(os.environ)
     except UsageError:

@@ -43,7 +43,7 @@ from paceline.transport.protocol import HAS_BEEN_HERE, ServiceKey
 
 
 @dataclass(frozen=True)
-class Spot:
+class Placement:
     """Where one service runs: at an *address* already; or it is started, maybe *here*."""
 
     here: bool = False
@@ -58,7 +58,7 @@ class RealServices:
     ) -> None:
         self._rank, self._workers = rank, workers
         self._store, self._recorder = store, recorder
-        self._board: JobStore | None = None
+        self._job_store: JobStore | None = None
         self._process: ServerProcess | None = None
         """With all services that this worker starts."""
         self._trainings = 0
@@ -69,8 +69,12 @@ class RealServices:
         """Start what this worker has to, and connect to all. Collective."""
         number, self._trainings = self._trainings, self._trainings + 1
         check_supervised(job, environment)
-        where = Where(self._rank, self._workers, self._store, environment)
-        placed = service_placement.spread(job, where.spots, where.beside)
+        resolver = PlacementResolver(
+            self._rank, self._workers, self._store, environment
+        )
+        placed = service_placement.place_services(
+            job, resolver.placements, resolver.beside
+        )
         key = f"paceline/services/{number}"
         addresses = self._started(key, placed, environment)
         survives = environment.get(SURVIVE_VARIABLE) == "1"
@@ -83,9 +87,9 @@ class RealServices:
                 address,
                 environment,
                 ServiceKey(training, number),
-                starts=spot.address is None,
+                starts=placement.address is None,
             )
-            for number, ((service, spot), address) in enumerate(
+            for number, ((service, placement), address) in enumerate(
                 zip(placed, addresses, strict=True)
             )
         ]
@@ -103,9 +107,9 @@ class RealServices:
 
     def close(self) -> None:
         """All trainings are over: end this worker's child."""
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._job_store is not None:
+            self._job_store.close()
+            self._job_store = None
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -113,27 +117,28 @@ class RealServices:
     def _started(
         self,
         key: str,
-        placed: Sequence[tuple[ServiceSpec, Spot]],
+        placed: Sequence[tuple[ServiceSpec, Placement]],
         environment: Mapping[str, str],
     ) -> list[Address]:
         """Where they all listen. Raises `UsageError` if one does not."""
-        for service, spot in placed:
-            if spot.here:
+        for service, placement in placed:
+            if placement.here:
                 address = self._start(service, environment)
-                self._to_board(environment).post(f"{key}/{service.name}", address)
+                self._job_store_for(environment).post(f"{key}/{service.name}", address)
         addresses = [
-            spot.address or self._to_board(environment).read(f"{key}/{service.name}")
-            for service, spot in placed
+            placement.address
+            or self._job_store_for(environment).read(f"{key}/{service.name}")
+            for service, placement in placed
         ]
         for address in addresses:
             if address.fault:
                 raise UsageError(address.fault)
         return addresses
 
-    def _to_board(self, environment: Mapping[str, str]) -> JobStore:
-        if self._board is None:
-            self._board = JobStore(self._store, self._workers, environment)
-        return self._board
+    def _job_store_for(self, environment: Mapping[str, str]) -> JobStore:
+        if self._job_store is None:
+            self._job_store = JobStore(self._store, self._workers, environment)
+        return self._job_store
 
     def _start(self, service: ServiceSpec, environment: Mapping[str, str]) -> Address:
         try:
@@ -147,7 +152,7 @@ class RealServices:
                     service.name,
                     self._workers,
                     meeting.bind,
-                    token=self._to_board(environment).new_token(),
+                    token=self._job_store_for(environment).new_token(),
                     extra=["--described"],
                 )
                 process.listens()
@@ -163,10 +168,10 @@ class RealServices:
     def _training(self, key: str, environment: Mapping[str, str]) -> int:
         """A number that no other training has, of this job or another one: a server that was there before
         serves several, and the next may begin before the last has ended everywhere."""
-        board = self._to_board(environment)
+        job_store = self._job_store_for(environment)
         if self._rank == 0:
-            board.say(f"{key}/training", str(secrets.randbits(63)))
-        return int(board.hear(f"{key}/training"))
+            job_store.say(f"{key}/training", str(secrets.randbits(63)))
+        return int(job_store.hear(f"{key}/training"))
 
     def _connect(
         self,
@@ -198,7 +203,7 @@ class RealServices:
             )
 
         if survives and incarnation is None:  # the server numbers incarnations
-            return external_worker.connected(
+            return external_worker.connect_with_retry(
                 name, host, address.port, self._rank, connect
             )
         if survives:
@@ -225,7 +230,7 @@ def _connected_between_trainings(
 
 
 @dataclass(frozen=True)
-class Where:
+class PlacementResolver:
     """What one worker makes of places."""
 
     rank: int
@@ -233,14 +238,14 @@ class Where:
     store: Store
     environment: Mapping[str, str]
 
-    def spots(self, place: str) -> list[Spot]:
+    def placements(self, place: str) -> list[Placement]:
         """Where services of that place run. Raises `UsageError`."""
         if place == "auto":
             named = self.environment.get(ADDRESSES_VARIABLE)
             place = "dedicated" if named else "embedded"
         if place not in ("embedded", "per-node"):
             there = addresses_at(place, self.environment)
-            return [Spot(address=one) for one in there]
+            return [Placement(address=one) for one in there]
         if self.environment.get(SURVIVE_VARIABLE) == "1":
             raise UsageError(
                 f"servers={place}: a job that survives deaths (--survive) has the servers that "
@@ -249,13 +254,15 @@ class Where:
             )
         return [self.beside(0)] if place == "embedded" else self._nodes()
 
-    def beside(self, rank: int) -> Spot:
+    def beside(self, rank: int) -> Placement:
         """Where a service runs on the machine of worker *rank*."""
-        return Spot(here=self.rank == rank)
+        return Placement(here=self.rank == rank)
 
-    def _nodes(self) -> list[Spot]:
+    def _nodes(self) -> list[Placement]:
         on_node = int(self.environment.get("LOCAL_WORLD_SIZE", self.workers))
-        return [Spot(here=self.rank == first) for first in self._first_ranks(on_node)]
+        return [
+            Placement(here=self.rank == first) for first in self._first_ranks(on_node)
+        ]
 
     def _first_ranks(self, on_node: int) -> list[int]:
         """The rank of each node's first worker. A node's number matters to nobody, so ranks may be numbered

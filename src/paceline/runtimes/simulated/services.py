@@ -382,7 +382,9 @@ def make_services(
     observe: Observe | None,
 ) -> list[SimulatedServer]:
     """The services of a job, where it asks for them."""
-    placed = service_placement.spread(job, partial(hosts_of, cluster), cluster.host_of)
+    placed = service_placement.place_services(
+        job, partial(hosts_of, cluster), cluster.host_of
+    )
     names = [service.name for service, _ in placed]
     made: dict[str, SimulatedServer] = {}
     for index, (service, host) in enumerate(placed):
