@@ -376,7 +376,7 @@ def test_what_the_launcher_has_said_of_a_machine_stays(
     ],
 )
 def test_what_the_server_would_refuse_ends_before_the_script(
-    server, become, monkeypatch, rank, workers, environment, sentence
+    server, exec_as_worker, monkeypatch, rank, workers, environment, sentence
 ):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
