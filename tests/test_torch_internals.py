@@ -486,15 +486,6 @@ def test_all_to_all_options(collectives):
     assert torch_internals.all_to_all_options().asyncOp
 
 
-def test_simulated_end(group):
-    class Virtual:
-        lanes = 3
-
-    virtual = Virtual()
-    assert torch_internals.simulated_end(group) is None
-    assert torch_internals.simulated_end(virtual) is virtual
-
-
 def test_follows_streams(group):
     assert not torch_internals.follows_streams(group, CPU)
 

@@ -320,15 +320,8 @@ def all_to_all_options() -> Any:
     return options
 
 
-def simulated_end(group: Any) -> Any | None:
-    """The group itself if it is one in virtual time, which has more to say."""
-    return None if getattr(group, "lanes", None) is None else group
-
-
 def follows_streams(group: Any, device: torch.device) -> bool:
     """Whether waiting for a result on *device* only makes its current stream wait."""
-    if simulated_end(group) is not None:
-        return False
     return bool(group._get_backend(device).name() == "nccl")
 
 
@@ -338,8 +331,6 @@ GLOO_LANES = 2
 
 def moves_host_tensors(group: Any) -> bool:
     """Whether a process group moves tensors that are in the hosts' memory."""
-    if simulated_end(group) is not None:
-        return True
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:  # NCCL alone
@@ -349,10 +340,6 @@ def moves_host_tensors(group: Any) -> bool:
 
 def lanes_of(group: Any, device: torch.device) -> int:
     """Collectives on tensors of *device* that a process group moves at a time."""
-    end = simulated_end(group)
-    if end is not None:
-        lanes: int = end.lanes
-        return lanes
     return GLOO_LANES if group._get_backend(device).name() == "gloo" else 1
 
 

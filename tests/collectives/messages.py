@@ -6,11 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.collectives.communicator import (
-    MOST_GROUPS,
-    Communicator,
-    ConnectionlessGroup,
-)
+from paceline.collectives.communicator import Communicator, ConnectionlessGroup
+from paceline.collectives.torch_group import MOST_GROUPS
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import buffers, skew

@@ -216,7 +216,7 @@ def a_work_waits_for_nothing_and_makes_nothing(comm: Communicator) -> None:
 def closing_drops_what_has_not_run(comm: Communicator) -> None:
     """What is left at a good end is dropped, and whoever still waits is told."""
     runtime = join_runtime()
-    other = Communicator(runtime, f"{comm.name} to be closed", comm.process_group)
+    other = Communicator(runtime, f"{comm.name} to be closed")
     channel = other.channel("closed")
     values = [torch.ones(2) for _ in range(3)]
     done = [channel.all_reduce(value, "sum").then(lambda: None) for value in values]
@@ -228,7 +228,7 @@ def closing_drops_what_has_not_run(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="closed"):
         late.wait()
     other.close()
-    again = Communicator(runtime, f"{comm.name} to be closed", comm.process_group)
+    again = Communicator(runtime, f"{comm.name} to be closed")
     again.channel("closed").all_reduce(values[0], "sum").wait()  # made anew
     again.close()
 

@@ -2,6 +2,7 @@
 
 - `cluster`: a `Cluster`: racks of hosts, their links and speeds, and rules of what happens to them.
 - `cluster_file`: clusters as TOML files.
+- `worker_classes`: which workers of a cluster are alike, so that a few can stand for all.
 - `workload`: a `Workload`: what a training step computes, tensor by tensor.
 - `flop_counter`: the same, counted from a module's operations.
 - `stand_in`: a model with a workload's tensors and times, and nothing else.

@@ -1,6 +1,7 @@
 """Collective operations between workers, and the algorithms that form an average.
 
-- `communicator`: the `Comm` over torch.distributed; start here.
+- `communicator`: the `Comm` that trainings use; start here.
+- `torch_group`: its operations by torch.distributed, where processes are real.
 - `registry`: `COLLECTIVES`, a row for each algorithm; `make` finds one by name, `attach` uses it for a job's averages.
 - `algorithms`: the collectives of the registry.
 - `schedules`: all-reduce, broadcast and others as data, and schedules made of schedules.

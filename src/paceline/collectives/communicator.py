@@ -1,67 +1,41 @@
-"""`Communicator`, the `Comm` over a torch.distributed process group, whatever its backend."""
+"""`Communicator`, the `Comm` that trainings use: counts, continuations, channels and groups over a
+`WorkerGroup`, which a runtime brings."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 
-from paceline.collectives import execute
 from paceline.collectives.in_network.aggregator_addresses import aggregators_of
 from paceline.collectives.pending import (
     AllOf,
     ContinuationChain,
-    Job,
-    OneWait,
     WorkPending,
     check_issued_here,
     check_may_make,
     current,
 )
-from paceline.collectives.process_groups import agreed_tag, group_beside
 from paceline.collectives.schedules import Ring, Tree, all_to_all
+from paceline.collectives.torch_group import TorchGroup
 from paceline.errors import UsageError
 from paceline.interfaces import (
     AllReduceAlgorithm,
     Pending,
     Placement,
     ReduceOperation,
-    Runner,
     Runtime,
     Schedule,
+    WorkerGroup,
 )
 from paceline.interfaces.buckets import stand_alike, stand_in_for, stands_in, wire_bytes
 from paceline.interfaces.schedules import aggregating_racks
-from paceline.torch_internals import (
-    all_gather_options,
-    all_reduce_options,
-    all_to_all_options,
-    broadcast_options,
-    follows_streams,
-    lanes_of,
-    reduce_scatter_options,
-    simulated_end,
-)
-
-_LANES = 2
-"""Schedules that a communicator performs at a time: as many collectives as gloo moves."""
-
-MOST_GROUPS = 16
-"""Groups with threads and connections of their own that a worker keeps of a communicator."""
-
-_OPERATIONS: dict[ReduceOperation, Any] = {
-    "mean": dist.ReduceOp.AVG,
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-}
 
 
 class Communicator:
-    """A `Comm` over a torch.distributed process group.
+    """A `Comm` over *workers*, which it closes in the end; None: all workers of the job.
 
     Counts bytes and waits in *runtime*'s recorder. A group of one moves nothing. *name* is
     unique in the job and the same on all ranks. *chain* runs what follows results; groups
@@ -78,7 +52,7 @@ class Communicator:
         self,
         runtime: Runtime,
         name: str = "training",
-        group: dist.ProcessGroup | None = None,
+        workers: WorkerGroup | None = None,
         chain: ContinuationChain | None = None,
         issuer: ContinuationChain | None = None,
         collective: AllReduceAlgorithm | None = None,
@@ -86,11 +60,9 @@ class Communicator:
     ) -> None:
         self._runtime = runtime
         self.name = name
-        self._threads: dict[str, ScheduleThreads] = {}
-        self._tags: dict[tuple[str, str], Any] = {}
-        self._under_way: set[OneWait] = set()
-        whole: Any = dist.group.WORLD
-        self._group: Any = whole if group is None else group
+        self.workers = runtime.workers(name) if workers is None else workers
+        self.is_open = True
+        """Whether `close` was not called."""
         self.chain = chain or ContinuationChain(runtime, name, thread=self.threads)
         self._owns_chain = chain is None
         self.issuer = issuer
@@ -102,19 +74,7 @@ class Communicator:
         self._rounds: dict[str, Communicator] = {}
         self._at_close: list[Callable[[], None]] = []
         self._ring_bytes: dict[int, int] = {}
-        self._reduce_options = {
-            name: all_reduce_options(kind) for name, kind in _OPERATIONS.items()
-        }
-        self.rank: int = self._group.rank()
-        self.size: int = self._group.size()
-        self._peers: Sequence[int] = range(self.size)
-        """Each rank's position in the process group."""
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """torch's handle of this group."""
-        group: dist.ProcessGroup = self._group
-        return group
+        self.rank, self.size = self.workers.rank, self.workers.size
 
     @property
     def is_alone(self) -> bool:
@@ -124,7 +84,17 @@ class Communicator:
     @property
     def follows_streams(self) -> bool:
         """Whether results on CUDA are in the order of the device's streams."""
-        return follows_streams(self._group, torch.device("cuda"))
+        return self.workers.follows_streams
+
+    @property
+    def moves_host_tensors(self) -> bool:
+        """Whether it moves tensors that are in the hosts' memory."""
+        return self.workers.moves_host_tensors
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether its operations pass in virtual time."""
+        return self._runtime.clock.is_virtual
 
     def chain_of(self, issuer: ContinuationChain | None) -> ContinuationChain:
         """What follows the operations that *issuer* issues here."""
@@ -152,8 +122,7 @@ class Communicator:
             print(f"paceline: {message}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Let go of the process groups, whose threads end with the last reference, and of
-        works that were not run (`Pending.then`)."""
+        """Let go of threads and connections, and of works that were not run (`Pending.then`)."""
         while self._at_close:
             self._at_close.pop()()
         if self._owns_chain:
@@ -162,12 +131,14 @@ class Communicator:
             for other in others.values():
                 other.close()
             others.clear()
-        for threads in self._threads.values():
-            threads.close()
-        self._group = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self.is_open = False
+        self.workers.close()
 
     def max_in_flight(self, device: torch.device) -> int:
-        return lanes_of(self._group, device)
+        return self.workers.max_in_flight(device)
 
     # ---- collectives ----
 
@@ -181,7 +152,7 @@ class Communicator:
     def all_reduce_natively(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
-        """`all_reduce` as torch.distributed does it."""
+        """`all_reduce` as the runtime does it, torch.distributed where processes are real."""
         if current() is not self.issuer:
             return self._round().all_reduce_natively(buffer, operation)
         if self.size == 1:
@@ -190,10 +161,7 @@ class Communicator:
         if size not in self._ring_bytes:
             self._ring_bytes[size] = Ring(self.size, size).bytes_sent(self.rank)
         self._runtime.recorder.count_bytes(self._ring_bytes[size])
-        # The group's own method, not dist.all_reduce: that checks and logs for 25 us,
-        # which is a percent of a small step, and in virtual time it would take the
-        # thread's worker for the one who calls.
-        work = self._group.allreduce([real(buffer)], self._reduce_options[operation])
+        work = self.workers.all_reduce(real(buffer), operation)
         return WorkPending(self, self.issuer, work, "all_reduce", buffer.is_cuda)
 
     def broadcast(self, buffer: torch.Tensor, source: int = 0) -> Pending:
@@ -202,7 +170,7 @@ class Communicator:
         if self.size == 1:
             return WorkPending(self, self.issuer, None, "broadcast")
         self._count(Tree(self.size, wire_bytes(buffer), source))
-        work = self._group.broadcast([real(buffer)], broadcast_options(source))
+        work = self.workers.broadcast(real(buffer), source)
         return WorkPending(self, self.issuer, work, "broadcast", buffer.is_cuda)
 
     def reduce_scatter(
@@ -217,8 +185,7 @@ class Communicator:
             output.copy_(buffer)
             return WorkPending(self, self.issuer, None, "reduce_scatter")
         self._count(Ring(self.size, wire_bytes(buffer), rounds=1))
-        options = reduce_scatter_options(_OPERATIONS[operation])
-        work = self._group.reduce_scatter_single(real(output), real(buffer), options)
+        work = self.workers.reduce_scatter(real(output), real(buffer), operation)
         return WorkPending(self, self.issuer, work, "reduce_scatter", buffer.is_cuda)
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
@@ -228,9 +195,7 @@ class Communicator:
             output.copy_(buffer)
             return WorkPending(self, self.issuer, None, "all_gather")
         self._count(Ring(self.size, wire_bytes(output), rounds=1))
-        work = self._group.all_gather_single(
-            real(output), real(buffer), all_gather_options()
-        )
+        work = self.workers.all_gather(real(output), real(buffer))
         return WorkPending(self, self.issuer, work, "all_gather", buffer.is_cuda)
 
     def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Pending:
@@ -241,30 +206,27 @@ class Communicator:
             output.copy_(buffer)
             return WorkPending(self, self.issuer, None, "all_to_all")
         self._count(all_to_all(self.size, wire_bytes(buffer) // self.size))
-        work = self._group.all_to_all_single(
-            real(output), real(buffer), [], [], all_to_all_options()
-        )
+        work = self.workers.all_to_all(real(output), real(buffer))
         return WorkPending(self, self.issuer, work, "all_to_all", buffer.is_cuda)
 
     # ---- messages and schedules ----
     #
-    # What works issue (`Pending.then`) needs no queue of its own here: tags tell it from what the
+    # What works issue (`Pending.then`) needs no queue of its own here: streams tell it from what the
     # training issues, so a work may send to one neighbour while others issue nothing.
 
     def send(self, buffer: torch.Tensor, to: int) -> Pending:
         self._check_peer(to, "send(buffer, to)")
         issuer = current()
         self._runtime.recorder.count_bytes(wire_bytes(buffer))
-        flat = [stand_alike(flat_of(buffer), buffer)]
-        work = self._group.send(flat, self._peers[to], self._tag("", issuer))
-        return self._message(work, issuer, "send", buffer)
+        flat = stand_alike(flat_of(buffer), buffer)
+        work = self.workers.send(flat, to, self._stream(issuer))
+        return WorkPending(self, issuer, work, "send", buffer.is_cuda)
 
     def receive(self, buffer: torch.Tensor, source: int) -> Pending:
         self._check_peer(source, "receive(buffer, source)")
         issuer = current()
-        flat = [flat_of(buffer)]
-        work = self._group.recv(flat, self._peers[source], self._tag("", issuer))
-        return self._message(work, issuer, "receive", buffer)
+        work = self.workers.receive(flat_of(buffer), source, self._stream(issuer))
+        return WorkPending(self, issuer, work, "receive", buffer.is_cuda)
 
     def perform(
         self,
@@ -288,26 +250,9 @@ class Communicator:
         else:
             unit = 1.0
         self._runtime.recorder.count_bytes(round(unit * timed.bytes_sent(self.rank)))
-        path = "" if issuer is self.issuer or issuer is None else issuer.path
-        end = simulated_end(self._group)
-        work: Any
-        if end is not None:
-            if path:
-                end = end.shared(f"{self.name}, after {path}", range(self.size))
-            work = end.perform(schedule, flat, operation, timed, unit)
-        else:
-            if not schedule.performable:
-                raise UsageError(
-                    "a schedule with nodes that are no ranks is performed in virtual time "
-                    "only: elsewhere programs do what these do (`paceline aggregate`)"
-                )
-            if path not in self._threads:
-                name = f"{self.name}{path}"
-                self._threads[path] = ScheduleThreads(self._runtime, name)
-            threads = self._threads[path]
-            tag = self._tag(f"lane {threads.next_lane}", issuer)
-            work = Job(partial(self._move, schedule, flat, operation, tag))
-            threads.start(work)
+        work = self.workers.perform(
+            schedule, flat, operation, timed, unit, self._stream(issuer)
+        )
         return WorkPending(self, issuer, work, "perform")
 
     def perform_here(
@@ -317,59 +262,17 @@ class Communicator:
         what: str,
         operation: ReduceOperation = "sum",
     ) -> None:
-        """Perform a schedule to its end in the caller's own thread, where there are real processes.
-
-        It is not counted. *what* names the stream of its messages: schedules of one stream are
-        performed one after the other, in the same order on all ranks.
-        """
-        self._move(schedule, flat, operation, self._tag(what, None))
+        """See `TorchGroup.perform_here`, where processes are real. It is not counted."""
+        assert isinstance(self.workers, TorchGroup), "virtual time has no threads"
+        self.workers.perform_here(schedule, flat, what, operation)
 
     def count_sent(self, size: int) -> None:
         """So many bytes leave this rank otherwise than by this object's methods."""
         self._runtime.recorder.count_bytes(size)
 
-    def _move(
-        self,
-        schedule: Schedule,
-        flat: torch.Tensor,
-        operation: ReduceOperation,
-        tag: Any,
-    ) -> None:
-        """This rank's part of a schedule, to its end."""
-        group, peers = self._group, self._peers
-        if group is None:
-            raise UsageError("the communicator was closed before this was performed")
-        execute.perform(
-            execute.steps_of(schedule, self.rank),
-            flat,
-            execute.reduce_function(operation),
-            lambda part, to: group.send([part], peers[to], tag),
-            lambda part, source: group.recv([part], peers[source], tag),
-        )
-        if operation == "mean":
-            flat.div_(self.size)
-
-    def _message(
-        self,
-        work: Any,
-        issuer: ContinuationChain | None,
-        name: str,
-        buffer: torch.Tensor,
-    ) -> Pending:
-        if simulated_end(self._group) is None:
-            work = OneWait(work, self._under_way)
-        return WorkPending(self, issuer, work, name, buffer.is_cuda)
-
-    def _tag(self, what: str, issuer: ContinuationChain | None) -> Any:
-        """The tag of one stream of messages, the same on all ranks and no other stream's.
-
-        Messages of one stream arrive in the order of issue; tags tell streams apart.
-        """
-        key = what, "" if issuer is None else issuer.path
-        if key not in self._tags:
-            stream = f"{self.name}|{key[1]}|{what}"
-            self._tags[key] = agreed_tag(self._group, stream)
-        return self._tags[key]
+    def _stream(self, issuer: ContinuationChain | None) -> str:
+        """Tells what *issuer* issues here from what others do."""
+        return "" if issuer is None or issuer is self.issuer else issuer.path
 
     def _check_peer(self, rank: int, call: str) -> None:
         if rank == self.rank or not 0 <= rank < self.size:
@@ -387,9 +290,15 @@ class Communicator:
         return self._channels[name]
 
     def _make_channel(self, name: str) -> Communicator:
-        full_name, group = self._beside(f"channel {name}", range(self.size))
+        full_name, workers = self._split(f"channel {name}", range(self.size))
         return Communicator(
-            self._runtime, full_name, group, None, None, self.collective, self.placement
+            self._runtime,
+            full_name,
+            workers,
+            None,
+            None,
+            self.collective,
+            self.placement,
         )
 
     def group(self, ranks: Sequence[int]) -> Communicator:
@@ -406,53 +315,23 @@ class Communicator:
         made = self._times_made.get(key, 0)
         self._times_made[key] = made + 1
         text = " ".join(str(rank) for rank in key) + (f", {made}" if made else "")
-        if not self._all_have_room(key, text):
+        kept = [group for group in self._groups.values() if group.has_own_group]
+        if not self.workers.has_room(len(kept), key):
             self._groups[key] = ConnectionlessGroup(
                 self, key, f"{self.name}, group {text}"
             )
             return self._groups[key]
-        name, group = self._beside(f"group {text}", key)
+        name, workers = self._split(f"group {text}", key)
         self._groups[key] = Communicator(
             self._runtime,
             name,
-            group,
+            workers,
             self.chain,
             self.issuer,
             self.collective,
             self.placement.subset(key),
         )
         return self._groups[key]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether `close` was not called."""
-        return self._group is not None
-
-    def _all_have_room(self, members: tuple[int, ...], text: str) -> bool:
-        """Whether each of *members* can keep one more group of its own: they agree on it,
-        since what others of their groups are is unknown to each other. Collective."""
-        if simulated_end(self._group) is not None or len(members) == 1:
-            return True  # costs neither threads nor connections
-        if not self.speaks_gloo:
-            return True
-        kept = [group for group in self._groups.values() if group.has_own_group]
-        full = torch.tensor([len(kept) >= MOST_GROUPS], dtype=torch.uint8)
-        peers = [self._peers[member] for member in members]
-        tag = self._tag("room", None)
-        everybody = Ring(len(members), 1)
-        execute.perform(
-            execute.steps_of(everybody, members.index(self.rank)),
-            full,
-            execute.reduce_function("max"),
-            lambda part, to: self._group.send([part], peers[to], tag),
-            lambda part, source: self._group.recv([part], peers[source], tag),
-        )
-        return not full.item()
-
-    @property
-    def speaks_gloo(self) -> bool:
-        """Whether tensors on the host can be sent with a tag."""
-        return lanes_of(self._group, torch.device("cpu")) > 1
 
     @property
     def has_own_group(self) -> bool:
@@ -469,45 +348,24 @@ class Communicator:
         return self._rounds[issuer.path]
 
     def _make_round(self, issuer: ContinuationChain) -> Communicator:
-        name, group = self._beside(f"after {issuer.path}", range(self.size))
+        name, workers = self._split(f"after {issuer.path}", range(self.size))
         return Communicator(
             self._runtime,
             name,
-            group,
+            workers,
             issuer.nested,
             issuer,
             self.collective,
             self.placement,
         )
 
-    def _beside(self, what: str, ranks: Sequence[int]) -> tuple[str, dist.ProcessGroup]:
-        """Name and process group of a communicator among some ranks of this one."""
+    def _split(self, what: str, ranks: Sequence[int]) -> tuple[str, WorkerGroup]:
+        """Name and workers of a communicator among some ranks of this one."""
         name = f"{self.name}, {what}"
-        if self.size == 1:
-            return name, self._group
-        return name, group_beside(self._group, name, ranks)
+        return name, self.workers.split(name, ranks)
 
     def _count(self, schedule: Schedule) -> None:
         self._runtime.recorder.count_bytes(schedule.bytes_sent(self.rank))
-
-
-class ScheduleThreads:
-    """Threads that perform schedules, in the order of issue."""
-
-    def __init__(self, runtime: Runtime, name: str) -> None:
-        self.next_lane = 0
-        self._runners: list[Runner] = [
-            runtime.runner(f"{name}, lane {lane}", thread=True)
-            for lane in range(_LANES)
-        ]
-
-    def start(self, job: Job) -> None:
-        self._runners[self.next_lane].put(None, job.run)
-        self.next_lane = (self.next_lane + 1) % _LANES
-
-    def close(self) -> None:
-        for runner in self._runners:
-            runner.close()
 
 
 def real(buffer: torch.Tensor) -> torch.Tensor:
@@ -552,33 +410,22 @@ def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 class ConnectionlessGroup(Communicator):
-    """A group without a process group: the *ranks* of *parent*, on connections that they have.
+    """A group without connections of its own: the *ranks* of *parent*, on those that they have.
 
     Nothing is made, so nothing is kept: for groups beyond `MOST_GROUPS`. Collectives are schedules; sums are added as a ring adds them,
     or as the communicator's collective does. *name* is unique, and the same for all.
     """
 
     def __init__(self, parent: Communicator, ranks: Sequence[int], name: str) -> None:
-        self._parent = parent
-        group = parent.process_group
-        end = simulated_end(group)
-        if end is not None:
-            members = [parent._peers[rank] for rank in ranks]
-            group = end.shared(f"{parent.name}, among {members}", members)
         super().__init__(
             parent._runtime,
             name,
-            group,
+            parent.workers.subset(name, ranks),
             parent.chain,
             parent.issuer,
             parent.collective,
             parent.placement.subset(ranks),
         )
-        self.rank, self.size = list(ranks).index(parent.rank), len(ranks)
-        if end is None:
-            self._peers = [parent._peers[rank] for rank in ranks]
-        else:
-            self._peers = range(self.size)
 
     @property
     def has_own_group(self) -> bool:
@@ -644,9 +491,7 @@ class ConnectionlessGroup(Communicator):
         raise AssertionError("whatever is sent here is told apart by tags")
 
     def close(self) -> None:
-        for threads in self._threads.values():
-            threads.close()
-        self._group = None
+        self._let_go()
 
 
 def _copy(buffer: torch.Tensor) -> torch.Tensor:

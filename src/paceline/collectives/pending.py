@@ -528,33 +528,6 @@ def call_when_all_in(several: Sequence[CallsBack], action: Callable[[], None]) -
         one.when_in(one_is_in)
 
 
-class OneWait:
-    """torch's handle of a send or a receive, which can be waited for once only: a second
-    wait of gloo's would be for another message, and hang.
-
-    It stays in *under_way* until then: gloo drops a message whose handle nobody holds.
-    """
-
-    def __init__(self, work: Any, under_way: set[OneWait]) -> None:
-        self._work = work
-        self._under_way = under_way
-        under_way.add(self)
-        self._lock = threading.Lock()
-        self._error: BaseException | None = None
-
-    def wait(self) -> None:
-        with self._lock:
-            work, self._work = self._work, None
-            if work is not None:
-                try:
-                    work.wait()
-                except BaseException as error:
-                    self._error = error
-                self._under_way.discard(self)
-        if self._error is not None:
-            raise self._error
-
-
 class Job:
     """Something that a lane does; what waits for it is told how it went."""
 

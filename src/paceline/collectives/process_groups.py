@@ -22,7 +22,6 @@ from paceline.torch_internals import (
     default_group_store,
     gloo_timeout,
     groups_named,
-    simulated_end,
     unregistered_gloo_group,
 )
 
@@ -41,10 +40,6 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     Under gloo torch's registry does not know it: its threads and connections go with its
     last reference.
     """
-    end = simulated_end(parent)
-    if end is not None:
-        made: dist.ProcessGroup = end.beside(name, ranks)
-        return made
     if backend_names(parent) != {"gloo"}:
         return _registered_group(parent, name, ranks)
     timeout = gloo_timeout(parent)
@@ -119,14 +114,11 @@ FIRST_TAG = 1 << 30
 """Tags from here on are paceline's; smaller ones are left to ``dist.send`` and ``dist.recv``."""
 
 
-def agreed_tag(group: Any, stream: str) -> int | str:
+def agreed_tag(stream: str) -> int:
     """The tag of a stream of messages: the same on all ranks, and no other stream's.
 
-    The first rank that asks puts a number for *stream* into the job's store; gloo takes 31
-    bits. In virtual time the name itself is the tag.
+    The first rank that asks puts a number for *stream* into the job's store; gloo takes 31 bits.
     """
-    if simulated_end(group) is not None:
-        return stream
     store: Any = dist.PrefixStore("tags", default_group_store())  # type: ignore[attr-defined]
     number = store.add("streams", 1)
     return FIRST_TAG + int(store.compare_set(f"of {stream}", "", str(number)))

@@ -33,7 +33,6 @@ from paceline.interfaces import (
     Schedule,
 )
 from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
-from paceline.torch_internals import simulated_end
 
 
 def reduce_scatter(
@@ -50,7 +49,7 @@ def reduce_scatter(
             "a reduce-scatter where workers meet only at servers: expected a collective "
             "among workers; use collective='native' or 'ring', without --survive"
         )
-    on_cuda = buffer.is_cuda and simulated_end(comm.process_group) is None
+    on_cuda = buffer.is_cuda and not comm.is_virtual
     if on_cuda and comm.size > 1:
         _check_on_cuda(comm)
         return NativeReduceScatter(comm, buffer, operation)

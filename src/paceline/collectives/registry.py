@@ -64,7 +64,7 @@ def attach(
     worker's ends of the servers, where it needs some, *device* where buffers will be. Use
     this one and no more *comm*. Collective."""
     if collective.needs == "servers":
-        return ServerCommunicator(runtime, comm.name, endpoints, comm.process_group)
+        return ServerCommunicator(runtime, comm.name, endpoints, comm.workers)
     if isinstance(collective, Native):
         return comm
     on_streams = device.type == "cuda" and comm.follows_streams
@@ -77,7 +77,7 @@ def attach(
     made = Communicator(
         runtime,
         comm.name,
-        comm.process_group,
+        comm.workers,
         collective=collective,
         placement=comm.placement,
     )

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.pending import (
@@ -27,6 +26,7 @@ from paceline.interfaces import (
     ReduceOperation,
     Runtime,
     Schedule,
+    WorkerGroup,
 )
 from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes
 from paceline.interfaces.server_messages import Leave, Reduce
@@ -35,7 +35,7 @@ from paceline.transport.protocol import SMALL_BYTES
 
 class ServerCommunicator(Communicator):
     """A `Comm` whose all-reduces are requests to *endpoints*, each of which adds up its
-    part of the buffer in rank order; all else goes through torch.distributed.
+    part of the buffer in rank order; all else goes between workers.
 
     The sum has the same bits in all runtimes. Each buffer goes out once and comes back once:
     every server's link carries as many times its part as there are workers, each way.
@@ -46,12 +46,12 @@ class ServerCommunicator(Communicator):
         runtime: Runtime,
         name: str,
         endpoints: Sequence[Endpoint],
-        group: dist.ProcessGroup | None = None,
+        workers: WorkerGroup | None = None,
         channel: str = "",
         chain: ContinuationChain | None = None,
         issuer: ContinuationChain | None = None,
     ) -> None:
-        super().__init__(runtime, name, group, chain, issuer)
+        super().__init__(runtime, name, workers, chain, issuer)
         self._endpoints = endpoints
         self._channel = channel
         self._numbers = 0
@@ -84,9 +84,9 @@ class ServerCommunicator(Communicator):
         return 1
 
     def _make_channel(self, name: str) -> Communicator:
-        full_name, group = self._beside(f"channel {name}", range(self.size))
+        full_name, workers = self._split(f"channel {name}", range(self.size))
         return ServerCommunicator(
-            self._runtime, full_name, self._endpoints, group, name
+            self._runtime, full_name, self._endpoints, workers, name
         )
 
     def group(self, ranks: Sequence[int]) -> NoReturn:
@@ -97,10 +97,16 @@ class ServerCommunicator(Communicator):
         )
 
     def _make_round(self, issuer: ContinuationChain) -> Communicator:
-        name, group = self._beside(f"after {issuer.path}", range(self.size))
+        name, workers = self._split(f"after {issuer.path}", range(self.size))
         channel = self._channel + issuer.steps
         return ServerCommunicator(
-            self._runtime, name, self._endpoints, group, channel, issuer.nested, issuer
+            self._runtime,
+            name,
+            self._endpoints,
+            workers,
+            channel,
+            issuer.nested,
+            issuer,
         )
 
     def _parts(
@@ -157,6 +163,7 @@ class NoCollectives:
     def __init__(self, runtime: Runtime) -> None:
         self.rank, self.size = runtime.rank, runtime.size
         self.placement = Placement(tuple(range(self.size)))
+        self.moves_host_tensors = True
 
     def max_in_flight(self, device: torch.device) -> int:
         return 1

@@ -18,11 +18,9 @@ import math
 
 import torch
 
-from paceline.collectives.server_communicator import NoCollectives
 from paceline.core.context import TrainingContext
 from paceline.errors import UsageError
 from paceline.interfaces import Bucket, Comm, Pending
-from paceline.torch_internals import moves_host_tensors
 
 _LEFT_BEFORE_STEP = -1.0
 """The vote of a rank that has left between ``backward()`` and ``step()``; 0: that has left;
@@ -348,8 +346,7 @@ class GroupVote:
 def control_device(context: TrainingContext) -> torch.device:
     """Where control messages are: the host, which does not disturb a device that computes; the
     device where only NCCL was initialized."""
-    comm = context.comm
-    on_host = isinstance(comm, NoCollectives) or moves_host_tensors(comm.process_group)
+    on_host = context.comm.moves_host_tensors
     return torch.device("cpu") if on_host else context.device
 
 

@@ -1,8 +1,8 @@
 """How workers communicate: a group of workers, how it forms averages, the ends of servers.
 
-`paceline.collectives` implements `Comm`, for methods and the bucket tuner. A runtime brings an
-`Endpoint` for each server, which a training's `Remote` and averages over servers use, and a
-`Runner` for the work that follows an operation.
+`paceline.collectives` implements `Comm`, for methods and the bucket tuner. A runtime brings the
+`WorkerGroup` that a `Comm` issues its operations on, an `Endpoint` for each server, which a training's
+`Remote` and averages over servers use, and a `Runner` for the work that follows an operation.
 
 An `AllReduceAlgorithm` says by which `Schedule` an average is formed.
 """
@@ -10,7 +10,7 @@ An `AllReduceAlgorithm` says by which `Schedule` an average is formed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +30,7 @@ __all__ = [
     "ReduceScatter",
     "Runner",
     "Signal",
+    "WorkerGroup",
 ]
 
 ReduceOperation = Literal["mean", "sum", "max"]
@@ -310,6 +311,120 @@ class Comm(Protocol):
         Returns:
             2 under gloo, 1 under NCCL.
         """
+        ...
+
+
+class WorkerGroup(Protocol):
+    """One worker's end of a group of workers, as a runtime has it: what a `Comm` is made of.
+
+    Operations return a handle with ``wait()``, in the simulated runtime also with ``when_in(action)``.
+    Buffers are contiguous tensors of real numbers; a group has at least two workers when they are
+    called. Collectives are issued in the same order on every rank.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This worker's position in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of workers in the group."""
+        ...
+
+    @property
+    def follows_streams(self) -> bool:
+        """Whether results on CUDA are in the order of the device's streams."""
+        ...
+
+    @property
+    def moves_host_tensors(self) -> bool:
+        """Whether it moves tensors that are in the hosts' memory."""
+        ...
+
+    def max_in_flight(self, device: torch.device) -> int:
+        """Return how many collectives on tensors of *device* are under way at a time."""
+        ...
+
+    def all_reduce(self, buffer: torch.Tensor, operation: ReduceOperation) -> Any:
+        """See `Comm.all_reduce`."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> Any:
+        """See `Comm.broadcast`."""
+        ...
+
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> Any:
+        """See `Comm.reduce_scatter`."""
+        ...
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Any:
+        """See `Comm.all_gather`."""
+        ...
+
+    def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Any:
+        """See `Comm.all_to_all`."""
+        ...
+
+    def send(self, buffer: torch.Tensor, to: int, stream: str) -> Any:
+        """Send a flat *buffer*; messages of one *stream* arrive in the order of issue."""
+        ...
+
+    def receive(self, buffer: torch.Tensor, source: int, stream: str) -> Any:
+        """Receive a flat *buffer* of the same *stream*."""
+        ...
+
+    def perform(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        operation: ReduceOperation,
+        timed: Schedule,
+        unit: float,
+        stream: str,
+    ) -> Any:
+        """Move and add up as *schedule* says.
+
+        Args:
+            schedule: In elements of *flat*.
+            flat: One-dimensional.
+            operation: How parts are added.
+            timed: The same schedule, where time is charged.
+            unit: Bytes of one unit of *timed*.
+            stream: Schedules of one stream are performed in the order of issue.
+
+        Returns:
+            A handle.
+
+        Raises:
+            UsageError: The schedule has nodes that are no ranks, and processes are real.
+        """
+        ...
+
+    def split(self, name: str, ranks: Sequence[int]) -> WorkerGroup:
+        """Make the group *name* of some ranks, with queues and connections of its own.
+
+        Only its members call this.
+        """
+        ...
+
+    def subset(self, name: str, ranks: Sequence[int]) -> WorkerGroup:
+        """Return the group *name* of some ranks, over the connections that there are."""
+        ...
+
+    def has_room(self, kept: int, ranks: Sequence[int]) -> bool:
+        """Return whether each of *ranks* can keep one more group of its own. Collective among them.
+
+        Args:
+            kept: Groups that this worker keeps.
+            ranks: This worker's among them.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and connections."""
         ...
 
 

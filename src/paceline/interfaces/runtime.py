@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from paceline.cluster import Cluster, Workload
-from paceline.interfaces.communication import Endpoint, Runner
+from paceline.interfaces.communication import Endpoint, Runner, WorkerGroup
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.server import Groups
 from paceline.interfaces.server_messages import Replies
@@ -331,6 +331,14 @@ class Runtime(Protocol):
 
     def connect(self) -> None:
         """Make sure that torch.distributed is initialized. Collective."""
+        ...
+
+    def workers(self, name: str) -> WorkerGroup:
+        """Return this worker's end of the group of all workers.
+
+        Args:
+            name: Of the `Comm` that is made of it; unique in the job.
+        """
         ...
 
     def services(self, job: ServiceJob) -> Sequence[Endpoint]:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from paceline.cluster.probe import tcp_counters
 from paceline.collectives.communicator import Communicator
+from paceline.collectives.torch_group import TorchGroup
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import PeerLostError
 from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import seat
-from paceline.torch_internals import moves_host_tensors
 
 FIRST_BYTES = 64 * 1024
 MOST_BYTES = 2**28
@@ -61,9 +61,11 @@ class PairProbe:
         self._pings, self._whispers = (2, 1) if simulated else (PINGS, WHISPERS)
         self._tries = 1 if simulated else TRIES
         self._group: Any = dist.group.WORLD
-        if not moves_host_tensors(self._group):  # NCCL alone
+        workers = runtime.workers("probe")
+        if not workers.moves_host_tensors:  # NCCL alone
             self._group = dist.new_group(backend="gloo")
-        self.comm = Communicator(runtime, "probe", self._group)
+            workers = TorchGroup("probe", self._group)
+        self.comm = Communicator(runtime, "probe", workers)
         # Asked now: when a pair fails, nobody answers.
         names = gather_bytes(seat().name.encode(), CPU)
         self._names = [name.decode(errors="replace") for name in names]

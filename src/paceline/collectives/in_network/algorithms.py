@@ -70,7 +70,6 @@ from paceline.interfaces import (
     ServiceSpec,
 )
 from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes
-from paceline.torch_internals import simulated_end
 
 if TYPE_CHECKING:
     from paceline.collectives.communicator import Communicator
@@ -145,7 +144,7 @@ class InNetworkAllReduce:
                 "go around the plain ring"
             )
         self._log = comm.log
-        if simulated_end(comm.process_group) is None:
+        if not comm.is_virtual:
             self._by_aggregators = sums_by_aggregators(self, comm, runtime)
             comm.at_close(self._by_aggregators.close)
             self._by_aggregators.start(comm, "sum")
@@ -161,7 +160,7 @@ class InNetworkAllReduce:
 
     def forms_sums_of(self, comm: Communicator) -> bool:
         """Return whether sums of *comm* are formed at switches."""
-        if simulated_end(comm.process_group) is not None:
+        if comm.is_virtual:
             return True
         # Groups that come and go have no queue of their own.
         return self._by_aggregators is not None and comm.has_own_group
@@ -328,7 +327,7 @@ class ATP(InNetworkAllReduce):
             return super().setup(comm, runtime)
         tree = self.tree(comm.placement)
         own = sum(server.rank is None for server in tree.servers)
-        if own and simulated_end(comm.process_group) is None:
+        if own and not comm.is_virtual:
             self._hosts = self._found(comm, runtime, own)
         super().setup(comm, runtime)
         where = "on hosts of their own" if own else "beside workers"

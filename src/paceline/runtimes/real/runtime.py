@@ -19,6 +19,7 @@ from paceline.cluster.profiling import GradientDump, StepProfiler, times_of, wit
 from paceline.cluster.profiling.timers import stopwatch_for
 from paceline.collectives.pending import ThreadRunner, WaitingRunner
 from paceline.collectives.process_groups import default_store
+from paceline.collectives.torch_group import TorchGroup
 from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
 from paceline.interfaces.trainings import TrainingRegistry
@@ -169,6 +170,9 @@ class RealRuntime:
             store = local_store() if self.server_only else default_store()
             self._services = RealServices(self.rank, self.size, store, self.recorder)
         return self._services.find(job)
+
+    def workers(self, name: str) -> TorchGroup:
+        return TorchGroup(name)
 
     def runner(self, name: str, *, thread: bool) -> Runner:
         return ThreadRunner(f"paceline {name}") if thread else WaitingRunner()

@@ -4,8 +4,9 @@
 - `simulation`: runs a body once per worker, or once per representative; the workers' runtime.
 - `launch`: a script as that body; its result.
 - `isolation`: what belongs to a process in a real run belongs to a worker.
-- `comm`: collectives and messages between workers.
-- `process_group`: the torch.distributed backend, and its handles.
+- `worker_group`: one worker's end of a group, and its operations.
+- `collective_group`: the group: queues, collectives over links, messages.
+- `process_group`: a torch.distributed backend, for scripts that call it themselves.
 - `services`: parameter servers and other services.
 - `compute`: compute time, charged by a workload.
 - `profile_cache`: that workload, measured before and cached.

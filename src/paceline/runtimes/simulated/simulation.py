@@ -1,22 +1,17 @@
 """A simulation: a body run once per worker, in one process, on a virtual clock.
 
-Where a method treats all workers alike, a few workers can stand for all (`WorkerClasses`): workers of
-one rack shape, speed, link and group do the same at the same virtual times. So two of each class run;
-collectives are still charged over all workers' links. Step times are equal to the full run's, to
-the last bit. Worker 0 runs for itself alone: others take numbers from it, by a sum to which they add
-zeros.
+Where a method treats all workers alike, a few can stand for all: `paceline.cluster.worker_classes`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from operator import eq
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
@@ -26,6 +21,7 @@ from paceline.cluster.cluster import Cluster
 from paceline.cluster.links import Links
 from paceline.cluster.profiling import GradientDump, StepProfiler
 from paceline.cluster.profiling.timers import HostStopwatch
+from paceline.cluster.worker_classes import WorkerClasses
 from paceline.cluster.workload import Workload
 from paceline.errors import UsageError
 from paceline.interfaces import (
@@ -45,7 +41,6 @@ from paceline.runtimes.simulated.clock import (
     Watchdog,
     Worker,
 )
-from paceline.runtimes.simulated.comm import CollectiveGroup, Mailbox
 from paceline.runtimes.simulated.compute import (
     ComputeModel,
     ModelCompute,
@@ -70,6 +65,7 @@ from paceline.runtimes.simulated.services import (
     make_services,
     rates_of,
 )
+from paceline.runtimes.simulated.worker_group import CollectiveGroups, SimulatedGroup
 from paceline.torch_internals import (
     GLOO_LANES,
     group_id_of,
@@ -164,9 +160,7 @@ class Simulation:
             check_represented(cluster, self.compute_model)
             self.classes = WorkerClasses.of(cluster)
         self.result = SimulationResult()
-        self._play = play
         self._output = output
-        self._lanes = lanes
         self.trace = trace
         self.profile, self.paced, self.keep = profile, paced, keep
         self._watchdog = partial(Watchdog, patience=patience, look=look)
@@ -190,9 +184,14 @@ class Simulation:
         )
         self._runtimes = {rank: SimulatedRuntime(self, rank) for rank in running}
         self.workers = dict(zip(running, self.clock.workers, strict=True))
-        self._communicators: dict[tuple[str, Sequence[int], int], Any] = {}
-        self._made: dict[tuple[int, str, Sequence[int]], int] = {}
-        self._names: set[str] = set()
+        self.groups = CollectiveGroups(
+            self.clock,
+            self.links,
+            lanes=lanes,
+            play=play,
+            observe=self.observe if trace else None,
+            classes=self.classes,
+        )
         self._store = local_store()
         self._services: list[list[SimulatedServer]] = []
         self.server_rates = rates_of(
@@ -294,49 +293,6 @@ class Simulation:
         )
         share_group_ranks(self._group_ranks)
 
-    def process_group(
-        self, group_id: str, ranks: Sequence[int], shared: bool = False
-    ) -> SimulatedProcessGroup:
-        """The calling worker's end of the group with this name and these members: a new
-        one, unless it is to be *shared* with those that it had before."""
-        rank = self.clock.current.rank
-        everyone = range(self.cluster.workers)
-        members: Sequence[int] = tuple(ranks) or everyone
-        if len(members) == len(everyone) and all(map(eq, members, everyone)):
-            members = everyone  # which is hashed at once, and held by nobody
-        # A name can return after its group was destroyed: the n-th time that a worker
-        # makes a group is the n-th time for every other member.
-        times = self._made.get((rank, group_id, members), 0)
-        if not shared:
-            self._made[rank, group_id, members] = times + 1
-        key = (group_id, members, times)
-        if key not in self._communicators:
-            # paceline's own groups have names that tell more than "all workers".
-            ours = any(w in group_id for w in ("channel", "after", "among"))
-            whole = len(members) == self.cluster.workers and not ours
-            name = "world" if whole else group_id
-            if name in self._names:
-                name = f"{name} {len(self._communicators)}"
-            self._names.add(name)
-            communicator = CollectiveGroup(
-                name,
-                members,
-                self.clock,
-                self.links,
-                lanes=self._lanes,
-                play=self._play,
-                observe=self.observe if self.trace else None,
-                represented_by=self._represented_by(members),
-            )
-            self._communicators[key] = communicator, Mailbox(communicator)
-        communicator, mailbox = self._communicators[key]
-        return SimulatedProcessGroup(
-            members.index(rank), communicator, mailbox, self.process_group
-        )
-
-    def _represented_by(self, members: Sequence[int]) -> Sequence[int] | None:
-        return None if self.classes is None else self.classes.within(members)
-
     def _worker_main(self, rank: int, body: Callable[[int], object]) -> None:
         runtime = self._runtimes[rank]
         enter_runtime_in_this_thread(runtime)
@@ -397,8 +353,10 @@ _of_thread = threading.local()
 
 def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
     simulation: Simulation = _of_thread.simulation
-    ranks = list(options.global_ranks_in_group)
-    return simulation.process_group(group_id_of(options), ranks)
+    ranks = tuple(options.global_ranks_in_group) or range(simulation.cluster.workers)
+    return SimulatedProcessGroup(
+        simulation.groups.of_script(group_id_of(options), ranks)
+    )
 
 
 def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
@@ -422,80 +380,6 @@ def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
             }
         )
     return found
-
-
-AT_LEAST = 2
-"""Representatives of a class, if it has as many: with one alone all workers' gradients were equal."""
-MOST_DESCRIBED = 4
-"""Representatives that a sentence names with their weights."""
-
-
-@dataclass(frozen=True)
-class WorkerClasses:
-    """Which workers of a cluster run, and how many each stands for.
-
-    Args:
-        representative_of: By worker, the one that runs for it; a representative's is itself.
-
-    Example:
-        ::
-
-            classes = WorkerClasses.of(uniform_cluster(10_000, "1gbit", "50us"))
-            classes.weights  # {0: 1, 1: 5000, 2: 4999}
-    """
-
-    representative_of: Sequence[int]
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> WorkerClasses:
-        """Worker 0, and two workers of each class: of equal rack shape, speed, link and group."""
-        shapes: dict[Hashable, int] = {}
-        members: defaultdict[Hashable, list[int]] = defaultdict(list)
-        worker = 0
-        for rack in cluster.racks:
-            shape = shapes.setdefault(replace(rack, names=()), len(shapes))
-            links, groups = rack.links, rack.groups
-            for place in range(rack.workers):
-                link = links[place // rack.workers_per_host]
-                alike = shape, rack.speed[place], link, groups[place]
-                members[alike].append(worker)
-                worker += 1
-        chosen = [0] * worker
-        for one_class in members.values():
-            if one_class[0] == 0:
-                del one_class[0]
-            for number, member in enumerate(one_class):
-                chosen[member] = one_class[number % AT_LEAST]
-        return cls(chosen)
-
-    @property
-    def weights(self) -> Mapping[int, int]:
-        """By representative, in rank order, how many workers it stands for, itself included."""
-        return dict(sorted(Counter(self.representative_of).items()))
-
-    def within(self, members: Sequence[int]) -> Sequence[int]:
-        """By position in a group, the position that runs for it: its own representative's, or the
-        first that runs where that is no member."""
-        index = {member: position for position, member in enumerate(members)}
-        first = min(index[rank] for rank in self.weights if rank in index)
-        return [index.get(self.representative_of[member], first) for member in members]
-
-    def describe(self) -> str:
-        """One line for people."""
-        weights = self.weights
-        named = ", ".join(
-            f"worker {rank} for {weight:,}"
-            for rank, weight in list(weights.items())[:MOST_DESCRIBED]
-        )
-        more = (
-            f" and {len(weights) - MOST_DESCRIBED} more"
-            if len(weights) > MOST_DESCRIBED
-            else ""
-        )
-        return (
-            f"{len(weights):,} representatives ran for {len(self.representative_of):,} workers "
-            f"({named}{more}); means are weighted"
-        )
 
 
 def check_represented(cluster: Cluster, compute: ComputeModel) -> None:
@@ -554,6 +438,11 @@ class SimulatedRuntime:
     def connect(self) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
+
+    def workers(self, name: str) -> SimulatedGroup:
+        world: Any = dist.group.WORLD
+        workers: SimulatedGroup = world.workers
+        return workers.renamed(name)
 
     def services(self, job: ServiceJob) -> list[SimulatedEndpoint]:
         if self._simulation.classes is not None:

@@ -22,7 +22,6 @@ from paceline.tools.auto.decision import Found
 from paceline.tools.auto.decision_text import paragraph
 from paceline.tools.auto.measurements import Forbid, TrainingSenses
 from paceline.tools.auto.method_switching import Auto as Changing
-from paceline.torch_internals import moves_host_tensors
 
 
 def changing(wish: Auto, settings: Settings) -> Changing:
@@ -45,7 +44,7 @@ class Course:
         whole = Communicator(inputs.runtime, f"auto {inputs.number}")
         self._comm = whole.channel("course")
         device = torch.device("cpu")
-        if not moves_host_tensors(self._comm.process_group):
+        if not self._comm.moves_host_tensors:
             device = inputs.parameters[0][1].device
         self._exchange = Exchange(self._comm, device)
         self._whole = whole

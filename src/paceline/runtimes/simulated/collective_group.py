@@ -1,5 +1,4 @@
-"""A communicator in virtual time: per-rank queues with lanes, collectives over links; and messages
-between two workers (`Mailbox`).
+"""`CollectiveGroup`: a group of workers in virtual time, its collectives over links and its messages.
 
 How a collective runs
 ---------------------
@@ -15,9 +14,10 @@ present, takes the schedule's latency, then moves as one activity on all its con
 its ends are present and what its source must have received has arrived; a rank is done
 when its own messages are. Both in `collectives.timing`.
 
-Data: contributions are copied at the call, sums go in gloo's order, and a result is written
-to a rank's buffers at the instant at which the operation completes there. The last rank's
-takes the copies away: whoever still holds its work (for torch, for errors) holds no data.
+Data: contributions are copied at the call, unless the schedule lets no rank go on before all have
+come; sums go in gloo's order, and a result is written to a rank's buffers at the instant at which
+the operation completes there. The last rank's takes the contributions away: whoever still holds its
+work (for torch, for errors) holds no data.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import torch
 
 from paceline.cluster.links import Links
 from paceline.collectives.timing import (
@@ -42,6 +44,35 @@ from paceline.runtimes.simulated.clock import MAX_NAMED, Completion, VirtualCloc
 from paceline.units import show_bytes
 
 
+class CollectiveCall(NamedTuple):
+    """What a rank has called, with everything that must be equal on all ranks."""
+
+    name: str
+    how: str = ""
+    tensors: tuple[tuple[torch.dtype, torch.Size], ...] = ()
+
+    def __str__(self) -> str:
+        words = [self.how] if self.how else []
+        if len(self.tensors) > 3:
+            elements = sum(shape.numel() for _, shape in self.tensors)
+            words.append(f"{len(self.tensors)} tensors of {elements} elements")
+        else:
+            words += [_shape(dtype, tuple(shape)) for dtype, shape in self.tensors]
+        return f"{self.name}({', '.join(words)})"
+
+
+@lru_cache(maxsize=1024)
+def _shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}[{'x'.join(map(str, shape))}]"
+
+
+def shapes_of(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[tuple[torch.dtype, torch.Size], ...]:
+    """Types and shapes, as a `CollectiveCall` has them."""
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
+
+
 class CollectiveOperation:
     """One collective: who is present, what each contributed, who is done."""
 
@@ -49,7 +80,7 @@ class CollectiveOperation:
         self,
         communicator: CollectiveGroup,
         number: int,
-        call: str,
+        call: CollectiveCall,
         schedule: Schedule,
         unit: float,
     ) -> None:
@@ -154,23 +185,21 @@ class CollectiveGroup:
         }
         self._free_lanes = {p: list(range(lanes))[::-1] for p in self.positions}
         self._costs = ActivityCosts(links.cluster, self.ranks)
+        self.mailbox = Mailbox(self)
 
     # ---- a worker's call ----
 
     def launch(
         self,
         position: int,
-        call: str,
+        call: CollectiveCall,
         schedule: Schedule,
         contribution: Any,
         deliver: Deliver,
         unit: float = 1,
     ) -> Completion:
-        """The next operation of the rank at *position*; returns what to wait for.
-
-        *call* says what was called, with everything that must be equal on all ranks. One
-        unit of *schedule* is *unit* bytes.
-        """
+        """The next operation of the rank at *position*; returns what to wait for. One unit of
+        *schedule* is *unit* bytes."""
         number = self._next[position]
         self._next[position] += 1
         operation = self._operations.get(number)
@@ -283,7 +312,9 @@ class CollectiveGroup:
         deliver = operation.delivers[position]
         assert deliver is not None
         try:
-            deliver(operation, position)
+            # Whichever worker's thread this is: parameters and inference tensors too.
+            with torch.inference_mode():
+                deliver(operation, position)
         except Exception as error:  # a buffer of another shape, a mean of whole numbers
             raise UsageError(
                 f"worker {self.ranks[position]}: the result of {operation.call} does not "

@@ -1,0 +1,269 @@
+"""`TorchGroup`, the `WorkerGroup` of real processes: a torch.distributed process group, whatever its backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives import execute
+from paceline.collectives.pending import Job, ThreadRunner
+from paceline.collectives.process_groups import agreed_tag, group_beside
+from paceline.collectives.schedules import Ring
+from paceline.errors import UsageError
+from paceline.interfaces import ReduceOperation, Schedule
+from paceline.torch_internals import (
+    all_gather_options,
+    all_reduce_options,
+    all_to_all_options,
+    broadcast_options,
+    follows_streams,
+    lanes_of,
+    moves_host_tensors,
+    reduce_scatter_options,
+)
+
+_LANES = 2
+"""Schedules that a group performs at a time: as many collectives as gloo moves."""
+
+MOST_GROUPS = 16
+"""Groups with threads and connections of their own that a worker keeps of a communicator."""
+
+_OPERATIONS: dict[ReduceOperation, Any] = {
+    "mean": dist.ReduceOp.AVG,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+}
+
+_CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class TorchGroup:
+    """One worker's end of a torch.distributed process group.
+
+    It calls the group's own methods: `torch.distributed`'s functions check and log for 25 us a call,
+    which is a percent of a small step.
+
+    Args:
+        name: Names its streams of messages; unique in the job, and the same on all ranks.
+        group: torch's handle; None: that of all workers.
+        members: The group's ranks that take part, as rank 0, 1, ... of this one; None: all.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup | None = None,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self.name = name
+        whole: Any = dist.group.WORLD
+        self._group: Any = whole if group is None else group
+        self._members = range(self._group.size()) if members is None else members
+        self.rank: int = list(self._members).index(self._group.rank())
+        self.size: int = len(self._members)
+        self._reduce_options = {
+            name: all_reduce_options(kind) for name, kind in _OPERATIONS.items()
+        }
+        self._tags: dict[tuple[str, str], int] = {}
+        self._lanes: dict[str, ScheduleThreads] = {}
+        self._under_way: set[OneWait] = set()
+
+    @property
+    def follows_streams(self) -> bool:
+        return follows_streams(self._group, _CUDA)
+
+    @property
+    def moves_host_tensors(self) -> bool:
+        return moves_host_tensors(self._group)
+
+    def max_in_flight(self, device: torch.device) -> int:
+        return lanes_of(self._group, device)
+
+    # ---- collectives ----
+
+    def all_reduce(self, buffer: torch.Tensor, operation: ReduceOperation) -> Any:
+        return self._group.allreduce([buffer], self._reduce_options[operation])
+
+    def broadcast(self, buffer: torch.Tensor, source: int) -> Any:
+        return self._group.broadcast([buffer], broadcast_options(source))
+
+    def reduce_scatter(
+        self, output: torch.Tensor, buffer: torch.Tensor, operation: ReduceOperation
+    ) -> Any:
+        options = reduce_scatter_options(_OPERATIONS[operation])
+        return self._group.reduce_scatter_single(output, buffer, options)
+
+    def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> Any:
+        return self._group.all_gather_single(output, buffer, all_gather_options())
+
+    def all_to_all(self, output: torch.Tensor, buffer: torch.Tensor) -> Any:
+        options = all_to_all_options()
+        return self._group.all_to_all_single(output, buffer, [], [], options)
+
+    # ---- messages and schedules ----
+
+    def send(self, buffer: torch.Tensor, to: int, stream: str) -> OneWait:
+        tag = self._tag(stream)
+        work = self._group.send([buffer], self._members[to], tag)
+        return OneWait(work, self._under_way)
+
+    def receive(self, buffer: torch.Tensor, source: int, stream: str) -> OneWait:
+        tag = self._tag(stream)
+        work = self._group.recv([buffer], self._members[source], tag)
+        return OneWait(work, self._under_way)
+
+    def perform(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        operation: ReduceOperation,
+        timed: Schedule,
+        unit: float,
+        stream: str,
+    ) -> Job:
+        if not schedule.performable:
+            raise UsageError(
+                "a schedule with nodes that are no ranks is performed in virtual time "
+                "only: elsewhere programs do what these do (`paceline aggregate`)"
+            )
+        if stream not in self._lanes:
+            self._lanes[stream] = ScheduleThreads(f"{self.name}{stream}")
+        threads = self._lanes[stream]
+        tag = self._tag(stream, f"lane {threads.next_lane}")
+        job = Job(partial(self._move, schedule, flat, operation, tag))
+        threads.start(job)
+        return job
+
+    def perform_here(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        what: str,
+        operation: ReduceOperation,
+    ) -> None:
+        """Perform a schedule to its end in the caller's own thread.
+
+        *what* names the stream of its messages: schedules of one stream are performed one after
+        the other, in the same order on all ranks.
+        """
+        self._move(schedule, flat, operation, self._tag("", what))
+
+    def _move(
+        self,
+        schedule: Schedule,
+        flat: torch.Tensor,
+        operation: ReduceOperation,
+        tag: int,
+    ) -> None:
+        """This rank's part of a schedule, to its end."""
+        group, members = self._group, self._members
+        if group is None:
+            raise UsageError("the communicator was closed before this was performed")
+        execute.perform(
+            execute.steps_of(schedule, self.rank),
+            flat,
+            execute.reduce_function(operation),
+            lambda part, to: group.send([part], members[to], tag),
+            lambda part, source: group.recv([part], members[source], tag),
+        )
+        if operation == "mean":
+            flat.div_(self.size)
+
+    def _tag(self, stream: str, what: str = "") -> int:
+        """The tag of one stream of messages, the same on all ranks and no other stream's.
+
+        Messages of one stream arrive in the order of issue; tags tell streams apart.
+        """
+        key = stream, what
+        if key not in self._tags:
+            self._tags[key] = agreed_tag(f"{self.name}|{stream}|{what}")
+        return self._tags[key]
+
+    # ---- other groups ----
+
+    def split(self, name: str, ranks: Sequence[int]) -> TorchGroup:
+        if self.size == 1:
+            return self.subset(name, ranks)
+        members = [self._members[rank] for rank in ranks]
+        return TorchGroup(name, group_beside(self._group, name, members))
+
+    def subset(self, name: str, ranks: Sequence[int]) -> TorchGroup:
+        return TorchGroup(name, self._group, [self._members[rank] for rank in ranks])
+
+    def has_room(self, kept: int, ranks: Sequence[int]) -> bool:
+        if len(ranks) == 1 or not self._has_tags:
+            return True
+        full = torch.tensor([kept >= MOST_GROUPS], dtype=torch.uint8)
+        peers = [self._members[rank] for rank in ranks]
+        tag = self._tag("", "room")
+        execute.perform(
+            execute.steps_of(Ring(len(ranks), 1), list(ranks).index(self.rank)),
+            full,
+            execute.reduce_function("max"),
+            lambda part, to: self._group.send([part], peers[to], tag),
+            lambda part, source: self._group.recv([part], peers[source], tag),
+        )
+        return not full.item()
+
+    @property
+    def _has_tags(self) -> bool:
+        """Whether tensors on the host can be sent with a tag: gloo's can."""
+        return lanes_of(self._group, _CPU) > 1
+
+    def close(self) -> None:
+        """Let go of the process group, whose threads end with its last reference."""
+        for threads in self._lanes.values():
+            threads.close()
+        self._group = None
+
+
+class ScheduleThreads:
+    """Threads that perform schedules, in the order of issue."""
+
+    def __init__(self, name: str) -> None:
+        self.next_lane = 0
+        self._runners = [
+            ThreadRunner(f"paceline {name}, lane {lane}") for lane in range(_LANES)
+        ]
+
+    def start(self, job: Job) -> None:
+        """Perform *job* after those that were started before on its lane."""
+        self._runners[self.next_lane].put(None, job.run)
+        self.next_lane = (self.next_lane + 1) % _LANES
+
+    def close(self) -> None:
+        """End the threads."""
+        for runner in self._runners:
+            runner.close()
+
+
+class OneWait:
+    """torch's handle of a send or a receive, which can be waited for once only: a second
+    wait of gloo's would be for another message, and hang.
+
+    It stays in *under_way* until then: gloo drops a message whose handle nobody holds.
+    """
+
+    def __init__(self, work: Any, under_way: set[OneWait]) -> None:
+        self._work = work
+        self._under_way = under_way
+        under_way.add(self)
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+
+    def wait(self) -> None:
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None:
+                try:
+                    work.wait()
+                except BaseException as error:
+                    self._error = error
+                self._under_way.discard(self)
+        if self._error is not None:
+            raise self._error
