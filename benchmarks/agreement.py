@@ -15,7 +15,8 @@ and run after; all others were there while it was made. `--group averaging`: met
 models, now and then or in groups, and collectives that know of racks; a step is then the mean
 over those from one round to the next. `--group past-backward`: methods that wait for means in the
 next forward pass, with plans that are made while training. `--group compression`: codes of square
-matrices. `--group groups`: two classes of workers, one half as fast, each a group with its server.
+matrices. `--group shared-cores` and `--group held-out-cores`: workers that are not paced, on fewer cores than
+they are. `--group groups`: two classes of workers, one half as fast, each a group with its server.
 """
 
 import argparse
@@ -197,9 +198,37 @@ SERVERS_OF_GROUPS = [
     Cell("groups-8-400", *("layers", LONGER, two_classes(8, 400)), method, steps=40)
     for method in ("gssp:members=0-3+4-7,buckets=ddp", "ssp:buckets=ddp")
 ]
+# Workers that take the time they take, on fewer cores than workers, or as many: computing and messages
+# share them. The held-out ones were written down before the model of shared cores.
+SHARED_CORES = [
+    Cell(f"cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method)
+    for workers, mbit, method in (
+        (2, 1000, "bsp:buckets=wfbp"),
+        (2, 100, "bsp:buckets=ddp,compression=bf16"),
+        (4, 1000, "bsp:buckets=ddp"),
+        (4, 100, "bsp:buckets=wfbp"),
+        (8, 400, "bsp:buckets=ddp"),
+        (8, 400, "bsp:buckets=wfbp"),
+    )
+]
+HELD_OUT_CORES = [
+    Cell(f"unseen-cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method)
+    for workers, mbit, method in (
+        (2, 600, "bsp:buckets=wfbp"),
+        (2, 200, "bsp:buckets=ddp,compression=int8"),
+        (4, 400, "bsp:buckets=ddp"),
+        (4, 1000, "bsp:buckets=wfbp"),
+        (4, 200, "bsp:buckets=ddp,compression=top-k,compression.density=0.01"),
+        (8, 1000, "bsp:buckets=ddp"),
+        (8, 1000, "bsp:buckets=wfbp"),
+        (8, 200, "bsp:buckets=single"),
+    )
+]
 GROUPS = {
     "main": CELLS,
     "held-out": HELD_OUT,
+    "shared-cores": SHARED_CORES,
+    "held-out-cores": HELD_OUT_CORES,
     "averaging": AVERAGING,
     "past-backward": PAST_BACKWARD,
     "compression": COMPRESSION,
