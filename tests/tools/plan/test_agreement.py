@@ -47,6 +47,7 @@ SECTIONS = {
     ],
     "Codes": lambda a: a.COMPRESSION,
     "Groups with a server each": lambda a: a.SERVERS_OF_GROUPS,
+    "Workers that share cores": lambda a: a.SHARED_CORES + a.HELD_OUT_CORES,
 }
 
 
