@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from paceline.errors import UsageError
+from paceline.runtimes.real.job_store import JobStore
 from paceline.runtimes.real.peer_monitor import PeerMonitor
 from paceline.transport import liveness
 from tests.support.server_jobs import Adder, connect, running
@@ -34,9 +35,11 @@ def job():
     """Two ranks, and a server with one worker: all ends of their watched connections, what
     the hub has beside them, and the worker's connection for messages."""
     store = DictStore()
-    ranks = [PeerMonitor(rank, 2, store, lambda _: None) for rank in range(2)]
+    job_store = JobStore(store, 2)
+    ranks = [PeerMonitor(rank, 2, job_store, lambda _: None) for rank in range(2)]
     hub = ranks[0].hub
     with contextlib.ExitStack() as stack:
+        stack.callback(job_store.close)
         for rank in reversed(ranks):
             stack.callback(rank.close)
         host = stack.enter_context(running(Adder(1), workers=1))

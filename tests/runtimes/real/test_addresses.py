@@ -108,7 +108,7 @@ def test_a_rank_that_cannot_reach_the_watch_starts_all_the_same(capsys, monkeypa
     job_store = JobStore(store, 2)
     there = Address(host="127.0.0.2", port=port, token="token")
     job_store.post("paceline/liveness", there)
-    member = PeerMonitor(1, 2, store, lambda sentence: None)
+    member = PeerMonitor(1, 2, job_store, lambda sentence: None)
     member.close()
     job_store.close()
     said = capsys.readouterr().err

@@ -228,7 +228,8 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
 
 def find(environment: dict[str, str], place: str = "127.0.0.1:1") -> None:
     job = ServiceJob((ServiceSpec("server", place=place),))
-    RealServices(0, 1, DictStore(), StepRecorder(0, lambda: 0.0)).find(job, environment)
+    job_store = JobStore(DictStore(), 1, environment)
+    RealServices(0, 1, job_store, StepRecorder(0, lambda: 0.0)).find(job, environment)
 
 
 def test_a_worker_that_was_told_no_token_says_where_it_comes_from() -> None:
@@ -268,13 +269,12 @@ def test_each_node_has_a_server_however_ranks_are_mapped_to_nodes(
     nodes: list[list[int]], first: list[int]
 ) -> None:
     told = told_of(nodes)
-    store = DictStore()
-    store |= {
-        f"paceline/starters/{rank}": f"{one['LOCAL_WORLD_SIZE']} {one['LOCAL_RANK']}".encode()
-        for rank, one in enumerate(told)
-    }
+    job_store = JobStore(DictStore(), 4, APART)
     for rank, one in enumerate(told):
-        placements = PlacementResolver(rank, 4, store, one).placements("per-node")
+        words = f"{one['LOCAL_WORLD_SIZE']} {one['LOCAL_RANK']}"
+        job_store.say(f"paceline/starters/{rank}", words)
+    for rank, one in enumerate(told):
+        placements = PlacementResolver(rank, 4, job_store, one).placements("per-node")
         assert [placement.here for placement in placements] == [
             rank == other for other in first
         ]
@@ -284,32 +284,28 @@ def test_each_node_has_a_server_however_ranks_are_mapped_to_nodes(
 def test_nodes_without_one_first_worker_are_refused_on_every_worker(
     locals_: str,
 ) -> None:
-    store = DictStore()
-    store |= {
-        f"paceline/starters/{rank}": f"2 {local}".encode()
-        for rank, local in enumerate(locals_)
-    }
+    job_store = JobStore(DictStore(), 4, APART)
+    for rank, local in enumerate(locals_):
+        job_store.say(f"paceline/starters/{rank}", f"2 {local}")
     for rank, local in enumerate(locals_):
         told = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": local}
         with pytest.raises(UsageError, match=r"have LOCAL_RANK=0, expected 2"):
-            PlacementResolver(rank, 4, store, told).placements("per-node")
+            PlacementResolver(rank, 4, job_store, told).placements("per-node")
 
 
 def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
     """Those of the larger node take it for the only one: they started a server each has for
     itself, while the other node's worker waited for theirs."""
-    store = DictStore()
+    job_store = JobStore(DictStore(), 4, APART)
     sizes = ["3", "3", "3", "1"]
-    store |= {
-        f"paceline/starters/{rank}": f"{size} {rank % 3}".encode()
-        for rank, size in enumerate(sizes)
-    }
+    for rank, size in enumerate(sizes):
+        job_store.say(f"paceline/starters/{rank}", f"{size} {rank % 3}")
     for rank, size in enumerate(sizes):
         told = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": str(rank % 3)}
         with pytest.raises(
             UsageError, match=r"different numbers of workers \(1, 3, as"
         ):
-            PlacementResolver(rank, 4, store, told).placements("per-node")
+            PlacementResolver(rank, 4, job_store, told).placements("per-node")
 
 
 def test_the_token_of_named_servers() -> None:

@@ -35,13 +35,15 @@ SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
 def ranks():
     """Three ranks in one process, and the queue of what each was told."""
     store, told = DictStore(), queue.Queue()
+    job_store = JobStore(store, 3)
     members = [
-        PeerMonitor(rank, 3, store, lambda text, rank=rank: told.put((rank, text)))
+        PeerMonitor(rank, 3, job_store, lambda text, rank=rank: told.put((rank, text)))
         for rank in range(3)
     ]
     yield members, told, store
     for member in reversed(members):
         member.close()
+    job_store.close()
 
 
 def hear(told, count):
@@ -93,12 +95,12 @@ def test_a_goodbye_is_no_alarm_and_hides_no_later_death(ranks):
 
 
 def test_a_training_that_broke_is_told_and_its_rank_goes_on():
-    store, told = DictStore(), queue.Queue()
+    job_store, told = JobStore(DictStore(), 3), queue.Queue()
     members = [
         PeerMonitor(
             rank,
             3,
-            store,
+            job_store,
             lambda text, rank=rank: told.put((rank, text)),
             lambda *news, rank=rank: told.put((rank, news)),
         )

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,7 +23,7 @@ import msgspec
 from paceline.cluster import Cluster, cluster_toml, load_cluster, parse_cluster
 from paceline.errors import ClusterError, PacelineError
 from paceline.run_options import CLUSTER_VARIABLE
-from paceline.runtimes.real.job_store import JobStore, Store
+from paceline.runtimes.real.job_store import JobStore
 
 KEY = "paceline/cluster"
 _ADVICE = (
@@ -77,15 +76,10 @@ def seat(file: str | None = None) -> WorkerLocation:
 
 
 def agree_on_cluster(
-    rank: int,
-    size: int,
-    file: str | None,
-    store: Store,
-    environment: Mapping[str, str] = os.environ,
+    rank: int, size: int, file: str | None, job_store: JobStore
 ) -> Cluster | None:
     """The cluster of a job of *size* workers, of whom this one was told of *file*; None where
     nobody was told. Collective. Raises `ClusterError`, on every rank."""
-    job_store = JobStore(store, size, environment)
     job_store.say(f"{KEY}/{rank}", msgspec.json.encode(seat(file)).decode())
     if rank == 0:
         verdict = ClusterDecision()

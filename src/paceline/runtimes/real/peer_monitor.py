@@ -44,7 +44,6 @@ from paceline.runtimes.real.job_store import (
     Address,
     JobStore,
     ListenAddress,
-    Store,
     family_of,
     host_to_connect,
     on_master,
@@ -259,7 +258,7 @@ class PeerMonitor:
         self,
         rank: int,
         size: int,
-        store: Store,
+        job_store: JobStore,
         lost: Callable[[str], None],
         broke: Callable[[int, str], None] = lambda *_: None,
         places: Places | None = None,
@@ -272,11 +271,10 @@ class PeerMonitor:
         self._watch = watch
         self.hub: FailureHub | None = None
         """Rank 0's."""
-        self._job_store = JobStore(store, size)
         if rank == 0:
-            self.hub = make_hub(size, self._job_store)
+            self.hub = make_hub(size, job_store)
         try:
-            address = self._job_store.read(KEY)
+            address = job_store.read(KEY)
         except UsageError as error:
             self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
             return
@@ -343,7 +341,6 @@ class PeerMonitor:
                 self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
         if self.hub is not None:  # also after bad news
             self.hub.close()
-        self._job_store.close()
 
     def _say(self, words: msgspec.Struct) -> None:
         self._socket.sendall(line_of(words))

@@ -34,6 +34,7 @@ from paceline.runtimes.real.cluster_check import agree_on_cluster, load_of
 from paceline.runtimes.real.compute import PacedCompute
 from paceline.runtimes.real.exit import ExitWatcher, write_torchelastic_error
 from paceline.runtimes.real.hang_report import HangWatch
+from paceline.runtimes.real.job_store import JobStore
 from paceline.runtimes.real.peer_monitor import PeerMonitor, end_after_grace, exit_grace
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 from paceline.runtimes.real.services import RealServices
@@ -93,6 +94,7 @@ class RealRuntime:
         self._profilers: list[StepProfiler] = []
         self._paced: list[PacedCompute] = []
         self._results_written = False
+        self._known_store: JobStore | None = None
         self._liveness: PeerMonitor | None = None
         self._services: RealServices | None = None
         self._knows_cluster = False
@@ -128,13 +130,21 @@ class RealRuntime:
             self._liveness = PeerMonitor(
                 self.rank,
                 self.size,
-                default_store(),
+                self._job_store,
                 self._lost_a_peer,
                 self._training_of_a_peer_broke,
                 self.registry.places,
                 HangWatch(self.recorder, self._step_under_way),
             )
         self._learn_cluster()
+
+    @property
+    def _job_store(self) -> JobStore:
+        """What workers tell each other; where they meet at their servers alone, each has its own."""
+        if self._known_store is None:
+            store = local_store() if self.server_only else default_store()
+            self._known_store = JobStore(store, self.size)
+        return self._known_store
 
     def _step_under_way(self) -> int:
         return self.registry.first_step + self.recorder.step_count + 1
@@ -148,7 +158,7 @@ class RealRuntime:
 
     def _find_cluster(self, file: str | None) -> Cluster | None:
         if self.size > 1 and not self.server_only:
-            return agree_on_cluster(self.rank, self.size, file, default_store())
+            return agree_on_cluster(self.rank, self.size, file, self._job_store)
         return None if file is None else load_of(file, self.size)
 
     def _initialize(self) -> None:
@@ -167,8 +177,9 @@ class RealRuntime:
 
     def services(self, job: ServiceJob) -> Sequence[Endpoint]:
         if self._services is None:
-            store = local_store() if self.server_only else default_store()
-            self._services = RealServices(self.rank, self.size, store, self.recorder)
+            self._services = RealServices(
+                self.rank, self.size, self._job_store, self.recorder
+            )
         return self._services.find(job)
 
     def workers(self, name: str) -> TorchGroup:
@@ -282,6 +293,8 @@ class RealRuntime:
             self.registry.end()
         if self._services is not None:
             self._services.close()
+        if self._known_store is not None:
+            self._known_store.close()
         self._write_results()
         if self.server_only and self._broken_by:
             raise PeerLostError(

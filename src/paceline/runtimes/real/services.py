@@ -25,7 +25,6 @@ from paceline.runtimes.real import external_worker
 from paceline.runtimes.real.job_store import (
     Address,
     JobStore,
-    Store,
     host_to_connect,
     on_master,
     toward_master,
@@ -54,11 +53,10 @@ class RealServices:
     """One real worker's view of the job's services."""
 
     def __init__(
-        self, rank: int, workers: int, store: Store, recorder: StepRecorder
+        self, rank: int, workers: int, job_store: JobStore, recorder: StepRecorder
     ) -> None:
         self._rank, self._workers = rank, workers
-        self._store, self._recorder = store, recorder
-        self._job_store: JobStore | None = None
+        self._job_store, self._recorder = job_store, recorder
         self._process: ServerProcess | None = None
         """With all services that this worker starts."""
         self._trainings = 0
@@ -70,7 +68,7 @@ class RealServices:
         number, self._trainings = self._trainings, self._trainings + 1
         check_supervised(job, environment)
         resolver = PlacementResolver(
-            self._rank, self._workers, self._store, environment
+            self._rank, self._workers, self._job_store, environment
         )
         placed = service_placement.place_services(
             job, resolver.placements, resolver.beside
@@ -80,7 +78,7 @@ class RealServices:
         survives = environment.get(SURVIVE_VARIABLE) == "1"
         # Under --survive a server process serves one training, and workers share nothing to read
         # its name from.
-        training = 0 if survives else self._training(key, environment)
+        training = 0 if survives else self._training(key)
         ends = [
             self._connect(
                 service.name,
@@ -107,9 +105,6 @@ class RealServices:
 
     def close(self) -> None:
         """All trainings are over: end this worker's child."""
-        if self._job_store is not None:
-            self._job_store.close()
-            self._job_store = None
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -124,21 +119,15 @@ class RealServices:
         for service, placement in placed:
             if placement.here:
                 address = self._start(service, environment)
-                self._job_store_for(environment).post(f"{key}/{service.name}", address)
+                self._job_store.post(f"{key}/{service.name}", address)
         addresses = [
-            placement.address
-            or self._job_store_for(environment).read(f"{key}/{service.name}")
+            placement.address or self._job_store.read(f"{key}/{service.name}")
             for service, placement in placed
         ]
         for address in addresses:
             if address.fault:
                 raise UsageError(address.fault)
         return addresses
-
-    def _job_store_for(self, environment: Mapping[str, str]) -> JobStore:
-        if self._job_store is None:
-            self._job_store = JobStore(self._store, self._workers, environment)
-        return self._job_store
 
     def _start(self, service: ServiceSpec, environment: Mapping[str, str]) -> Address:
         try:
@@ -152,7 +141,7 @@ class RealServices:
                     service.name,
                     self._workers,
                     meeting.bind,
-                    token=self._job_store_for(environment).new_token(),
+                    token=self._job_store.new_token(),
                     extra=["--described"],
                 )
                 process.listens()
@@ -165,13 +154,12 @@ class RealServices:
         except (UsageError, OSError) as error:
             return Address(fault=str(error))
 
-    def _training(self, key: str, environment: Mapping[str, str]) -> int:
+    def _training(self, key: str) -> int:
         """A number that no other training has, of this job or another one: a server that was there before
         serves several, and the next may begin before the last has ended everywhere."""
-        job_store = self._job_store_for(environment)
         if self._rank == 0:
-            job_store.say(f"{key}/training", str(secrets.randbits(63)))
-        return int(job_store.hear(f"{key}/training"))
+            self._job_store.say(f"{key}/training", str(secrets.randbits(63)))
+        return int(self._job_store.hear(f"{key}/training"))
 
     def _connect(
         self,
@@ -235,7 +223,7 @@ class PlacementResolver:
 
     rank: int
     workers: int
-    store: Store
+    job_store: JobStore
     environment: Mapping[str, str]
 
     def placements(self, place: str) -> list[Placement]:
@@ -273,8 +261,10 @@ class PlacementResolver:
         that no worker starts.
         """
         local = self.environment.get("LOCAL_RANK", "0")
-        self.store.set(_node_key(self.rank), f"{on_node} {local}")
-        said = [self.store.get(_node_key(rank)).split() for rank in range(self.workers)]
+        self.job_store.say(_node_key(self.rank), f"{on_node} {local}")
+        said = [
+            self.job_store.hear(_node_key(rank)).split() for rank in range(self.workers)
+        ]
         sizes = sorted({int(size) for size, _ in said})
         if len(sizes) > 1:
             raise UsageError(

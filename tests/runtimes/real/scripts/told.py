@@ -14,6 +14,7 @@ from paceline.collectives.process_groups import default_store
 from paceline.errors import ClusterError
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.real.cluster_check import agree_on_cluster
+from paceline.runtimes.real.job_store import JobStore
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
 
@@ -32,7 +33,8 @@ if len(sys.argv) > 1:
     for name, files in ways:
         store = dist.PrefixStore(name, whole)
         try:
-            agree_on_cluster(runtime.rank, runtime.size, files[runtime.rank], store)
+            job_store = JobStore(store, runtime.size)
+            agree_on_cluster(runtime.rank, runtime.size, files[runtime.rank], job_store)
             found[name] = ""
         except ClusterError as error:
             found[name] = str(error)
