@@ -77,8 +77,6 @@ class Workload:
         passes: Passes that accumulate into one update; None: not known.
         uses_gradients: Whether the script reads or changes gradients between backward and the
             update, as one that clips does; None: not known.
-        input: Seconds before each pass in which the script does other things, such as loading
-            its batch.
 
     Example:
         ::
@@ -99,7 +97,6 @@ class Workload:
     coding: Mapping[str, CompressorTimes] = field(default_factory=dict, hash=False)
     passes: int | None = None
     uses_gradients: bool | None = None
-    input: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the values, and fill in *order*.
@@ -130,10 +127,10 @@ class Workload:
             raise UsageError(
                 f"order: expected each of 0 to {len(self.names) - 1} once, one per tensor"
             )
-        for key in ("update", "input"):
-            value = getattr(self, key)
-            if not (value >= 0 and math.isfinite(value)):
-                raise UsageError(f"{key}: expected zero or more seconds, got {value}")
+        if not (self.update >= 0 and math.isfinite(self.update)):
+            raise UsageError(
+                f"update: expected zero or more seconds, got {self.update}"
+            )
         if self.batch is not None and not (
             self.batch > 0 and math.isfinite(self.batch)
         ):
@@ -174,8 +171,8 @@ class Workload:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step's passes, of what comes before each, and of its update."""
-        passes = self.input + self.forward_seconds + self.backward_seconds
+        """Seconds of a step's passes, and of its update."""
+        passes = self.forward_seconds + self.backward_seconds
         return (self.passes or 1) * passes + self.update
 
     @property
@@ -284,8 +281,7 @@ class Workload:
         known = {
             key: value
             for key, value in known.items()
-            if value
-            or key not in ("shapes", "coding", "passes", "uses_gradients", "input")
+            if value or key not in ("shapes", "coding", "passes", "uses_gradients")
         }
         if self.uses_gradients is not None:
             known["uses_gradients"] = self.uses_gradients

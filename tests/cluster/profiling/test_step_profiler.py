@@ -229,30 +229,6 @@ def test_evaluations_are_no_part_of_a_step(clock):
     assert workload.batch == 8
 
 
-def test_what_comes_before_a_pass_is_its_input(clock):
-    """Of each pass, whether it is a step's first or accumulates; an evaluation is none."""
-
-    def take(model: nn.Module, optimizer: Any, step: int) -> None:
-        clock.compute(2.5)
-        with optimizer.no_sync():
-            one_pass(model, optimizer, step)
-        clock.compute(2.5)
-        one_pass(model, optimizer, step)
-        with torch.no_grad():
-            model(torch.ones(99, 4))
-
-    profiler = profile(lambda r: steps(clock, three_layers(clock), take))
-    workload = profiler.workload("")
-    assert (workload.input, workload.passes) == (2.5, 2)
-    assert workload.compute_seconds == 2 * (2.5 + 6.0 + 28.0) + UPDATE
-    assert (
-        profile(lambda r: steps(clock, three_layers(clock), one_pass))
-        .workload("")
-        .input
-        == 0
-    )
-
-
 class Shared(nn.Module):
     """One layer used twice, its weight a third time, and a part that is frozen."""
 
@@ -407,15 +383,9 @@ def test_a_step_that_a_scaler_skips_is_not_taken_for_one(clock):
 
 def test_all_times_in_one_list_and_back():
     workload = Workload(
-        names=("a", "b"),
-        sizes=(4, 8),
-        forward=(1, 2),
-        backward=(3, 4),
-        update=5,
-        input=6,
+        names=("a", "b"), sizes=(4, 8), forward=(1, 2), backward=(3, 4), update=5
     )
-    assert times_of(workload) == [1, 2, 3, 4, 5, 6]
-    other = with_times(workload, [10, 20, 30, 40, 50, 60])
-    assert (other.forward, other.backward) == ((10, 20), (30, 40))
-    assert (other.update, other.input) == (50, 60)
+    assert times_of(workload) == [1, 2, 3, 4, 5]
+    other = with_times(workload, [10, 20, 30, 40, 50])
+    assert (other.forward, other.backward, other.update) == ((10, 20), (30, 40), 50)
     assert (other.names, other.sizes) == (workload.names, workload.sizes)

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
-import torch
 
 import paceline
-from paceline.cluster.workload import Workload
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.compute import SimulatedCompute
@@ -139,31 +135,3 @@ def test_compute_model_names_the_bad_option(key: str, value: float) -> None:
         UsageError, match=f"--{key}: expected zero or more, got {value}"
     ):
         ComputeModel(**{key: value})
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_what_comes_before_a_pass_is_charged_with_it(passes: int) -> None:
-    """Not before an evaluation."""
-    names, sizes = ("weight", "bias"), (64, 16)
-    workload = Workload.spread(names, sizes, 1.0, 2.0)
-
-    def body(rank: int) -> float:
-        model = torch.nn.Linear(4, 4)
-        optimizer = paceline.distribute(
-            model, torch.optim.SGD(model.parameters(), lr=0.1)
-        )
-        start = paceline.now()
-        for number in range(passes):
-            last = number == passes - 1
-            with nullcontext() if last else optimizer.no_sync():
-                model(torch.ones(8, 4)).sum().backward()
-        with torch.no_grad():
-            model(torch.ones(8, 4))
-        optimizer.step()
-        return paceline.now() - start
-
-    without, charged = (
-        run(1, body, compute=ComputeModel(workload=replace(workload, input=seconds)))
-        for seconds in (0.0, 0.5)
-    )
-    assert charged == [pytest.approx(without[0] + passes * 0.5)]

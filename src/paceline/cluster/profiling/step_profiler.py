@@ -191,8 +191,7 @@ class StepProfiler:
     module with parameters, spread over its tensors by bytes. A tensor's part of the
     backward pass is the time from the hook before its own (first: from the end of the
     forward pass, the loss included), without what paceline itself does in hooks. Of several
-    passes in one step the last counts, and how many there are is told, too. What a script does before
-    each pass, such as loading a batch, is timed where the host computes. *keep* is given the gradients of the first steps after
+    passes in one step the last counts, and how many there are is told, too. *keep* is given the gradients of the first steps after
     the warm-up, as many as it wants.
     """
 
@@ -234,8 +233,6 @@ class StepProfiler:
         self.forwards: list[list[float]] = []  # a step's seconds by tensor
         self.backwards: list[list[float]] = []
         self.updates: list[float] = []
-        self.inputs: list[float] = []
-        self._ended: Any = None  # the last step, or a pass that was not the last
         self.order: list[int] = []
 
     def detach(self) -> None:
@@ -249,13 +246,9 @@ class StepProfiler:
 
     def forward(self, samples: int | None, training: bool) -> None:
         if not training:
-            self._ended = None  # an evaluation is no input of the next pass
             return
         keeps = self._wants_gradient()
-        begun = self._stopwatch.mark()
-        if self._ended is not None and self._steps >= WARM_UP_STEPS:
-            self.inputs += self._stopwatch.seconds(self._ended, [begun])
-        self._forget_pass(begun)
+        self._forget_pass(self._stopwatch.mark())
         self._keeps = keeps
         if samples is not None:
             self._batches.append(samples)
@@ -278,7 +271,6 @@ class StepProfiler:
     def gradient_taken(self) -> None:
         if self._start is not None:
             self._taken.append(self._stopwatch.mark())
-            self._ended = self._taken[-1]
 
     def uses_compressor(self, compression: GradientCompression) -> None:
         self.compressors.append(compression)
@@ -307,7 +299,6 @@ class StepProfiler:
             self._keep_gradient()
         self._update_start = None
         self._forget_pass(None)
-        self._ended = self._stopwatch.mark()
 
     def _forget_pass(self, start: Any) -> None:
         self._start, self._end = start, None
@@ -397,7 +388,6 @@ class StepProfiler:
             shapes=self._shapes(),
             passes=self._habits.passes,
             uses_gradients=self._habits.uses_gradients,
-            input=statistics.median(self.inputs) if self.inputs else 0.0,
         )
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -413,14 +403,13 @@ def with_times(workload: Workload, times: Sequence[float]) -> Workload:
         workload,
         forward=tuple(times[:count]),
         backward=tuple(times[count : 2 * count]),
-        update=times[-2],
-        input=times[-1],
+        update=times[-1],
     )
 
 
 def times_of(workload: Workload) -> list[float]:
     """All times of a workload, in one list."""
-    return [*workload.forward, *workload.backward, workload.update, workload.input]
+    return [*workload.forward, *workload.backward, workload.update]
 
 
 def _medians(steps: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -41,8 +41,6 @@ class PacedCompute:
         """Whether that is of a pass which is not in `_passes` yet."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=PASSES_KEPT)
         self._pass_count = 0
-        self._ended: float | None = None
-        """When the last step or pass was over."""
 
     @property
     def asked_and_taken(self) -> tuple[float, float]:
@@ -63,11 +61,6 @@ class PacedCompute:
         self._left = self.workload.forward_seconds * self._scale
         self._begun = 0.0
         self._deadline = time.perf_counter()
-        if training and self._ended is not None:
-            # What the script does before a pass, such as loading its batch, may have taken less.
-            before = self._ended + self.workload.input * self._scale
-            self._deadline = max(self._deadline, before)
-            self._sleep()
 
     def used(self, index: int) -> None:
         self._pass(self._begun)
@@ -82,8 +75,7 @@ class PacedCompute:
         self._pass(self._left)
         self._deadline += self.workload.backward[index] * self._scale
         self._sleep()
-        self._ended = time.perf_counter()
-        self._late = max(0.0, self._ended - self._deadline)
+        self._late = max(0.0, time.perf_counter() - self._deadline)
         self._pending = True
 
     def gradient_taken(self) -> None:
@@ -109,7 +101,6 @@ class PacedCompute:
 
     def step_ended(self) -> None:
         self._sleep()
-        self._ended = time.perf_counter()
 
     def give_up(self) -> None:
         """From now on the script says itself what it computes."""

@@ -106,8 +106,6 @@ class ComputeModel:
                 f"backward {show_seconds(self.workload.backward_seconds)}, update "
                 f"{show_seconds(self.workload.update)}"
             )
-            if self.workload.input:
-                text += f", {show_seconds(self.workload.input)} before each pass"
             if self.workload.batch is not None:
                 text += f", for {self.workload.batch:g} samples"
             if self.workload.source:
@@ -287,8 +285,6 @@ class ModelCompute:
             self._reference = samples
         self._scale = samples / self._reference if samples and self._reference else 1.0
         self._begun = 0.0
-        if training:
-            self._worker.charge(self._workload.input * self._scale, "input")
         self._worker.defer_forward(self._workload.forward_seconds * self._scale)
 
     def used(self, index: int) -> None:

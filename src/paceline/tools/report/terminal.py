@@ -160,9 +160,6 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
     if count > rows:
         table.add_row(f"... and {count - rows} more", "", "", "", "")
     table.add_section()
-    if workload.input:
-        before = show_seconds(workload.input)
-        table.add_row("before each pass, as loading a batch", "", before, "", "")
     table.add_row(
         f"{count} tensors",
         show_bytes(sum(workload.sizes)),
