@@ -228,6 +228,15 @@ def closing_drops_what_has_not_run(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="closed"):
         late.wait()
     other.close()
+    other.close()
+    value = torch.ones(2)
+    for late in (
+        lambda: other.all_reduce(value),
+        lambda: channel.send(value, (comm.rank + 1) % comm.size),
+        lambda: channel.broadcast(value),
+    ):
+        with pytest.raises(UsageError, match="which is closed"):
+            late()
     again = Communicator(runtime, f"{comm.name} to be closed")
     again.channel("closed").all_reduce(values[0], "sum").wait()  # made anew
     again.close()

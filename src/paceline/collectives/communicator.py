@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 
@@ -60,7 +60,7 @@ class Communicator:
     ) -> None:
         self._runtime = runtime
         self.name = name
-        self.workers = runtime.workers(name) if workers is None else workers
+        self.workers: WorkerGroup = workers or runtime.workers(name)
         self.is_open = True
         """Whether `close` was not called."""
         self.chain = chain or ContinuationChain(runtime, name, thread=self.threads)
@@ -136,6 +136,7 @@ class Communicator:
     def _let_go(self) -> None:
         self.is_open = False
         self.workers.close()
+        self.workers = cast("WorkerGroup", _ClosedGroup(self.name))
 
     def max_in_flight(self, device: torch.device) -> int:
         return self.workers.max_in_flight(device)
@@ -366,6 +367,22 @@ class Communicator:
 
     def _count(self, schedule: Schedule) -> None:
         self._runtime.recorder.count_bytes(schedule.bytes_sent(self.rank))
+
+
+class _ClosedGroup:
+    """In place of the workers of a communicator that was closed, in each runtime."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def close(self) -> None:
+        """It is."""
+
+    def __getattr__(self, call: str) -> NoReturn:
+        raise UsageError(
+            f"{call} on communicator {self._name!r}, which is closed: expected an open one; issue "
+            "operations before close(), or ask for the channel or the group again"
+        )
 
 
 def real(buffer: torch.Tensor) -> torch.Tensor:

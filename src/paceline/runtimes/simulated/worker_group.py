@@ -351,8 +351,14 @@ class CollectiveGroups:
         shared: bool = False,
         title: str = "",
     ) -> SimulatedGroup:
-        """The calling worker's end of the group of *ranks* with this *name*: a new one, unless it is
-        to be *shared* with those that it had before. People read *title*, if it has one."""
+        """Return the calling worker's end of a group.
+
+        Args:
+            name: Names the group; its members ask for equal names in the same order.
+            ranks: Its members, as workers of the simulation.
+            shared: Return the group that was made before, if there is one.
+            title: The name that people read; empty: *name*.
+        """
         rank = self._clock.current.rank
         members = self._members(ranks)
         # A name can return after its group was destroyed: the n-th time that a worker
@@ -444,7 +450,7 @@ def _repeated(name: str, tensor: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a rank contributes, whatever it does to its buffers then."""
+    """Copies, so that the caller may reuse its buffers."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
