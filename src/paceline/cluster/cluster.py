@@ -438,9 +438,9 @@ class Cluster:
         """By rack, how much what adds up at its switch takes in, in bytes per second of all
         contributions together. In a path it is as a link, numbered after all links.
 
-        Slots bound it, too: a sum has its slot from the moment at which its packets leave the
-        rack's hosts until these, and the furthest host that the sum may go to, have said that
-        it is there. So of each of the rack's workers come no more than *slots* packets in that time.
+        Slots bound it, too. A sum has its slot from when its packets leave the rack's hosts until all
+        hosts that it goes to have confirmed it. So each of the rack's workers sends at most *slots*
+        packets in that time.
         """
         return tuple(
             min(rack.aggregation_rate or math.inf, self._rate_of_slots(number))

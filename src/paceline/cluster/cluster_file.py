@@ -4,30 +4,13 @@
 
     [[rack]]
     workers = 4
-    link = "1 Gbit/s"       # goodput of each host's link, each direction
-    latency = "50 us"       # one way, host to host in the rack
-    uplink = "400 Mbit/s"   # rack to core, each direction; left out: never the limit
-    speed = [1, 1, 1, 0.5]  # relative compute speed of each worker; left out: all 1
-    workers_per_host = 1    # workers that share a host and its link
-    names = ["a", "b"]      # what hosts call themselves; left out: a job does not look
-    group = "fast"          # for methods with groups: of all workers, or a list, one each;
-                            # left out everywhere: the method finds groups
-    aggregates = true       # what adds up workers' numbers is at its switch; left out: it is not
-    aggregation_rate = "4 Gbit/s"  # contributions that it takes in; left out: all that come
-    slots = 512             # packets whose sums it has under way; left out: enough
+    link = "1 Gbit/s"
+    latency = "50 us"
 
-    [processor]             # left out: communication costs processors nothing
-    message = "150 us"      # of a core, for one message, at both its ends together
-    byte = "0.3 ns"         # of a core, for each byte of it
-    cores = 2               # shared by all hosts; left out: each has its rack's cores
-
+    [[rule]]                # what happens to links and workers during a run
     [[server]]              # a host of its own for a parameter server
-    rack = 0                # where it stands; left out: the first rack
-    link = "1 Gbit/s"       # left out: as that rack's first host
+    [processor]             # what a message costs processors
 
-``link`` may be a list with a rate for each host.
-
-What happens during a run is written as ``[[rule]]`` tables: see `paceline.cluster.cluster`.
 ``docs/reference/cluster-file.md`` describes every key.
 """
 

@@ -59,9 +59,9 @@ def count_step(
     are bytes of their gradients. Forward FLOPs belong to the layer (a submodule that owns
     trainable parameters itself) whose ``forward`` was called last, spread over its tensors
     by bytes; those before the first layer to the first, and to all tensors if no layer is
-    called. Backward FLOPs, from a scalar made of all floating-point outputs, belong to the
-    first gradient that is accumulated after them, so that a weight and its bias, ready
-    together, have them in one sum; those after the last gradient to the last. Gradients
+    called. The backward pass starts from a scalar made of all floating-point outputs. Its FLOPs
+    belong to the first gradient that is accumulated after them, and those after the last gradient to
+    the last. So a weight and its bias, ready together, have them in one sum. Gradients
     become ready in the order in which torch accumulates them. Parameters that get no
     gradient come after all others and cost nothing in the backward pass.
 
@@ -71,9 +71,10 @@ def count_step(
     truth they take the time to move their values through memory; every counted operation
     runs at the same rate, whatever its shape. A measured profile knows better.
 
-    Raises `UsageError` for a rate that is not above zero, for a module without trainable
-    parameters, one that cannot be copied to or run on the meta device (with the submodule
-    in which it failed), or one whose output depends on no trainable parameter.
+    Raises:
+        UsageError: The rate is not above zero; the module has no trainable parameters, or its output
+            depends on none; or it cannot be copied to the meta device or run there. The message names
+            the submodule that failed.
     """
     _check_arguments(module, example, flops_per_second)
     # Values drawn on the way, by dropout say, must not move the caller's generator.

@@ -14,10 +14,9 @@ Two processes, both started with the cluster and unknown to anybody else::
   then ends too; the kernel kills the keeper when the guard ends, for whatever reason.
 
 So nothing survives the launcher, the guard or the keeper, though each may be killed with
-SIGKILL. The guard watches a descriptor of the launcher (pidfd) and does not rely on the
-end of a connection, because a forked child of the launcher may hold a copy of that. It
-does not rely on a parent-death signal of its own either: that one comes when the *thread*
-ends that started it.
+SIGKILL. The guard watches a descriptor of the launcher (pidfd). It does not rely on the end of a
+connection, of which a forked child of the launcher may hold a copy. It does not rely on a parent-death
+signal of its own either: that one comes when the *thread* ends that started it.
 
 Both stand in a session of their own, where Ctrl-C does not reach them.
 """

@@ -9,11 +9,10 @@ would wait for this worker or a launcher asks how it ended, ``sys.exit``, ``exit
 each calls the one that was there, which is put back at the end. Importing paceline
 replaces nothing.
 
-*Well*: the script returned, or left with exit status 0. What was put off until now is done
-(an optimizer that was not finished keeps the others company, results are written), and
-then the process groups go, with everything that refers to them: torch's threads end with
-the last reference, and a thread that is alive while the interpreter is taken down may
-abort the process. A script that calls ``dist.destroy_process_group`` itself gets the same,
+*Well*: the script returned, or left with exit status 0. Results are written, and an optimizer that
+was not finished takes part in the others' collectives until they finish. Then the process groups go, with
+everything that refers to them. torch's threads end with the last reference, and a thread that is alive while
+the interpreter is taken down may abort the process. A script that calls ``dist.destroy_process_group`` itself gets the same,
 just before.
 
 *Badly*: an exception that nobody caught, or ``sys.exit`` with another status. Nothing

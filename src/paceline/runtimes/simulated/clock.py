@@ -10,8 +10,8 @@ turn, and sleeps. There is no scheduler thread, so one hand-over costs one switc
 *Local time.* `VirtualClock.now` is the instant of the last event. Computing costs a worker no
 switch: it only moves the worker's own `Worker.time` ahead, and what the worker does next
 (launch a collective, send) is an event at that later instant. Events are handled in the
-order of their instants, ties in the order in which they were scheduled, so nothing that
-a worker does can reach another one too early, and two runs are equal bit for bit.
+order of their instants, ties in the order in which they were scheduled. So nothing that a worker
+does reaches another one too early, and two runs are equal bit for bit.
 
 *The end.* When no event is left and nobody can run, that is a deadlock: every worker gets
 an error that says who waits for what. When one worker's script raises, all others are
@@ -350,10 +350,9 @@ _Item = tuple[Awaited | None, Callable[[BaseException | None], None], float]
 class EventRunner:
     """A `Runner` of worker *rank*.
 
-    A work runs at the virtual instant at which what it follows is in, but not before the
-    instant at which it was put, nor while the work before it still computes: what it spends
-    (`VirtualClock.current`) makes all that it does next that much later, and nothing of what
-    the worker itself does meanwhile.
+    A work runs at the virtual instant at which the result that it follows is in. It does not run before
+    the instant at which it was put, nor while the work before it still computes. The time that it spends
+    (`VirtualClock.current`) delays what it does next, and nothing that the worker itself does meanwhile.
     """
 
     def __init__(self, clock: VirtualClock, rank: int) -> None:
