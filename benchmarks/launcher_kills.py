@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.support.emulation import network_of, networks
+from tests.support.emulation import network_of, networks, parent_of
 from tests.support.processes import PACELINE, Job, kill, launch, wait_until
 
 PROMPT_SECONDS = 30.0
@@ -74,8 +74,10 @@ class Row:
 
 def keeper_of(job: Job) -> int:
     """The process that holds the emulated network: the child of the launcher's guard."""
-    keepers = [p for p in job.processes() if "emulated.keeper" in _words(p)]
-    (keeper,) = (p for p in keepers if _parent(p) in keepers)
+    named = [p for p in job.processes() if "emulated.keeper" in _words(p)]
+    # A worker that the keeper has just forked has its name, too.
+    (guard,) = (p for p in named if parent_of(p) not in named)
+    (keeper,) = (p for p in named if parent_of(p) == guard)
     return keeper
 
 
@@ -84,11 +86,6 @@ def _words(process: int) -> str:
         return Path(f"/proc/{process}/cmdline").read_text()
     except OSError:
         return ""
-
-
-def _parent(process: int) -> int:
-    stat = Path(f"/proc/{process}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1])
 
 
 _EMULATE = ("emulate", "--workers=2", "--link=100mbit", "--latency=1ms")

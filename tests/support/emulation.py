@@ -24,6 +24,12 @@ def descendants(pid):
     return found
 
 
+def parent_of(pid):
+    """The process that it is a child of."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 def network_of(pid):
     """The network namespace a process is in."""
     return os.readlink(f"/proc/{pid}/ns/net")

@@ -11,7 +11,14 @@ import pytest
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.errors import KeeperLostError
 from paceline.runtimes.emulated.network import EmulatedNetwork
-from tests.support.emulation import SECONDS, Watch, descendants, network_of, networks
+from tests.support.emulation import (
+    SECONDS,
+    Watch,
+    descendants,
+    network_of,
+    networks,
+    parent_of,
+)
 from tests.support.processes import PACELINE, launch, wait_until
 
 pytestmark = pytest.mark.usefixtures("namespaces")
@@ -127,8 +134,9 @@ def test_a_job_whose_keeper_is_killed_says_so(tmp_path):
     try:
         wait_until(lambda: "here" in job.stdout, 2 * SECONDS, "worker 0")
         kept = [pid for pid in job.processes() if "emulated.keeper" in command(pid)]
-        (guard,) = (pid for pid in kept if descendants(pid) & set(kept))
-        (keeper,) = set(kept) - {guard}
+        # A process that the keeper has just forked has its name, too.
+        (guard,) = (pid for pid in kept if parent_of(pid) not in kept)
+        (keeper,) = (pid for pid in kept if parent_of(pid) == guard)
         os.kill(keeper, signal.SIGKILL)
         job.wait().check_nothing_left()
     finally:
