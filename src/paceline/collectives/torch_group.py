@@ -199,15 +199,8 @@ class TorchGroup:
         if len(ranks) == 1 or not self._has_tags:
             return True
         full = torch.tensor([kept >= MOST_GROUPS], dtype=torch.uint8)
-        peers = [self._members[rank] for rank in ranks]
-        tag = self._tag("", "room")
-        execute.perform(
-            execute.steps_of(Ring(len(ranks), 1), list(ranks).index(self.rank)),
-            full,
-            execute.reduce_function("max"),
-            lambda part, to: self._group.send([part], peers[to], tag),
-            lambda part, source: self._group.recv([part], peers[source], tag),
-        )
+        asked = self.subset(self.name, ranks)
+        asked.perform_here(Ring(len(ranks), 1), full, "room", "max")
         return not full.item()
 
     @property

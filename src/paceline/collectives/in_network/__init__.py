@@ -4,7 +4,7 @@
 - `topology`, `pricing`: who adds up what, and how long it takes.
 - `fixed_point`: numbers as integers that add up exactly, without overflow.
 - `aggregator_addresses`: where racks' aggregators are.
-- `aggregator_sums`, `sum_queue`: sums of real and emulated jobs; the ring when an aggregator is lost.
+- `aggregator_sums`: sums of real and emulated jobs; the ring when an aggregator is lost.
 - `joining`: how ranks find their aggregators and each other.
 - `session`, `stages`: one rank's part of each sum, over connections and without.
 - `aggregator`: the chunks of several jobs that share an aggregator's memory, without I/O.

@@ -1,23 +1,46 @@
-"""Integers added up by `paceline aggregate` at racks' switches, in real and emulated jobs: what their
-environment says, and the queues of their sums."""
+"""Sums of integers by aggregators (`paceline aggregate`), in real and emulated jobs.
+
+`AggregatorSums` has a `SumQueue` for each communicator, for each chain of works that issues sums there
+(`collectives.pending`), and for each operation. A queue forms its sums one after the other, in a thread of its
+own, and around a ring when an aggregator is lost.
+
+*When an aggregator is lost*, all its connections end, so all workers of the job know, whether they
+wait for a sum or for nothing. All then meet, over the connections that the communicator has, and
+say how many sums they have. Nobody has one that not all have contributed to, so these numbers differ
+by one at most; and each rank keeps what it brought to its last one. So all form that one again
+around a plain ring, if some do not have it, and stay on the ring. Integers add up to the same bits in
+any order.
+
+At its end a rank meets the others once more: somebody may have lost an aggregator in the last sum.
+Everything that is waited for is either watched, or is of gloo, which learns of dead peers, as
+`runtimes.real.peer_monitor` does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+import select
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 
 from paceline.collectives.in_network.aggregator_addresses import aggregators_of
 from paceline.collectives.in_network.joining import JobConfig, Joining
-from paceline.collectives.in_network.sum_queue import LossNotice, SumQueue
-from paceline.collectives.in_network.wire import Address, IntegerOperation
-from paceline.collectives.pending import WorkPending, current
-from paceline.errors import UsageError
+from paceline.collectives.in_network.session import Session
+from paceline.collectives.in_network.wire import Address, IntegerOperation, Integers
+from paceline.collectives.pending import Job, WorkPending, current
+from paceline.collectives.schedules import Ring
+from paceline.errors import PeerLostError, UsageError
 from paceline.interfaces import Pending, Placement, Runtime, Schedule
 from paceline.interfaces.buckets import wire_bytes
+from paceline.timeouts import timeouts
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 if TYPE_CHECKING:
@@ -106,3 +129,227 @@ def sums_by_aggregators(
     comm.broadcast(name).wait()  # no other job has it
     job = bytes(name.numpy()).hex()
     return AggregatorSums(row, found, job, token or job)
+
+
+class _Met(msgspec.Struct):
+    """What ranks say when they meet."""
+
+    completed: int
+    leaving: bool = False
+
+
+class LossNotice:
+    """Says once to people that an aggregator is lost: several queues have the same ones."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_said = False
+
+    def say(self, comm: Communicator, text: str) -> None:
+        """Say *text* on rank 0 of *comm*, unless something has been said."""
+        if comm.rank != 0:
+            return
+        with self._lock:
+            was_said, self._is_said = self._is_said, True
+        if not was_said:
+            comm.log(text)
+
+
+class SumQueue:
+    """The queue of *comm*'s sums that works of the chain *path* issue. *joining*: this rank's way to
+    what adds up. *losses*: the job's, for all its queues."""
+
+    def __init__(
+        self, comm: Communicator, path: str, joining: Joining, losses: LossNotice
+    ) -> None:
+        self._comm, self._joining, self._losses = comm, joining, losses
+        self._path = f"{comm.name}|{path}"
+        self._session: Session | None = None
+        self._is_on_ring = False
+        self._completed = 0
+        self._kept: tuple[Integers, IntegerOperation] | None = None
+        self._broken: BaseException | None = None
+        self._left = False
+        self._jobs: deque[Job | None] = deque()
+        self._woken, self._wake = os.pipe()
+        self._thread = threading.Thread(
+            target=self._serve, name=f"paceline sums of {path}", daemon=True
+        )
+        self._thread.start()
+
+    # ---- from other threads ----
+
+    def start(self) -> Job:
+        """Find the aggregators now, so that what is wrong with them is an error at the start."""
+        return self._put_job(Job(self._join))
+
+    def all_reduce(self, values: torch.Tensor, operation: IntegerOperation) -> Job:
+        """Replace *values* by their sums over all ranks, or by the largest. Collective."""
+        return self._put_job(Job(partial(self._all_reduce, values.numpy(), operation)))
+
+    def close(self) -> None:
+        """All sums that were asked for are in: leave, when all others do."""
+        self._put(None)
+        self._thread.join(timeouts.sum_queue_close)
+
+    def _put_job(self, job: Job) -> Job:
+        self._put(job)
+        return job
+
+    def _put(self, job: Job | None) -> None:
+        self._jobs.append(job)
+        os.write(self._wake, b".")
+
+    # ---- the thread ----
+
+    def _serve(self) -> None:
+        while True:
+            job = self._next()
+            if job is None:
+                break
+            job.run(None)
+        with contextlib.suppress(Exception):  # nobody is left to be told
+            self._leave()
+        self._end_session(well=self._left)
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        """The last job was put and read, so nobody uses the pipe any more."""
+        ends = self._woken, self._wake
+        # A job that is put after the end fails, and wakes no later owner of the number.
+        self._woken = self._wake = -1
+        for end in ends:
+            os.close(end)
+
+    def _next(self) -> Job | None:
+        """The next job, once there is one; until then others are served."""
+        while not self._jobs:
+            try:
+                if self._session is not None and self._broken is None:
+                    self._session.idle(timeouts.sum_queue_idle, self._woken)
+                else:
+                    _readable(self._woken)
+            except PeerLostError as error:
+                with contextlib.suppress(BaseException):  # the next sum is told
+                    self._lose(error)
+            except BaseException as error:
+                # Nobody waits for this thread now: the next sum raises the error.
+                self._broken = error
+        os.read(self._woken, 1)
+        return self._jobs.popleft()
+
+    def _all_reduce(self, values: Integers, operation: IntegerOperation) -> None:
+        if self._broken is not None:
+            raise self._broken
+        try:
+            self._all_reduce_somewhere(values, operation)
+        except BaseException as error:
+            self._broken = error
+            raise
+        self._completed += 1
+
+    def _all_reduce_somewhere(
+        self, values: Integers, operation: IntegerOperation
+    ) -> None:
+        """All ranks decide alike, whoever learns of a loss before this sum and who in it."""
+        if self._session is None and not self._is_on_ring:
+            try:
+                self._join()
+            except PeerLostError as error:
+                self._is_on_ring = True
+                text = f"{error}; its sums go around the ring of all workers"
+                self._losses.say(self._comm, text)
+        if self._session is not None:
+            kept = values.copy()
+            try:
+                self._session.all_reduce(values, operation)
+                self._kept = kept, operation
+                return
+            except PeerLostError as error:
+                values[:] = kept
+                self._lose(error)
+        self._around(values, operation)
+
+    def _join(self) -> None:
+        """Collective. Raises `UsageError` and `PeerLostError`, on all ranks."""
+        self._session = self._joining.join(self._exchange)
+
+    def _end_session(self, *, well: bool) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.close(well=well)
+
+    # ---- when an aggregator is lost ----
+
+    def _lose(self, error: PeerLostError) -> None:
+        """All go on around the ring from the same sum on."""
+        try:
+            self._end_session(well=False)
+            self._is_on_ring = True
+            self._form_again(self._meet())
+            text = f"{error}; sums go around the ring of all workers from now on"
+            self._losses.say(self._comm, text)
+        except BaseException as fault:
+            self._broken = fault
+            raise
+
+    def _form_again(self, all_met: Sequence[_Met]) -> None:
+        fewest = min(met.completed for met in all_met)
+        if fewest < self._completed:
+            assert self._kept is not None
+            self._around(*self._kept)
+
+    # ---- the others ----
+
+    def _around(self, values: Integers, operation: IntegerOperation) -> None:
+        """The next one, around the ring of all ranks."""
+        self._comm.perform_here(
+            Ring(self._comm.size, len(values)),
+            torch.from_numpy(values),
+            f"{self._path} sums",
+            operation,
+        )
+
+    def _exchange(self, words: bytes) -> list[bytes]:
+        """Collective: what all ranks say, however long it is."""
+        own = torch.tensor([len(words)], dtype=torch.int64)
+        lengths = [int(length) for length in self._gather(own)]
+        longest = torch.zeros(max(lengths), dtype=torch.uint8)
+        if words:
+            longest[: len(words)] = torch.frombuffer(
+                bytearray(words), dtype=torch.uint8
+            )
+        rows = self._gather(longest)
+        return [
+            bytes(row[:length].numpy())
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+
+    def _gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Collective: every rank's *own*, equally long on all, as rows."""
+        size = self._comm.size
+        said = own.new_zeros(size, len(own))
+        said[self._comm.rank] = own
+        if said.numel():
+            ring = Ring(size, said.numel(), rounds=1, gather=True)
+            self._comm.perform_here(ring, said.view(-1), f"{self._path} words")
+        return said
+
+    def _meet(self, *, leaving: bool = False) -> list[_Met]:
+        words = msgspec.json.encode(_Met(self._completed, leaving))
+        return [msgspec.json.decode(one, type=_Met) for one in self._exchange(words)]
+
+    def _leave(self) -> None:
+        """Until all others have all sums, and say so."""
+        while self._broken is None and not self._left:
+            all_met = self._meet(leaving=True)
+            self._left = all(met.leaving for met in all_met)
+            if not self._left:  # somebody has lost an aggregator
+                self._end_session(well=False)
+                self._is_on_ring = True
+                self._form_again(all_met)
+
+
+def _readable(descriptor: int) -> None:
+    """Wait until it is, but not for ever."""
+    select.select([descriptor], [], [], timeouts.sum_queue_idle)

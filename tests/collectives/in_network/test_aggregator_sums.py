@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from paceline.collectives import execute
+from paceline.collectives.in_network.aggregator_sums import LossNotice, SumQueue
 from paceline.collectives.in_network.joining import Card
-from paceline.collectives.in_network.sum_queue import LossNotice, SumQueue
 from tests.support.hanging import SECONDS
 
 
