@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.cli.serve import serve as serve_command
@@ -95,6 +96,14 @@ def test_what_all_know_already_is_not_printed(serve, monkeypatch, name):
     token, out = serve()
     assert out == ""
     assert token == dedicated_token({name: LONG})
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1:29600", "[::1]:29600", "[::1]"])
+def test_an_address_with_a_port_is_refused(bind):
+    ran = CliRunner().invoke(app, ["serve", "--workers", "2", "--bind", bind])
+    assert isinstance(ran.exception, UsageError)
+    assert f"--bind {bind}: expected an address alone" in str(ran.exception)
+    assert "--port" in str(ran.exception)
 
 
 def test_a_short_token_is_refused(serve, monkeypatch):

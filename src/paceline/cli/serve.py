@@ -84,6 +84,10 @@ def serve(
 
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
+    if bind.count(":") == 1 or bind.startswith("["):  # an IPv6 address has more
+        raise UsageError(
+            f"--bind {bind}: expected an address alone, such as 10.0.0.9 or ::1; give the port by --port"
+        )
     if snapshot is not None and not survive:
         raise UsageError("--snapshot means nothing without --survive")
     if not survive and _was_typed(context, "evict_silent"):
