@@ -56,18 +56,20 @@ def emulate(
     )
     described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
     o.check_workers(method, described.workers, described.groups)
-    with script_run(job, json, described) as run, EmulatedNetwork(described) as fabric:
-        for warning in fabric.warnings:
+    with script_run(job, json, described) as run, EmulatedNetwork(described) as network:
+        for warning in network.warnings:
             print(f"paceline: {warning}", file=sys.stderr)
         if check_links:
-            _check_links(fabric, json)
+            _check_links(network, json)
         with status_lines(json, "starting", steps):
-            run.status = EmulatedJob(run.job, fabric, output).run()
+            run.status = EmulatedJob(run.job, network, output).run()
 
 
-def _check_links(fabric: EmulatedNetwork, json: bool) -> None:
+def _check_links(network: EmulatedNetwork, json: bool) -> None:
+    from paceline.runtimes.emulated.link_check import check_links
+
     with telling(json, "measuring the links"):
-        report = fabric.measure()
+        report = check_links(network)
     for link in report.off():
         print(f"paceline: {link}", file=sys.stderr)
     print(f"links: {report.summary()}", file=sys.stderr)

@@ -13,6 +13,7 @@ from paceline.errors import UsageError
 from paceline.runtimes.emulated import link_check
 from paceline.runtimes.emulated.errors import EmulationError, KernelLacksError
 from paceline.runtimes.emulated.keeper import needs
+from paceline.runtimes.emulated.link_check import check_links
 from paceline.runtimes.emulated.machine_check import capabilities
 from paceline.runtimes.emulated.network import EmulatedNetwork
 from tests.support.emulation import connect
@@ -45,7 +46,7 @@ def transfer(sender, receiver, text):
 
 
 TRIES = 10
-"""Times three trials of each link: see `paceline.runtimes.emulated.link_check`."""
+"""Times three measurements of each link: see `paceline.runtimes.emulated.link_check`."""
 
 
 def test_hosts_reach_each_other(fabric):
@@ -75,7 +76,9 @@ def test_racks_and_servers_reach_each_other(namespaces):
 @pytest.mark.slow
 def test_an_uplink_limits_what_crosses_it(namespaces):
     with EmulatedNetwork(parse_cluster(TWO_RACKS), process_bytes=0) as fabric:
-        report = eventually(fabric.measure, lambda report: report.worst < 0.1, TRIES)
+        report = eventually(
+            lambda: check_links(fabric), lambda report: report.worst < 0.1, TRIES
+        )
         found = {link.name: link for link in report.links}
         assert found["rack 0 up"].error == pytest.approx(0, abs=0.1)
         assert found["rack 0 down"].asked == 2.5e6
@@ -83,8 +86,36 @@ def test_an_uplink_limits_what_crosses_it(namespaces):
         assert report.idle == ("rack 1 up", "rack 1 down")
 
 
+def test_as_many_streams_load_a_link_as_it_takes(monkeypatch):
+    cluster = parse_cluster(
+        """
+        [[rack]]
+        workers = 3
+        link = "100 Mbit/s"
+        latency = "0 s"
+        uplink = "250 Mbit/s"
+        [[rack]]
+        workers = 2
+        link = "200 Mbit/s"
+        latency = "0 s"
+        uplink = "800 Mbit/s"
+        """
+    )
+    monkeypatch.setattr(link_check, "_run", lambda network, load: load.rate)
+    report = check_links(EmulatedNetwork(cluster, process_bytes=0))
+    found = {link.name: link.possible * 8e-6 for link in report.links}
+    assert (found["worker 0 out"], found["worker 4 in"]) == (100, 200)
+    # Two streams of 100 Mbit/s: the second rack has two hosts.
+    assert (found["rack 0 up"], found["rack 1 down"]) == (200, 200)
+    assert len(found) == 14
+    assert report.idle == ()
+    assert report.off() == ()
+
+
 def test_links_give_the_goodput_that_was_asked_for(fabric):
-    report = eventually(fabric.measure, lambda report: report.worst < 0.1, TRIES)
+    report = eventually(
+        lambda: check_links(fabric), lambda report: report.worst < 0.1, TRIES
+    )
     assert [link.name for link in report.links] == [
         "worker 0 out",
         "worker 0 in",
@@ -101,7 +132,9 @@ def test_a_link_is_throttled_during_a_run(fabric):
     fabric.set_rate(0, 2.5e6)
     try:
         throttled = eventually(
-            lambda: fabric.measure().links[0], lambda link: abs(link.error) < 0.1, TRIES
+            lambda: check_links(fabric).links[0],
+            lambda link: abs(link.error) < 0.1,
+            TRIES,
         )
         assert throttled.asked == 2.5e6
         assert throttled.found == pytest.approx(2.5e6, rel=0.1)
@@ -147,7 +180,7 @@ def test_measuring_a_cut_link_names_it(fabric, monkeypatch):
         with pytest.raises(
             EmulationError, match="cut: worker 0 out, worker 1 in, worke"
         ):
-            fabric.measure()
+            check_links(fabric)
     finally:
         fabric.repair(2)
 

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.errors import KeeperLostError
+from paceline.runtimes.emulated.link_check import check_links
 from paceline.runtimes.emulated.network import EmulatedNetwork
 from tests.support.emulation import (
     SECONDS,
@@ -118,7 +119,7 @@ def test_when_the_keeper_is_killed_all_is_gone_and_every_call_says_so(victim):
             lambda: fabric.cut(0),
             lambda: fabric.set_rate(0, 1e6),
             lambda: fabric.socket(0),
-            fabric.measure,
+            lambda: check_links(fabric),
         ):
             with pytest.raises(KeeperLostError, match="start the cluster again"):
                 call()

@@ -17,11 +17,12 @@ RUN = """
 import os, sys
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.machine_check import capabilities
+from paceline.runtimes.emulated.link_check import check_links
 from paceline.runtimes.emulated.network import EmulatedNetwork
 with EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as fabric:
     fabric.cut(0)
     fabric.repair(0)
-    assert not fabric.measure().off(0.2)
+    assert not check_links(fabric).off(0.2)
     assert fabric.popen(0, ["sh", "-c", "exit $(id -u)"]).wait() == os.getuid() % 256
 print(capabilities().mode)
 """

@@ -4,8 +4,8 @@ This file imports nothing: the keeper imports it, and must start without torch. 
 
 - `runtime`: one worker: a real process in an emulated host.
 - `launch`: a training job, and its aggregators.
-- `network`: hosts, processes in them, rules, measuring; start here.
-- `link_check`: what each link really gives, and the streams that find it out.
+- `network`: hosts, processes in them, rules; start here.
+- `link_check`: measures the goodput that each link gives.
 - `machine_check`, `memory`: what this machine can do, and how many hosts fit.
 - `control`, `control_messages`: starts the keeper and asks it; a process inside a host, seen from
   outside.

@@ -3,7 +3,6 @@
 ::
 
     with EmulatedNetwork(cluster) as network:
-        print(network.measure().summary())
         server = network.popen(0, [sys.executable, "serve.py", network.hosts[0].address])
         network.cut(1)
         network.repair(1)
@@ -34,7 +33,6 @@ from paceline.runtimes.emulated.control_messages import (
     SetRate,
 )
 from paceline.runtimes.emulated.errors import EmulationError
-from paceline.runtimes.emulated.link_check import Report, measure
 from paceline.runtimes.emulated.network_plan import Host, Plan
 from paceline.runtimes.emulated.shaping import UNLIMITED, wire_rate
 
@@ -166,11 +164,6 @@ class EmulatedNetwork:
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """The directed links from one host to another."""
         return self._plan.path(source, destination)
-
-    def measure(self) -> Report:
-        """Load every link with TCP for about half a second, while nothing else does, and
-        say what it gave. A cut link is an error."""
-        return measure(self)
 
     @property
     def _running(self) -> Client:
