@@ -93,8 +93,8 @@ def run(
         o.check_lone_worker(survive, server, torchrun_options, snapshot, resume)
         from paceline.runtimes.real.external_worker import exec_as_worker
 
-        options = replace(job.options, json=json)
-        exec_as_worker(job.script, job.arguments, options, str(server), rank, workers)
+        job = replace(job, options=replace(job.options, json=json))
+        exec_as_worker(job, str(server), rank, workers)
     if survive and torchrun_options:
         raise UsageError(
             f"--survive has a launcher of its own, for one machine: leave out "
@@ -115,10 +115,8 @@ def run(
     with script_run(job, json) as run:
         if survive:
             supervisor = Supervisor(
+                run.job,
                 o.REAL_WORKERS if workers is None else workers,
-                run.job.script,
-                run.job.arguments,
-                run.job.options,
                 snapshot,
                 resume=resume,
             )

@@ -13,7 +13,7 @@ import torch
 from paceline.cli import app
 from paceline.errors import PeerLostError, UsageError
 from paceline.parameter_server.process.surviving import SurvivingJob
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.real import external_worker, runtime
 from paceline.timeouts import timeouts
 from paceline.transport.listener import ServerListener
@@ -307,9 +307,8 @@ def exec_as_worker(monkeypatch):
     monkeypatch.setattr(os, "execve", lambda *what: found.append(what))
 
     def run(server, rank=None, workers=None):
-        external_worker.exec_as_worker(
-            "train.py", [], RunOptions(method="asp"), server, rank, workers
-        )
+        job = ScriptJob("train.py", options=RunOptions(method="asp"))
+        external_worker.exec_as_worker(job, server, rank, workers)
         program, words, environment = found.pop()
         assert (program, words) == (sys.executable, [sys.executable, "train.py"])
         return environment

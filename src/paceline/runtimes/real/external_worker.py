@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from threading import Event
 from typing import NoReturn, TypeVar
@@ -22,7 +22,7 @@ from typing import NoReturn, TypeVar
 from paceline import methods, spec
 from paceline.core.settings import Settings
 from paceline.errors import PeerLostError, UsageError
-from paceline.run_options import RunOptions
+from paceline.run_options import ScriptJob
 from paceline.runtimes import launchers
 from paceline.runtimes.real.job_store import host_to_connect
 from paceline.runtimes.real.server_process import (
@@ -69,14 +69,9 @@ def _check_server(server: str) -> None:
 
 
 def exec_as_worker(
-    script: str,
-    arguments: Sequence[str],
-    options: RunOptions,
-    server: str,
-    rank: int | None,
-    workers: int | None,
+    job: ScriptJob, server: str, rank: int | None, workers: int | None
 ) -> NoReturn:
-    """This process becomes the script, as one worker: so who started it starts, ends and counts
+    """This process becomes the job's script, as one worker: so who started it starts, ends and counts
     the worker itself. *rank*, *workers*: None: as the launcher's variables say, and else, of how
     many there are, the server.
 
@@ -87,6 +82,7 @@ def exec_as_worker(
     place = place_of(os.environ, server, rank, workers)
     if place.size:
         environment_of(server, place.rank, place.size)  # which says what cannot be
+    options = job.options
     check(server, os.environ, options.method)
     size = fetch_world_size(server, place.rank, place.size, os.environ)
     # What else the launcher has said stays, such as LOCAL_RANK.
@@ -101,7 +97,7 @@ def exec_as_worker(
         os.dup2(2, 1)
         options = replace(options, result=f"/dev/fd/{kept}")
     environment |= options.to_environment()
-    os.execve(sys.executable, [sys.executable, script, *arguments], environment)
+    os.execve(sys.executable, [sys.executable, job.script, *job.arguments], environment)
 
 
 def place_of(

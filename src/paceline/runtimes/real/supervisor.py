@@ -57,7 +57,7 @@ from paceline.parameter_server.process.control import (
     WorkerLost,
 )
 from paceline.parameter_server.process.surviving import checked
-from paceline.run_options import CLUSTER_VARIABLE, RunOptions
+from paceline.run_options import CLUSTER_VARIABLE, RunOptions, ScriptJob
 from paceline.runtimes import progress
 from paceline.runtimes.processes import (
     ERROR_FILE_VARIABLE,
@@ -95,7 +95,7 @@ _LOOK_SECONDS = 1.0
 
 
 class Supervisor:
-    """Runs *script* in *workers* processes on this machine.
+    """Runs a *job* in *workers* processes on this machine.
 
     *snapshot*: where server 0 keeps its parameters, see `SupervisedServers`; None: in a file of its
     own.
@@ -107,10 +107,8 @@ class Supervisor:
 
     def __init__(
         self,
+        job: ScriptJob,
         workers: int,
-        script: str,
-        arguments: Sequence[str],
-        options: RunOptions,
         snapshot: Path | None = None,
         resume: bool = False,
     ) -> None:
@@ -118,10 +116,9 @@ class Supervisor:
             raise UsageError(f"--workers: expected 1 or more, got {workers}")
         resume = resume or os.environ.get(RESUME_VARIABLE) == "1"
         self._servers = SupervisedServers(
-            workers, _groups(options, workers), snapshot, resume
+            workers, _groups(job.options, workers), snapshot, resume
         )
-        self._command = [sys.executable, script, *arguments]
-        self._options = options
+        self._job = job
         self._workers: list[SupervisedWorker] = []
         self._policy = SurvivePolicy(workers)
         self._processes = ProcessSupervisor()
@@ -133,7 +130,7 @@ class Supervisor:
         another job keeps its snapshot in this one's file.
         """
         with scratch_folder() as folder:
-            records = self._options.records
+            records = self._job.options.records
             named = self._servers.snapshot
             if named is None:  # one that nobody else can name
                 self._servers.keep_snapshot_in(Path(records or folder))
@@ -155,8 +152,9 @@ class Supervisor:
         return max(found, key=lambda one: one.step, default=None)
 
     def _run(self, folder: str) -> int:
+        command = [sys.executable, self._job.script, *self._job.arguments]
         self._workers = [
-            SupervisedWorker(rank, self._command, folder)
+            SupervisedWorker(rank, command, folder)
             for rank in range(len(self._policy.workers))
         ]
         try:
@@ -195,7 +193,7 @@ class Supervisor:
         environment = {
             "OMP_NUM_THREADS": "1",
             **os.environ,
-            **self._options.to_environment(),
+            **self._job.options.to_environment(),
             "GROUP_RANK": "0",
             "WORLD_SIZE": count,
             "LOCAL_WORLD_SIZE": count,
