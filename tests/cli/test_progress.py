@@ -17,7 +17,7 @@ from paceline.records import StepRecorder
 from paceline.runtimes.progress import (
     WorkerProgress,
     attach_progress_writer,
-    noted,
+    last_step,
     read,
 )
 from tests.support.terminal import SECONDS, on_terminal
@@ -188,16 +188,16 @@ def test_who_writes_how_far_it_is(
         recorder, lambda: 40 if alone else 0, server_only=alone, environment=place
     )
     recorder.begin("asp")
-    assert noted(file) == 0
+    assert last_step(file) == 0
     for _ in range(written):
         recorder.step()
-    assert noted(file) == (43 if alone else 0)
+    assert last_step(file) == (43 if alone else 0)
     assert (read(file) is not None) == alone
 
 
 def test_a_worker_that_died_while_it_wrote_had_done_a_step(tmp_path: Path) -> None:
     file = tmp_path / "progress"
-    assert noted(file) == 0
+    assert last_step(file) == 0
     file.touch()
-    assert noted(file) == 1
+    assert last_step(file) == 1
     assert read(file) is None

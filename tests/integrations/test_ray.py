@@ -57,12 +57,14 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.parametrize("row", ROWS)
 def test_a_job_survives(survived, row):
     """Each step is applied once: gradients are ones, and under backup a step's mean is one. Under
-    asp each gradient is; only of what a killed life pushed last nobody knows whether it came."""
+    asp each gradient is; only of what a killed incarnation pushed last nobody knows whether it came."""
     told = survived[row]
     assert told["last"] == told["steps"] - 1
     assert not told["left"], "the job has ended well"
     assert [one["rank"] for one in told["results"]] == [0, 1]
-    assert sum(one["life"] for one in told["results"]) >= 1, "nobody was started again"
+    assert sum(one["incarnation"] for one in told["results"]) >= 1, (
+        "nobody was started again"
+    )
     assert len({w for one in told["results"] for w in one["weight"]}) == 1, told
     if told["method"] == "backup":
         assert told["moved"] == told["steps"]

@@ -211,7 +211,7 @@ def test_clipping_what_has_left_is_refused_in_words(tmp_path: Path) -> None:
 def test_a_job_survives_a_worker_that_is_killed(
     name: str, package: str, tmp_path: Path
 ) -> None:
-    """Its second life has the servers' model, and does its own epochs anew."""
+    """Its second incarnation has the servers' model, and does its own epochs anew."""
     needs(package)
     job = run(
         *(2, SCRIPTS / f"of_{name}.py", "ours", tmp_path, "dies@asp"),
@@ -219,7 +219,7 @@ def test_a_job_survives_a_worker_that_is_killed(
         options=["--survive"],
         forked="all",
     )
-    job.wait(2 * SECONDS)  # one life after the other
+    job.wait(2 * SECONDS)  # one incarnation after the other
     assert job.status == 0, job.output
     assert job.stderr.count(f"was killed by {signal.SIGKILL.name}") == 1, job.output
     ends = lines_of([job.stdout])

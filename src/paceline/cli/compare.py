@@ -343,8 +343,8 @@ def _run_all(
             file = Path(folder) / str(item.number)
 
             def now() -> str:
-                standing = read(file)
-                return "" if standing is None else describe(standing)
+                progress = read(file)
+                return "" if progress is None else describe(progress)
 
             end = shown.begin(f"[{item.number + 1}/{len(variants)}] {item.spec}", now)
             outcome, errors = run_variant(

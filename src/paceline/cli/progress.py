@@ -79,36 +79,36 @@ def _print_until(
 ) -> None:
     began = time.monotonic()
     while not over.wait(_EVERY_SECONDS):
-        standing = look()
-        text = doing if standing is None else describe(standing, steps)
+        progress = look()
+        text = doing if progress is None else describe(progress, steps)
         elapsed = timedelta(seconds=int(time.monotonic() - began))
         with suppress(OSError):  # the terminal may be gone
             sys.stderr.write(f"paceline: {text} · {elapsed}\n")
             sys.stderr.flush()
 
 
-def describe(standing: WorkerProgress, steps: int | None = None) -> str:
+def describe(progress: WorkerProgress, steps: int | None = None) -> str:
     """In one line how far a training is, what a step takes, and by what plan."""
     words = [
-        f"step {standing.step}" + f" of {steps}" * bool(steps)
-        if standing.step
+        f"step {progress.step}" + f" of {steps}" * bool(steps)
+        if progress.step
         else "no step yet"
     ]
-    if standing.step_seconds:
+    if progress.step_seconds:
         words.append(
-            f"{_three(standing.step_seconds)} a step, "
-            f"{_three(standing.exposed_seconds)} exposed"
+            f"{_three(progress.step_seconds)} a step, "
+            f"{_three(progress.exposed_seconds)} exposed"
         )
-    if standing.method:
+    if progress.method:
         plan = ""
-        if standing.deciding:
+        if progress.deciding:
             plan = ", still deciding"
-        elif not standing.settled:
+        elif not progress.settled:
             plan = ", still planning"
-        elif standing.buckets:
-            plan = f", {standing.buckets} bucket" + "s" * (standing.buckets > 1)
-        words.append(standing.method + plan)
-    words += [f"{name} {value:.4g}" for name, value in standing.metrics.items()]
+        elif progress.buckets:
+            plan = f", {progress.buckets} bucket" + "s" * (progress.buckets > 1)
+        words.append(progress.method + plan)
+    words += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]
     return " · ".join(words)
 
 

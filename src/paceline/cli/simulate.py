@@ -77,10 +77,10 @@ def simulate(
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
-                    standing = WorkerProgress.of(simulation.runtime_of(0).recorder)
-                    told(f"virtual time {now:.3f} s · {describe(standing, steps)}")
+                    progress = WorkerProgress.of(simulation.runtime_of(0).recorder)
+                    told(f"virtual time {now:.3f} s · {describe(progress, steps)}")
                     if there is not None:
-                        standing.write(there)
+                        progress.write(there)
 
                 simulation = Simulation(
                     described,

@@ -46,12 +46,12 @@ from paceline.integrations.ray_actors import (  # noqa: E402
     NAMESPACE,
     SERVER,
     Coordinator,
-    News,
+    JobNews,
     Server,
     Worker,
-    called,
-    name_of,
+    actor_name,
     protection,
+    worker_name,
 )
 
 Resources = Mapping[str, float]
@@ -121,7 +121,7 @@ def run(
         opened = server.serve.remote()  # while workers start; a fault is news
         each = [
             actors.anywhere(
-                *(Worker, requests[name_of(rank)]),
+                *(Worker, requests[worker_name(rank)]),
                 *(rank, workers, actors.job, environment),
             )
             for rank in range(workers)
@@ -136,10 +136,10 @@ def run(
             failed = [
                 failure for call in ready if (failure := _failure(call, calls[call]))
             ]
-            news: News = ray.get(coordinator.look.remote())
+            news: JobNews = ray.get(coordinator.poll.remote())
             for line in news.lines:
                 print(f"paceline: {line}", file=sys.stderr, flush=True)
-            for rank in news.hang:
+            for rank in news.evicted:
                 ray.kill(each[rank], no_restart=False)
             if news.fault:
                 raise UsageError(news.fault)
@@ -147,7 +147,7 @@ def run(
                 raise failed[0]
             for call in ready:
                 server.is_done.remote(calls.pop(call))
-            room.look({name_of(rank) for rank in calls.values()})
+            room.look({worker_name(rank) for rank in calls.values()})
         del opened
         results: list[Any] = ray.get(coordinator.results.remote())
         _end(server, path)
@@ -172,7 +172,7 @@ def _requests(
     each = {"CPU": 1.0} if of_worker is None else of_worker
     return {
         SERVER: {"CPU": 1.0} if of_server is None else of_server,
-        **{name_of(rank): each for rank in range(workers)},
+        **{worker_name(rank): each for rank in range(workers)},
     }
 
 
@@ -225,7 +225,7 @@ class _Actors:
                 ray.kill(actor, no_restart=True)
 
     def _name(self, kind: type) -> dict[str, str]:
-        return {"name": called(self.job, kind), "namespace": NAMESPACE}
+        return {"name": actor_name(self.job, kind), "namespace": NAMESPACE}
 
     def _make(self, kind: type, options: Mapping[str, Any], *arguments: Any) -> Any:
         actor = ray.remote(kind).options(**options, **self._common).remote(*arguments)
@@ -259,7 +259,7 @@ def _restarts(request: Resources) -> dict[str, Any]:
 
 def _failure(call: Any, rank: int) -> WorkerFailedError | UsageError | None:
     """What a worker's call has raised, if anything."""
-    name = name_of(rank)
+    name = worker_name(rank)
     try:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:

@@ -4,13 +4,13 @@ Theory of operation
 -------------------
 Three kinds of actor. The *server* holds the parameters (`SurvivingJob`). Each *worker* runs
 the loop. Ray starts both again wherever there is room when their process or their node dies,
-and repeats the call that was under way. The *coordinator* lives on the node of whoever called `run`
-and ends with that: it numbers the lives of workers, keeps their results, and knows how far each has
-come, so that nothing of it is lost with a node.
+and repeats the call that was under way. The *coordinator* runs on the node of the process that
+called `run`, and ends with that process. It numbers the incarnations of workers, and keeps their
+results and their progress, so that no node takes these with it.
 
-A worker that begins asks the coordinator for the number of its life, and the server for its address; that
+A worker that starts asks the coordinator for its incarnation, and the server for its address; that
 call waits while the server is started again. From there on all is as under ``paceline run
---survive``: the server takes the earlier life for lost and lets this one in. When the server
+--survive``: the server evicts the earlier incarnation and admits this one. When the server
 dies, workers see their connections end; each then ends its process, and Ray starts it again.
 
 An error of the loop's own is no death: the call raises it, and the job ends.
@@ -88,18 +88,18 @@ class Server:
         if not self._address:
             there = self._path is not None and self._path.exists()
             node = ray.get_runtime_context().get_node_id()
-            done = ray.get(self._coordinator.server_begins.remote(node, there))
+            done = ray.get(self._coordinator.server_started.remote(node, there))
             try:
                 self._start(done)
             except UsageError as error:
-                ray.get(self._coordinator.fails.remote(str(error)))
+                ray.get(self._coordinator.fail.remote(str(error)))
                 raise
         if self._over:
             fault = (
                 "a worker died after its training was over, or began another one: only one training "
                 "survives that, and not what a loop does after it"
             )
-            ray.get(self._coordinator.fails.remote(fault))
+            ray.get(self._coordinator.fail.remote(fault))
             raise UsageError(fault)
         return self._address
 
@@ -143,12 +143,14 @@ class Server:
             target=self._run, args=(job, reading), name="paceline server", daemon=True
         )
         self._thread.start()
-        ray.get(self._coordinator.server_goes_on.remote(job.step))
+        ray.get(self._coordinator.server_resumed.remote(job.step))
 
     def _run(self, job: SurvivingJob, stop: int) -> None:
         try:
             for silent in job.run(stop):
-                self._coordinator.evicted.remote(silent.worker, silent.incarnation)
+                self._coordinator.worker_evicted.remote(
+                    silent.worker, silent.incarnation
+                )
             # Whether they have ended well is for the coordinator, which knows what each loop gave.
             self._over = job.attendance.all_have_departed
             job.host.close()
@@ -171,13 +173,15 @@ class Worker:
         self._rank, self._workers = rank, workers
         self._coordinator, self._server = find(job, Coordinator), find(job, Server)
         self._environment = environment
-        self._told = 0.0
+        self._reported = 0.0
 
     def run(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        """One life: from joining the server to the end of *loop*, whose result the coordinator gets."""
+        """Run one incarnation: join the server, run *loop*, and give its result to the coordinator."""
         node = ray.get_runtime_context().get_node_id()
-        life: Life = ray.get(self._coordinator.begins.remote(self._rank, node))
-        if life.done:
+        incarnation: Incarnation = ray.get(
+            self._coordinator.worker_started.remote(self._rank, node)
+        )
+        if incarnation.done:
             return
         address = ray.get(self._server.serve.remote())
         os.environ.update(
@@ -186,7 +190,7 @@ class Worker:
                 **environment_of(address, self._rank, self._workers),
                 "LOCAL_RANK": "0",
                 "LOCAL_WORLD_SIZE": "1",
-                INCARNATION_VARIABLE: str(life.number),
+                INCARNATION_VARIABLE: str(incarnation.number),
             }
         )
         try:
@@ -202,7 +206,7 @@ class Worker:
                 f"paceline: worker {self._rank}: {error}", file=sys.stderr, flush=True
             )
             exit_now(1)  # a process trains once: Ray starts the next
-        ray.get(self._coordinator.done.remote(self._rank, result))
+        ray.get(self._coordinator.worker_finished.remote(self._rank, result))
 
     def _result_of(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
@@ -216,19 +220,19 @@ class Worker:
 
     def _note(self, runtime: RealRuntime, step: int) -> None:
         now = time.monotonic()
-        if step == 1 or (step and now > self._told + NOTE_SECONDS):
-            self._told = now
+        if step == 1 or (step and now > self._reported + NOTE_SECONDS):
+            self._reported = now
             reached = runtime.registry.first_step + step
-            self._coordinator.reached.remote(self._rank, reached)
+            self._coordinator.step_completed.remote(self._rank, reached)
 
 
 def find(job: str, kind: type) -> Any:
     """The actor of that *kind* of a job: by its name, since arguments that refer to an actor must
     outlive what they refer to."""
-    return ray.get_actor(called(job, kind), namespace=NAMESPACE)
+    return ray.get_actor(actor_name(job, kind), namespace=NAMESPACE)
 
 
-def called(job: str, kind: type) -> str:
+def actor_name(job: str, kind: type) -> str:
     """The name of an actor of which a job has one."""
     return f"{job} {kind.__name__}"
 
@@ -247,85 +251,97 @@ def protection(environment: Mapping[str, str]) -> dict[str, str]:
 # ---- the coordinator: no Ray in it ----
 
 SERVER = "the server"
-_LET_GO = ("taken for lost", HAS_BEEN_HERE)
-"""What a server says to a life that it has let go of, or that it knows already: the next one may come."""
+_EVICTED = ("taken for lost", HAS_BEEN_HERE)
+"""In a server's refusal of an incarnation that it has evicted, or that has joined before: the next one
+may join."""
 
 
 @dataclass(frozen=True)
-class Life:
-    """One life of a worker: its number, from 0; *done*: nothing is left to do."""
+class Incarnation:
+    """One incarnation of a worker: its number, from 0; *done*: nothing is left to do."""
 
     number: int
     done: bool
 
 
 @dataclass
-class _Member:
-    """What is known of one actor. *steps*: the job's step that it has reached; *node*: where it
-    has begun its last life."""
+class _ActorRecord:
+    """What is known of one actor, over all its incarnations.
 
-    lives: int = 0
-    in_vain: int = 0
-    steps: int = 0
+    Attributes:
+        starts: How many incarnations have started.
+        starts_without_progress: How many of them since the last completed step.
+        last_step: The job's last step that it has completed.
+        node: Where the last incarnation has started.
+    """
+
+    starts: int = 0
+    starts_without_progress: int = 0
+    last_step: int = 0
     node: str = ""
 
 
 @dataclass(frozen=True)
-class News:
-    """What whoever called `run` is told: sentences, and why the job cannot go on, if so.
-    *hang*: workers whose process is to be ended."""
+class JobNews:
+    """What the caller of `run` learns: lines to print, and why the job cannot go on, if so.
+    *evicted*: workers whose process is to be killed."""
 
     lines: list[str]
     fault: str
-    hang: list[int]
+    evicted: list[int]
 
 
 @dataclass
 class Coordinator:
-    """Who is in which life, how far, and done, of so many *workers*. *snapshot*, *resume*: as
-    `run` has them."""
+    """Tracks the incarnation, progress and completion of each worker of a job on Ray.
+
+    *snapshot*, *resume*: as `run` has them.
+    """
 
     workers: int
     snapshot: str | None
     resume: bool = False
-    _members: dict[str, _Member] = field(default_factory=dict)
+    _records: dict[str, _ActorRecord] = field(default_factory=dict)
     _results: dict[int, Any] = field(default_factory=dict)
     _lines: list[str] = field(default_factory=list)
     _fault: str = ""
-    _hang: list[int] = field(default_factory=list)
+    _evicted: list[int] = field(default_factory=list)
 
-    def begins(self, rank: int, node: str) -> Life:
+    def worker_started(self, rank: int, node: str) -> Incarnation:
         """A worker's process has started, on *node*."""
-        name = name_of(rank)
-        member = self._begins(name, node)
-        if rank in self._hang:  # whose process was to be ended has ended by itself
-            self._hang.remove(rank)
-        # With the server all end, whatever they are like.
-        server = self._members.get(SERVER, _Member(lives=1))
-        if member.lives > MAX_RESTARTS + server.lives:
-            self.fails(f"{name} has died {MAX_RESTARTS} times")
-        return Life(member.lives - 1, rank in self._results)
+        name = worker_name(rank)
+        record = self._record_start(name, node)
+        if rank in self._evicted:  # its process has ended by itself
+            self._evicted.remove(rank)
+        # All workers end with the server: those deaths do not count.
+        server = self._records.get(SERVER, _ActorRecord(starts=1))
+        if record.starts > MAX_RESTARTS + server.starts:
+            self.fail(f"{name} has died {MAX_RESTARTS} times")
+        return Incarnation(record.starts - 1, rank in self._results)
 
-    def reached(self, rank: int, step: int) -> None:
-        """A worker has done the job's step *step*."""
-        member = self._members[name_of(rank)]
-        member.steps, member.in_vain = step, 0
-        if SERVER in self._members:
-            self._members[SERVER].in_vain = 0
+    def step_completed(self, rank: int, step: int) -> None:
+        """A worker has completed the job's step *step*."""
+        record = self._records[worker_name(rank)]
+        record.last_step, record.starts_without_progress = step, 0
+        if SERVER in self._records:
+            self._records[SERVER].starts_without_progress = 0
 
-    def evicted(self, rank: int, life: int) -> None:
-        """The server has taken this life for lost, and its process lives."""
-        if life == self._members[name_of(rank)].lives - 1 and rank not in self._hang:
-            self._hang.append(rank)
+    def worker_evicted(self, rank: int, incarnation: int) -> None:
+        """The server has evicted this incarnation, and its process still runs."""
+        if (
+            incarnation == self._records[worker_name(rank)].starts - 1
+            and rank not in self._evicted
+        ):
+            self._evicted.append(rank)
 
-    def server_begins(self, node: str, has_snapshot: bool) -> list[int]:
+    def server_started(self, node: str, has_snapshot: bool) -> list[int]:
         """The server's process has started; returns the workers that are done. Raises
         `UsageError` where nothing is left to go on from, or the snapshot may be another job's."""
         step = self._furthest()
-        self._members.setdefault(SERVER, _Member()).steps = step
-        life = self._begins(SERVER, node).lives
-        if life == 1 and has_snapshot and not self.resume:
-            self.fails(
+        self._records.setdefault(SERVER, _ActorRecord()).last_step = step
+        first = self._record_start(SERVER, node).starts == 1
+        if first and has_snapshot and not self.resume:
+            self.fail(
                 f"snapshot={self.snapshot!r}: the file exists, and may be what another job left; "
                 "remove it to begin anew, or pass resume=True to go on from it"
             )
@@ -337,73 +353,73 @@ class Coordinator:
                     f"none was taken yet, or the node where it was started again does not reach "
                     f"{self.snapshot}"
                 )
-            self.fails(
+            self.fail(
                 f"the parameter server died after step {step}, and there is no snapshot: {advice}"
             )
         if self._fault:
             raise UsageError(self._fault)
         return list(self._results)
 
-    def server_goes_on(self, step: int) -> None:
+    def server_resumed(self, step: int) -> None:
         """The server listens, and goes on with *step*."""
-        if self._members[SERVER].lives > 1:
+        if self._records[SERVER].starts > 1:
             self._lines.append(
                 f"the parameter server goes on from its snapshot of step {step}: what was done after "
                 "that is done again"
             )
-        for member in self._members.values():
-            member.steps = min(member.steps, step)
+        for record in self._records.values():
+            record.last_step = min(record.last_step, step)
         # Also of a job that was resumed and has done no step yet: who dies now has lost something.
-        self._members[SERVER].steps = step
+        self._records[SERVER].last_step = step
 
-    def done(self, rank: int, result: Any) -> None:
+    def worker_finished(self, rank: int, result: Any) -> None:
         """A worker's loop has returned *result*."""
         self._results[rank] = result
 
-    def look(self) -> News:
-        """What has happened since this was last called."""
+    def poll(self) -> JobNews:
+        """What has happened since the last call."""
         lines, self._lines = self._lines, []
-        hang, self._hang = self._hang, []
-        return News(lines, self._fault, hang)
+        evicted, self._evicted = self._evicted, []
+        return JobNews(lines, self._fault, evicted)
 
     def results(self) -> list[Any]:
         """In the order of ranks, once all are done."""
         return [self._results[rank] for rank in range(self.workers)]
 
-    def _begins(self, name: str, node: str) -> _Member:
-        member = self._members.setdefault(name, _Member())
-        if member.lives:
-            place = "" if node == member.node else " on another node"
+    def _record_start(self, name: str, node: str) -> _ActorRecord:
+        record = self._records.setdefault(name, _ActorRecord())
+        if record.starts:
+            place = "" if node == record.node else " on another node"
             self._lines.append(
-                f"{name} is gone (last heard of at step {member.steps}), and is started again{place}"
+                f"{name} is gone (last heard of at step {record.last_step}), and is started again{place}"
             )
-        member.lives, member.node = member.lives + 1, node
-        member.in_vain += 1
-        if member.in_vain > MAX_RESTARTS_WITHOUT_PROGRESS:
-            self.fails(
+        record.starts, record.node = record.starts + 1, node
+        record.starts_without_progress += 1
+        if record.starts_without_progress > MAX_RESTARTS_WITHOUT_PROGRESS:
+            self.fail(
                 f"{name} has died {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row without a completed step: see "
                 "above for what it said"
             )
-        return member
+        return record
 
     def _furthest(self) -> int:
-        return max((member.steps for member in self._members.values()), default=0)
+        return max((record.last_step for record in self._records.values()), default=0)
 
-    def fails(self, fault: str) -> None:
+    def fail(self, fault: str) -> None:
         """The job cannot go on: the first cause is what its caller is told."""
         self._fault = self._fault or fault
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether *error* only says that the server is gone, or has let this life go."""
+    """Whether *error* only says that the server is gone, or has evicted this incarnation."""
     while error is not None:
         words = str(error)
-        if isinstance(error, PeerLostError) or any(one in words for one in _LET_GO):
+        if isinstance(error, PeerLostError) or any(one in words for one in _EVICTED):
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
-def name_of(rank: int) -> str:
-    """What a worker is called in sentences."""
+def worker_name(rank: int) -> str:
+    """The name of a worker in sentences."""
     return f"worker {rank}"

@@ -79,8 +79,8 @@ def read(path: Path) -> WorkerProgress | None:
         return None
 
 
-def noted(path: Path) -> int:
-    """The step that a worker has noted; 0: none. (It may have died while it wrote one.)"""
+def last_step(path: Path) -> int:
+    """The step that a worker wrote last; 0: none. (It may have died while it wrote one.)"""
     progress = read(path)
     if progress is None:
         return int(path.exists())
@@ -131,7 +131,7 @@ class _Writer:
         elif not self._each:
             return
         if step:
-            # Of the job, not of this life: see `DistributedOptimizer.first_step`.
+            # Of the job, not of this incarnation: see `DistributedOptimizer.first_step`.
             self._progress.step = self._first_step() + step
         self._progress.write(self._path)
 

@@ -89,7 +89,7 @@ def each(train: Callable[..., dict[str, object]], known: dict[str, dict]) -> Non
 
 
 def die_once(step: int) -> None:
-    """Worker 1 is killed in its first life, at that step."""
+    """Worker 1 is killed in its first incarnation, at that step."""
     first = os.environ["PACELINE_INCARNATION"] == "0"
     if first and os.environ["RANK"] == "1" and step == 8:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -14,7 +14,7 @@ from common import contend, each, loader, net, rivals
 
 
 class Training:
-    """One life of a training."""
+    """One incarnation of a training."""
 
     def __init__(self, side, method, seeded=False, **options):
         AcceleratorState._reset_state()

@@ -35,22 +35,22 @@ PATIENCE = 240.0
 
 
 def loop(config):
-    """Notes each life, and each of its steps, in a folder. Some steps begin after their kill."""
+    """Notes each incarnation, and each of its steps, in a folder. Some steps begin after their kill."""
     import torch
 
     import paceline
 
     folder, steps = Path(config["folder"]), config["steps"]
     paceline.init()
-    rank, life = paceline.rank(), os.environ["PACELINE_INCARNATION"]
+    rank, incarnation = paceline.rank(), os.environ["PACELINE_INCARNATION"]
     model = torch.nn.Linear(4, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters(), lr=RATE))
     part = folder / f"part-{rank}"
     node = ray.get_runtime_context().get_node_id()
-    part.write_text(f"{os.getpid()} {life} {node}")
+    part.write_text(f"{os.getpid()} {incarnation} {node}")
     part.replace(folder / f"process-{rank}")
-    with open(folder / f"steps-{rank}-{life}", "a", buffering=1) as record:
+    with open(folder / f"steps-{rank}-{incarnation}", "a", buffering=1) as record:
         for step in range(optimizer.first_step, steps):
             kill, after = divmod(step, APART)
             while kill < config["kills"] and after == 15:
@@ -63,7 +63,11 @@ def loop(config):
             optimizer.step()
             print(step, file=record)
     optimizer.finish()
-    return {"rank": rank, "life": int(life), "weight": model.weight.flatten().tolist()}
+    return {
+        "rank": rank,
+        "incarnation": int(incarnation),
+        "weight": model.weight.flatten().tolist(),
+    }
 
 
 class Killer:

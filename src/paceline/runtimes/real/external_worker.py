@@ -3,7 +3,7 @@ to its server.
 
 No supervisor knows them all. Each is a process that something starts, and starts again when it
 ends badly: systemd, Kubernetes, Slurm, Ray, a loop in a shell. It has a rank, and knows where the
-server is, and its token (see `environment_of`); the server numbers its lives, and tells it how
+server is, and its token (see `environment_of`); the server numbers its incarnations, and tells it how
 many workers there are. One that is there before its server, or while that is started again,
 waits for it.
 """
@@ -200,7 +200,7 @@ def check(server: str, environment: Mapping[str, str], method: str | None) -> No
 def connect_with_retry(
     name: str, host: str, port: int, rank: int, connect: Callable[[], T]
 ) -> T:
-    """What *connect* gives, once the server is there, and an earlier life of this worker gone.
+    """What *connect* gives, once the server is there, and an earlier incarnation of this worker gone.
 
     Raises `PeerLostError` where nobody listens for `Timeouts.server_listen`, or who listens does not let
     this worker in, and `UsageError` where the server does not want it.

@@ -315,7 +315,7 @@ class SupervisedWorker:
     @property
     def last_step(self) -> int:
         """The job's step that this incarnation has completed; 0: none."""
-        return progress.noted(self._progress_file)
+        return progress.last_step(self._progress_file)
 
     @property
     def progress(self) -> WorkerProgress | None:
