@@ -10,32 +10,45 @@ from paceline.errors import GradientError, UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.services import ServerRates
-from paceline.testing.problems import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of
 from paceline.transport.protocol import HEADER_BYTES
 from tests.support.tables import crossed
+from tests.support.training import (
+    flat,
+    plain_sgd,
+    simulate,
+    train,
+    train_to_one_model,
+)
 
 MB = 1_000_000
+STEPS = 8
+
+
+def distance(model, rank, step):
+    """The loss of a `Quadratic`."""
+    return model(centers_of(rank, step))
+
+
+QUADRATIC = {"make": Quadratic, "loss": distance}
 
 
 def end_of(method, workers, make=torch.optim.SGD, servers=0, **settings):
     """All workers' final parameters."""
-    ends = {}
+    return train_to_one_model(
+        method,
+        uniform_cluster(workers, "1gbit", "50us", servers),
+        steps=STEPS,
+        optimizer=lambda parameters: make(parameters, lr=0.1, **settings),
+        **QUADRATIC,
+    )
 
-    def train(rank):
-        model = Quadratic()
-        plain = make(model.parameters(), lr=0.1, **settings)
-        optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
-        for step in range(1, 9):
-            optimizer.zero_grad()
-            model(centers_of(rank, step)).backward()
-            optimizer.step()
-        optimizer.finish()
-        ends[rank] = flat_parameters(model)
 
-    Simulation(uniform_cluster(workers, "1gbit", "50us", servers)).run(train)
-    for end in ends.values():
-        assert torch.equal(end, ends[0])
-    return ends[0]
+def begin(method, make=Quadratic, lr=0.1, momentum=0.0, **options):
+    """A model of this worker, and its optimizer."""
+    model = make()
+    plain = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    return model, paceline.distribute(model, plain, method=method, **options)
 
 
 @pytest.mark.parametrize(
@@ -69,117 +82,111 @@ def test_staleness_0_applies_gradients_one_after_the_other_in_rank_order():
     workers = 3
     model = Quadratic()
     reference = torch.optim.AdamW(model.parameters(), lr=0.1 / workers)
-    for step in range(1, 9):
+    for step in range(STEPS):
         gradients = []
         for rank in range(workers):
             reference.zero_grad()
-            model(centers_of(rank, step)).backward()
+            distance(model, rank, step).backward()
             gradients.append([p.grad.clone() for p in model.parameters()])
         for mine in gradients:
             for parameter, gradient in zip(model.parameters(), mine, strict=True):
                 parameter.grad = gradient
             reference.step()
     end = end_of("ssp:staleness=0", workers, torch.optim.AdamW)
-    assert torch.equal(end, flat_parameters(model))
+    assert torch.equal(end, flat(model))
 
 
 @pytest.mark.parametrize("servers", [1, 2, 3])
 def test_backup_counts_the_same_workers_on_all_servers(servers):
     # Workers 0 and 1 are always first, so the result is bsp's of these two alone.
-    rack = Rack(workers=3, link=1e9, latency=0.0, speed=(1, 1, 0.45))
-    ends = {}
-
-    def train(rank):
-        model = torch.nn.Linear(300, 300, bias=False)
+    def matrix():
         torch.manual_seed(0)
-        with torch.no_grad():
-            model.weight.copy_(torch.randn(300, 300))
-        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        method = "backup:wait_for=2" if cluster.workers == 3 else "backup"
-        optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
-        generator = torch.Generator().manual_seed(rank)
-        for step in range(12):
-            if rank == 2 and step == 4:
-                break  # it is slower by more than twice: its gradients come too late
-            x = torch.randn(4, 300, generator=generator)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        optimizer.finish()
-        ends[rank] = model.weight.detach().clone()
+        return torch.nn.Linear(300, 300, bias=False)
 
-    cluster = Cluster((rack,), servers=(ServerHost(),) * servers)
-    Simulation(cluster).run(train)
-    for end in ends.values():
-        assert torch.equal(end, ends[0])
-    three = ends[0]
-    cluster = Cluster((Rack(workers=2, link=1e9, latency=0.0),))
-    Simulation(cluster).run(train)
-    torch.testing.assert_close(three, ends[0])  # 1/3 + 1/3 is rounded, 1/2 + 1/2 is not
+    def loss(model, rank, step):
+        generator = torch.Generator().manual_seed(12 * rank + step)
+        return model(torch.randn(4, 300, generator=generator)).square().mean()
+
+    def end(method, steps, *place):
+        return train_to_one_model(
+            method, Cluster(*place), steps=steps, make=matrix, loss=loss
+        )
+
+    rack = Rack(workers=3, link=1e9, latency=0.0, speed=(1, 1, 0.45))
+    # Worker 2 is slower by more than twice: its gradients come too late.
+    of_three = end(
+        "backup:wait_for=2", [12, 12, 4], (rack,), (), None, (ServerHost(),) * servers
+    )
+    of_two = end("backup", 12, (Rack(workers=2, link=1e9, latency=0.0),))
+    # 1/3 + 1/3 is rounded, 1/2 + 1/2 is not.
+    torch.testing.assert_close(of_three, of_two)
 
 
 def test_buffers_travel_with_the_gradients():
-    ends = {}
+    def loss(model, rank, step):
+        return model(torch.randn(8, 3) + 10.0 * rank).square().mean()
 
-    def train(rank):
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, plain, method="asp")
-        for _ in range(20):
-            x = torch.randn(8, 3) + 10.0 * rank
+    ends = train(
+        "asp",
+        3,
+        20,
+        make=lambda: torch.nn.Sequential(
+            torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
+        ),
+        optimizer=plain_sgd,
+        loss=loss,
+    )
+    mean, variance, batches = ends[0].model.buffers()
+    for end in ends:
+        assert all(map(torch.equal, end.model.buffers(), (mean, variance, batches)))
+    assert batches == 20  # the largest
+
+
+NOTHING_TO_COMPUTE = ComputeModel(forward=0.0, backward=0.0)
+
+
+def layers():
+    """8 MB in 8 layers."""
+    return torch.nn.ParameterList(torch.zeros(MB // 4) for _ in range(8))
+
+
+def seconds_of_a_step(method, cluster, rates=None):
+    """Of the slowest worker, where nothing is to be computed."""
+    took = []
+
+    def body(rank):
+        model, optimizer = begin(method, layers)
+        ends = []
+        for _ in range(4):
             optimizer.zero_grad()
-            model(x).square().mean().backward()
+            sum(layer.sum() for layer in model).backward()
             optimizer.step()
-        optimizer.finish()
-        ends[rank] = [buffer.clone() for buffer in model.buffers()]
-
-    Simulation(uniform_cluster(3, "1gbit", "50us")).run(train)
-    for mine in ends.values():
-        for ours, theirs in zip(mine, ends[0], strict=True):
-            assert torch.equal(ours, theirs)
-    assert ends[0][2] == 20  # batches tracked: the largest
-
-
-def seconds_of_a_step(method, cluster, megabytes=8, rates=None):
-    """Of a model of equal layers with nothing to compute."""
-    took = {}
-
-    def train(rank):
-        layers = [torch.nn.Parameter(torch.zeros(MB // 4)) for _ in range(megabytes)]
-        model = torch.nn.Module()
-        for number, layer in enumerate(layers):
-            model.register_parameter(f"layer{number}", layer)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, plain, method=method)
-        for step in range(4):
-            if (
-                step == 1
-            ):  # the first learns the order of gradients, and begins unevenly
-                start = paceline.now()
-            optimizer.zero_grad()
-            sum(layer.sum() for layer in layers).backward()
-            optimizer.step()
-        took[rank] = (paceline.now() - start) / 3
+            ends.append(paceline.now())
+        # The first step learns the order of gradients, and begins unevenly.
+        took.append((ends[3] - ends[0]) / 3)
         optimizer.finish()
 
-    simulation = Simulation(cluster, compute=ComputeModel(forward=0.0, backward=0.0))
+    simulation = Simulation(cluster, compute=NOTHING_TO_COMPUTE)
     if rates is not None:
         simulation.server_rates = rates
-    simulation.run(train)
-    return max(took.values())
+    simulation.run(body)
+    return max(took)
+
+
+def one_server(workers, link=50e6, latency=0.0):
+    return Cluster(
+        (Rack(workers=workers, link=link, latency=latency),), servers=(ServerHost(),)
+    )
 
 
 @pytest.mark.parametrize("workers", [1, 2, pytest.param(8, marks=pytest.mark.slow)])
 def test_textbook_push_and_pull_are_an_incast_and_its_mirror(workers):
     rate, latency, size = 50e6, 1e-3, 8 * MB
-    cluster = Cluster(
-        (Rack(workers=workers, link=rate, latency=latency),), servers=(ServerHost(),)
-    )
     for method in (
         "bsp:collective=parameter-server,buckets=single",
         "backup:buckets=single",
     ):
-        took = seconds_of_a_step(method, cluster)
+        took = seconds_of_a_step(method, one_server(workers, rate, latency))
         each = latency + workers * (size + HEADER_BYTES) / rate
         # bsp holds a roll call's worth of nothing: one message each way
         assert took == pytest.approx(2 * each, rel=1e-6)
@@ -187,21 +194,17 @@ def test_textbook_push_and_pull_are_an_incast_and_its_mirror(workers):
 
 def test_a_trace_tells_when_messages_were_on_their_way():
     rate, latency, size = 50e6, 1e-3, 8 * MB
-    cluster = Cluster(
-        (Rack(workers=2, link=rate, latency=latency),), servers=(ServerHost(),)
-    )
 
-    def train(rank):
-        model = torch.nn.Linear(size // 4, 1, bias=False)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, plain, method="backup:buckets=single")
+    def body(rank):
+        model, optimizer = begin("backup:buckets=single", layers)
         for _ in range(3):
-            model(torch.ones(size // 4)).backward()
+            sum(layer.sum() for layer in model).backward()
             optimizer.step()
         optimizer.finish()
 
-    compute = ComputeModel(forward=0.0, backward=0.0)
-    spans = Simulation(cluster, compute=compute, trace=True).run(train).spans
+    cluster = one_server(2, rate, latency)
+    simulation = Simulation(cluster, compute=NOTHING_TO_COMPUTE, trace=True)
+    spans = simulation.run(body).spans
     seconds = latency + 2 * (size + HEADER_BYTES) / rate
     for way, kind in (("to", "push"), ("from", "parameters")):
         mine = [
@@ -216,10 +219,8 @@ def test_a_trace_tells_when_messages_were_on_their_way():
 
 
 def test_pulls_stream_back_while_others_are_pushed():
-    rack = Rack(workers=4, link=50e6, latency=0.0)
-    cluster = Cluster((rack,), servers=(ServerHost(),))
-    textbook = seconds_of_a_step("backup:buckets=single", cluster)
-    streamed = seconds_of_a_step("backup:buckets=wfbp", cluster)
+    textbook = seconds_of_a_step("backup:buckets=single", one_server(4))
+    streamed = seconds_of_a_step("backup:buckets=wfbp", one_server(4))
     # 8 buckets, both directions at once: 9 bucket times instead of 16.
     assert streamed == pytest.approx(textbook * 9 / 16, rel=1e-3)
 
@@ -232,13 +233,12 @@ def test_servers_on_each_host_share_the_load():
 
 
 def test_the_servers_processor_is_first_come_first_served():
-    rack = Rack(workers=4, link=1e12, latency=0.0)
-    cluster = Cluster((rack,), servers=(ServerHost(),))
     rates = ServerRates(added=100e6, stepped=50e6)
-    took = seconds_of_a_step("backup:buckets=single", cluster, rates=rates)
+    cluster = one_server(4, link=1e12)
+    took = seconds_of_a_step("backup:buckets=single", cluster, rates)
     # three additions, one copy of the result, one step of the optimizer, of 8 MB each
     assert took == pytest.approx(4 * 0.08 + 0.16, rel=1e-3)
-    took = seconds_of_a_step("asp:buckets=single", cluster, rates=rates)
+    took = seconds_of_a_step("asp:buckets=single", cluster, rates)
     # four steps and four copies, one after the other
     assert took == pytest.approx(4 * (0.16 + 0.08), rel=1e-3)
 
@@ -251,8 +251,6 @@ def test_hyperparameters_of_methods_are_checked_when_they_are_made():
         parse_method("ssp:staleness=-1")
     with pytest.raises(UsageError, match="0 for"):
         parse_method("backup:wait_for=-1")
-    with pytest.raises(WorkerFailedError, match="only 2 workers"):
-        end_of("backup:wait_for=3", 2)
 
 
 SERVERS_UPDATE = [
@@ -269,7 +267,7 @@ def test_these_are_the_methods_whose_servers_update():
 
 @pytest.mark.parametrize("method", SERVERS_UPDATE)
 def test_what_servers_cannot_update_is_refused_before_training(method):
-    def train(rank):
+    def body(rank):
         model = Quadratic()
         parameters = list(model.parameters())
         for optimizer in (
@@ -286,20 +284,26 @@ def test_what_servers_cannot_update_is_refused_before_training(method):
         model.scalar.requires_grad_(False)
         before = model.matrix.clone(), model.vector.clone()
         optimizer = paceline.distribute(model, head_only, method=method)
-        model(centers_of(rank)).backward()
+        distance(model, rank, 0).backward()
         optimizer.step()
         optimizer.finish()
         assert torch.equal(model.matrix, before[0])
         assert not torch.equal(model.vector, before[1])
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, body)
 
 
-def test_dedicated_servers_need_hosts():
-    with pytest.raises(WorkerFailedError, match=r"\[\[server\]\]"):
-        end_of("asp:servers=dedicated", 2)
-    with pytest.raises(WorkerFailedError, match="addresses"):
-        end_of("asp:servers=localhost:4711", 2)
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("backup:wait_for=3", "only 2 workers"),
+        ("asp:servers=dedicated", r"\[\[server\]\]"),
+        ("asp:servers=localhost:4711", "addresses"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused(method, message):
+    with pytest.raises(WorkerFailedError, match=message):
+        end_of(method, 2)
 
 
 @pytest.mark.parametrize(
@@ -312,65 +316,55 @@ def test_dedicated_servers_need_hosts():
     ids=["clipped", "replaced", "scaled"],
 )
 def test_changing_a_gradient_that_was_sent_is_an_error(change):
-    def train(rank):
-        model = Quadratic()
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, plain, method="asp")
-        model(centers_of(rank)).backward()
+    def body(rank):
+        model, optimizer = begin("asp")
+        distance(model, rank, 0).backward()
         change(model)
         with pytest.raises(GradientError, match="on its way"):
             optimizer.step()
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, body)
 
 
 @pytest.mark.parametrize("method", [*SERVERS_UPDATE, "osp:collective=native"])
 def test_clipping_that_changes_nothing_is_no_change(method):
     def ends(clip):
-        ends = {}
-
-        def train(rank):
-            model = Quadratic()
-            plain = torch.optim.SGD(model.parameters(), lr=0.1)
-            optimizer = paceline.distribute(model, plain, method=method, buckets="wfbp")
+        def body(rank):
+            model, optimizer = begin(method, buckets="wfbp")
             for step in range(12):
                 optimizer.zero_grad()
-                model(centers_of(rank, step)).backward()
+                distance(model, rank, step).backward()
                 if clip:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
                 optimizer.step()
             optimizer.finish()
-            ends[rank] = flat_parameters(model)
+            return flat(model)
 
-        Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
-        return ends
+        return simulate(2, body)
 
-    clipped, free = ends(True), ends(False)
-    for rank, end in free.items():
-        assert torch.equal(clipped[rank], end)
+    assert all(map(torch.equal, ends(clip=True), ends(clip=False)))
 
 
 def test_a_second_backward_pass_before_the_step_is_an_error():
-    def train(rank):
-        model = Quadratic()
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, plain, method="asp")
+    def body(rank):
+        model, optimizer = begin("asp")
         with optimizer.no_sync():
-            model(centers_of(rank)).backward()
-        model(centers_of(rank)).backward()
+            distance(model, rank, 0).backward()
+        distance(model, rank, 0).backward()
         with pytest.raises(GradientError, match="no_sync"):
-            model(centers_of(rank)).backward()
+            distance(model, rank, 0).backward()
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, body)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_state_of_a_tensor_without_dimensions_keeps_its_type(dtype):
-    def train(rank):
-        model = torch.nn.Module()
-        model.register_parameter("one", torch.nn.Parameter(torch.ones((), dtype=dtype)))
-        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = paceline.distribute(model, plain, method="asp")
+    def body(rank):
+        _, optimizer = begin(
+            "asp",
+            lambda: torch.nn.ParameterList([torch.ones((), dtype=dtype)]),
+            momentum=0.9,
+        )
         value = torch.tensor(1 / 3, dtype=dtype)
         state = optimizer.state_dict()
         state["state"] = {0: {"momentum_buffer": value}}
@@ -379,39 +373,27 @@ def test_state_of_a_tensor_without_dimensions_keeps_its_type(dtype):
         assert back.dtype == dtype
         assert torch.equal(back, value)
 
-    Simulation(uniform_cluster(1, "1gbit", "50us")).run(train)
+    simulate(1, body)
 
 
 def test_steps_of_one_round_need_equal_hyperparameters():
-    def train(rank):
-        model = Quadratic()
-        plain = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank))
-        optimizer = paceline.distribute(model, plain, method="backup")
-        model(centers_of(rank)).backward()
+    def body(rank):
+        model, optimizer = begin("backup", lr=0.1 * (1 + rank))
+        distance(model, rank, 0).backward()
         optimizer.step()
 
     with pytest.raises(WorkerFailedError, match="hyperparameters"):
-        Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+        simulate(2, body)
 
 
 def test_a_learning_rate_schedule_reaches_the_server():
-    ends = {}
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9).step
 
-    def train(rank):
-        for method in ("bsp", "backup"):
-            model = Quadratic()
-            plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            optimizer = paceline.distribute(model, plain, method=method, buckets="ddp")
-            schedule = torch.optim.lr_scheduler.OneCycleLR(
-                optimizer, 0.1, total_steps=9
-            )
-            for step in range(1, 9):
-                optimizer.zero_grad()
-                model(centers_of(rank, step)).backward()
-                optimizer.step()
-                schedule.step()
-            optimizer.finish()
-            ends[method] = flat_parameters(model)
-
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
-    assert torch.equal(ends["bsp"], ends["backup"])
+    bsp, backup = (
+        train_to_one_model(
+            method, steps=STEPS, buckets="ddp", prepare=schedule, **QUADRATIC
+        )
+        for method in ("bsp", "backup")
+    )
+    assert torch.equal(bsp, backup)
