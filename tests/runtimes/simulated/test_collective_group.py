@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +23,20 @@ def all_reduce(size: int, **keys) -> dist.Work | None:
     return dist.all_reduce(torch.zeros(size // 4), **keys)
 
 
-def timed_all_reduce(rank: int) -> float:
-    all_reduce(800_000)
-    return paceline.now()
+def ends_of(where: int | Cluster, call: Callable[[int], Any], **options) -> list[float]:
+    """When each worker's call is over."""
+
+    def body(rank: int) -> float:
+        call(rank)
+        return paceline.now()
+
+    return run(where, body, **options)
+
+
+both_ways = pytest.mark.parametrize(
+    ("play", "close"), [(False, 1e-9), (True, 0.05)], ids=["priced", "played"]
+)
+"""A ring that is priced is as the formula says; one that is played is within 5 percent."""
 
 
 # ---- rings ----
@@ -36,19 +49,16 @@ def test_ring_alone_costs_what_the_formula_says(n: int) -> None:
     expected = 2 * (n - 1) * (50e-6 + 800_000 / n / 25e6)
     if n == 8:
         assert expected == pytest.approx(56.7 * MS, rel=1e-12)
-    assert run(n, timed_all_reduce) == [pytest.approx(expected, rel=1e-6)] * n
+    ends = ends_of(n, lambda rank: all_reduce(800_000))
+    assert ends == [pytest.approx(expected, rel=1e-6)] * n
 
 
 @pytest.mark.parametrize(
     ("n", "size"), crossed(2, [2, 3, 5, 8, 16], [4, 64, 960_000, 4 * 99_991])
 )
 def test_ring_played_equals_priced(n: int, size: int) -> None:
-    def body(rank: int) -> float:
-        all_reduce(size)
-        return paceline.now()
-
-    (priced,) = set(run(n, body))
-    played = run(n, body, play=True)
+    (priced,) = set(ends_of(n, lambda rank: all_reduce(size)))
+    played = ends_of(n, lambda rank: all_reduce(size), play=True)
     assert max(played) == pytest.approx(priced, rel=1e-9)
     # Where segments differ by a byte, some rank has only smaller ones.
     slack = 0 if size % n == 0 else 2 * (n - 1) / 25e6
@@ -79,53 +89,32 @@ def test_ring_over_racks_pays_its_longest_chain_of_latencies() -> None:
     racks = cluster(
         rack(2, latency=1 * MS), rack(1, latency=4 * MS, uplink_latency=10 * MS)
     )
-
-    def body(rank: int) -> float:
-        all_reduce(12)
-        return paceline.now()
-
     expected = 38.5 * MS + 4 * 4 / 25e6
-    assert run(racks, body) == [pytest.approx(expected, rel=1e-9)] * 3
+    ends = ends_of(racks, lambda rank: all_reduce(12))
+    assert ends == [pytest.approx(expected, rel=1e-9)] * 3
 
 
-def shared_uplink(play: bool) -> list[float]:
-    """Two groups of four, each in both racks, whose uplinks are as fast as one link."""
-    racks = cluster(rack(4, uplink=25e6), rack(4, uplink=25e6))
-
-    def body(rank: int) -> float:
+@both_ways
+def test_two_rings_share_an_uplink(play: bool, close: float) -> None:
+    # Two groups of four, each in both racks, whose uplinks are as fast as one link. Each
+    # ring crosses each uplink once: 12.5 MB/s each way for either.
+    # 6 x (0.05 ms + 200,000 B / 12.5e6 B/s = 16 ms) = 96.3 ms.
+    def call(rank: int) -> None:
         groups = [dist.new_group([0, 1, 4, 5]), dist.new_group([2, 3, 6, 7])]
         all_reduce(800_000, group=groups[rank // 2 % 2])
-        return paceline.now()
 
-    return run(racks, body, play=play)
-
-
-def test_two_rings_share_an_uplink() -> None:
-    # Each ring crosses each uplink once: 12.5 MB/s each way for either.
-    # 6 x (0.05 ms + 200,000 B / 12.5e6 B/s = 16 ms) = 96.3 ms.
-    assert shared_uplink(play=False) == [pytest.approx(96.3 * MS, rel=1e-6)] * 8
+    ends = ends_of(cluster(*[rack(4, uplink=25e6)] * 2), call, play=play)
+    assert ends == [pytest.approx(96.3 * MS, rel=close)] * 8
 
 
-def test_two_rings_that_share_an_uplink_played_are_within_5_percent() -> None:
-    priced, played = shared_uplink(play=False), shared_uplink(play=True)
-    assert max(played) == pytest.approx(max(priced), rel=0.05)
-
-
-def late_rank(play: bool) -> list[float]:
-    def body(rank: int) -> float:
+@both_ways
+def test_a_ring_starts_when_its_last_rank_arrives(play: bool, close: float) -> None:
+    def call(rank: int) -> None:
         paceline.pace(20 * MS if rank == 3 else 0)
-        return timed_all_reduce(rank)
+        all_reduce(800_000)
 
-    return run(8, body, play=play)
-
-
-def test_a_ring_starts_when_its_last_rank_arrives() -> None:
-    assert late_rank(play=False) == [pytest.approx(76.7 * MS, rel=1e-6)] * 8
-
-
-def test_a_late_rank_played_is_within_5_percent() -> None:
-    priced, played = late_rank(play=False), late_rank(play=True)
-    assert max(played) == pytest.approx(max(priced), rel=0.05)
+    ends = ends_of(8, call, play=play)
+    assert ends == [pytest.approx(76.7 * MS, rel=close)] * 8
 
 
 def test_a_ring_and_an_incast_share_an_uplink() -> None:
@@ -163,7 +152,9 @@ def test_a_ring_and_an_incast_share_an_uplink() -> None:
 LANES = {1: (140.7, 281.4, 422.1), 2: (280.7, 280.7, 421.4), 3: (420.7,) * 3}
 
 
-def three_all_reduces(lanes: int, play: bool) -> list[list[float]]:
+@both_ways
+@pytest.mark.parametrize("lanes", LANES)
+def test_three_all_reduces_on_lanes(lanes: int, play: bool, close: float) -> None:
     def body(rank: int) -> list[float]:
         works = [all_reduce(2_000_000, async_op=True) for _ in range(3)]
         ends = []
@@ -172,38 +163,26 @@ def three_all_reduces(lanes: int, play: bool) -> list[list[float]]:
             ends.append(paceline.now() / MS)
         return ends
 
-    return run(8, body, lanes=lanes, play=play)
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_three_all_reduces_on_lanes(lanes: int) -> None:
-    expected = pytest.approx(LANES[lanes], rel=1e-9)
-    assert three_all_reduces(lanes, play=False) == [expected] * 8
-
-
-@pytest.mark.parametrize("lanes", LANES)
-def test_three_all_reduces_on_lanes_played_are_within_5_percent(lanes: int) -> None:
-    expected = pytest.approx(LANES[lanes], rel=0.05)
-    assert three_all_reduces(lanes, play=True) == [expected] * 8
+    ends = run(8, body, lanes=lanes, play=play)
+    assert ends == [pytest.approx(LANES[lanes], rel=close)] * 8
 
 
 def test_a_lane_is_free_when_its_operation_is_complete() -> None:
     # One lane: the second all-reduce, launched at once, waits for the first; the third,
     # launched late, for nobody.
-    def body(rank: int) -> list[float]:
+    def call(rank: int) -> None:
         first = all_reduce(800_000, async_op=True)
         all_reduce(800_000)
         assert first.is_completed()
         paceline.pace(1.0)
         all_reduce(800_000)
-        return [paceline.now()]
 
-    assert run(8, body, lanes=1) == [[pytest.approx(1.0 + 3 * 56.7 * MS)]] * 8
+    assert ends_of(8, call, lanes=1) == [pytest.approx(1.0 + 3 * 56.7 * MS)] * 8
 
 
 def test_groups_have_lanes_of_their_own() -> None:
     # No lanes are shared, but links are: both end when 2 x 56 ms of bytes have moved.
-    def body(rank: int) -> list[float]:
+    def call(rank: int) -> None:
         other = dist.new_group(list(range(8)))
         works = [
             all_reduce(800_000, async_op=True),
@@ -211,10 +190,9 @@ def test_groups_have_lanes_of_their_own() -> None:
         ]
         for work in works:
             work.wait()
-        return paceline.now()
 
     expected = 2 * 56 * MS + 0.7 * MS
-    assert run(8, body, lanes=1) == [pytest.approx(expected, rel=1e-6)] * 8
+    assert ends_of(8, call, lanes=1) == [pytest.approx(expected, rel=1e-6)] * 8
 
 
 # ---- trees and others, which are always played ----
@@ -223,11 +201,8 @@ def test_groups_have_lanes_of_their_own() -> None:
 def test_broadcast_starts_pair_by_pair() -> None:
     # 100 kB take 4 ms on a link. The root sends to 1 and 2, half a link each: 8 ms and a
     # latency of 0.05. Then 1 sends to 3: 4.05 ms more.
-    def body(rank: int) -> float:
-        dist.broadcast(torch.zeros(25_000), 0)
-        return paceline.now() / MS
-
-    assert run(4, body) == pytest.approx([8, 12.05, 8.05, 12.1])
+    ends = ends_of(4, lambda rank: dist.broadcast(torch.zeros(25_000), 0))
+    assert ends == pytest.approx([8 * MS, 12.05 * MS, 8.05 * MS, 12.1 * MS])
 
 
 @pytest.mark.parametrize(
@@ -256,13 +231,12 @@ def test_broadcast_starts_pair_by_pair() -> None:
     ids=["scatter", "gather", "broadcast", "reduce", "barrier", "all_reduce"],
 )
 def test_who_waits_for_a_late_rank(call, expected: list[float]) -> None:
-    def body(rank: int) -> float:
+    def late_call(rank: int) -> None:
         paceline.pace(1.0 if rank == 1 else 0.0)
         call(rank)
-        return paceline.now()
 
     # Latencies add up to less than a millisecond.
-    assert run(4, body) == pytest.approx(expected, abs=1 * MS)
+    assert ends_of(4, late_call) == pytest.approx(expected, abs=1 * MS)
 
 
 def barrier_by_the_rule(where: Cluster, arrivals: list[float]) -> list[float]:
@@ -297,12 +271,11 @@ def test_a_barrier_keeps_its_rule_whatever_the_latencies() -> None:
         )
         arrivals = [chance.choice([0.0, 0.0, 0.5, 3.0, 10.0]) for _ in range(n)]
 
-        def body(rank: int, arrivals: list[float] = arrivals) -> float:
+        def call(rank: int, arrivals: list[float] = arrivals) -> None:
             paceline.pace(arrivals[rank])
             dist.barrier()
-            return paceline.now()
 
-        left = run(where, body)
+        left = ends_of(where, call)
         assert left == pytest.approx(barrier_by_the_rule(where, arrivals), rel=1e-9)
         assert min(left) >= max(arrivals)
 
@@ -340,42 +313,52 @@ def test_scatter_of_nothing_to_many() -> None:
 # ---- what can go wrong ----
 
 
-def test_deadlock_names_the_call_and_who_has_not_made_it() -> None:
+@pytest.mark.parametrize("play", [False, True])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: all_reduce(8), "all_reduce(SUM, float32[2])"),
+        (lambda: dist.broadcast(torch.ones(4), 1), "broadcast(from 1, float32[4])"),
+    ],
+    ids=["all_reduce", "broadcast"],
+)
+def test_deadlock_names_the_call_and_who_has_not_made_it(play, call, name: str) -> None:
     def body(rank: int) -> None:
         dist.barrier()
         if rank != 1:
-            all_reduce(8)
+            call()
 
     with pytest.raises(DeadlockError) as caught:
-        run(3, body)
+        run(3, body, play=play)
     message = str(caught.value)
+    said = f"{name}, operation 1 on group 'world'; not called by worker 1"
     for rank in (0, 2):
-        assert (
-            f"worker {rank} waits for all_reduce(SUM, float32[2]), operation 1 on group "
-            "'world'; not called by worker 1"
-        ) in message
+        assert f"worker {rank} waits for {said}" in message
     assert "worker 1 has ended" in message
 
 
-def test_deadlock_of_a_receive_names_its_source() -> None:
-    def body(rank: int) -> None:
-        if rank == 2:
-            dist.recv(torch.zeros(1), 0, tag=5)
-
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda rank: dist.recv(torch.zeros(1), 0, tag=5) if rank else None,
+            ["worker 1 waits for receive from worker 0, tag 5, on group 'world'"],
+        ),
+        (
+            lambda rank: dist.send(torch.zeros(1), 1 - rank),
+            [
+                "worker 0 waits for send to worker 1",
+                "worker 1 waits for send to worker 0",
+            ],
+        ),
+    ],
+    ids=["a receive", "two that both send first"],
+)
+def test_deadlock_of_a_message_names_its_two_workers(call, said: list[str]) -> None:
     with pytest.raises(DeadlockError) as caught:
-        run(3, body)
-    expected = "worker 2 waits for receive from worker 0, tag 5, on group 'world'"
-    assert expected in str(caught.value)
-
-
-def test_deadlock_of_two_that_both_send_first() -> None:
-    def body(rank: int) -> None:
-        dist.send(torch.zeros(1), 1 - rank)
-
-    with pytest.raises(DeadlockError) as caught:
-        run(2, body)
-    assert "worker 0 waits for send to worker 1" in str(caught.value)
-    assert "worker 1 waits for send to worker 0" in str(caught.value)
+        run(2, call)
+    for words in said:
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
