@@ -93,7 +93,10 @@ CELLS = [
         for rule in FIXED
     ),
     *(
-        Cell(f"digits-2-{mbit}", "digits", (), equal(2, mbit), f"bsp:buckets={rule}")
+        Cell(
+            *(f"digits-2-{mbit}", "digits", (), equal(2, mbit), f"bsp:buckets={rule}"),
+            steps=80,
+        )
         for mbit in (100, 400, 1000)
         for rule in FIXED
     ),
@@ -201,7 +204,9 @@ SERVERS_OF_GROUPS = [
 # Workers that take the time they take, on fewer cores than workers, or as many: computing and messages
 # share them. The held-out ones were written down before the model of shared cores.
 SHARED_CORES = [
-    Cell(f"cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method)
+    Cell(
+        f"cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method, steps=80
+    )
     for workers, mbit, method in (
         (2, 1000, "bsp:buckets=wfbp"),
         (2, 100, "bsp:buckets=ddp,compression=bf16"),
@@ -212,7 +217,10 @@ SHARED_CORES = [
     )
 ]
 HELD_OUT_CORES = [
-    Cell(f"unseen-cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method)
+    Cell(
+        *(f"unseen-cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method),
+        steps=80,
+    )
     for workers, mbit, method in (
         (2, 600, "bsp:buckets=wfbp"),
         (2, 200, "bsp:buckets=ddp,compression=int8"),
@@ -313,8 +321,10 @@ class Bench:
 
 
 def slower(workload, factor):
+    """The same, to be slept out."""
     return replace(
         workload,
+        cores=0,
         forward=tuple(factor * t for t in workload.forward),
         backward=tuple(factor * t for t in workload.backward),
         update=factor * workload.update,

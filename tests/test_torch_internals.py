@@ -376,6 +376,38 @@ def test_unregistered_gloo_group(group):
     assert dict(c10d._world.pg_map) == known
 
 
+TWO_OF_GLOO = """
+import os, threading
+import torch.distributed as dist
+from paceline.torch_internals import keep_gloo_from_spinning
+
+store, made = dist.HashStore(), []
+
+def make(rank):
+    made.append(dist.ProcessGroupGloo(store, rank, 2))
+
+threads = [threading.Thread(target=make, args=(rank,)) for rank in (0, 1)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+keep_gloo_from_spinning()
+for thread in os.listdir("/proc/self/task"):
+    with open(f"/proc/self/task/{thread}/comm") as file:
+        print(file.read().strip(), os.sched_getscheduler(int(thread)) == os.SCHED_BATCH)
+"""
+
+
+def test_keep_gloo_from_spinning():
+    command = [sys.executable, "-c", TWO_OF_GLOO]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = [line.rsplit(maxsplit=1) for line in lines.splitlines()]
+    loops = [batch for name, batch in found if name == "gloo_tcp_loop"]
+    others = [batch for name, batch in found if name != "gloo_tcp_loop"]
+    assert set(loops) == {"True"}
+    assert set(others) == {"False"}
+
+
 def test_groups_named(group):
     with torch_internals.groups_named("by this name"):
         made = dist.new_group([0], use_local_synchronization=True)

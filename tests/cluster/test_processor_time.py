@@ -86,3 +86,37 @@ def test_nobody_is_faster_than_the_most(many: bool) -> None:
     sharing.advance(0.0)
     rates = [flow.rate for flow in flows]
     assert rates == pytest.approx([1.0] * count + [0.25] * count)
+
+
+@pytest.mark.parametrize(
+    ("workers", "cores", "each", "seconds"),
+    [(2, 2, 1, 1.0), (3, 2, 1, 1.5), (8, 2, 1, 4.0), (2, 4, 4, 2.0), (1, 2, 2, 1.0)],
+)
+def test_who_computes_shares_the_cores(
+    workers: int, cores: int, each: int, seconds: float
+) -> None:
+    agenda = EventQueue()
+    rack = Rack(workers=8, link=RATE, latency=0.0)
+    links = Links(agenda, Cluster((rack,), processor=Processor(cores=cores)))
+    ends: list[float] = []
+    for host in range(workers):
+        links.compute(host, 1.0, each, lambda: ends.append(agenda.now))
+    agenda.run()
+    assert ends == pytest.approx([seconds] * workers)
+
+
+def test_a_message_waits_for_those_who_compute_and_they_for_it() -> None:
+    # One core: a message of 2 s and computing of 6 s get half of it each.
+    agenda = EventQueue()
+    rack = Rack(workers=2, link=RATE, latency=0.0)
+    shared = Processor(message=2.0, cores=1)
+    links = Links(agenda, Cluster((rack,), processor=shared))
+    ends: dict[str, float] = {}
+    links.compute(0, 6.0, 1, lambda: ends.update(computed=agenda.now))
+    links.send(
+        *("c", 1, 0, 1.0),
+        lambda: None,
+        lambda: ends.update(arrived=agenda.now),
+    )
+    agenda.run()
+    assert ends == {"arrived": pytest.approx(4.0), "computed": pytest.approx(8.0)}

@@ -74,6 +74,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         coding=draw(st.dictionaries(st.text(), times, max_size=3)),
         passes=draw(st.none() | st.integers(1, 64)),
         uses_gradients=draw(st.none() | st.booleans()),
+        cores=draw(st.integers(0, 64)),
     )
 
 
@@ -175,6 +176,10 @@ def test_passes_are_one_or_more(passes: int) -> None:
     assert f"passes: expected one or more an update, got {passes}" == refusal(
         passes=passes
     )
+
+
+def test_cores_are_none_or_more() -> None:
+    assert refusal(cores=-1) == "cores: expected 0 or more, got -1"
 
 
 def test_a_step_has_all_of_its_passes_and_one_update() -> None:

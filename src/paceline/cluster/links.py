@@ -116,6 +116,16 @@ class Links:
         if work:
             self._cores.start(_computation(work, self._core_of, part_done))
 
+    def compute(
+        self, host: int, seconds: float, cores: int, done: Callable[[], None]
+    ) -> None:
+        """Keep *cores* of a host busy for *seconds*, from now on; longer, where others use them too.
+
+        Call *done* then. Only where the cluster has a `Processor`.
+        """
+        demand = {self._core_of(host): cores}
+        self._cores.start(Flow(demand, seconds, lambda now: done()))
+
     def _work(
         self,
         messages: Sequence[tuple[int, float]],

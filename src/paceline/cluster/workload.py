@@ -77,6 +77,8 @@ class Workload:
         passes: Passes that accumulate into one update; None: not known.
         uses_gradients: Whether the script reads or changes gradients between backward and the
             update, as one that clips does; None: not known.
+        cores: Cores of the host that computing keeps busy; 0: another device computes, or the script
+            sleeps instead. They matter where hosts share cores.
 
     Example:
         ::
@@ -97,6 +99,7 @@ class Workload:
     coding: Mapping[str, CompressorTimes] = field(default_factory=dict, hash=False)
     passes: int | None = None
     uses_gradients: bool | None = None
+    cores: int = 0
 
     def __post_init__(self) -> None:
         """Check the values, and fill in *order*.
@@ -137,6 +140,8 @@ class Workload:
             raise UsageError(
                 f"batch: expected more than zero samples, got {self.batch}"
             )
+        if self.cores < 0:
+            raise UsageError(f"cores: expected 0 or more, got {self.cores}")
         if self.passes is not None and self.passes < 1:
             raise UsageError(
                 f"passes: expected one or more an update, got {self.passes}"
@@ -281,7 +286,8 @@ class Workload:
         known = {
             key: value
             for key, value in known.items()
-            if value or key not in ("shapes", "coding", "passes", "uses_gradients")
+            if value
+            or key not in ("shapes", "coding", "passes", "uses_gradients", "cores")
         }
         if self.uses_gradients is not None:
             known["uses_gradients"] = self.uses_gradients

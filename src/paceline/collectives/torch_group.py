@@ -22,6 +22,7 @@ from paceline.torch_internals import (
     all_to_all_options,
     broadcast_options,
     follows_streams,
+    keep_gloo_from_spinning,
     lanes_of,
     moves_host_tensors,
     reduce_scatter_options,
@@ -63,6 +64,7 @@ class TorchGroup:
         self.name = name
         whole: Any = dist.group.WORLD
         self._group: Any = whole if group is None else group
+        keep_gloo_from_spinning()
         self._members = range(self._group.size()) if members is None else members
         self.rank: int = list(self._members).index(self._group.rank())
         self.size: int = len(self._members)

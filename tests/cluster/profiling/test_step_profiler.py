@@ -16,7 +16,13 @@ from torch import nn
 
 import paceline
 from paceline.cluster import Workload
-from paceline.cluster.profiling import WARM_UP_STEPS, StepProfiler, times_of, with_times
+from paceline.cluster.profiling import (
+    WARM_UP_STEPS,
+    StepProfiler,
+    step_profiler,
+    times_of,
+    with_times,
+)
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import simulation as runtime
 from tests.support.simulations import run_on, simulation
@@ -144,6 +150,16 @@ def test_times_sizes_order_update_and_batch_are_those_of_the_model(clock):
     assert workload.batch == 8
     assert workload.source == "here"
     assert len(profiler.forwards) == 5 - WARM_UP_STEPS
+
+
+@pytest.mark.parametrize(("busy", "threads"), [(1.0, 1), (0.6, 1), (0.4, 0), (0.0, 0)])
+def test_cores_are_those_of_a_thread_that_computes_most_of_the_time(
+    clock, monkeypatch, busy, threads
+):
+    time = SimpleNamespace(thread_time=lambda: busy * clock.now)
+    monkeypatch.setattr(step_profiler, "time", time)
+    profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
+    assert profiler.workload("").cores == threads
 
 
 def test_ready_times_are_the_ones_that_a_clock_would_show(clock):

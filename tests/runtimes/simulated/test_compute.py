@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
+import torch
 
 import paceline
+from paceline.cluster import Workload
+from paceline.cluster.cluster import Processor
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.compute import SimulatedCompute
+from paceline.testing import inspect
 from tests.support.simulations import cluster, rack, run, run_on, simulation
 
 
@@ -49,7 +54,7 @@ def drawn(jitter: float, steps: int) -> list[float]:
         ComputeModel(jitter=jitter, seed=1),
         0,
         1.0,
-        lambda seconds, name: spent.append(seconds),
+        lambda seconds, name, cores: spent.append(seconds),
     )
     for _ in range(steps):
         compute.pace(1.0)
@@ -74,7 +79,9 @@ def test_jitter_never_makes_time_negative() -> None:
 def test_forward_and_backward_are_spread_by_bytes() -> None:
     spent: list[tuple[str, float]] = []
     model = ComputeModel(forward=0.3, backward=0.6)
-    worker = SimulatedCompute(model, 0, 0.5, lambda s, name: spent.append((name, s)))
+    worker = SimulatedCompute(
+        model, 0, 0.5, lambda s, name, cores: spent.append((name, s))
+    )
     compute = worker.of_model(["small", "large"], [100, 200], None)
     compute.forward(32, training=True)
     assert spent == []  # shows only with the first gradient, or a wait
@@ -94,7 +101,7 @@ def test_forward_and_backward_are_spread_by_bytes() -> None:
 def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
     spent: list[str] = []
     worker = SimulatedCompute(
-        ComputeModel(), 0, 1.0, lambda s, name: spent.append(name)
+        ComputeModel(), 0, 1.0, lambda s, name, cores: spent.append(name)
     )
     compute = worker.of_model(["w"], [4], None)
     compute.forward(1, training=True)
@@ -135,3 +142,34 @@ def test_compute_model_names_the_bad_option(key: str, value: float) -> None:
         UsageError, match=f"--{key}: expected zero or more, got {value}"
     ):
         ComputeModel(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared", "seconds"),
+    [(1, 1, 3.0), (1, 2, 1.5), (1, None, 1.0), (0, 1, 1.0), (2, 4, 1.5)],
+)
+def test_computing_takes_longer_where_workers_outnumber_the_cores_they_share(
+    cores: int, shared: int | None, seconds: float
+) -> None:
+    """Three workers that compute for one second a step, in one pass and an update."""
+    where = replace(cluster(rack(3)), processor=Processor(cores=shared))
+    workload = Workload(
+        names=("weight", "bias"),
+        sizes=(4, 4),
+        forward=(0.25, 0.0),
+        backward=(0.25, 0.25),
+        update=0.25,
+        cores=cores,
+    )
+
+    def train(rank: int) -> float:
+        model = torch.nn.Linear(1, 1)
+        optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters()))
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        taken = inspect(optimizer).recorder.steps[0].compute_seconds
+        optimizer.finish()
+        return taken
+
+    spent = run(where, train, compute=ComputeModel(workload=workload))
+    assert spent == [pytest.approx(seconds)] * 3

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.cluster import Cluster, uniform_cluster
-from paceline.cluster.cluster import Rack, Rule
+from paceline.cluster import Cluster, Workload, uniform_cluster
+from paceline.cluster.cluster import Processor, Rack, Rule
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
@@ -42,6 +42,11 @@ def flat(workers):
     return uniform_cluster(workers, "100mbit", "50us")
 
 
+def on_shared_cores(workers):
+    """All hosts are processes of one machine of two cores."""
+    return replace(flat(workers), processor=Processor(message=1e-4, byte=1e-9, cores=2))
+
+
 def train(method, steps, buckets="wfbp"):
     paceline.init()
     model = torch.nn.Sequential(
@@ -57,8 +62,8 @@ def train(method, steps, buckets="wfbp"):
     optimizer.finish()
 
 
-def run(cluster, method, steps=6, workers="all", **options):
-    simulation = Simulation(cluster, compute=COMPUTE, workers=workers, **options)
+def run(cluster, method, steps=6, workers="all", compute=COMPUTE, **options):
+    simulation = Simulation(cluster, compute=compute, workers=workers, **options)
     return simulation.run(lambda rank: train(method, steps))
 
 
@@ -74,6 +79,14 @@ def step_ends(recorder):
 
 def last_bytes(recorder):
     return recorder.steps[-1].bytes_sent
+
+
+def busy_workload():
+    """Of the model that is trained; computing keeps a core busy."""
+    sizes = (16 * 32 * 4, 32 * 4, 32 * 4 * 4, 4 * 4)
+    names = ("0.weight", "0.bias", "2.weight", "2.bias")
+    workload = Workload.spread(names, sizes, 0.003, 0.007)
+    return replace(workload, update=0.001, cores=1)
 
 
 def assert_like_the_full_run(cluster, method, **options):
@@ -108,6 +121,12 @@ def test_methods_that_have_equal_workers_say_so():
 @pytest.mark.parametrize("spec", SPECS)
 def test_step_times_are_the_full_run_s(spec, make):
     assert_like_the_full_run(make(8), spec)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_step_times_are_the_full_run_s_where_computing_shares_cores(spec):
+    compute = ComputeModel(workload=busy_workload())
+    assert_like_the_full_run(on_shared_cores(8), spec, compute=compute)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -230,6 +231,10 @@ class StepProfiler:
         self._update_start: Any = None
         self._batches: list[int] = []
         self._steps = 0
+        self._begun = 0.0
+        """Processor time of this thread when the pass began."""
+        self._passed = self._computed = 0.0
+        """Seconds of all steps, and this thread's processor time in them."""
         self.forwards: list[list[float]] = []  # a step's seconds by tensor
         self.backwards: list[list[float]] = []
         self.updates: list[float] = []
@@ -248,6 +253,7 @@ class StepProfiler:
         if not training:
             return
         keeps = self._wants_gradient()
+        self._begun = time.thread_time()
         self._forget_pass(self._stopwatch.mark())
         self._keeps = keeps
         if samples is not None:
@@ -296,6 +302,7 @@ class StepProfiler:
             self._batches.clear()
         elif self._start is not None and self._end is not None and self._gradients:
             self._note_step(self._stopwatch.mark())
+            self._computed += time.thread_time() - self._begun
             self._keep_gradient()
         self._update_start = None
         self._forget_pass(None)
@@ -349,6 +356,7 @@ class StepProfiler:
         at_exit = [next(seconds) for _ in self._taken]
         step_end = next(seconds)
         self.updates.append(step_end - next(seconds, step_end))
+        self._passed += step_end
 
         forward = [0.0] * len(self._names)
         edges = [0.0, *at_start[1:], forward_end]
@@ -388,7 +396,16 @@ class StepProfiler:
             shapes=self._shapes(),
             passes=self._habits.passes,
             uses_gradients=self._habits.uses_gradients,
+            cores=self._cores(),
         )
+
+    def _cores(self) -> int:
+        """How many cores computing keeps busy: those of this thread's pool, or none where the thread
+        sleeps, or waits for a device, most of the time."""
+        if self._computed < self._passed / 2:
+            return 0
+        on_host = self._parameters[0].device.type == "cpu"
+        return torch.get_num_threads() if on_host else 1
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         if any(stands_in(parameter) for parameter in self._parameters):

@@ -125,9 +125,8 @@ class SimulatedCompute:
     where it may wait for tensors, as it uses them; in
     proportion to its number of samples over that of the first training batch; also
     without gradients (evaluation). From the first `pace` on the script is taken to pace
-    itself, and nothing else is charged. *crowd*: how many workers code on one core, where
-    hosts share cores. Gradients are ready at about the same time everywhere, so they all do so at
-    once.
+    itself, and nothing else is charged. *spend* lets seconds pass under a name, in which so many
+    cores are busy.
     """
 
     def __init__(
@@ -135,11 +134,9 @@ class SimulatedCompute:
         model: ComputeModel,
         rank: int,
         speed: float,
-        spend: Callable[[float, str], None],
-        oversubscription: float = 1.0,
+        spend: Callable[[float, str, int], None],
     ) -> None:
         self.costs = model
-        self.oversubscription = oversubscription
         self._rank = rank
         self._speed = speed
         self._spend = spend
@@ -225,23 +222,23 @@ class SimulatedCompute:
         part = min(seconds, self._owed)
         if part:
             self._owed -= part
-            self._take(part, "forward")
+            self._take(part, "forward", self._cores)
 
     def charge(self, seconds: float, name: str) -> None:
         """A gradient was computed, or an update."""
         if not self.paced_by_script:
             self.settle()
-            self._take(seconds, name)
+            self._take(seconds, name, self._cores)
 
     def spend(self, seconds: float, name: str) -> None:
         """Paceline itself computes."""
-        self._take(seconds, name)
+        self._take(seconds, name, 1)
 
     def settle(self) -> None:
         """Charge what a forward pass still owes."""
         if self._owed and not self.inside_forward:
             owed, self._owed = self._owed, 0.0
-            self._take(owed, "forward")
+            self._take(owed, "forward", self._cores)
 
     def pace(self, seconds: float) -> None:
         """The script says what it computes."""
@@ -249,7 +246,7 @@ class SimulatedCompute:
             return
         self.paced_by_script = True
         self._owed = 0.0
-        self._take(seconds, "paced")
+        self._take(seconds, "paced", 0)
 
     def step_ended(self) -> None:
         """The next step draws its own jitter."""
@@ -261,9 +258,14 @@ class SimulatedCompute:
             return 1.0
         return max(0.0, self._random.gauss(1.0, self.costs.jitter))
 
-    def _take(self, seconds: float, name: str) -> None:
+    @property
+    def _cores(self) -> int:
+        """How many of the host's cores a model's passes keep busy."""
+        return 0 if self.workload is None else self.workload.cores
+
+    def _take(self, seconds: float, name: str, cores: int) -> None:
         if seconds:
-            self._spend(seconds * self._factor / self._speed, name)
+            self._spend(seconds * self._factor / self._speed, name, cores)
 
 
 class ModelCompute:
@@ -332,7 +334,7 @@ class ModelCompute:
             seconds = whole * size / self._bytes
         # Also where the script says what it computes: it does not know of this.
         self._worker.settle()
-        self._worker.spend(seconds * self._worker.oversubscription, "coding")
+        self._worker.spend(seconds, "coding")
 
     def update_begins(self) -> None:
         self._worker.charge(self._workload.update, "update")

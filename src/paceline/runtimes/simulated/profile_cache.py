@@ -148,6 +148,10 @@ class _Measured(msgspec.Struct, kw_only=True):
     inputs: Shapes | None
 
 
+_CONTENT = 2
+"""What profiles say. It is raised when they say more, and older ones are then made anew."""
+
+
 @dataclass(frozen=True)
 class CachedProfile:
     """The file, named *name*, in which a profile of *script* is cached, or will be."""
@@ -162,7 +166,7 @@ class CachedProfile:
         script = Path(job.script).resolve()
         known = [
             *(str(script), _hash(script), str(Path.cwd()), list(job.arguments)),
-            *(workers, _processor(), version("torch")),
+            *(workers, _processor(), version("torch"), _CONTENT),
         ]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
         return cls(script, f"{script.stem}-{key}.workload.json")

@@ -34,6 +34,7 @@ from paceline.interfaces.trainings import Place, TrainingRegistry
 from paceline.records import Kept, Span, StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated.clock import (
+    Completion,
     EventContext,
     EventRunner,
     RuleSchedule,
@@ -75,6 +76,7 @@ from paceline.torch_internals import (
     register_python_backend,
     share_group_ranks,
 )
+from paceline.units import show_seconds
 
 _T = TypeVar("_T")
 
@@ -524,15 +526,20 @@ class WorkerClock:
     def __init__(self, simulation: Simulation, rank: int, kept: Kept | None) -> None:
         self._simulation, self._rank = simulation, rank
         self.recorder = StepRecorder(rank, self.now, kept)
-        processor = simulation.cluster.processor
+        cluster, classes = simulation.cluster, simulation.classes
+        self._host = cluster.host_of(rank)
+        self._weight = 1 if classes is None else classes.weights[rank]
+        """Workers that compute when this one does."""
+        processor = cluster.processor
+        self._shares_cores = processor is not None and processor.cores is not None
+        self._oversubscription = (
+            1.0 if processor is None else processor.oversubscription(cluster.workers)
+        )
         self.compute = SimulatedCompute(
             simulation.compute_model,
             rank,
-            simulation.cluster.speeds[rank],
+            cluster.speeds[rank],
             self._pass_time,
-            1.0
-            if processor is None
-            else processor.oversubscription(simulation.cluster.workers),
         )
 
     def now(self) -> float:
@@ -571,9 +578,33 @@ class WorkerClock:
         current = self._simulation.clock.current
         return isinstance(current, EventContext) and current.rank == self._rank
 
-    def _pass_time(self, seconds: float, name: str) -> None:
+    def _pass_time(self, seconds: float, name: str, cores: int) -> None:
         self._simulation.clock.stop_if_interrupted()
         worker = self.worker
         start = worker.time
-        worker.time += seconds
+        if cores and self._shares_cores:
+            self._compute_on_shared_cores(seconds, name, cores, worker)
+        else:
+            worker.time += seconds
         self.recorder.observe(Span(self._rank, "compute", name, start, worker.time))
+
+    def _compute_on_shared_cores(
+        self, seconds: float, name: str, cores: int, worker: Worker
+    ) -> None:
+        """Take as long as the cores need that all hosts share, with messages and with one another.
+
+        A work that follows a result cannot wait. It takes as long as if all workers did the same: their results
+        come at about the same time.
+        """
+        clock, links = self._simulation.clock, self._simulation.links
+        over = Completion(lambda: f"{name}, {show_seconds(seconds)} of computing")
+        clock.at(
+            worker.time,
+            lambda: links.compute(
+                self._host, seconds, cores * self._weight, lambda: clock.complete(over)
+            ),
+        )
+        if isinstance(worker, EventContext):
+            worker.time += seconds * self._oversubscription
+        else:
+            clock.wait(over)
