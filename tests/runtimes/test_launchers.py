@@ -27,18 +27,30 @@ TASK = BATCH | {
     "SLURM_STEP_NODELIST": "node[07-08]",
     "SLURM_STEP_TASKS_PER_NODE": "2,1",
 }
-MPIRUN = {
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-}
-MPIEXEC = {
-    "PMI_RANK": "1",
-    "PMI_SIZE": "2",
-    "MPI_LOCALRANKID": "1",
-    "MPI_LOCALNRANKS": "2",
-}
+
+
+def mpirun(rank=1, size=2, local_rank=1, local_size=2):
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+        "OMPI_COMM_WORLD_NODE_RANK": str(local_rank),  # among the node's processes
+    }
+
+
+def mpiexec(rank=1, size=2, local_rank=1, local_size=2):
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "MPI_LOCALRANKID": str(local_rank),
+        "MPI_LOCALNRANKS": str(local_size),
+    }
+
+
+MPIRUN, MPIEXEC = mpirun(), mpiexec()
+APART = [mpirun(local_size=1), mpiexec(local_size=1)]
+"""Of one task on each of two machines."""
 KUBEFLOW = {
     "PET_NNODES": "2",
     "PET_NPROC_PER_NODE": "1",
@@ -67,7 +79,7 @@ BY_TORCHRUN = Place(3, 4, 1, 2, 1, "node0", 29500)
         pytest.param(BATCH | {"SLURM_STEP_ID": "4294967291"}, id="an older one's"),
         pytest.param(BATCH | {"SLURM_STEP_ID": "batch"}, id="a name"),
         pytest.param(TASK | {"SLURM_STEP_NUM_TASKS": "1"}, id="srun -n1 in it"),
-        pytest.param(MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, id="mpirun -n1"),
+        pytest.param(mpirun(size=1), id="mpirun -n1"),
         pytest.param({"PMI_RANK": "0", "PMI_SIZE": "1"}, id="srun --mpi=pmi2 -n1"),
         pytest.param({"MASTER_ADDR": "node0", "MASTER_PORT": "1"}, id="a master alone"),
         pytest.param({"PET_NNODES": "1"}, id="one node of one"),
@@ -102,7 +114,7 @@ def test_a_bare_rank_wins_over_what_started_something_else(around):
     [
         (TASK, "srun", "task 2 of 3"),
         (MPIRUN, "mpirun", "task 1 of 2"),
-        (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "mpirun", "task 1 of 2"),
+        (APART[0], "mpirun", "task 1 of 2"),
         (TASK | MPIRUN, "mpirun", "task 1 of 2"),
         (MPIEXEC, "mpiexec", "task 1 of 2"),
     ],
@@ -180,65 +192,41 @@ def test_mpi_on_one_machine(environment):
     assert find(environment | {"PMIX_NAMESPACE": "a", "HYDRA_JOBID": "a"}) != place
 
 
+def srun(rank, local_rank, node):
+    return {
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+    }
+
+
+@pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("mapping", ["by slot", "by node"])
-@pytest.mark.parametrize("launcher", ["mpirun", "mpiexec", "srun"])
-def test_a_nodes_number_is_what_its_launcher_says_or_nobody_does(launcher, mapping):
+def test_a_nodes_number_is_what_its_launcher_says_or_nobody_does(mapping, rank):
     """Two nodes with two workers each: rank divided by workers of a node is right for one mapping alone."""
-    for rank in range(4):
-        node, local = (
-            (rank // 2, rank % 2) if mapping == "by slot" else (rank % 2, rank // 2)
-        )
-        environment = {
-            "mpirun": {
-                "OMPI_COMM_WORLD_RANK": str(rank),
-                "OMPI_COMM_WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                "OMPI_COMM_WORLD_NODE_RANK": str(local),
-            },
-            "mpiexec": {
-                "PMI_RANK": str(rank),
-                "PMI_SIZE": "4",
-                "MPI_LOCALRANKID": str(local),
-                "MPI_LOCALNRANKS": "2",
-            },
-            "srun": {
-                "SLURM_STEP_ID": "0",
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-                "SLURM_PROCID": str(rank),
-                "SLURM_LOCALID": str(local),
-                "SLURM_NODEID": str(node),
-            },
-        }[launcher]
+    slot = divmod(rank, 2)
+    node, local_rank = slot if mapping == "by slot" else slot[::-1]
+    for environment, told in (
+        (mpirun(rank, 4, local_rank), None),
+        (mpiexec(rank, 4, local_rank), None),
+        (srun(rank, local_rank, node), node),
+    ):
         place = find(environment | {"MASTER_ADDR": "node0"})
-        assert (place.rank, place.local_rank, place.local_size) == (rank, local, 2)
-        assert place.node == (node if launcher == "srun" else None)
-        assert ("GROUP_RANK" in place.to_environment()) == (launcher == "srun")
+        assert place == Place(rank, 4, local_rank, 2, told, "node0", place.port)
+        assert ("GROUP_RANK" in place.to_environment()) == (told is not None)
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-        MPIEXEC | {"MPI_LOCALNRANKS": "1"},
-        {"PMI_RANK": "0", "PMI_SIZE": "2"},
-    ],
-)
+@pytest.mark.parametrize("environment", [*APART, {"PMI_RANK": "0", "PMI_SIZE": "2"}])
 def test_mpi_on_several_machines_needs_a_master(environment):
     with pytest.raises(UsageError, match=r"started 2 workers.*MASTER_ADDR.*torchrun"):
         find(environment)
     assert find(environment | {"MASTER_ADDR": "node0"}).master == "node0"
 
 
-@pytest.mark.parametrize(
-    "launched",
-    [
-        MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
-        MPIEXEC | {"MPI_LOCALNRANKS": "1"},
-    ],
-    ids=["mpirun", "mpiexec"],
-)
+@pytest.mark.parametrize("launched", APART, ids=["mpirun", "mpiexec"])
 def test_daemons_of_mpi_are_tasks_of_a_step_too(launched):
     place = find(TASK | launched)
     assert (place.rank, place.size, place.master) == (1, 2, "node07")
@@ -308,7 +296,7 @@ def test_what_is_no_number_is_named(variable):
         TORCHRUN | {"RANK": "-1"},
         TORCHRUN | {"RANK": "0", "WORLD_SIZE": "0"},
         TASK | {"SLURM_PROCID": "3"},
-        MPIRUN | {"OMPI_COMM_WORLD_RANK": "2"},
+        mpirun(rank=2),
     ],
 )
 def test_a_rank_that_there_is_not_is_refused_before_anybody_waits_for_it(environment):
