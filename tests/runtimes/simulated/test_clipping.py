@@ -7,8 +7,8 @@ import torch
 import paceline
 from paceline.cluster import uniform_cluster
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.runtimes.simulated import Simulation
-from paceline.testing.problems import Quadratic, centers_of, flat_parameters
+from paceline.testing.problems import Quadratic, centers_of
+from tests.support.training import flat, simulate, train, train_to_one_model
 
 LIMIT = 0.5
 """About a tenth of the norm of the first gradients here, and more than that of the last."""
@@ -31,55 +31,53 @@ OWN = (
 )
 
 
-def plain_sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.3)
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def momentum(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.3)
 
 
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.05)
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
-def end_of(method, make, workers=3, servers=0, limit=LIMIT, batches=None):
-    """All workers' final parameters."""
-    ends = {}
-
-    def train(rank):
-        model = Quadratic()
-        optimizer = paceline.distribute(
-            model, make(model), method=method, buckets="wfbp", clip_norm=limit
-        )
-        for step in range(1, STEPS + 1 if batches is None else batches[rank] + 1):
-            optimizer.zero_grad()
-            model(centers_of(rank, step)).backward()
-            optimizer.step()
-        optimizer.finish()
-        ends[rank] = flat_parameters(model)
-
-    Simulation(uniform_cluster(workers, "1gbit", "50us", servers)).run(train)
-    for end in ends.values():
-        assert torch.equal(end, ends[0])
-    return ends[0]
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.05)
 
 
-def reference(make, workers=3, limit=LIMIT, batches=None):
+def distance(model, rank, step):
+    """The loss of a `Quadratic`."""
+    return model(centers_of(rank, step))
+
+
+def end_of(method, optimizer, servers=0, steps=STEPS, clip_norm=LIMIT):
+    """Three workers' final parameters."""
+    return train_to_one_model(
+        method,
+        uniform_cluster(3, "1gbit", "50us", servers),
+        steps=steps,
+        make=Quadratic,
+        optimizer=optimizer,
+        loss=distance,
+        clip_norm=clip_norm,
+    )
+
+
+def reference(make, batches=(STEPS,) * 3):
     """One process, the mean over workers, and torch's own clipping."""
     model = Quadratic()
-    optimizer = make(model)
-    batches = batches or [STEPS] * workers
+    optimizer = make(model.parameters())
     clipped = 0
-    for step in range(1, max(batches) + 1):
-        here = [rank for rank in range(workers) if batches[rank] >= step]
+    for step in range(max(batches)):
+        here = [rank for rank, count in enumerate(batches) if count > step]
         optimizer.zero_grad()
-        sum(model(centers_of(rank, step)) / len(here) for rank in here).backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        clipped += bool(norm > limit)
+        sum(distance(model, rank, step) / len(here) for rank in here).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        clipped += bool(norm > LIMIT)
         optimizer.step()
     assert clipped > 0, "the limit is never reached: nothing is tested"
-    return flat_parameters(model)
+    return flat(model)
 
 
 @pytest.mark.parametrize(
@@ -90,24 +88,20 @@ def reference(make, workers=3, limit=LIMIT, batches=None):
     ],
 )
 def test_the_mean_is_clipped_as_torch_clips_it(method, make):
-    torch.testing.assert_close(
-        end_of(method, make), reference(make), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(end_of(method, make), reference(make), **CLOSE)
 
 
 @pytest.mark.parametrize("method", ["backup", "ssp:staleness=0", "osp:defer=nothing"])
 def test_several_servers_that_would_clip_the_mean_are_refused(method):
     """On every worker, before anything is trained: none waits for another."""
-    refused = []
 
-    def train(rank):
+    def body(rank):
         model = Quadratic()
+        plain = plain_sgd(model.parameters())
         with pytest.raises(UsageError, match="2 servers"):
-            paceline.distribute(model, plain_sgd(model), method=method, clip_norm=LIMIT)
-        refused.append(rank)
+            paceline.distribute(model, plain, method=method, clip_norm=LIMIT)
 
-    Simulation(uniform_cluster(3, "1gbit", "50us", 2)).run(train)
-    assert sorted(refused) == [0, 1, 2]
+    simulate(3, body, servers=2)
 
 
 def test_several_servers_whose_workers_clip_are_not_refused():
@@ -117,104 +111,91 @@ def test_several_servers_whose_workers_clip_are_not_refused():
 @pytest.mark.parametrize("method", ["bsp", "backup", "osp:defer=nothing"])
 def test_uneven_data_is_clipped_to_the_end(method):
     batches = [3, 7, 5]
-    end = end_of(method, momentum, batches=batches)
-    expected = reference(momentum, batches=batches)
-    torch.testing.assert_close(end, expected, rtol=1e-5, atol=1e-6)
+    end = end_of(method, momentum, steps=batches)
+    torch.testing.assert_close(end, reference(momentum, batches), **CLOSE)
 
 
 def test_who_counts_is_clipped_though_others_come_too_late():
     """The fastest two of three are the same two, in every step; what the third one sends
     is dropped, and would change the norm."""
-    ends = {}
 
-    def train(rank):
-        model = Quadratic()
-        optimizer = paceline.distribute(
-            model,
-            plain_sgd(model),
-            method="backup:wait_for=2",
-            buckets="wfbp",
-            clip_norm=LIMIT,
-        )
-        late = rank == 2
-        for step in range(1, 4 if late else STEPS + 1):
-            paceline.pace(3.5 if late else 1.0)
-            optimizer.zero_grad()
-            model(centers_of(rank, step)).backward()
-            optimizer.step()
-        optimizer.finish()
-        ends[rank] = flat_parameters(model)
+    def late_or_not(model, rank, step):
+        paceline.pace(3.5 if rank == 2 else 1.0)
+        return distance(model, rank, step)
 
-    Simulation(uniform_cluster(3, "1gbit", "50us", 1)).run(train)
-    expected = reference(plain_sgd, 3, batches=[STEPS, STEPS, 0])
-    for end in ends.values():
-        torch.testing.assert_close(end, expected, rtol=1e-5, atol=1e-6)
+    end = train_to_one_model(
+        "backup:wait_for=2",
+        uniform_cluster(3, "1gbit", "50us", 1),
+        steps=[STEPS, STEPS, 3],
+        make=Quadratic,
+        optimizer=plain_sgd,
+        loss=late_or_not,
+        clip_norm=LIMIT,
+    )
+    torch.testing.assert_close(end, reference(plain_sgd, [STEPS, STEPS, 0]), **CLOSE)
+
+
+class Weights(torch.nn.Module):
+    """Two, whose gradient is what they are multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, direction):
+        return (self.weights * torch.tensor(direction)).sum()
+
+
+def whole_steps(parameters):
+    return torch.optim.SGD(parameters, lr=1.0)
 
 
 @pytest.mark.parametrize("method", OWN)
 def test_elsewhere_each_worker_clips_its_own(method):
     """Gradients that are constant: every one is applied, scaled to the limit, or, where it
     is smaller, as it is."""
-    directions = [torch.tensor([3.0, 4.0]), torch.tensor([0.03, 0.04])]
-    ends = {}
-
-    def train(rank):
-        model = torch.nn.Module()
-        model.weights = torch.nn.Parameter(torch.zeros(2))
-        model.forward = lambda: (model.weights * directions[rank]).sum()
-        optimizer = paceline.distribute(
-            model,
-            torch.optim.SGD([model.weights], lr=1.0),
-            method=method,
-            clip_norm=1.0,
-        )
-        for _ in range(10):
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-        optimizer.finish()
-        ends[rank] = model.weights.detach().clone()
-
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
-    expected = -10 * (directions[0] / 5 + directions[1]) / 2
-    for end in ends.values():
-        torch.testing.assert_close(end, expected, rtol=1e-5, atol=1e-6)
+    directions = [(3.0, 4.0), (0.03, 0.04)]
+    ends = train(
+        method,
+        steps=10,
+        make=Weights,
+        optimizer=whole_steps,
+        loss=lambda model, rank, step: model(directions[rank]),
+        clip_norm=1.0,
+    )
+    large, small = torch.tensor(directions, dtype=torch.double)
+    for end in ends:
+        torch.testing.assert_close(end.end, -10 * (large / 5 + small) / 2, **CLOSE)
 
 
 @pytest.mark.parametrize("method", ["bsp", "asp", "backup"])
 def test_what_was_accumulated_is_clipped_as_a_whole(method):
-    def train(rank):
-        model = torch.nn.Module()
-        model.weights = torch.nn.Parameter(torch.zeros(2))
-        model.forward = lambda scale: (model.weights * scale).sum()
-        optimizer = paceline.distribute(
-            model,
-            torch.optim.SGD([model.weights], lr=1.0),
-            method=method,
-            clip_norm=1.0,
-        )
+    def body(rank):
+        model = Weights()
+        plain = whole_steps(model.parameters())
+        optimizer = paceline.distribute(model, plain, method=method, clip_norm=1.0)
         with optimizer.no_sync():
-            model(torch.tensor([2.0, 0.0])).backward()
-        model(torch.tensor([1.0, 4.0])).backward()
+            model((2.0, 0.0)).backward()
+        model((1.0, 4.0)).backward()
         optimizer.step()
         optimizer.finish()
         expected = torch.tensor([-0.6, -0.8])
         torch.testing.assert_close(model.weights.detach(), expected, rtol=1e-5, atol=0)
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, body)
 
 
 def test_half_of_the_samples_is_half_of_the_gradient_and_not_of_the_limit():
     """A worker with few samples does not clip at a smaller norm."""
 
-    def train(rank):
+    def body(rank):
         data = [[4.0]] * 4
         sampler = paceline.Sampler(data, batch_size=4, shares=[3, 1], shuffle=False)
         model = torch.nn.Linear(1, 1, bias=False)
         torch.nn.init.zeros_(model.weight)
         optimizer = paceline.distribute(
             model,
-            torch.optim.SGD(model.parameters(), lr=1.0),
+            whole_steps(model.parameters()),
             method="osp:collective=native,defer=most",
             sampler=sampler,
             clip_norm=1.0,
@@ -225,13 +206,13 @@ def test_half_of_the_samples_is_half_of_the_gradient_and_not_of_the_limit():
         optimizer.finish()
         assert model.weight.item() == pytest.approx(-1.0, rel=1e-5)
 
-    Simulation(uniform_cluster(2, "1gbit", "50us")).run(train)
+    simulate(2, body)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_that_is_none_is_refused(limit):
     with pytest.raises(WorkerFailedError, match="clip_norm") as failure:
-        end_of("bsp", plain_sgd, limit=limit)
+        end_of("bsp", plain_sgd, clip_norm=limit)
     assert isinstance(failure.value.__cause__, UsageError)
 
 
