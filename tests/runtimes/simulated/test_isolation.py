@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,7 +11,7 @@ import sys
 import textwrap
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -39,15 +40,22 @@ from tests.support.hanging import SECONDS
 from tests.support.simulations import run, run_on, simulation
 
 
+def random_states() -> tuple[Any, torch.Tensor, Any]:
+    return random.getstate(), torch.get_rng_state(), np.random.get_state()
+
+
+def set_random_states(states: tuple[Any, torch.Tensor, Any]) -> None:
+    random.setstate(states[0])
+    torch.set_rng_state(states[1])
+    np.random.set_state(states[2])
+
+
 @pytest.fixture
 def _process_kept() -> Iterator[None]:
-    before = random.getstate(), torch.get_rng_state(), np.random.get_state()
-    threads = torch.get_num_threads()
+    before, threads = random_states(), torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    random.setstate(before[0])
-    torch.set_rng_state(before[1])
-    np.random.set_state(before[2])
+    set_random_states(before)
 
 
 # ---- the process gets its state back ----
@@ -105,50 +113,47 @@ def disturb(rank: int) -> None:
 
 
 def raise_on_one(rank: int) -> None:
-    disturb(rank)
     if rank == 1:
         raise ValueError("boom")
     dist.barrier()
 
 
 def skip_one(rank: int) -> None:
-    disturb(rank)
     if rank != 1:
         dist.barrier()
 
 
 def mismatch(rank: int) -> None:
-    disturb(rank)
     dist.all_reduce(torch.zeros(1 + rank))
 
 
 def fail_at_delivery(rank: int) -> None:
-    disturb(rank)
     dist.all_gather([torch.zeros(2)] * 3, torch.zeros(3))
 
 
 @pytest.mark.usefixtures("_process_kept")
 @pytest.mark.parametrize(
-    ("body", "error"),
+    ("end", "error"),
     [
-        (disturb, None),
+        (lambda rank: None, None),
         (raise_on_one, WorkerFailedError),
         (skip_one, DeadlockError),
         (mismatch, CollectiveMismatchError),
         (fail_at_delivery, UsageError),
     ],
 )
-def test_the_process_gets_its_state_back(body, error: type[Exception] | None) -> None:
+def test_the_process_gets_its_state_back(end, error: type[Exception] | None) -> None:
+    def body(rank: int) -> None:
+        disturb(rank)
+        end(rank)
+
     random.gauss(0, 1)  # each of these keeps a second number for the next call
     np.random.standard_normal()
     torch.set_num_threads(3)  # unlike a worker's
     load_lazy_modules()  # torch's own doing, once a process
     before = process_state()
-    if error is None:
+    with pytest.raises(error) if error else contextlib.nullcontext():
         run(3, body)
-    else:
-        with pytest.raises(error):
-            run(3, body)
     after = process_state()
     assert list(after) == list(before)
     for key, value in after.items():
@@ -179,21 +184,17 @@ def test_another_simulation_can_follow_a_failed_one() -> None:
     with pytest.raises(WorkerFailedError):
         run(3, raise_on_one)
 
-    def body(rank: int) -> float:
+    def body(rank: int) -> torch.Tensor:
         total = torch.tensor(1.0)
         dist.all_reduce(total)
-        return float(total)
+        return total
 
     assert run(3, body) == [3.0] * 3
 
 
 @pytest.mark.parametrize("code", [None, 0])
 def test_a_script_may_exit_well(code: int | None) -> None:
-    def body(rank: int) -> None:
-        dist.barrier()
-        sys.exit(code)
-
-    run(2, body)
+    run(2, lambda rank: (dist.barrier(), sys.exit(code)))
 
 
 def test_a_script_that_exits_badly_has_failed() -> None:
@@ -222,11 +223,15 @@ def draw() -> list[float]:
     ]
 
 
-def alone(seed: int, draws: int) -> list[list[float]]:
-    """What one process with this seed draws."""
+def seed_all(seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)  # it takes no more bits
+
+
+def alone(seed: int, draws: int) -> list[list[float]]:
+    """What one process with this seed draws."""
+    seed_all(seed)
     return [draw() for _ in range(draws)]
 
 
@@ -256,18 +261,14 @@ def test_random_numbers_are_a_single_process_own_whatever_the_interleaving(
 @pytest.mark.usefixtures("_process_kept")
 def test_seeding_and_generators_are_each_workers_own() -> None:
     def body(rank: int) -> list[list[float]]:
-        random.seed(rank)
-        torch.manual_seed(rank)
-        np.random.seed(rank)
+        seed_all(rank)
         dist.barrier()
         first = draw()
-        saved = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        saved = random_states()
         dist.barrier()
         second = draw()
         dist.barrier()
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        np.random.set_state(saved[2])
+        set_random_states(saved)
         dist.barrier()
         assert draw() == second
         return [first, second]
@@ -456,34 +457,32 @@ def test_data_loaders_without_workers_are_left_alone() -> None:
         assert run(2, body) == [2, 2]
 
 
-def test_ddp_is_refused_with_what_to_do_instead() -> None:
-    def body(rank: int) -> None:
-        DistributedDataParallel(torch.nn.Linear(1, 1))
+def train(rank: int) -> None:
+    raise AssertionError("a process was started")
 
-    with pytest.raises(WorkerFailedError, match="DistributedDataParallel") as caught:
-        run(2, body)
+
+OWN_WORKERS = r"workers of its own.*Call train"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: DistributedDataParallel(torch.nn.Linear(1, 1)),
+            r"(?s)DistributedDataParallel.*paceline.distribute\(model, optimizer\)",
+        ),
+        (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN), "signal handlers"),
+        (lambda: torch.multiprocessing.spawn(train, nprocs=2), OWN_WORKERS),
+        (lambda: torch.multiprocessing.start_processes(train, nprocs=2), OWN_WORKERS),
+    ],
+    ids=["DDP", "signal handlers", "spawn", "start_processes"],
+)
+def test_what_only_a_process_can_do_is_refused_with_what_to_do(
+    call: Callable[[], object], message: str
+) -> None:
+    with pytest.raises(WorkerFailedError, match=message) as caught:
+        run(2, lambda rank: call())
     assert isinstance(caught.value.__cause__, UsageError)
-    assert "paceline.distribute(model, optimizer)" in str(caught.value)
-
-
-def test_signal_handlers_are_refused_with_the_reason() -> None:
-    def body(rank: int) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-    with pytest.raises(WorkerFailedError, match="signal handlers"):
-        run(2, body)
-
-
-@pytest.mark.parametrize("name", ["spawn", "start_processes"])
-def test_workers_of_the_scripts_own_are_refused_with_what_to_do(name: str) -> None:
-    def train(rank: int) -> None:
-        raise AssertionError("a process was started")
-
-    def body(rank: int) -> None:
-        getattr(torch.multiprocessing, name)(train, nprocs=2)
-
-    with pytest.raises(WorkerFailedError, match=r"workers of its own.*Call train"):
-        run(2, body)
 
 
 # ---- what blocks outside the clock ----
