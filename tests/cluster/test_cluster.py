@@ -236,28 +236,20 @@ def test_each_worker_is_in_a_group_or_none_is(racks: tuple[str | None, ...]) -> 
     assert f"those of rack {1 - racks.index(None)} are" in message
 
 
-@pytest.mark.parametrize("text", ["", "rack = []", "# nothing"])
-def test_no_racks(text: str) -> None:
-    assert "expected at least one [[rack]]" in refusal(text)
-
-
-@pytest.mark.parametrize("text", [rack_text().replace("[[rack]]", "[rack]"), "rack=3"])
-def test_rack_that_is_no_array_of_tables(text: str) -> None:
-    message = refusal(text)
-    assert "'rack'" in message
-    assert "[[rack]]" in message
-
-
-def test_unknown_top_level_key() -> None:
-    message = refusal("[[racks]]\nworkers = 1\n")
-    assert "'racks'" in message
-    assert "Did you mean 'rack'?" in message
-
-
-def test_not_toml() -> None:
-    message = refusal("rack: 3")
-    assert message.startswith("not TOML: ")
-    assert "line 1" in message
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((none, "expected at least one [[rack]]") for none in ("", "rack = []", "#")),
+        (rack_text().replace("[[rack]]", "[rack]"), "'rack' ... [[rack]]"),
+        ("rack = 3", "'rack' ... [[rack]]"),
+        ("[[racks]]\nworkers = 1\n", "'racks' ... Did you mean 'rack'?"),
+        ("rack: 3", "not TOML: ... line 1"),
+    ],
+)
+def test_a_file_without_tables_of_racks_is_refused(text: str, message: str) -> None:
+    refused = refusal(text)
+    for words in message.split(" ... "):
+        assert words in refused
 
 
 def test_files(tmp_path: Path) -> None:
@@ -266,20 +258,14 @@ def test_files(tmp_path: Path) -> None:
     assert load_cluster(good) == parse_cluster(GOOD)
     assert load_cluster(str(good)) == parse_cluster(GOOD)
 
+    def refused(file: Path, message: str) -> None:
+        with pytest.raises(ClusterError, match=message):
+            load_cluster(file)
+
     bad.write_text(rack_text(workers="0"), encoding="utf-8")
-    with pytest.raises(ClusterError) as caught:
-        load_cluster(bad)
-    assert str(caught.value).startswith(f"{bad}: rack 0: key 'workers'")
-
-    missing = tmp_path / "missing.toml"
-    with pytest.raises(ClusterError) as caught:
-        load_cluster(missing)
-    assert str(missing) in str(caught.value)
-    assert "No such file" in str(caught.value)
-
+    refused(bad, f"^{bad}: rack 0: key 'workers'")
     bad.write_bytes(b"\xff\xfe")
-    with pytest.raises(ClusterError) as caught:
-        load_cluster(bad)
-    assert str(bad) in str(caught.value)
-    with pytest.raises(ClusterError, match="Is a directory"):
-        load_cluster(tmp_path)
+    refused(bad, f"{bad}")
+    missing = tmp_path / "missing.toml"
+    refused(missing, f"{missing}.*No such file")
+    refused(tmp_path, "Is a directory")

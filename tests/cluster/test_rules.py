@@ -51,39 +51,35 @@ def steps_of(rules: tuple[Rule, ...], count: int = 6) -> list[float]:
     return [step.step_seconds for step in result.recorders[0].steps]
 
 
-def test_without_rules_every_step_takes_a_second() -> None:
-    # 8 bytes more in the first step: the order of gradients is agreed on
-    assert steps_of(()) == pytest.approx([1.0] * 6, abs=1e-4)
-
-
-def test_a_link_is_throttled_and_repaired_after_steps() -> None:
-    rules = (
-        throttle("worker 1", RATE / 4, step=2),
-        repair("worker 1", step=4),
-    )
-    assert steps_of(rules) == pytest.approx([1, 1, 4, 4, 1, 1], abs=1e-4)
-
-
-def test_one_direction_alone() -> None:
-    # A ring of two sends as much each way: the slower way sets the pace.
-    rules = (throttle("worker 0 out", RATE / 2, step=1),)
-    assert steps_of(rules) == pytest.approx([1, 2, 2, 2, 2, 2], abs=1e-4)
-
-
-def test_a_cut_link_stands_still_until_it_is_repaired() -> None:
-    # Cut in the middle of the second step, for five seconds.
-    rules = (cut("worker 0", at=1.5), repair("worker 0", at=6.5))
-    assert steps_of(rules) == pytest.approx([1, 6, 1, 1, 1, 1], abs=1e-4)
-
-
-def test_a_path_between_two_hosts_is_slow_and_no_other() -> None:
-    rules = (
-        throttle("worker 1 to worker 0", RATE / 4, step=1),
-        repair("worker 1 to worker 0", step=3),
-        cut("worker 0 to worker 1", step=4),
-        repair("worker 0 to worker 1", at=15.5),
-    )
-    assert steps_of(rules) == pytest.approx([1, 4, 4, 1, 6.5, 1], abs=1e-4)
+@pytest.mark.parametrize(
+    ("rules", "seconds"),
+    [
+        # 8 bytes more in the first step: the order of gradients is agreed on.
+        ((), [1, 1, 1, 1, 1, 1]),
+        (
+            (throttle("worker 1", RATE / 4, step=2), repair("worker 1", step=4)),
+            [1, 1, 4, 4, 1, 1],
+        ),
+        # A ring of two sends as much each way: the slower way sets the pace.
+        ((throttle("worker 0 out", RATE / 2, step=1),), [1, 2, 2, 2, 2, 2]),
+        # Cut in the middle of the second step, for five seconds.
+        ((cut("worker 0", at=1.5), repair("worker 0", at=6.5)), [1, 6, 1, 1, 1, 1]),
+        (
+            (
+                throttle("worker 1 to worker 0", RATE / 4, step=1),
+                repair("worker 1 to worker 0", step=3),
+                cut("worker 0 to worker 1", step=4),
+                repair("worker 0 to worker 1", at=15.5),
+            ),
+            [1, 4, 4, 1, 6.5, 1],
+        ),
+    ],
+    ids=["none", "throttled", "one direction", "cut", "paths"],
+)
+def test_links_are_slow_or_cut_until_they_are_repaired(
+    rules: tuple[Rule, ...], seconds: list[float]
+) -> None:
+    assert steps_of(rules) == pytest.approx(seconds, abs=1e-4)
 
 
 def test_a_path_is_a_link_after_all_others() -> None:
@@ -140,27 +136,34 @@ def test_a_killed_worker_ends_the_job() -> None:
         steps_of((kill(1, step=3),))
 
 
-def test_processors_bound_messages_and_bytes() -> None:
-    """Two messages of a ring of two, each way, on one core for both hosts."""
-    rack = Rack(workers=2, link=RATE, latency=0.0)
-    shared = Cluster((rack,), (), Processor(message=1.0, cores=1))
+def seconds_of_a_sum(cluster: Cluster, elements: int) -> list[float]:
+    """When each worker's all-reduce is over."""
     times: list[float] = []
 
     def reduce(rank: int) -> None:
         paceline.init()
-        torch.distributed.all_reduce(torch.ones(2))
+        torch.distributed.all_reduce(torch.ones(elements))
         times.append(paceline.now())
 
-    Simulation(shared).run(reduce)
-    assert times == pytest.approx([4.0, 4.0])  # 2 hosts x 2 messages x 1 s on one core
-    times.clear()
-    own = Cluster((rack,), (), Processor(message=1.0))
-    Simulation(own).run(reduce)
-    assert times == pytest.approx([2.0, 2.0])
-    times.clear()
-    by_bytes = Cluster((rack,), (), Processor(byte=1.0))
-    Simulation(by_bytes).run(reduce)
-    assert times == pytest.approx([8.0, 8.0])  # 8 bytes each way from each host
+    Simulation(cluster).run(reduce)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("processor", "seconds"),
+    [
+        (Processor(message=1.0, cores=1), 4.0),  # 2 hosts x 2 messages on one core
+        (Processor(message=1.0), 2.0),
+        (Processor(byte=1.0), 8.0),  # 8 bytes each way from each host
+    ],
+    ids=["shared", "own", "bytes"],
+)
+def test_processors_bound_messages_and_bytes(
+    processor: Processor, seconds: float
+) -> None:
+    """Two messages of a ring of two, each way."""
+    cluster = Cluster((Rack(workers=2, link=RATE, latency=0.0),), (), processor)
+    assert seconds_of_a_sum(cluster, 2) == pytest.approx([seconds] * 2)
 
 
 def test_workers_of_one_host_share_its_link() -> None:
@@ -173,16 +176,8 @@ def test_workers_of_one_host_share_its_link() -> None:
     assert cluster.latency(0, 1) == 0.0
     assert cluster.link_name(3) == "host 1 in"
     assert len(cluster.capacities) == 2 * 2 + 2
-    times: list[float] = []
-
-    def reduce(rank: int) -> None:
-        paceline.init()
-        torch.distributed.all_reduce(torch.ones(250_000))
-        times.append(paceline.now())
-
-    Simulation(cluster).run(reduce)
     # The ring crosses each host's link once a step: 6 steps of a quarter of 1 MB.
-    assert times == pytest.approx([1.5] * 4)
+    assert seconds_of_a_sum(cluster, 250_000) == pytest.approx([1.5] * 4)
 
 
 def test_names_of_links() -> None:
@@ -257,25 +252,19 @@ def test_bad_rules_are_refused_with_their_number(text: str, message: str) -> Non
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("workers_per_host = 3", "a divisor of the 4"),
-        ("workers_per_host = 0", "a divisor of the 4"),
-        ("link = ['1 Mbit/s', '2 Mbit/s']", "one rate, or 4"),
+        ("workers_per_host = 3", "rack 0: .*a divisor of the 4"),
+        ("workers_per_host = 0", "rack 0: .*a divisor of the 4"),
+        ("[processor]\nmessage = '-1 s'", "processor: .*zero or more"),
+        ("[processor]\ncores = 0", "processor: .*1 or more"),
+        ("[processor]\nmesage = '1 s'", "processor: .*Did you mean 'message'"),
     ],
 )
-def test_bad_racks_are_refused(text: str, message: str) -> None:
-    rack = RACK if "link" not in text else RACK.replace("link = '8 Mbit/s'\n", "")
-    with pytest.raises(ClusterError, match=f"rack 0: .*{message}"):
-        parse_cluster(f"{rack}{text}")
+def test_bad_racks_and_processors_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        parse_cluster(f"{RACK}{text}")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("message = '-1 s'", "zero or more"),
-        ("cores = 0", "1 or more"),
-        ("mesage = '1 s'", "Did you mean 'message'"),
-    ],
-)
-def test_bad_processors_are_refused(text: str, message: str) -> None:
-    with pytest.raises(ClusterError, match=f"processor: .*{message}"):
-        parse_cluster(f"{RACK}[processor]\n{text}")
+def test_links_are_as_many_as_hosts() -> None:
+    text = RACK.replace("'8 Mbit/s'", "['1 Mbit/s', '2 Mbit/s']")
+    with pytest.raises(ClusterError, match=r"rack 0: .*one rate, or 4"):
+        parse_cluster(text)
