@@ -87,11 +87,14 @@ def emulated(described, row, size, repeats):
     from paceline.runtimes.emulated.launch import EmulatedJob
     from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(described) as fabric:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        EmulatedNetwork(described) as network,
+    ):
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--row", row, "--bytes", str(size)]
         words += ["--repeats", str(repeats)]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

@@ -111,11 +111,11 @@ def emulated(cell, rounds):
 
     _, mbit = EMULATED[cell]
     cluster = uniform_cluster(WORKERS, f"{mbit} Mbit/s", "50 us")
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as network:
         output = Path(scratch) / "result.json"
         words = ["--work", "--cell", cell, "--output", str(output)]
         words += ["--rounds", str(rounds)]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     seconds = found["seconds"]

@@ -100,11 +100,14 @@ def emulated(described, sizes, repeats):
     from paceline.runtimes.emulated.launch import EmulatedJob
     from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(described) as fabric:
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        EmulatedNetwork(described) as network,
+    ):
         output = Path(scratch) / "times.json"
         words = ["--work", str(output), "--repeats", str(repeats), "--kilobytes"]
         words += [str(size // 1000) for size in sizes]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

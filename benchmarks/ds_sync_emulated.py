@@ -78,11 +78,11 @@ def measure(cell, jobs):
         for way, steps in jobs
     ]
     cluster = cell.cluster(WORKERS, runs.light_link())
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as network:
         jobs_file, output = Path(scratch) / "jobs.json", Path(scratch) / "found.json"
         jobs_file.write_text(json.dumps(wanted))
         words = [str(jobs_file), str(output)]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

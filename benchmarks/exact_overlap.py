@@ -204,10 +204,10 @@ def measured(cluster, rounds):
     from paceline.runtimes.emulated.launch import EmulatedJob
     from paceline.runtimes.emulated.network import EmulatedNetwork
 
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as network:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         return json.loads(output.read_text())
 

@@ -108,10 +108,10 @@ def predicted(name):
 
 def measured(name, repeats):
     cluster, _ = TABLES[name]
-    with tempfile.TemporaryDirectory() as folder, EmulatedNetwork(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as folder, EmulatedNetwork(cluster) as network:
         output = Path(folder, "found.json")
         words = ["--worker", name, "--repeats", str(repeats), "--json", str(output)]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the emulated job failed: see above")
         return json.loads(output.read_text())
 

@@ -187,11 +187,11 @@ def measure(mbit, workers, rounds, compression):
     from paceline.runtimes.emulated.network import EmulatedNetwork
 
     cluster = uniform_cluster(workers, f"{mbit} Mbit/s", "50 us")
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as network:
         output = Path(scratch) / "times.json"
         words = ["--work", "--output", str(output), "--rounds", str(rounds)]
         words += ["--compression"] if compression else []
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     times = found["times"]

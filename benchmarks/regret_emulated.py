@@ -160,11 +160,11 @@ def measure(cluster, specs):
     from paceline.runtimes.emulated.network import EmulatedNetwork
 
     order = [spec for turn in range(TURNS) for spec in specs[:: 1 - 2 * (turn % 2)]]
-    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as fabric:
+    with tempfile.TemporaryDirectory() as scratch, EmulatedNetwork(cluster) as network:
         wanted, output = Path(scratch) / "specs.json", Path(scratch) / "found.json"
         wanted.write_text(json.dumps(order))
         words = ["--train", str(wanted), str(output)]
-        if EmulatedJob(ScriptJob(__file__, words), fabric).run():
+        if EmulatedJob(ScriptJob(__file__, words), network).run():
             sys.exit("the job failed")
         found = json.loads(output.read_text())
     return {

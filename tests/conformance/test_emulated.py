@@ -22,9 +22,9 @@ from tests.runtimes.emulated.conftest import refusal
 def test_a_sample_of_the_checks_holds_in_the_emulated_runtime(servers, capfd):
     racks = cluster_of(3, racks=2)
     cluster = replace(racks, servers=(ServerHost(),) * servers)
-    with EmulatedNetwork(cluster) as fabric:
+    with EmulatedNetwork(cluster) as network:
         part = ["--one-in", str(SLOW_EMULATED)]
-        status = EmulatedJob(ScriptJob(inspect.getfile(kit), part), fabric).run()
+        status = EmulatedJob(ScriptJob(inspect.getfile(kit), part), network).run()
     said = capfd.readouterr()
     assert status == 0, said.err
     assert said.err.count(": ok") == kit_size()

@@ -153,8 +153,8 @@ def test_what_ends_an_incarnation_and_what_ends_the_job(error, follows):
 
 def test_the_first_cause_is_told():
     coordinator = begun()
-    coordinator.fail("first")
-    coordinator.fail("second")
+    coordinator.give_up("first")
+    coordinator.give_up("second")
     assert coordinator.poll().fault == "first"
 
 

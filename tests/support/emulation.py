@@ -62,14 +62,14 @@ class Watch:
             os.close(descriptor)
 
 
-def connect(fabric, source, destination, seconds=SECONDS):
+def connect(network, source, destination, seconds=SECONDS):
     """A connection between two hosts: both ends."""
-    address = fabric.hosts[destination].address
-    with fabric.socket(destination) as listener:
+    address = network.hosts[destination].address
+    with network.socket(destination) as listener:
         listener.bind((address, 0))
         listener.listen(1)
         listener.settimeout(seconds)
-        sender = fabric.socket(source)
+        sender = network.socket(source)
         try:
             sender.settimeout(seconds)
             sender.connect((address, listener.getsockname()[1]))

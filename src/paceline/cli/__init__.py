@@ -52,7 +52,7 @@ from paceline.cli.arguments import Command, LaunchCommand
 from paceline.errors import PacelineError, WorkerFailedError
 from paceline.parameter_server.process.logs import log_to_stderr
 from paceline.runtimes.processes import reader_has_gone
-from paceline.runtimes.temporary_folder import LauncherInterrupted, told_to_end
+from paceline.runtimes.temporary_folder import LauncherInterrupted, signals
 
 _RUNS_SCRIPTS = str(Path("paceline", "runtimes", "simulated"))
 
@@ -103,7 +103,7 @@ def main() -> None:
     (SIGINT, SIGTERM, SIGHUP); a reader that has gone (``| head``) none. The exit status of these two is a
     shell's for the signal: 130, 143, 129; 141."""
     try:
-        with told_to_end():
+        with signals.listen():
             _run()
     except LauncherInterrupted as told:
         print(f"paceline: {told.name}: interrupted", file=sys.stderr)

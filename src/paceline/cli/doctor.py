@@ -207,11 +207,11 @@ class _Job:
         from paceline.runtimes.emulated.launch import EmulatedJob
         from paceline.runtimes.emulated.network import EmulatedNetwork
 
-        with scratch_folder() as scratch, EmulatedNetwork(network) as fabric:
+        with scratch_folder() as scratch, EmulatedNetwork(network) as emulated:
             file = Path(scratch) / "evidence.json"
-            for warning in fabric.warnings:
+            for warning in emulated.warnings:
                 print(f"paceline: {warning}", file=sys.stderr)
-            job = EmulatedJob(self._examiner(file, workload), fabric, "first")
+            job = EmulatedJob(self._examiner(file, workload), emulated, "first")
             with self._live():
                 status = job.run()
             return self._read(file, status)

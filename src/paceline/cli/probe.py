@@ -91,11 +91,11 @@ def probe(
             )
             servers = len(described.servers)
             if runtime == "emulated":
-                with EmulatedNetwork(described) as fabric:
-                    for warning in fabric.warnings:
+                with EmulatedNetwork(described) as network:
+                    for warning in network.warnings:
                         print(f"paceline: {warning}", file=sys.stderr)
                     with status_lines(json, "measuring the network"):
-                        status = EmulatedJob(job, fabric).run()
+                        status = EmulatedJob(job, network).run()
             else:
                 with telling(json, "measuring the network"):
                     status = _in_virtual_time(Simulation(described), found, seconds)

@@ -58,7 +58,7 @@ def profile(
         GradientDump,
         NotApplicable,
         coding_times,
-        price,
+        compressor_costs,
     )
     from paceline.compression import COMPRESSORS, NoCompression, make
     from paceline.runtimes.real.launch import launch
@@ -108,7 +108,7 @@ def profile(
                 def tell(spec: str) -> None:
                     told(spec, next(begun), len(specs))
 
-                rows = list(price(specs, kept, among, tell))
+                rows = list(compressor_costs(specs, kept, among, tell))
                 told("timing compressors")
                 suited = [
                     make(row.compression)

@@ -92,14 +92,14 @@ class Server:
             try:
                 self._start(done)
             except UsageError as error:
-                ray.get(self._coordinator.fail.remote(str(error)))
+                ray.get(self._coordinator.give_up.remote(str(error)))
                 raise
         if self._over:
             fault = (
                 "a worker died after its training was over, or began another one: only one training "
                 "survives that, and not what a loop does after it"
             )
-            ray.get(self._coordinator.fail.remote(fault))
+            ray.get(self._coordinator.give_up.remote(fault))
             raise UsageError(fault)
         return self._address
 
@@ -316,7 +316,7 @@ class Coordinator:
         # All workers end with the server: those deaths do not count.
         server = self._records.get(SERVER, _ActorRecord(starts=1))
         if record.starts > MAX_RESTARTS + server.starts:
-            self.fail(f"{name} has died {MAX_RESTARTS} times")
+            self.give_up(f"{name} has died {MAX_RESTARTS} times")
         return Incarnation(record.starts - 1, rank in self._results)
 
     def step_completed(self, rank: int, step: int) -> None:
@@ -341,7 +341,7 @@ class Coordinator:
         self._records.setdefault(SERVER, _ActorRecord()).last_step = step
         first = self._record_start(SERVER, node).starts == 1
         if first and has_snapshot and not self.resume:
-            self.fail(
+            self.give_up(
                 f"snapshot={self.snapshot!r}: the file exists, and may be what another job left; "
                 "remove it to begin anew, or pass resume=True to go on from it"
             )
@@ -353,7 +353,7 @@ class Coordinator:
                     f"none was taken yet, or the node where it was started again does not reach "
                     f"{self.snapshot}"
                 )
-            self.fail(
+            self.give_up(
                 f"the parameter server died after step {step}, and there is no snapshot: {advice}"
             )
         if self._fault:
@@ -396,7 +396,7 @@ class Coordinator:
         record.starts, record.node = record.starts + 1, node
         record.starts_without_progress += 1
         if record.starts_without_progress > MAX_RESTARTS_WITHOUT_PROGRESS:
-            self.fail(
+            self.give_up(
                 f"{name} has died {MAX_RESTARTS_WITHOUT_PROGRESS} times in a row without a completed step: see "
                 "above for what it said"
             )
@@ -405,7 +405,7 @@ class Coordinator:
     def _furthest(self) -> int:
         return max((record.last_step for record in self._records.values()), default=0)
 
-    def fail(self, fault: str) -> None:
+    def give_up(self, fault: str) -> None:
         """The job cannot go on: the first cause is what its caller is told."""
         self._fault = self._fault or fault
 

@@ -48,15 +48,15 @@ def scratch_folder() -> Iterator[str]:
     """
     folder: tempfile.TemporaryDirectory[str] | None = None
     lock = -1
-    with _told.heard():
+    with signals.listen():
         try:
-            with _told.held():
+            with signals.deferred():
                 remove_left()
                 folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
                 lock = _locked(Path(folder.name))
             yield folder.name
         finally:
-            with _told.held():
+            with signals.deferred():
                 if folder is not None:
                     folder.cleanup()
                 if lock >= 0:
@@ -86,20 +86,20 @@ def remove_left() -> None:
                 os.close(lock)
 
 
-class _Told:
-    """What signals have said: one for the process, as their handlers are."""
+class _Signals:
+    """The signals that end a launcher: one for the process, as their handlers are."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._number: int | None = None
         """The first that came."""
-        self._holds = 0
+        self._deferrals = 0
         self._is_due = False
-        """It came while it was held, and is to be raised."""
+        """It came while signals were deferred, and is to be raised."""
 
     @contextlib.contextmanager
-    def heard(self) -> Iterator[None]:
-        """Signals are listened to; nested, until the outermost block's end."""
+    def listen(self) -> Iterator[None]:
+        """Signals raise `LauncherInterrupted`, the first one alone; nested, until the outermost block's end."""
         if threading.current_thread() is not threading.main_thread():
             yield  # signals come to the main thread alone
             return
@@ -108,7 +108,7 @@ class _Told:
         self._depth += 1
         try:
             for number in heeded:
-                signal.signal(number, self._hear)
+                signal.signal(number, self._handle)
             yield
         finally:
             for number in heeded:
@@ -118,27 +118,25 @@ class _Told:
                 self._number = None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """What comes meanwhile is raised at the block's end."""
-        self._holds += 1
+    def deferred(self) -> Iterator[None]:
+        """A signal that comes meanwhile is raised at the block's end."""
+        self._deferrals += 1
         try:
             yield
         finally:
-            self._holds -= 1
-            if self._is_due and not self._holds and self._number is not None:
+            self._deferrals -= 1
+            if self._is_due and not self._deferrals and self._number is not None:
                 self._is_due = False
                 raise LauncherInterrupted(self._number)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._number is not None:
             return
         self._number = number
-        if self._holds:
+        if self._deferrals:
             self._is_due = True
         else:
             raise LauncherInterrupted(number)
 
 
-_told = _Told()
-told_to_end = _told.heard
-"""Within it signals to end raise `LauncherInterrupted`, the first one alone."""
+signals = _Signals()

@@ -70,10 +70,10 @@ def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_the
     )
     cluster = infer_cluster(findings)
     assert [rack.names for rack in cluster.racks] == [("a", "c"), ("b", "d")]
-    seats = {n: WorkerLocation(name=n, machine=n, host=n) for n in "abcd"}
-    check_places(cluster, [seats[n] for n in "acbd"])
+    locations = {n: WorkerLocation(name=n, machine=n, host=n) for n in "abcd"}
+    check_places(cluster, [locations[n] for n in "acbd"])
     with pytest.raises(ClusterError, match="worker 1 on 'c', and that runs on 'b'"):
-        check_places(cluster, [seats[n] for n in "abcd"])
+        check_places(cluster, [locations[n] for n in "abcd"])
 
 
 def test_a_pair_that_fails_names_both_ends(monkeypatch):

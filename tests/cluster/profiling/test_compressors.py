@@ -14,7 +14,7 @@ from paceline.cluster.profiling import (
     GradientDump,
     NotApplicable,
     coding_times,
-    price,
+    compressor_costs,
 )
 from paceline.cluster.profiling import compressors as coding
 from paceline.cluster.profiling.compressors import (
@@ -159,7 +159,7 @@ def test_a_price_is_of_bytes_and_errors_of_these_gradients(toys, tmp_path):
     elements = sum(math.prod(shape) for shape in SHAPES)
     steps = kept(tmp_path, *(gradient(seed) for seed in range(6)))
     begun = []
-    lossy, corrected = price(
+    lossy, corrected = compressor_costs(
         ["half", "half:error_feedback=true"], steps, 4, begun.append
     )
     assert begun == ["half", "half:error_feedback=true"]
@@ -180,7 +180,7 @@ def test_a_price_is_of_bytes_and_errors_of_these_gradients(toys, tmp_path):
 
 
 def test_parts_of_others_are_really_theirs(toys, tmp_path):
-    (row,) = price(["slow"], kept(tmp_path, gradient()), 8)
+    (row,) = compressor_costs(["slow"], kept(tmp_path, gradient()), 8)
     assert isinstance(row, CompressorCost)
     assert row.error < 1e-6
 
@@ -188,7 +188,7 @@ def test_parts_of_others_are_really_theirs(toys, tmp_path):
 def test_what_changes_nothing_does_not_suit(tmp_path):
     folder = tmp_path / "small"
     folder.mkdir()
-    rows = list(price(["none", "bf16"], kept(folder, gradient()), 8))
+    rows = list(compressor_costs(["none", "bf16"], kept(folder, gradient()), 8))
     assert [type(row) for row in rows] == [NotApplicable, CompressorCost]
     assert rows[0].reason.startswith("sends every tensor of this model as it is")
 
@@ -211,7 +211,7 @@ def test_what_does_not_suit_the_optimizer_is_said(momentum, monkeypatch, tmp_pat
     assert steps.optimizer() is None
     parameter = torch.nn.Parameter(torch.zeros(1))
     steps.keep_optimizer(torch.optim.SGD([parameter], momentum=momentum))
-    (row,) = price(["with-momentum"], steps, 2)
+    (row,) = compressor_costs(["with-momentum"], steps, 2)
     if momentum:
         assert isinstance(row, NotApplicable)
         assert row.reason == "SGD has a momentum, too"
@@ -221,7 +221,7 @@ def test_what_does_not_suit_the_optimizer_is_said(momentum, monkeypatch, tmp_pat
 
 def test_gradients_that_are_not_finite_are_left_out(toys, tmp_path):
     steps = kept(tmp_path, gradient(scale=math.inf), gradient(1), gradient(2))
-    (row,) = price(["half"], steps, 2)
+    (row,) = compressor_costs(["half"], steps, 2)
     assert isinstance(row, CompressorCost)
     assert row.steps == 2
 
@@ -230,10 +230,10 @@ def test_nothing_to_price_is_said(tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UsageError, match="no gradients were seen"):
-        list(price(["bf16"], GradientDump(empty), 8))
+        list(compressor_costs(["bf16"], GradientDump(empty), 8))
     bad = tmp_path / "bad"
     bad.mkdir()
     with pytest.raises(UsageError, match="1 gradients"):
-        list(price(["bf16"], kept(bad, gradient(scale=math.nan)), 8))
+        list(compressor_costs(["bf16"], kept(bad, gradient(scale=math.nan)), 8))
     with pytest.raises(UsageError, match="unknown compression 'bf61'"):
-        list(price(["bf61"], kept(tmp_path, gradient()), 8))
+        list(compressor_costs(["bf61"], kept(tmp_path, gradient()), 8))

@@ -31,8 +31,8 @@ def namespaces():
 
 
 @pytest.fixture(scope="module")
-def fabric(namespaces):
+def network(namespaces):
     """Two hosts at 100 Mbit/s, shared by a file's tests, which undo what they do."""
     cluster = uniform_cluster(2, "100 Mbit/s", "0 s")
-    with EmulatedNetwork(cluster, process_bytes=0) as fabric:
-        yield fabric
+    with EmulatedNetwork(cluster, process_bytes=0) as network:
+        yield network

@@ -29,9 +29,9 @@ def own_hosts_files(tmp_path):
 
 @pytest.mark.slow
 def test_a_name_that_means_loopback_on_its_own_machine(
-    fabric, own_hosts_files, tmp_path
+    network, own_hosts_files, tmp_path
 ):
-    addresses = [host.address for host in fabric.hosts]
+    addresses = [host.address for host in network.hosts]
     processes = []
     for rank, own in enumerate(("127.0.1.1", addresses[0])):
         hosts = tmp_path / f"hosts-{rank}"
@@ -49,7 +49,7 @@ def test_a_name_that_means_loopback_on_its_own_machine(
             "PACELINE_TRUSTED_NETWORK": "1",
         }
         processes.append(
-            fabric.popen(
+            network.popen(
                 rank,
                 with_hosts(hosts, sys.executable, SCRIPT),
                 env=os.environ | environment,

@@ -99,8 +99,8 @@ def two_hosts():
 @pytest.mark.parametrize("victim", ["guard", "keeper"])
 def test_when_the_keeper_is_killed_all_is_gone_and_every_call_says_so(victim):
     before = descendants(os.getpid())
-    with two_hosts() as fabric:
-        process = fabric.popen(1, ["sleep", "1000"])
+    with two_hosts() as network:
+        process = network.popen(1, ["sleep", "1000"])
         (guard,) = (
             pid
             for pid in descendants(os.getpid()) - before
@@ -115,11 +115,11 @@ def test_when_the_keeper_is_killed_all_is_gone_and_every_call_says_so(victim):
         assert process.wait(SECONDS) == -signal.SIGKILL
         assert "start the cluster again" in process.keeper_fault
         for call in (
-            lambda: fabric.popen(0, ["true"]),
-            lambda: fabric.cut(0),
-            lambda: fabric.set_rate(0, 1e6),
-            lambda: fabric.socket(0),
-            lambda: check_links(fabric),
+            lambda: network.popen(0, ["true"]),
+            lambda: network.cut(0),
+            lambda: network.set_rate(0, 1e6),
+            lambda: network.socket(0),
+            lambda: check_links(network),
         ):
             with pytest.raises(KeeperLostError, match="start the cluster again"):
                 call()
@@ -151,8 +151,8 @@ def test_after_an_exception_nothing_is_left():
     before = descendants(os.getpid())
 
     def fail():
-        with two_hosts() as fabric:
-            fabric.popen(0, ["sleep", "1000"])
+        with two_hosts() as network:
+            network.popen(0, ["sleep", "1000"])
             raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -161,12 +161,12 @@ def test_after_an_exception_nothing_is_left():
 
 
 def test_a_process_that_is_still_running_ends_with_the_cluster():
-    with two_hosts() as fabric:
-        process = fabric.popen(0, ["sleep", "1000"])
+    with two_hosts() as network:
+        process = network.popen(0, ["sleep", "1000"])
         assert process.poll() is None
     assert process.wait(SECONDS) == -signal.SIGKILL
     with pytest.raises(KeeperLostError, match="was closed"):
-        fabric.cut(0)
+        network.cut(0)
 
 
 def test_nothing_is_named_on_the_machine():

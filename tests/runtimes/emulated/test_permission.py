@@ -19,11 +19,11 @@ from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.machine_check import capabilities
 from paceline.runtimes.emulated.link_check import check_links
 from paceline.runtimes.emulated.network import EmulatedNetwork
-with EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as fabric:
-    fabric.cut(0)
-    fabric.repair(0)
-    assert not check_links(fabric).off(0.2)
-    assert fabric.popen(0, ["sh", "-c", "exit $(id -u)"]).wait() == os.getuid() % 256
+with EmulatedNetwork(uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0) as network:
+    network.cut(0)
+    network.repair(0)
+    assert not check_links(network).off(0.2)
+    assert network.popen(0, ["sh", "-c", "exit $(id -u)"]).wait() == os.getuid() % 256
 print(capabilities().mode)
 """
 

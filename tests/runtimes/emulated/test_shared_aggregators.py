@@ -33,13 +33,13 @@ class Shared:
     def __init__(self, folder):
         rack = {"workers": WORKERS // 2, "link": 50e6 / 8, "latency": 0.0}
         self.cluster = Cluster((Rack(**rack, aggregates=True), Rack(**rack)))
-        self.fabric, self.folder = (
+        self.network, self.folder = (
             EmulatedNetwork(self.cluster, process_bytes=0),
             folder,
         )
         file = folder / "cluster.toml"
         file.write_text(cluster_toml(self.cluster, exact=True))
-        (self.host,) = self.fabric.aggregators
+        (self.host,) = self.network.aggregators
         self.base = os.environ | {
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
@@ -63,7 +63,7 @@ class Shared:
         """All workers of a job, each in a host of its own."""
         shared = {
             "WORLD_SIZE": str(WORKERS),
-            "MASTER_ADDR": self.fabric.hosts[0].address,
+            "MASTER_ADDR": self.network.hosts[0].address,
             "MASTER_PORT": str(29500 + number),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
@@ -86,7 +86,7 @@ class Output:
         paths = [shared.folder / f"{name}.{stream}" for stream in ("out", "err")]
         with contextlib.ExitStack() as stack:
             out, err = (stack.enter_context(path.open("wb")) for path in paths)
-            self.process = shared.fabric.popen(
+            self.process = shared.network.popen(
                 *(host, command),
                 env=shared.base | environment,
                 cwd=str(ROOT),
@@ -123,7 +123,7 @@ def until(ranks, step):
 @pytest.fixture
 def shared(tmp_path):
     made = Shared(tmp_path)
-    with made.fabric:
+    with made.network:
         yield made
 
 

@@ -27,10 +27,10 @@ NAMES = {
     "fd00::5": "fd00::5",
 }
 OWN = {"127.0.0.1", "127.0.1.1", "::1", "10.0.0.5", "fd00::5"}
-EVERYWHERE = ListenAddress(bind="0.0.0.0", publish="")
+EVERYWHERE = ListenAddress(bind="0.0.0.0", advertise="")
 
 
-def meeting(master, size, local):
+def listening(master, size, local):
     environment = {} if master is None else {"MASTER_ADDR": master}
     if local is not None:
         environment["LOCAL_WORLD_SIZE"] = str(local)
@@ -42,31 +42,33 @@ def meeting(master, size, local):
 @pytest.mark.parametrize("master", ["node0", "10.0.0.5"])
 @pytest.mark.parametrize("local", [None, 1, 2])
 def test_an_address_that_others_can_use_is_the_only_one(master, local):
-    assert meeting(master, 2, local) == ListenAddress(
-        bind="10.0.0.5", publish="10.0.0.5"
+    assert listening(master, 2, local) == ListenAddress(
+        bind="10.0.0.5", advertise="10.0.0.5"
     )
 
 
 def test_an_address_of_version_6_is_one_too():
-    assert meeting("fd00::5", 2, 1) == ListenAddress(bind="fd00::5", publish="fd00::5")
+    assert listening("fd00::5", 2, 1) == ListenAddress(
+        bind="fd00::5", advertise="fd00::5"
+    )
 
 
 def test_a_name_that_is_loopback_at_home_is_looked_up_by_each_for_himself():
-    assert meeting("debian", 2, 1) == EVERYWHERE
-    assert meeting("debian", 4, 2) == EVERYWHERE
+    assert listening("debian", 2, 1) == EVERYWHERE
+    assert listening("debian", 4, 2) == EVERYWHERE
 
 
 def test_where_nobody_says_who_is_where_a_name_may_mean_another_machine():
-    assert meeting("debian", 2, None) == EVERYWHERE
+    assert listening("debian", 2, None) == EVERYWHERE
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
 def test_a_launcher_that_calls_its_own_machine_localhost(master):
-    assert meeting(master, 2, 1) == EVERYWHERE
+    assert listening(master, 2, 1) == EVERYWHERE
 
 
 def test_loopback_of_version_6():
-    assert meeting("::1", 2, 1) == ListenAddress(bind="::", publish="")
+    assert listening("::1", 2, 1) == ListenAddress(bind="::", advertise="")
 
 
 @pytest.mark.parametrize(
@@ -74,18 +76,18 @@ def test_loopback_of_version_6():
     [("localhost", "127.0.0.1"), ("debian", "127.0.1.1"), (None, "127.0.0.1")],
 )
 def test_on_one_machine_nobody_else_can_connect(master, address):
-    assert meeting(master, 2, 2) == ListenAddress(bind=address, publish=address)
+    assert listening(master, 2, 2) == ListenAddress(bind=address, advertise=address)
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", None])
 def test_a_loopback_address_is_taken_at_its_word(master):
-    assert meeting(master, 2, None) == ListenAddress(
-        bind="127.0.0.1", publish="127.0.0.1"
+    assert listening(master, 2, None) == ListenAddress(
+        bind="127.0.0.1", advertise="127.0.0.1"
     )
 
 
 def test_the_address_of_a_service_in_front_is_reached_as_the_others_reach_it():
-    assert meeting("service", 2, 1) == EVERYWHERE
+    assert listening("service", 2, 1) == EVERYWHERE
 
 
 def test_who_is_told_nothing_asks_for_the_master():
@@ -107,7 +109,7 @@ def test_a_rank_that_cannot_reach_the_watch_starts_all_the_same(capsys, monkeypa
     store = DictStore()
     job_store = JobStore(store, 2)
     there = Address(host="127.0.0.2", port=port, token="token")
-    job_store.post("paceline/liveness", there)
+    job_store.publish_address("paceline/liveness", there)
     member = PeerMonitor(1, 2, job_store, lambda sentence: None)
     member.close()
     job_store.close()

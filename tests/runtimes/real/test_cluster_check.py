@@ -8,7 +8,11 @@ import pytest
 
 from paceline.cluster import Cluster, Rack, cluster_toml, uniform_cluster
 from paceline.errors import ClusterError
-from paceline.runtimes.real.cluster_check import WorkerLocation, check_places, seat
+from paceline.runtimes.real.cluster_check import (
+    WorkerLocation,
+    check_places,
+    worker_location,
+)
 from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case
 from paceline.testing.method_checks import final_parameters
@@ -160,8 +164,8 @@ def test_containers_of_a_machine_may_be_one_host_or_several() -> None:
 
 
 def test_processes_of_one_place_have_one_seat(tmp_path: Path) -> None:
-    script = tmp_path / "seat.py"
+    script = tmp_path / "worker_location.py"
     script.write_text(
-        "from paceline.runtimes.real.cluster_check import seat\nprint(repr(seat()))\n"
+        "from paceline.runtimes.real.cluster_check import worker_location\nprint(repr(worker_location()))\n"
     )
-    assert forked.run([script]).stdout.strip() == repr(seat())
+    assert forked.run([script]).stdout.strip() == repr(worker_location())

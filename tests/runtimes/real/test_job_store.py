@@ -16,7 +16,7 @@ from paceline.records import StepRecorder
 from paceline.runtimes.real.job_store import (
     Address,
     JobStore,
-    Posted,
+    PublishedAddress,
     Sheet,
     Way,
     way_of,
@@ -42,7 +42,7 @@ def posted(environment: Mapping[str, str]) -> Iterator[tuple[DictStore, JobStore
     store = DictStore()
     job_store = JobStore(store, 2, environment)
     token = job_store.new_token()
-    job_store.post(NAME, Address(host="127.0.0.1", port=4711, token=token))
+    job_store.publish_address(NAME, Address(host="127.0.0.1", port=4711, token=token))
     yield store, job_store, token
     job_store.close()
 
@@ -75,7 +75,7 @@ def test_workers_learn_the_token_and_the_store_does_not_tell_it(
     environment: dict[str, str],
 ) -> None:
     with posted(environment) as (store, _, token):
-        address = JobStore(store, 2, environment).read(NAME)
+        address = JobStore(store, 2, environment).address(NAME)
         assert address == Address(host="127.0.0.1", port=4711, token=token)
         assert len(token) == 32
         known = [token, *(environment.get(key, token) for key in (SECRET, TOKEN))]
@@ -87,15 +87,17 @@ def test_workers_learn_the_token_and_the_store_does_not_tell_it(
 
 def test_where_the_network_is_trusted_the_store_tells_it() -> None:
     with posted(APART) as (store, _, token):
-        assert JobStore(store, 2, APART).read(NAME).token == token
+        assert JobStore(store, 2, APART).address(NAME).token == token
         assert token.encode() in store[NAME]
 
 
 @pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
 def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
     store = DictStore()
-    JobStore(store, 2, environment).post(NAME, Address(fault="the port is in use"))
-    assert JobStore(store, 2, environment).read(NAME) == Address(
+    JobStore(store, 2, environment).publish_address(
+        NAME, Address(fault="the port is in use")
+    )
+    assert JobStore(store, 2, environment).address(NAME) == Address(
         fault="the port is in use"
     )
 
@@ -106,28 +108,28 @@ def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
 @pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
 def test_words_are_heard_as_they_were_said(environment: dict[str, str]) -> None:
     store = DictStore()
-    JobStore(store, 2, environment).say(NAME, "several\nlines")
-    assert JobStore(store, 2, environment).hear(NAME) == "several\nlines"
+    JobStore(store, 2, environment).publish(NAME, "several\nlines")
+    assert JobStore(store, 2, environment).get(NAME) == "several\nlines"
 
 
 def test_words_that_somebody_else_has_said_are_refused() -> None:
     store = DictStore()
     for his in (APART, SIGNED | {SECRET: LONG + "!"}, SIGNED | {"MASTER_PORT": "1"}):
-        JobStore(store, 2, his).say(NAME, "words")
+        JobStore(store, 2, his).publish(NAME, "words")
         with pytest.raises(UsageError, match="not signed"):
-            JobStore(store, 2, SIGNED).hear(NAME)
-    JobStore(store, 2, SIGNED).say(NAME, "words")
+            JobStore(store, 2, SIGNED).get(NAME)
+    JobStore(store, 2, SIGNED).publish(NAME, "words")
     store["another name"] = store[NAME]
     with pytest.raises(UsageError, match="not signed"):
-        JobStore(store, 2, SIGNED).hear("another name")
+        JobStore(store, 2, SIGNED).get("another name")
     store[NAME] = b"{"
     with pytest.raises(UsageError, match="none of ours"):
-        JobStore(store, 2, SIGNED).hear(NAME)
+        JobStore(store, 2, SIGNED).get(NAME)
 
 
-def forged(**changes: object) -> Posted:
+def forged(**changes: object) -> PublishedAddress:
     with posted(SIGNED) as (store, _, _):
-        genuine = msgspec.json.decode(store[NAME], type=Posted)
+        genuine = msgspec.json.decode(store[NAME], type=PublishedAddress)
     return msgspec.structs.replace(genuine, **changes)
 
 
@@ -138,14 +140,14 @@ def forged(**changes: object) -> Posted:
         forged(address=Address(host="127.0.0.1", port=666)),
         forged(number="0" * 32),
         forged(signature=""),
-        Posted(address=Address(host="10.6.6.6", port=666, token="his own")),
+        PublishedAddress(address=Address(host="10.6.6.6", port=666, token="his own")),
     ],
     ids=["host", "port", "number", "signature", "open"],
 )
-def test_what_is_not_signed_is_refused(words: Posted) -> None:
+def test_what_is_not_signed_is_refused(words: PublishedAddress) -> None:
     store = DictStore({NAME: msgspec.json.encode(words)})
     with pytest.raises(UsageError, match=f"not signed with this worker's {SECRET}"):
-        JobStore(store, 2, SIGNED).read(NAME)
+        JobStore(store, 2, SIGNED).address(NAME)
 
 
 def test_what_another_job_or_name_has_signed_is_refused() -> None:
@@ -157,11 +159,11 @@ def test_what_another_job_or_name_has_signed_is_refused() -> None:
         ):
             store[name] = store[NAME]
             with pytest.raises(UsageError, match="not signed"):
-                JobStore(store, 2, environment).read(name)
+                JobStore(store, 2, environment).address(name)
 
 
 def here(descriptor: int) -> DictStore:
-    words = Posted(process=os.getpid(), descriptor=descriptor)
+    words = PublishedAddress(process=os.getpid(), descriptor=descriptor)
     return DictStore({NAME: msgspec.json.encode(words)})
 
 
@@ -174,7 +176,7 @@ def test_a_file_that_others_could_have_made_is_refused(tmp_path: Path) -> None:
     with path.open("rb") as file:
         for descriptor in (file.fileno(), changeable, 9999):
             with pytest.raises(UsageError, match="cannot read what process"):
-                JobStore(here(descriptor), 2, ALONE).read(NAME)
+                JobStore(here(descriptor), 2, ALONE).address(NAME)
     os.close(changeable)
 
 
@@ -182,23 +184,23 @@ def test_another_jobs_file_is_refused() -> None:
     with posted(ALONE) as (store, _, _):
         others = ALONE | {"MASTER_PORT": "29501"}
         with pytest.raises(UsageError, match=f"it is '29500/{NAME}'"):
-            JobStore(store, 2, others).read(NAME)
+            JobStore(store, 2, others).address(NAME)
 
 
 def test_nothing_is_left_of_a_file_that_was_read() -> None:
     before = os.listdir("/proc/self/fd")
     with posted(ALONE) as (store, job_store, _):
-        JobStore(store, 2, ALONE).read(NAME)
+        JobStore(store, 2, ALONE).address(NAME)
         job_store.close()
         with pytest.raises(UsageError, match="cannot read what process"):
-            JobStore(store, 2, ALONE).read(NAME)
+            JobStore(store, 2, ALONE).address(NAME)
     assert os.listdir("/proc/self/fd") == before
 
 
 @as_root
 def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
     with posted(ALONE) as (store, _, _):
-        place = msgspec.json.decode(store[NAME], type=Posted)
+        place = msgspec.json.decode(store[NAME], type=PublishedAddress)
         path = f"/proc/{place.process}/fd/{place.descriptor}"
         # A child that is somebody else: no interpreter, which he might not be able to read.
         ask = ["cat", path]
@@ -214,12 +216,12 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
     try:
         his = DictStore()
         theirs = JobStore(his, 2, ALONE)
-        theirs.post(NAME, sheet.address)
+        theirs.publish_address(NAME, sheet.address)
     finally:
         os.seteuid(0)
         os.setegid(0)
     with pytest.raises(UsageError, match=f"it is user {SOMEBODY}'s"):
-        JobStore(his, 2, ALONE).read(NAME)
+        JobStore(his, 2, ALONE).address(NAME)
     theirs.close()
 
 
@@ -272,7 +274,7 @@ def test_each_node_has_a_server_however_ranks_are_mapped_to_nodes(
     job_store = JobStore(DictStore(), 4, APART)
     for rank, one in enumerate(told):
         words = f"{one['LOCAL_WORLD_SIZE']} {one['LOCAL_RANK']}"
-        job_store.say(f"paceline/starters/{rank}", words)
+        job_store.publish(f"paceline/starters/{rank}", words)
     for rank, one in enumerate(told):
         placements = PlacementResolver(rank, 4, job_store, one).placements("per-node")
         assert [placement.here for placement in placements] == [
@@ -286,7 +288,7 @@ def test_nodes_without_one_first_worker_are_refused_on_every_worker(
 ) -> None:
     job_store = JobStore(DictStore(), 4, APART)
     for rank, local in enumerate(locals_):
-        job_store.say(f"paceline/starters/{rank}", f"2 {local}")
+        job_store.publish(f"paceline/starters/{rank}", f"2 {local}")
     for rank, local in enumerate(locals_):
         told = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": local}
         with pytest.raises(UsageError, match=r"have LOCAL_RANK=0, expected 2"):
@@ -299,7 +301,7 @@ def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
     job_store = JobStore(DictStore(), 4, APART)
     sizes = ["3", "3", "3", "1"]
     for rank, size in enumerate(sizes):
-        job_store.say(f"paceline/starters/{rank}", f"{size} {rank % 3}")
+        job_store.publish(f"paceline/starters/{rank}", f"{size} {rank % 3}")
     for rank, size in enumerate(sizes):
         told = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": str(rank % 3)}
         with pytest.raises(

@@ -51,7 +51,7 @@ def hear(told, count):
 
 
 def connection(store):
-    address = JobStore(store, 3).read("paceline/liveness")
+    address = JobStore(store, 3).address("paceline/liveness")
     connection = socket.create_connection((address.host, address.port), SECONDS)
     return connection, address.token
 
@@ -298,7 +298,7 @@ class Leaving(RealRuntime):
     thread never finishes."""
 
     def __init__(self):
-        self._weighed = threading.Event()
+        self._failure_judged = threading.Event()
         self._exit_grace = 0.01
 
 

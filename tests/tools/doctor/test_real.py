@@ -15,7 +15,7 @@ from tests.support import forked
 
 EXAMINES = Path(paceline.tools.doctor.__file__).parent / "__main__.py"
 SCRIPTS = Path(__file__).parent / "scripts"
-TRAINS, WHISPERS = SCRIPTS / "trains.py", SCRIPTS / "whispers.py"
+TRAINS, SMALL_MESSAGES = SCRIPTS / "trains.py", SCRIPTS / "small_messages.py"
 
 
 def examine(folder, *script, workers=2):
@@ -56,7 +56,7 @@ def test_a_training_on_two_processes_that_makes_its_own_group(tmp_path):
     "word", [pytest.param("lossy", marks=pytest.mark.slow), "whole"]
 )
 def test_packets_that_get_lost(word):
-    first, _ = forked.run_together(2, [WHISPERS, word])
+    first, _ = forked.run_together(2, [SMALL_MESSAGES, word])
     found = [LinkMeasurement(**one) for one in json.loads(first.stdout)]
     # Flows go from rank 0 to rank 1, and back, in turn.
     there = [(one.sent, one.lost) for one in found[::2]]

@@ -16,7 +16,7 @@ from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
-from paceline.runtimes.real.cluster_check import seat
+from paceline.runtimes.real.cluster_check import worker_location
 
 SIZES = tuple(4096 * 4**k for k in range(7))
 """4 KiB to 16 MiB."""
@@ -92,7 +92,7 @@ class _Probe:
         cluster = self._runtime.cluster
         if self._runtime.clock.is_virtual and cluster is not None:
             return [cluster.host_of(worker) for worker in range(self._size)], None
-        mine = seat()
+        mine = worker_location()
         machines = self._gather([_number(mine.machine)])
         networks = self._gather([_number(mine.host)])
         order = list(dict.fromkeys(row[0] for row in networks))
@@ -105,7 +105,9 @@ class _Probe:
 
     def names(self, hosts: Sequence[int]) -> list[str]:
         """What each worker's host calls itself; nothing where these are not different."""
-        names = [one.decode() for one in gather_bytes(seat().name.encode(), CPU)]
+        names = [
+            one.decode() for one in gather_bytes(worker_location().name.encode(), CPU)
+        ]
         return names if len(set(names)) == len(set(hosts)) > 1 else []
 
     def speeds(self) -> list[float]:

@@ -17,7 +17,7 @@ from paceline.collectives.torch_group import TorchGroup
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import PeerLostError
 from paceline.interfaces import Runtime
-from paceline.runtimes.real.cluster_check import seat
+from paceline.runtimes.real.cluster_check import worker_location
 
 FIRST_BYTES = 64 * 1024
 MOST_BYTES = 2**28
@@ -25,7 +25,7 @@ MOST_BYTES = 2**28
 TOO_FAST = 2.0
 """Times what a transfer took with its start."""
 PINGS = 20
-WHISPERS = 50
+SMALL_MESSAGES = 50
 TRIES = 3
 DISTURBED = 0.25
 """Of a transfer's time: so long a worker waited for a processor; the transfer is tried again."""
@@ -58,7 +58,9 @@ class PairProbe:
         self._rank, self._size = runtime.rank, runtime.size
         # Times in virtual time are all alike, and nothing is lost there.
         simulated = runtime.clock.is_virtual
-        self._pings, self._whispers = (2, 1) if simulated else (PINGS, WHISPERS)
+        self._pings, self._small_messages = (
+            (2, 1) if simulated else (PINGS, SMALL_MESSAGES)
+        )
         self._tries = 1 if simulated else TRIES
         self._group: Any = dist.group.WORLD
         workers = runtime.workers("probe")
@@ -67,7 +69,7 @@ class PairProbe:
             workers = TorchGroup("probe", self._group)
         self.comm = Communicator(runtime, "probe", workers)
         # Asked now: when a pair fails, nobody answers.
-        names = gather_bytes(seat().name.encode(), CPU)
+        names = gather_bytes(worker_location().name.encode(), CPU)
         self._names = [name.decode(errors="replace") for name in names]
 
     # ---- one pair at a time ----
@@ -97,7 +99,7 @@ class PairProbe:
                 goodput[i][j], latency[i][j] = found.get(flow, (0.0, 0.0))
         return goodput, latency
 
-    def again(
+    def remeasure(
         self, flows: Sequence[tuple[int, int]], expected: Sequence[float]
     ) -> list[LinkMeasurement]:
         """Each of *flows* (from rank, to rank) after the other, where about *expected* bytes a second are
@@ -114,7 +116,7 @@ class PairProbe:
                 self.send(torch.tensor([int(over)]), peer)
                 if over:
                     break
-            return [0.0, *self._whisper(peer), 0.0, 0.0]
+            return [0.0, *self._send_small_messages(peer), 0.0, 0.0]
 
         def answer(peer: int) -> list[float]:
             sizes, rates = self._parts(rate_of[peer, self._rank]), []
@@ -125,7 +127,7 @@ class PairProbe:
                 )
                 self.send(torch.tensor([int(disturbed)]), peer)
                 self.receive(over, peer)
-            return [rates[-1], 0.0, 0.0, *self._answer_whispers(peer)]
+            return [rates[-1], 0.0, 0.0, *self._answer_small_messages(peer)]
 
         return [LinkMeasurement(*row) for row in self._in_turn(flows, ask, answer, 5)]
 
@@ -320,10 +322,10 @@ class PairProbe:
 
     # ---- small messages, by which losses are counted: a queue that is full loses some anywhere ----
 
-    def _whisper(self, peer: int) -> list[float]:
+    def _send_small_messages(self, peer: int) -> list[float]:
         """Segments sent meanwhile, and those sent again."""
         before, start = tcp_counters.segments(), self._runtime.clock.now()
-        for left in reversed(range(self._whispers)):
+        for left in reversed(range(self._small_messages)):
             over = not left or self._runtime.clock.now() - start > self._seconds
             self.send(torch.tensor([int(over)]), peer)
             self.receive(torch.zeros(1, dtype=torch.int64), peer)
@@ -331,7 +333,7 @@ class PairProbe:
                 break
         return _since(before)
 
-    def _answer_whispers(self, peer: int) -> list[float]:
+    def _answer_small_messages(self, peer: int) -> list[float]:
         before = tcp_counters.segments()
         word = torch.zeros(1, dtype=torch.int64)
         while not word.item():

@@ -12,8 +12,8 @@ from paceline.cluster.profiling.compressors import (
     NotApplicable,
     coding_times,
     coding_times_of_busy,
+    compressor_costs,
     measure_coding,
-    price,
 )
 from paceline.cluster.profiling.step_profiler import (
     WARM_UP_STEPS,
@@ -33,8 +33,8 @@ __all__ = [
     "StepProfiler",
     "coding_times",
     "coding_times_of_busy",
+    "compressor_costs",
     "measure_coding",
-    "price",
     "times_of",
     "with_times",
 ]

@@ -9,7 +9,7 @@ Of cores that all work (`coding_times_of_busy`): one that works alone is faster 
 others do. They share a cache, the memory and its bus, the power, and may be two threads of one core.
 Workers that share a machine code at the same time, as their gradients are ready at the same time.
 
-What a compressor gains (`price`): beside the bytes of its codes, indices and scales included, stands a
+What a compressor gains (`compressor_costs`): beside the bytes of its codes, indices and scales included, stands a
 ring all-reduce of the whole gradient as it is, S bytes, among n workers with links of B bytes a second,
 without start-ups:
 
@@ -197,13 +197,13 @@ def measure_coding(
 
 def coding_times(
     compressions: Iterable[GradientCompression],
-    kept: GradientDump,
+    dump: GradientDump,
     *,
     usual: bool = False,
 ) -> dict[str, CompressorTimes]:
     """What each takes for the first gradient that was kept, with as many threads as training
     had, by its full spec. *usual*: see `repeat`. Raises `UsageError` where no gradient was kept."""
-    gradient, threads = kept.read(0)
+    gradient, threads = dump.read(0)
     watch = stopwatch_for(gradient[0][1].device)
     with threads_set(threads):
         return {
@@ -226,7 +226,7 @@ def threads_set(number: int) -> Iterator[None]:
 
 
 def repeat(
-    coders: CompressorBenchmark,
+    benchmark: CompressorBenchmark,
     gradient: Sequence[torch.Tensor],
     *,
     usual: bool = False,
@@ -235,11 +235,11 @@ def repeat(
     other work on the machine is no part of them, and the mean gradient's codes, by kind. *usual*: it
     is part of them, and the seconds are those of the median two."""
     for _ in range(SETTLES):
-        coders.mean(gradient)
+        benchmark.mean(gradient)
     pairs: list[tuple[CompressionRun, CompressionRun]] = []
     spent = 0.0
     while len(pairs) < REPEATS and spent < SECONDS:
-        pair = coders.mean(gradient), coders.mean(gradient)
+        pair = benchmark.mean(gradient), benchmark.mean(gradient)
         spent += sum(run.seconds for run in pair)
         pairs.append(pair)
     sent: dict[str, float] = {}
@@ -323,13 +323,13 @@ def _begin(barrier: Barrier) -> None:
 def _measure(codes: Sequence[str], folder: str) -> dict[str, CompressorTimes]:
     """Code by code, each when all are there; alone, once another has failed, or does not come."""
     assert _together is not None
-    kept = GradientDump(folder)
+    dump = GradientDump(folder)
     found: dict[str, CompressorTimes] = {}
     try:
         for code in codes:
             with suppress(BrokenBarrierError):
                 _together.wait(timeouts.busy_processes)
-            found |= coding_times([make(code)], kept, usual=True)
+            found |= coding_times([make(code)], dump, usual=True)
     except BaseException:
         _together.abort()  # nobody waits for this one, whose error is the one to tell
         raise
@@ -395,42 +395,42 @@ def pays_below(dense: float, compressed: float, coding: float) -> float | None:
     return saved / coding if coding else math.inf
 
 
-def price(
+def compressor_costs(
     compressors: Sequence[str],
-    kept: GradientDump,
+    dump: GradientDump,
     workers: int,
     begins: Callable[[str], object] = lambda spec: None,
 ) -> Iterator[CompressorCost | NotApplicable]:
     """A row for each spec, as it is found; *begins* is told each first. Raises `UsageError`
     for specs that mean nothing, and where no gradients were kept."""
     made = [(text, make(text)) for text in compressors]
-    steps = [step for step in range(len(kept)) if _is_finite(kept.read(step)[0])]
+    steps = [step for step in range(len(dump)) if _is_finite(dump.read(step)[0])]
     if not steps:
-        kept.read(0)  # which says it, where there is none at all
+        dump.read(0)  # which says it, where there is none at all
         raise UsageError(
-            f"none of the {len(kept)} gradients that were seen is finite: expected some "
+            f"none of the {len(dump)} gradients that were seen is finite: expected some "
             "that are, to code them; with a GradScaler, start at a smaller scale"
         )
-    optimizer = kept.optimizer()
-    with threads_set(kept.read(steps[0])[1]):
+    optimizer = dump.optimizer()
+    with threads_set(dump.read(steps[0])[1]):
         for text, compression in made:
             begins(text)
             try:
                 if optimizer is not None:
                     compression.code.check_optimizer(optimizer)
-                yield _price(text, compression, kept, steps, workers)
+                yield _cost(text, compression, dump, steps, workers)
             except UsageError as error:
                 yield NotApplicable(compression=text, reason=str(error))
 
 
-def _price(
+def _cost(
     text: str,
     compression: GradientCompression,
-    kept: GradientDump,
+    dump: GradientDump,
     steps: Sequence[int],
     workers: int,
 ) -> CompressorCost:
-    like, _ = kept.read(steps[0])
+    like, _ = dump.read(steps[0])
     tensors = [tensor for _, tensor in like]
     watch = stopwatch_for(tensors[0].device)
     coded = repeat(CompressorBenchmark(compression, like, workers, watch), tensors)
@@ -444,7 +444,7 @@ def _price(
     # Where each has a part of its own to code, others must be real ones, too.
     in_parts = any(leg.kind == "all-to-all" for leg in coded.legs)
     real = CompressorBenchmark(compression, like, 2, watch, coding=2 if in_parts else 1)
-    first, all_of_them = _errors(real, kept, steps)
+    first, all_of_them = _errors(real, dump, steps)
     sent, would_be = traffic(coded.legs, workers), traffic([as_it_is], workers)
     return CompressorCost(
         compression=text,
@@ -463,16 +463,16 @@ def _price(
 
 
 def _errors(
-    coders: CompressorBenchmark, kept: GradientDump, steps: Sequence[int]
+    benchmark: CompressorBenchmark, dump: GradientDump, steps: Sequence[int]
 ) -> tuple[float, float]:
     """Of the mean of the first step, and of the sum over all *steps*."""
     first = 0.0
     differences: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
     for step in steps:
-        gradient = [tensor for _, tensor in kept.read(step)[0]]
-        coders.mean(gradient)
-        pairs = zip(coders.result, gradient, strict=True)
+        gradient = [tensor for _, tensor in dump.read(step)[0]]
+        benchmark.mean(gradient)
+        pairs = zip(benchmark.result, gradient, strict=True)
         off = [mean - tensor for mean, tensor in pairs]
         if not sums:
             first = _ratio(off, gradient)

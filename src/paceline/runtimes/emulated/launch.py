@@ -45,10 +45,10 @@ PACKET_BYTES = 1500
 
 
 class Aggregators:
-    """One for each rack of *fabric*'s cluster that aggregates, for the length of a job."""
+    """One for each rack of *network*'s cluster that aggregates, for the length of a job."""
 
-    def __init__(self, fabric: EmulatedNetwork) -> None:
-        self._fabric = fabric
+    def __init__(self, network: EmulatedNetwork) -> None:
+        self._network = network
         self.processes: list[HostProcess] = []
         self._watched = True
 
@@ -57,17 +57,19 @@ class Aggregators:
         Raises `UsageError`."""
         # Nobody but this job's own processes is on this network.
         own = {**environment, TRUSTED: "1"}
-        for host in self._fabric.aggregators:
+        for host in self._network.aggregators:
             command = [
                 *(sys.executable, "-m", "paceline", "aggregate"),
                 *("--listen", f"{host.address}:{AGGREGATOR_PORT}"),
                 *self._memory(host),
             ]
-            process = self._fabric.popen(
+            process = self._network.popen(
                 host.number, command, env=own, stdin=subprocess.DEVNULL
             )
             self.processes.append(process)
-        for host, process in zip(self._fabric.aggregators, self.processes, strict=True):
+        for host, process in zip(
+            self._network.aggregators, self.processes, strict=True
+        ):
             self._wait_for(host, process)
             threading.Thread(
                 target=self._watch, args=(host, process), daemon=True
@@ -76,7 +78,7 @@ class Aggregators:
             return {}
         named = (
             f"{one.rack}={one.address}:{AGGREGATOR_PORT}"
-            for one in self._fabric.aggregators
+            for one in self._network.aggregators
         )
         return {AGGREGATORS_VARIABLE: ",".join(named)}
 
@@ -86,13 +88,13 @@ class Aggregators:
 
     def _memory(self, host: Host) -> list[str]:
         """A slot has room for a packet's sum, and as much that waits to be sent."""
-        slots = self._fabric.cluster.racks[host.rack].slots
+        slots = self._network.cluster.racks[host.rack].slots
         return [] if slots is None else ["--memory", f"{2 * PACKET_BYTES * slots} B"]
 
     def _wait_for(self, host: Host, process: HostProcess) -> None:
         over = time.monotonic() + timeouts.aggregator_start
         while process.poll() is None and time.monotonic() < over:
-            with self._fabric.socket(host.number) as tried:
+            with self._network.socket(host.number) as tried:
                 if tried.connect_ex((host.address, AGGREGATOR_PORT)) == 0:
                     return
             time.sleep(0.02)
@@ -115,14 +117,14 @@ SERVER_PORT = 29600
 
 
 class EmulatedJob:
-    """Runs a job's script once per worker of *fabric*'s cluster. *output*: whose prints are shown,
+    """Runs a job's script once per worker of *network*'s cluster. *output*: whose prints are shown,
     see `WorkerOutput`."""
 
     def __init__(
-        self, job: ScriptJob, fabric: EmulatedNetwork, output: Shown | None = None
+        self, job: ScriptJob, network: EmulatedNetwork, output: Shown | None = None
     ) -> None:
         self._output = WorkerOutput(output)
-        self._fabric = fabric
+        self._network = network
         self._command = [sys.executable, job.script, *job.arguments]
         self._options = job.options
         self._processes: list[HostProcess] = []
@@ -130,7 +132,7 @@ class EmulatedJob:
         self._servers: list[HostProcess] = []
         self._killed_by_rule: set[int] = set()
         self._timers: list[threading.Timer] = []
-        self._aggregators = Aggregators(fabric)
+        self._aggregators = Aggregators(network)
 
     def run(self) -> int:
         """Run until all workers have ended; returns the exit status.
@@ -169,11 +171,11 @@ class EmulatedJob:
     # ---- workers ----
 
     def _start(self, scratch: str, path: str) -> None:
-        cluster = self._fabric.cluster
+        cluster = self._network.cluster
         per_host = [cluster.host_of(w) for w in range(cluster.workers)]
         shared = {
             "WORLD_SIZE": str(cluster.workers),
-            "MASTER_ADDR": self._fabric.hosts[0].address,
+            "MASTER_ADDR": self._network.hosts[0].address,
             "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "NCCL_SOCKET_IFNAME": INTERFACE,
@@ -205,7 +207,7 @@ class EmulatedJob:
                 if live is not None:
                     own[progress.FILE_VARIABLE] = live
             stdout, stderr = self._output.streams(worker)
-            process = self._fabric.popen(
+            process = self._network.popen(
                 host,
                 self._command,
                 env={**base, **own, **self._output.environment()},
@@ -219,20 +221,20 @@ class EmulatedJob:
     def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
         """One parameter server on each host that stands for one; returns the variables by
         which workers find them."""
-        cluster = self._fabric.cluster
+        cluster = self._network.cluster
         # Nobody but this job's own processes is on this network.
         trusted = {TRUSTED: "1"}
         addresses = []
         for number in range(len(cluster.servers)):
             host = cluster.host_of_server(number)
-            address = self._fabric.hosts[host].address
+            address = self._network.hosts[host].address
             addresses.append(f"{address}:{SERVER_PORT}")
             command = [
                 *(sys.executable, "-m", "paceline", "serve", "--bind", address),
                 *("--port", str(SERVER_PORT), "--workers", str(cluster.workers)),
             ]
             self._servers.append(
-                self._fabric.popen(
+                self._network.popen(
                     host,
                     command,
                     env={**environment, **trusted},
@@ -277,7 +279,7 @@ class EmulatedJob:
                 self._reached(int(line))
 
     def _reached(self, step: int) -> None:
-        for rule in self._fabric.cluster.rules:
+        for rule in self._network.cluster.rules:
             if rule.at is not None and step == 0:
                 timer = threading.Timer(rule.at, self._apply, [rule])
                 timer.daemon = True
@@ -293,13 +295,13 @@ class EmulatedJob:
                 self._killed_by_rule.add(rule.target)
                 self._processes[rule.target].kill()
                 return
-            cluster = self._fabric.cluster
+            cluster = self._network.cluster
             for link in cluster.links_named(rule.target):
                 if rule.action == "cut":
-                    self._fabric.cut(link)
+                    self._network.cut(link)
                     continue
                 rate = rule.rate if rule.rate is not None else cluster.capacities[link]
-                self._fabric.set_rate(link, rate)
-                self._fabric.repair(link)
+                self._network.set_rate(link, rate)
+                self._network.repair(link)
         except PacelineError as error:
             print(f"paceline: rule failed: {error}", file=sys.stderr)

@@ -111,7 +111,7 @@ class EmulatedNetwork:
         """Start a process in a host, with `subprocess.Popen`'s words.
 
         It is a session of its own, so Ctrl-C does not reach it; it and all that it starts
-        end when the fabric does. Raises `OSError` if the program cannot be started.
+        end when the network does. Raises `OSError` if the program cannot be started.
         """
         self._plan.check_host(host)
         return HostProcess(

@@ -53,7 +53,7 @@ class ClusterDecision(msgspec.Struct, kw_only=True):
     fault: str = ""
 
 
-def seat(file: str | None = None) -> WorkerLocation:
+def worker_location(file: str | None = None) -> WorkerLocation:
     """This process's. A machine is told by the number of its boot, which its containers
     share, and a host by its network's number besides; where the system has neither, by its
     name."""
@@ -80,46 +80,48 @@ def agree_on_cluster(
 ) -> Cluster | None:
     """The cluster of a job of *size* workers, of whom this one was told of *file*; None where
     nobody was told. Collective. Raises `ClusterError`, on every rank."""
-    job_store.say(f"{KEY}/{rank}", msgspec.json.encode(seat(file)).decode())
+    job_store.publish(
+        f"{KEY}/{rank}", msgspec.json.encode(worker_location(file)).decode()
+    )
     if rank == 0:
-        verdict = ClusterDecision()
+        decision = ClusterDecision()
         try:
-            words = [job_store.hear(f"{KEY}/{other}") for other in range(size)]
-            seats = [msgspec.json.decode(one, type=WorkerLocation) for one in words]
-            cluster = choose_cluster(seats)
+            words = [job_store.get(f"{KEY}/{other}") for other in range(size)]
+            locations = [msgspec.json.decode(one, type=WorkerLocation) for one in words]
+            cluster = choose_cluster(locations)
             if cluster is not None:
-                verdict.cluster = cluster_toml(cluster, exact=True)
+                decision.cluster = cluster_toml(cluster, exact=True)
         except (PacelineError, msgspec.MsgspecError) as error:
-            verdict.fault = str(error)
-        job_store.say(KEY, msgspec.json.encode(verdict).decode())
-    verdict = msgspec.json.decode(job_store.hear(KEY), type=ClusterDecision)
-    if verdict.fault:
-        raise ClusterError(verdict.fault)
-    return parse_cluster(verdict.cluster) if verdict.cluster else None
+            decision.fault = str(error)
+        job_store.publish(KEY, msgspec.json.encode(decision).decode())
+    decision = msgspec.json.decode(job_store.get(KEY), type=ClusterDecision)
+    if decision.fault:
+        raise ClusterError(decision.fault)
+    return parse_cluster(decision.cluster) if decision.cluster else None
 
 
-def choose_cluster(seats: Sequence[WorkerLocation]) -> Cluster | None:
+def choose_cluster(locations: Sequence[WorkerLocation]) -> Cluster | None:
     """The cluster of rank 0's file. Raises `ClusterError` where it is not these workers'."""
-    told = [rank for rank, seat in enumerate(seats) if seat.file]
+    told = [rank for rank, location in enumerate(locations) if location.file]
     if not told:
         return None
-    file = seats[0].file
+    file = locations[0].file
     if not file:
         raise ClusterError(
             f"{CLUSTER_VARIABLE}: rank {told[0]} is told of a cluster, "
-            f"{seats[told[0]].file}, and rank 0 is not: set it for rank 0, whose file counts "
+            f"{locations[told[0]].file}, and rank 0 is not: set it for rank 0, whose file counts "
             "for all, or for every rank"
         )
-    cluster = load_of(file, len(seats))
+    cluster = load_of(file, len(locations))
     for rank in told:
-        if seats[rank].digest not in ("", _digest(cluster)):
+        if locations[rank].digest not in ("", _digest(cluster)):
             raise ClusterError(
                 f"cluster {file}: rank 0's is another one than rank {rank}'s, "
-                f"{seats[rank].file} on {seats[rank].name}: give all ranks the same file, "
+                f"{locations[rank].file} on {locations[rank].name}: give all ranks the same file, "
                 "or rank 0 alone one, which counts for all"
             )
     try:
-        check_places(cluster, seats)
+        check_places(cluster, locations)
     except ClusterError as error:
         raise ClusterError(f"cluster {file}: {error}") from None
     return cluster
@@ -137,14 +139,14 @@ def load_of(file: str, size: int) -> Cluster:
     return cluster
 
 
-def check_places(cluster: Cluster, seats: Sequence[WorkerLocation]) -> None:
+def check_places(cluster: Cluster, locations: Sequence[WorkerLocation]) -> None:
     """Raise `ClusterError` where workers share a machine in one of the two and not in the
     other, or are on another than is named, unless all of them share one."""
-    if len({seat.host for seat in seats}) == 1:
+    if len({location.host for location in locations}) == 1:
         return
     first_on: dict[int, int] = {}
     first_at: dict[str, int] = {}
-    for rank, mine in enumerate(seats):
+    for rank, mine in enumerate(locations):
         host = cluster.host_of(rank)
         name = cluster.name_of(host)
         if name not in ("", mine.name):
@@ -154,10 +156,10 @@ def check_places(cluster: Cluster, seats: Sequence[WorkerLocation]) -> None:
                 "otherwise in each job and stand in the same order"
             )
         other = first_on.setdefault(host, rank)
-        if seats[other].machine != mine.machine:
+        if locations[other].machine != mine.machine:
             raise ClusterError(
                 f"it has workers {other} and {rank} on one host, and they are on two "
-                f"machines ({seats[other].name}, {mine.name}); {_ADVICE}"
+                f"machines ({locations[other].name}, {mine.name}); {_ADVICE}"
             )
         other = first_at.setdefault(mine.host, rank)
         if cluster.host_of(other) != host:

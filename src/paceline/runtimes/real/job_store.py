@@ -55,10 +55,10 @@ AT_MASTER = ""
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """*bind*: where to listen; *publish*: what to tell the others."""
+    """*bind*: where to listen; *advertise*: the address that others are told."""
 
     bind: str
-    publish: str
+    advertise: str
 
 
 def resolve(name: str) -> str:
@@ -108,8 +108,10 @@ def on_master(
         # The address of a service, or of a router in front of this machine, is not ours.
         usable = is_own(address)
     if usable:
-        return ListenAddress(bind=address, publish=address)
-    return ListenAddress(bind="::" if ":" in address else "0.0.0.0", publish=AT_MASTER)
+        return ListenAddress(bind=address, advertise=address)
+    return ListenAddress(
+        bind="::" if ":" in address else "0.0.0.0", advertise=AT_MASTER
+    )
 
 
 def toward_master(environment: Mapping[str, str] | None = None) -> ListenAddress:
@@ -119,7 +121,7 @@ def toward_master(environment: Mapping[str, str] | None = None) -> ListenAddress
     with socket.socket(family_of(master), socket.SOCK_DGRAM) as probe:
         probe.connect((master, 1))  # sends nothing: only finds the way
         address = str(probe.getsockname()[0])
-    return ListenAddress(bind=address, publish=address)
+    return ListenAddress(bind=address, advertise=address)
 
 
 def host_to_connect(
@@ -151,7 +153,7 @@ class Address(msgspec.Struct, kw_only=True):
     fault: str = ""
 
 
-class Posted(msgspec.Struct, kw_only=True):
+class PublishedAddress(msgspec.Struct, kw_only=True):
     """What lies in the store: an *address*, without its token where that is no secret then;
     or the *process* and *descriptor* that have it."""
 
@@ -162,7 +164,7 @@ class Posted(msgspec.Struct, kw_only=True):
     descriptor: int = -1
 
 
-class Said(msgspec.Struct, kw_only=True):
+class PublishedText(msgspec.Struct, kw_only=True):
     """What lies in the store of words that are no secret."""
 
     text: str
@@ -212,7 +214,7 @@ class JobStore:
         self._files: list[int] = []
 
     def new_token(self) -> str:
-        """For something that is to be posted."""
+        """The token of an address that is to be published."""
         number = secrets.token_hex(16)
         if self._key is None:
             return number
@@ -220,24 +222,24 @@ class JobStore:
         self._numbers[token] = number
         return token
 
-    def post(self, name: str, address: Address) -> None:
-        """Tell all workers *address*, whose token, if any, is a `new_token`."""
-        posted = self._posted(name, address)
-        self._store.set(name, msgspec.json.encode(posted).decode())
+    def publish_address(self, name: str, address: Address) -> None:
+        """Publish *address* to all workers. Its token, if any, is a `new_token`."""
+        published = self._published(name, address)
+        self._store.set(name, msgspec.json.encode(published).decode())
 
-    def read(self, name: str) -> Address:
-        """What was posted under *name*, once it is. Raises `UsageError` where that is of
+    def address(self, name: str) -> Address:
+        """The address that is published under *name*; waits for it. Raises `UsageError` where that is of
         somebody else, or out of this worker's reach."""
         text = self._store.get(name)
         try:
-            posted = msgspec.json.decode(text, type=Posted)
+            published = msgspec.json.decode(text, type=PublishedAddress)
         except msgspec.MsgspecError as error:
             raise _not_ours(name, error) from None
-        address = posted.address
+        address = published.address
         if address is not None and address.fault:
             return address
         if self._way is Way.HERE:
-            return self._read_file(name, posted)
+            return self._read_file(name, published)
         if address is None:
             raise UsageError(
                 f"{name}: it was told to the workers of one machine, and this worker is "
@@ -246,62 +248,61 @@ class JobStore:
         if self._key is None:
             return address
         if not hmac.compare_digest(
-            posted.signature.encode(),
-            self._signature(self._key, name, address, posted.number).encode(),
+            published.signature.encode(),
+            self._signature(self._key, name, address, published.number).encode(),
         ):
             raise _not_signed(name)
-        address.token = derived(self._key, f"token {posted.number}")
+        address.token = derived(self._key, f"token {published.number}")
         return address
 
-    def say(self, name: str, text: str) -> None:
-        """Tell all workers *text*, which anybody may read; signed, where there is what to
-        sign with."""
-        said = Said(text=text)
+    def publish(self, name: str, text: str) -> None:
+        """Publish *text* to all workers, which anybody may read. With a key it is signed."""
+        published = PublishedText(text=text)
         if self._key is not None:
-            said.signature = self._signature_of_words(self._key, name, text)
-        self._store.set(name, msgspec.json.encode(said).decode())
+            published.signature = self._text_signature(self._key, name, text)
+        self._store.set(name, msgspec.json.encode(published).decode())
 
-    def hear(self, name: str) -> str:
-        """What was said under *name*, once it is. Raises `UsageError` where that is of
+    def get(self, name: str) -> str:
+        """The text that is published under *name*; waits for it. Raises `UsageError` where that is of
         somebody else."""
         try:
-            said = msgspec.json.decode(self._store.get(name), type=Said)
+            published = msgspec.json.decode(self._store.get(name), type=PublishedText)
         except msgspec.MsgspecError as error:
             raise _not_ours(name, error) from None
         if self._key is not None and not hmac.compare_digest(
-            said.signature.encode(),
-            self._signature_of_words(self._key, name, said.text).encode(),
+            published.signature.encode(),
+            self._text_signature(self._key, name, published.text).encode(),
         ):
             raise _not_signed(name)
-        return said.text
+        return published.text
 
     def close(self) -> None:
-        """Nobody reads any more what this worker has posted."""
+        """Nobody reads any more what this worker has published."""
         for descriptor in self._files:
             os.close(descriptor)
         self._files.clear()
 
-    def _posted(self, name: str, address: Address) -> Posted:
+    def _published(self, name: str, address: Address) -> PublishedAddress:
         if address.fault:
-            return Posted(address=Address(fault=address.fault))
+            return PublishedAddress(address=Address(fault=address.fault))
         if self._way is Way.HERE:
             try:
                 descriptor = _sealed(Sheet(name=self._named(name), address=address))
             except OSError as error:  # a sandbox may forbid it
-                return Posted(
+                return PublishedAddress(
                     address=Address(
                         fault=f"{name}: its token cannot be handed over here ({error}): "
                         f"set the same {SECRET} for all workers"
                     )
                 )
             self._files.append(descriptor)
-            return Posted(process=os.getpid(), descriptor=descriptor)
+            return PublishedAddress(process=os.getpid(), descriptor=descriptor)
         if self._key is None:
-            return Posted(address=address)
+            return PublishedAddress(address=address)
         number = self._numbers.get(address.token, "")
         public = Address(host=address.host, port=address.port)
         signature = self._signature(self._key, name, public, number)
-        return Posted(address=public, number=number, signature=signature)
+        return PublishedAddress(address=public, number=number, signature=signature)
 
     def _named(self, name: str) -> str:
         """Of this job: another one's has another port."""
@@ -311,17 +312,17 @@ class JobStore:
         words = [self._named(name), address.host, address.port, number]
         return derived(key, f"address {msgspec.json.encode(words).decode()}")
 
-    def _signature_of_words(self, key: bytes, name: str, text: str) -> str:
+    def _text_signature(self, key: bytes, name: str, text: str) -> str:
         words = [self._named(name), text]
         return derived(key, f"words {msgspec.json.encode(words).decode()}")
 
-    def _read_file(self, name: str, posted: Posted) -> Address:
-        path = f"/proc/{posted.process}/fd/{posted.descriptor}"
+    def _read_file(self, name: str, published: PublishedAddress) -> Address:
+        path = f"/proc/{published.process}/fd/{published.descriptor}"
         try:
             return _read_sealed(path, self._named(name))
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{name}: this worker cannot read what process {posted.process} has "
+                f"{name}: this worker cannot read what process {published.process} has "
                 f"posted ({error}): workers of one machine that are different users', or "
                 f"in different containers, need the same {SECRET}"
             ) from None

@@ -89,13 +89,15 @@ class FailureHub:
     """Rank 0's side: hears from all ranks, passes the first bad news on to all, and names
     the rank that the others wait for."""
 
-    def __init__(self, size: int, meeting: ListenAddress, job_store: JobStore) -> None:
+    def __init__(
+        self, size: int, listen_address: ListenAddress, job_store: JobStore
+    ) -> None:
         self._size = size
         self._hangs = Hangs()
         self._token = job_store.new_token()
         self._listener = socket.create_server(
-            (meeting.bind, 0),
-            family=family_of(meeting.bind),
+            (listen_address.bind, 0),
+            family=family_of(listen_address.bind),
             backlog=min(size, 1024),
         )
         self._listener.setblocking(False)
@@ -109,7 +111,9 @@ class FailureHub:
         for end in (self._listener, self._wake, self._waker):
             liveness.close_in_children(end)
         port = self._listener.getsockname()[1]
-        job_store.post(KEY, Address(host=meeting.publish, port=port, token=self._token))
+        job_store.publish_address(
+            KEY, Address(host=listen_address.advertise, port=port, token=self._token)
+        )
         self._thread = threading.Thread(
             target=self._serve, name="paceline liveness hub", daemon=True
         )
@@ -222,7 +226,7 @@ def make_hub(size: int, job_store: JobStore) -> FailureHub | None:
     except OSError as error:
         address = os.environ.get("MASTER_ADDR", LOOPBACK)
         fault = f"rank 0 cannot listen on MASTER_ADDR {address}: {error}"
-        job_store.post(KEY, Address(fault=fault))
+        job_store.publish_address(KEY, Address(fault=fault))
         return None
 
 
@@ -274,7 +278,7 @@ class PeerMonitor:
         if rank == 0:
             self.hub = make_hub(size, job_store)
         try:
-            address = job_store.read(KEY)
+            address = job_store.address(KEY)
         except UsageError as error:
             self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
             return

@@ -107,11 +107,11 @@ class RealRuntime:
             server_only=self.server_only,
         )
         self._exit_grace = exit_grace()
-        self._bad_news = threading.Event()
-        self._ends_badly = threading.Event()
+        self._failure_announced = threading.Event()
+        self._failing = threading.Event()
         self._leaving = False
-        self._weighed = threading.Event()
-        self._weighed.set()
+        self._failure_judged = threading.Event()
+        self._failure_judged.set()
         self._broke = False
         ExitWatcher(
             *(lambda: self.recorder.step_count, self.close, self._leave),
@@ -233,21 +233,21 @@ class RealRuntime:
         job = self.registry
         if job.is_over(number) and not is_consequence(job.broken_by(number)):
             return
-        self._weighed.clear()
+        self._failure_judged.clear()
         try:
             # The consequence comes in gloo's words.
-            self._ends_badly.wait(timeouts.collective_grace)
+            self._failing.wait(timeouts.collective_grace)
             own = job.broken_by(number)
             if not own or is_consequence(own):
                 self._lost_a_peer(sentence)
         finally:
-            self._weighed.set()
+            self._failure_judged.set()
 
     def _lost_a_peer(self, sentence: str) -> None:
         self.recorder.lost = sentence
         write_torchelastic_error(PeerLostError(sentence))
         end_after_grace(
-            *(self.rank, sentence, self._bad_news),
+            *(self.rank, sentence, self._failure_announced),
             *(self._waits_for_others, self._exit_grace),
         )
 
@@ -272,12 +272,12 @@ class RealRuntime:
         if fault is None:
             self._leaving = True
             # Whether this is a good end, after all: known within these two times.
-            self._weighed.wait(timeouts.collective_grace + self._exit_grace)
+            self._failure_judged.wait(timeouts.collective_grace + self._exit_grace)
         elif is_consequence(fault):
             # gloo or NCCL was faster: this rank's end is a consequence, and who died is
             # about to be known. Telling the others of this one would blame it.
-            self._ends_badly.set()
-            self._bad_news.wait(timeouts.collective_grace)
+            self._failing.set()
+            self._failure_announced.wait(timeouts.collective_grace)
         liveness.close(fault)
 
     @property

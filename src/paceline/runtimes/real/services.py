@@ -119,9 +119,9 @@ class RealServices:
         for service, placement in placed:
             if placement.here:
                 address = self._start(service, environment)
-                self._job_store.post(f"{key}/{service.name}", address)
+                self._job_store.publish_address(f"{key}/{service.name}", address)
         addresses = [
-            placement.address or self._job_store.read(f"{key}/{service.name}")
+            placement.address or self._job_store.address(f"{key}/{service.name}")
             for service, placement in placed
         ]
         for address in addresses:
@@ -131,7 +131,7 @@ class RealServices:
 
     def _start(self, service: ServiceSpec, environment: Mapping[str, str]) -> Address:
         try:
-            meeting = (
+            listen_address = (
                 on_master(self._workers, environment)
                 if self._rank == 0
                 else toward_master(environment)
@@ -140,14 +140,14 @@ class RealServices:
                 process = ServerProcess(
                     service.name,
                     self._workers,
-                    meeting.bind,
+                    listen_address.bind,
                     token=self._job_store.new_token(),
                     extra=["--described"],
                 )
                 process.listens()
                 self._process = process
             return Address(
-                host=meeting.publish,
+                host=listen_address.advertise,
                 port=self._process.port,
                 token=self._process.token,
             )
@@ -158,8 +158,8 @@ class RealServices:
         """A number that no other training has, of this job or another one: a server that was there before
         serves several, and the next may begin before the last has ended everywhere."""
         if self._rank == 0:
-            self._job_store.say(f"{key}/training", str(secrets.randbits(63)))
-        return int(self._job_store.hear(f"{key}/training"))
+            self._job_store.publish(f"{key}/training", str(secrets.randbits(63)))
+        return int(self._job_store.get(f"{key}/training"))
 
     def _connect(
         self,
@@ -261,9 +261,9 @@ class PlacementResolver:
         that no worker starts.
         """
         local = self.environment.get("LOCAL_RANK", "0")
-        self.job_store.say(_node_key(self.rank), f"{on_node} {local}")
+        self.job_store.publish(_node_key(self.rank), f"{on_node} {local}")
         said = [
-            self.job_store.hear(_node_key(rank)).split() for rank in range(self.workers)
+            self.job_store.get(_node_key(rank)).split() for rank in range(self.workers)
         ]
         sizes = sorted({int(size) for size, _ in said})
         if len(sizes) > 1:

@@ -97,7 +97,7 @@ class EventContext(Worker):
 class VirtualClock:
     """Virtual time for *size* workers, or for those of these *ranks*.
 
-    *resumed* is called on a worker's own thread each time it has the turn again: the place
+    *on_turn* is called on a worker's own thread each time it has the turn again: the place
     where process-wide state becomes that worker's. While an `EventContext` acts, on whichever
     thread, *acting* is entered.
     """
@@ -105,7 +105,7 @@ class VirtualClock:
     def __init__(
         self,
         size: int,
-        resumed: Callable[[Worker], None] = lambda worker: None,
+        on_turn: Callable[[Worker], None] = lambda worker: None,
         acting: Callable[[EventContext], AbstractContextManager[None]] = lambda actor: (
             nullcontext()
         ),
@@ -120,7 +120,7 @@ class VirtualClock:
         """Whether who has the turn waits for something of a real process, which may take long."""
         self.explain: Callable[[], str] = lambda: QUESTION
         """The last line of a deadlock's text."""
-        self._resumed = resumed
+        self._on_turn = on_turn
         self._acting = acting
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
@@ -269,7 +269,7 @@ class VirtualClock:
     def _thread_main(self, worker: Worker, body: Callable[[], None]) -> None:
         worker.turn.acquire()
         try:
-            self._resumed(worker)
+            self._on_turn(worker)
             if self.failure is None:
                 body()
         except Abandoned:
@@ -295,7 +295,7 @@ class VirtualClock:
         if following is worker:
             if self._has_acted:
                 self._has_acted = False
-                self._resumed(following)
+                self._on_turn(following)
             return
         self._has_acted = False
         self.switches += 1
@@ -303,7 +303,7 @@ class VirtualClock:
         following.turn.release()
         if worker is not None:
             worker.turn.acquire()
-            self._resumed(worker)
+            self._on_turn(worker)
 
     def _next_runnable(self) -> Worker | None:
         """Who can run next; None when all have ended. It raises nothing: what an event raises ends

@@ -21,7 +21,7 @@ from paceline.cluster.probe.infer import Size, find_racks
 from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.interfaces import Runtime
-from paceline.runtimes.real.cluster_check import WorkerLocation, seat
+from paceline.runtimes.real.cluster_check import WorkerLocation, worker_location
 
 MOST_SHIFTS = 7
 """Rounds in which all send at once."""
@@ -75,14 +75,14 @@ def host_rates(runtime: Runtime, seconds: float, device: torch.device) -> list[f
 def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | None]:
     """Each worker's host, and the cores that all of them share, if they share them. Where all are on one,
     loopback is the network, and each worker counts as a host."""
-    said = gather_bytes(msgspec.json.encode(seat()), device)
-    seats = [msgspec.json.decode(one, type=WorkerLocation) for one in said]
-    order = list(dict.fromkeys(one.host for one in seats))
-    hosts = [order.index(one.host) for one in seats]
+    said = gather_bytes(msgspec.json.encode(worker_location()), device)
+    locations = [msgspec.json.decode(one, type=WorkerLocation) for one in said]
+    order = list(dict.fromkeys(one.host for one in locations))
+    hosts = [order.index(one.host) for one in locations]
     if len(order) == 1:
         hosts = list(range(runtime.size))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return hosts, cores if len({one.machine for one in seats}) == 1 else None
+    return hosts, cores if len({one.machine for one in locations}) == 1 else None
 
 
 Flows = dict[tuple[int, int], float]

@@ -57,7 +57,7 @@ def examine_network(
     flows = [*repeated, *_doubtful(rates, repeated)]
     for number in range(REPEATS):
         say(f"links again, round {number + 2} of {REPEATS + 1}")
-        found = pairs.again(flows, [rates[flow][0] for flow in flows])
+        found = pairs.remeasure(flows, [rates[flow][0] for flow in flows])
         for (a, b), one in zip(flows, found, strict=True):
             rates[a, b].append(one.rate)
             sent[a, b] += one.sent

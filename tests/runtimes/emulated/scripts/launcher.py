@@ -23,9 +23,9 @@ def wait_for_ever():
 def main(how):
     with EmulatedNetwork(
         uniform_cluster(2, "100 Mbit/s", "0 s"), process_bytes=0
-    ) as fabric:
+    ) as network:
         for host in (0, 1):
-            process = fabric.popen(host, ["sh", "-c", SCRIPT], stdout=subprocess.PIPE)
+            process = network.popen(host, ["sh", "-c", SCRIPT], stdout=subprocess.PIPE)
             assert process.stdout.readline() == b"up\n"
         if how == "forked":
             # A copy of every descriptor outlives the launcher, the connection included.

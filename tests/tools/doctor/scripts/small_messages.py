@@ -14,6 +14,6 @@ paceline.init()
 pairs = PairProbe(join_runtime(), 0.2)
 if sys.argv[1:] == ["lossy"] and paceline.rank() == 1:
     assert lose(0.1)
-found = pairs.again([(0, 1), (1, 0)] * 3, [1e6] * 6)
+found = pairs.remeasure([(0, 1), (1, 0)] * 3, [1e6] * 6)
 if paceline.rank() == 0:
     print(json.dumps([asdict(one) for one in found]))
