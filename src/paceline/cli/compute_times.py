@@ -41,7 +41,7 @@ def profiled(
         compute,
         workload=profile.workload,
         what=str(cached.path),
-        kept=True,
+        cached=True,
         inputs=profile.inputs,
     )
 
@@ -61,7 +61,7 @@ def _profiled_anew(
     with standard_output_for_result(True), redirect_checkpoints(scratch):
         profile = profile_script(job, cluster, patience=patience)
     if profile is None:
-        return replace(compute, workload=None, what="", kept=False, inputs=None)
+        return replace(compute, workload=None, what="", cached=False, inputs=None)
     workload, what = profile.workload, "measured now"
     if known is not None:
         workload = replace(known, coding={**known.coding, **workload.coding})
@@ -71,7 +71,7 @@ def _profiled_anew(
         print(f"compute: profiled {job.script} once: {what}", file=sys.stderr)
     except UsageError as error:
         _say_once(f"compute: profiled {job.script}, for this time: {error}")
-    return replace(compute, workload=workload, what=what, kept=False, inputs=None)
+    return replace(compute, workload=workload, what=what, cached=False, inputs=None)
 
 
 @functools.cache

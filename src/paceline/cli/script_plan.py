@@ -210,8 +210,8 @@ def _workload(
             f"{script} trains more than one model, or never calls the model itself: nobody "
             "knows how long a step of it takes. Give --workload FILE (paceline profile SCRIPT)"
         )
-    # What compressors take is guessed here, as it was for the plan.
-    compute = replace(compute, kept=False)
+    # Compressor times are estimated here, as they were for the plan.
+    compute = replace(compute, cached=False)
     return (
         measured if measured.source else replace(measured, source=str(script))
     ), compute

@@ -129,17 +129,17 @@ def test_all_who_wait_are_woken_in_the_order_of_waiting() -> None:
     assert log == [0, 1, 2]
 
 
-def test_resumed_is_called_with_whoever_gets_the_turn() -> None:
-    resumed: list[int] = []
-    clock = VirtualClock(2, lambda worker: resumed.append(worker.rank))
+def test_on_turn_is_called_with_whoever_gets_the_turn() -> None:
+    turns: list[int] = []
+    clock = VirtualClock(2, lambda worker: turns.append(worker.rank))
 
     def body() -> None:
-        assert resumed[-1] == clock.current.rank
+        assert turns[-1] == clock.current.rank
         clock.wait(completed_at(clock, 1.0))
-        assert resumed[-1] == clock.current.rank
+        assert turns[-1] == clock.current.rank
 
     run(clock, body, body)
-    assert resumed[:2] == [0, 1]
+    assert turns[:2] == [0, 1]
 
 
 def test_deadlock_says_who_waits_for_what() -> None:
@@ -297,13 +297,13 @@ def test_a_worker_whose_turn_cannot_begin_ends_the_job(turn: int) -> None:
     """At its first turn, and after each wait."""
     turns = 0
 
-    def resumed(worker: Worker) -> None:
+    def on_turn(worker: Worker) -> None:
         nonlocal turns
         turns += 1
         if turns == turn:
             raise LookupError(f"no state for worker {worker.rank}")
 
-    clock = VirtualClock(2, resumed)
+    clock = VirtualClock(2, on_turn)
 
     def body() -> None:
         clock.wait(completed_at(clock, clock.current.time + 1.0))

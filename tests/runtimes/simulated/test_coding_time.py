@@ -103,7 +103,7 @@ def test_bytes_are_charged_where_nobody_has_measured():
     compute = ComputeModel(workload=workload(), memory=1e6)
     runtime = simulation(2, compute=compute)
     run_on(runtime, lambda rank: train(model(), compression="bf16") and None)
-    (sentence,) = runtime.result.guessed
+    (sentence,) = runtime.result.estimated_compressors
     assert "paceline profile SCRIPT --compression bf16:error_feedback=false" in sentence
     before, after = make("bf16").memory_passes(2)
     seconds = coding_seconds(compute, 2, compression="bf16", buckets="single")
@@ -112,7 +112,7 @@ def test_bytes_are_charged_where_nobody_has_measured():
 
 
 def test_a_kept_profile_that_does_not_say_it_is_stale():
-    compute = ComputeModel(workload=workload(), kept=True)
+    compute = ComputeModel(workload=workload(), cached=True)
     with pytest.raises(WorkerFailedError) as caught:
         coding_seconds(compute, 2, compression="bf16")
     assert isinstance(caught.value.__cause__, UnmeasuredCodeError)

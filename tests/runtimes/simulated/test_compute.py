@@ -93,8 +93,8 @@ def test_forward_and_backward_are_spread_by_bytes() -> None:
 
     spent.clear()
     compute.forward(8, training=False)  # a quarter of the first training batch
-    worker.settle()
-    worker.settle()
+    worker.flush()
+    worker.flush()
     assert spent == [("forward", pytest.approx(0.15))]
 
 
@@ -108,7 +108,7 @@ def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
     worker.pace(0.5)
     compute.gradient(0)
     compute.forward(1, training=True)
-    worker.settle()
+    worker.flush()
     assert spent == ["paced"]
     assert worker.paced_by_script
 

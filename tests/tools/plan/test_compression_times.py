@@ -46,12 +46,12 @@ def test_a_slow_code_falls_behind_once_it_is_measured():
     codes = codes_in_front(made)
     front = made.best["lossy"]
     assert codes[0] == code_of(front.spec)
-    assert front.guessed
+    assert front.estimated_compressors
     slow = {codes[0]: CompressorTimes(encode=1.0, decode=1.0, decode_per_worker=0.0)}
     again, knowing = revised(made, job, slow)
     row = again.row(front.spec)
     assert row is not None
-    assert not row.guessed
+    assert not row.estimated_compressors
     assert row.step_seconds > 2
     assert row.speed_up * row.step_seconds == pytest.approx(
         front.speed_up * front.step_seconds
@@ -105,7 +105,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     """And what they are predicted again for is counted, in the plan and in the budget."""
     job = Job(cluster=cluster(2), workload=layers(2))
     first, second, third = (
-        row(f"bsp:compression={name}", "lossy", guessed=True)
+        row(f"bsp:compression={name}", "lossy", estimated_compressors=True)
         for name in ("int8", "int4", "ef-sign")
     )
     plan_ = made(first, second, third)
@@ -130,13 +130,13 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     assert measured == codes[:2]
     assert budget.left == pytest.approx(0.5 * min(prices))
     assert again.spent_seconds == pytest.approx(sum(prices[:2]))
-    assert [one.guessed for one in again.rows].count(True) == 1
+    assert [one.estimated_compressors for one in again.rows].count(True) == 1
 
 
 def test_rows_that_were_cut_stay_those_of_few_tensors():
     job = Job(cluster=cluster(2), workload=layers(2 * FEW))
-    cut = row("bsp:compression=int8", "lossy", cut=True, guessed=True)
-    full = row("bsp:buckets=wfbp,compression=int8", "lossy", guessed=True)
+    cut = row("bsp:compression=int8", "lossy", cut=True, estimated_compressors=True)
+    full = row("bsp:buckets=wfbp,compression=int8", "lossy", estimated_compressors=True)
     coding = {
         code_of(cut.spec): CompressorTimes(
             encode=0.0, decode=0.0, decode_per_worker=0.0

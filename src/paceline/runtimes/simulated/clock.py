@@ -99,16 +99,16 @@ class VirtualClock:
 
     *on_turn* is called on a worker's own thread each time it has the turn again: the place
     where process-wide state becomes that worker's. While an `EventContext` acts, on whichever
-    thread, *acting* is entered.
+    thread, *as_worker* is entered.
     """
 
     def __init__(
         self,
         size: int,
         on_turn: Callable[[Worker], None] = lambda worker: None,
-        acting: Callable[[EventContext], AbstractContextManager[None]] = lambda actor: (
-            nullcontext()
-        ),
+        as_worker: Callable[
+            [EventContext], AbstractContextManager[None]
+        ] = lambda actor: nullcontext(),
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.now = 0.0
@@ -121,7 +121,7 @@ class VirtualClock:
         self.explain: Callable[[], str] = lambda: QUESTION
         """The last line of a deadlock's text."""
         self._on_turn = on_turn
-        self._acting = acting
+        self._as_worker = as_worker
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
         self._sequence = itertools.count()
         self._runnable: deque[Worker] = deque()
@@ -171,7 +171,7 @@ class VirtualClock:
         actor.time = self.now
         self._current, self._has_acted = actor, True
         try:
-            with self._acting(actor):
+            with self._as_worker(actor):
                 yield actor
         finally:
             self._current = before

@@ -70,7 +70,7 @@ class ComputeModel:
     of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
     *seed*. *memory*: bytes that a compressor reads or writes in a second, where the workload
     does not say what it takes. *what* names the workload to people. *instead_of_pace*: the
-    workload holds also what the script paces, and `paceline.pace` takes no time. *kept*: the
+    workload holds also what the script paces, and `paceline.pace` takes no time. *cached*: the
     workload is a profile that can be made anew, so that `StaleProfileError` is raised where it
     does not fit; *inputs*: the shapes of what the model was given then, if these are to be the
     same.
@@ -84,7 +84,7 @@ class ComputeModel:
     workload: Workload | None = None
     what: str = "the workload"
     instead_of_pace: bool = False
-    kept: bool = False
+    cached: bool = False
     inputs: Shapes | None = None
 
     def __post_init__(self) -> None:
@@ -149,8 +149,8 @@ class SimulatedCompute:
         """Whether a forward pass waits for a tensor: what it owes has not run yet."""
         self._models = 0
         self.workload: Workload | None = None  # of the first model
-        self.guessed: set[str] = set()
-        """Sentences on compressors of which nobody has measured what they take."""
+        self.estimated_compressors: set[str] = set()
+        """Sentences on compressors whose times are estimated: no workload has measured them."""
         self.paced_by_script = False
         self.stand_in = False  # charged by the workload that the model stands for
 
@@ -175,7 +175,7 @@ class SimulatedCompute:
             if workload is not None:
                 workload.check_matches(names, sizes, costs.what)
         except UsageError as error:
-            if self._models == 1 and costs.kept:
+            if self._models == 1 and costs.cached:
                 raise StaleProfileError(str(error)) from None
             if self._models == 1 or own is not None:
                 raise
@@ -227,14 +227,14 @@ class SimulatedCompute:
     def charge(self, seconds: float, name: str) -> None:
         """A gradient was computed, or an update."""
         if not self.paced_by_script:
-            self.settle()
+            self.flush()
             self._take(seconds, name, self._cores)
 
     def spend(self, seconds: float, name: str) -> None:
         """Paceline itself computes."""
         self._take(seconds, name, 1)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Charge what a forward pass still owes."""
         if self._owed and not self.inside_forward:
             owed, self._owed = self._owed, 0.0
@@ -250,7 +250,7 @@ class SimulatedCompute:
 
     def step_ended(self) -> None:
         """The next step draws its own jitter."""
-        self.settle()
+        self.flush()
         self._factor = self._draw()
 
     def _draw(self) -> float:
@@ -308,11 +308,11 @@ class ModelCompute:
         costs, spec = self._worker.costs, _spec_of(compression)
         if spec in self._workload.coding:
             return
-        if costs.kept and self._workload is costs.workload:
+        if costs.cached and self._workload is costs.workload:
             raise UnmeasuredCodeError(
                 f"{costs.what}: it does not say what compression {spec} takes"
             )
-        self._worker.guessed.add(
+        self._worker.estimated_compressors.add(
             f"what compression {spec} takes is a guess from bytes, as no workload says it: "
             f"paceline profile SCRIPT --compression {spec} measures it"
         )
@@ -333,7 +333,7 @@ class ModelCompute:
             whole = times.encode if stage == "encode" else times.after(workers)
             seconds = whole * size / self._bytes
         # Also where the script says what it computes: it does not know of this.
-        self._worker.settle()
+        self._worker.flush()
         self._worker.spend(seconds, "coding")
 
     def update_begins(self) -> None:

@@ -64,7 +64,7 @@ def result_of(
     result = Result.of(
         "simulated", cluster.workers, outcome.recorders[0], summaries, asked
     )
-    result.notes += sorted(outcome.guessed)
+    result.notes += sorted(outcome.estimated_compressors)
     if outcome.representatives:
         result.notes.append(outcome.representatives)
     if cluster.processor is None:

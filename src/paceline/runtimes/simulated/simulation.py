@@ -89,8 +89,8 @@ class SimulationResult:
     """What a simulation gives back: each worker's recorder, and how many times the turn
     was handed over. *kept*: each worker's records, and *spans*: those of collectives, where a
     trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
-    each what *inputs* it was given. *guessed*: sentences on compressors that nobody has
-    measured. *weights*: by worker that ran, as *recorders* have them, how many it stands for (None:
+    each what *inputs* it was given. *estimated_compressors*: sentences on compressors whose
+    times no workload has measured. *weights*: by worker that ran, as *recorders* have them, how many it stands for (None:
     all workers ran), and *representatives* says that in a sentence."""
 
     recorders: list[StepRecorder] = field(default_factory=list)
@@ -102,7 +102,7 @@ class SimulationResult:
     stand_in: bool = False
     profilers: list[StepProfiler] = field(default_factory=list)
     inputs: list[SeenInputs] = field(default_factory=list)
-    guessed: set[str] = field(default_factory=set)
+    estimated_compressors: set[str] = field(default_factory=set)
     weights: Mapping[int, int] | None = None
     representatives: str = ""
 
@@ -179,9 +179,9 @@ class Simulation:
             [cluster.host_of(worker) for worker in everyone], torch.cuda.device_count()
         )
         self._group_ranks = {worker: worker for worker in everyone}
-        self.clock = VirtualClock(len(running), self._resumed, self._acting, running)
+        self.clock = VirtualClock(len(running), self._on_turn, self._as_worker, running)
         self.links = Links(self.clock, cluster)
-        self.conditions = RuleSchedule(
+        self.rule_schedule = RuleSchedule(
             cluster.rules, self.clock, self.links, self.observe
         )
         self._runtimes = {rank: SimulatedRuntime(self, rank) for rank in running}
@@ -269,7 +269,7 @@ class Simulation:
             runtime.paced_by_script for runtime in self._runtimes.values()
         )
         self.result.stand_in = self._runtimes[0].stand_in
-        self.result.guessed = self._runtimes[0].guessed
+        self.result.estimated_compressors = self._runtimes[0].estimated_compressors
         if self.classes is not None:
             self.result.weights = self.classes.weights
             self.result.representatives = self.classes.describe()
@@ -327,7 +327,7 @@ class Simulation:
             dist.destroy_process_group()
 
     @contextmanager
-    def _acting(self, actor: EventContext) -> Iterator[None]:
+    def _as_worker(self, actor: EventContext) -> Iterator[None]:
         """What runs is worker *actor*'s, whosever thread this is.
 
         Random states are those of all works together: what a worker draws does not depend
@@ -345,7 +345,7 @@ class Simulation:
             if owner is not None:
                 speak_as(owner.rank)
 
-    def _resumed(self, worker: Worker) -> None:
+    def _on_turn(self, worker: Worker) -> None:
         self._random.hand_to(worker.rank)
         self.mains.hand_to(worker.rank)
 
@@ -435,7 +435,7 @@ class SimulatedRuntime:
         self.clock = WorkerClock(simulation, rank, kept)
         self.recorder, self._compute = self.clock.recorder, self.clock.compute
         if rank == 0:
-            self.recorder.observers.append(simulation.conditions.reached)
+            self.recorder.observers.append(simulation.rule_schedule.reached)
 
     def connect(self) -> None:
         if not dist.is_initialized():
@@ -504,9 +504,9 @@ class SimulatedRuntime:
         return self._compute.paced_by_script
 
     @property
-    def guessed(self) -> set[str]:
-        """What was charged for compressors that nobody has measured, in words."""
-        return self._compute.guessed
+    def estimated_compressors(self) -> set[str]:
+        """Sentences on compressors whose times no workload has measured."""
+        return self._compute.estimated_compressors
 
     @property
     def stand_in(self) -> bool:
@@ -544,7 +544,7 @@ class WorkerClock:
 
     def now(self) -> float:
         if not self._follows:
-            self.compute.settle()
+            self.compute.flush()
         return self.worker.time
 
     def pace(self, seconds: float) -> None:
@@ -552,7 +552,7 @@ class WorkerClock:
 
     def charge(self, seconds: float, what: str) -> None:
         if not self._follows:
-            self.compute.settle()
+            self.compute.flush()
         self.compute.spend(seconds, what)
 
     def external(self, wait: Callable[[], None]) -> None:

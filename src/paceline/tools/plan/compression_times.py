@@ -30,12 +30,12 @@ def code_of(spec: str) -> str:
 
 
 def codes_in_front(plan: Plan) -> list[str]:
-    """Codes whose times are guessed, of the rows that are in front of their class."""
+    """Compressors whose times are estimated, of the rows in front of their class."""
     best = plan.best
     rows = [
         row
         for row in plan.rows
-        if row.guessed
+        if row.estimated_compressors
         and row.step_seconds <= IN_FRONT * best[row.consistency].step_seconds
     ]
     return list(dict.fromkeys(code_of(row.spec) for row in rows))[:MOST]
@@ -84,4 +84,8 @@ def _as_run(job: Job, short: bool) -> Job:
 
 
 def _coded(plan: Plan, codes: Collection[str]) -> list[Row]:
-    return [row for row in plan.rows if row.guessed and code_of(row.spec) in codes]
+    return [
+        row
+        for row in plan.rows
+        if row.estimated_compressors and code_of(row.spec) in codes
+    ]

@@ -45,7 +45,7 @@ class Scale:
             else workers * self.batch / step,
             cut=cut,
             hopeful=hopeful,
-            guessed=found.guessed,
+            estimated_compressors=found.estimated_compressors,
             steady_after=found.steady_after,
             notes=found.notes,
         )

@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     *exposed_seconds* of them wait for the network. *bytes_sent*: by a worker, a step. *to_limit*: the step over the physical limit of an exact mean (below 1 where
     less is sent). *speed_up* and *samples_per_second* (None: nobody knows a batch) are over, and as, those of one machine.
     *cut*: predicted in a short run alone, as hopeless in its class; or, where it is *hopeful*, as the
-    budget had no time for a full one. *guessed*: what its code takes is a guess from bytes. *steady_after*: steps of a training before those that
+    budget had no time for a full one. *estimated_compressors*: the time of its compressor is estimated from bytes, and not measured. *steady_after*: steps of a training before those that
     it tells of (0: not known). *notes* are what the training said.
     """
 
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_second: float | None = None
     cut: bool = False
     hopeful: bool = False
-    guessed: bool = False
+    estimated_compressors: bool = False
     steady_after: int = 0
     notes: tuple[str, ...] = ()
 

@@ -94,7 +94,7 @@ class Job:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one step; see `Row`. *guessed*: what its code takes nobody has measured. *steady_after*: steps
+    """Figures of one step; see `Row`. *estimated_compressors*: no workload has measured the time of its compressor. *steady_after*: steps
     of a training until its steps are such (0: a short run does not tell)."""
 
     step_seconds: float
@@ -103,7 +103,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     bytes_sent: float
     buckets: int
     notes: tuple[str, ...] = ()
-    guessed: bool = False
+    estimated_compressors: bool = False
     steady_after: int = 0
 
 
@@ -149,7 +149,9 @@ def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
     except PacelineError as error:
         return Refused(str(error))
     found = _figures(
-        outcome.by_worker(outcome.recorders), run, guessed=bool(outcome.guessed)
+        outcome.by_worker(outcome.recorders),
+        run,
+        estimated_compressors=bool(outcome.estimated_compressors),
     )
     note = _warm_up(job, spec)
     return msgspec.structs.replace(found, notes=(*found.notes, note)) if note else found
@@ -348,7 +350,7 @@ def drifting_steps(short: bool, workers: int) -> int:
 
 
 def _figures(
-    recorders: Sequence[StepRecorder], run: _Run, *, guessed: bool
+    recorders: Sequence[StepRecorder], run: _Run, *, estimated_compressors: bool
 ) -> Prediction:
     notes = tuple(recorders[0].notes)
     buckets = recorders[0].buckets
@@ -372,7 +374,7 @@ def _figures(
         bytes_sent=sent,
         buckets=buckets,
         notes=notes,
-        guessed=guessed,
+        estimated_compressors=estimated_compressors,
         steady_after=steady + run.learns_longer if steady else 0,
     )
 

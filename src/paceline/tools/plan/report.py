@@ -135,9 +135,9 @@ def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Words | None
 
 def _candidates(plan: Plan) -> Table:
     colours = {consistency: place for place, consistency in enumerate(CONSISTENCIES)}
-    guessed = any(row.guessed for row in plan.rows)
+    estimated_compressors = any(row.estimated_compressors for row in plan.rows)
     caption = LEGEND
-    if guessed:
+    if estimated_compressors:
         caption += (
             " What codes take is a guess from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it."

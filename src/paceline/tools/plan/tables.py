@@ -136,7 +136,7 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
         said.append(passed_over(plan))
     if slow_starts(plan):
         said.append(slow_starts(plan))
-    if any(row.guessed for row in plan.rows):
+    if any(row.estimated_compressors for row in plan.rows):
         said.append(
             "what codes take is a guess from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it"
