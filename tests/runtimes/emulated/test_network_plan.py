@@ -55,9 +55,11 @@ def test_paths_are_those_of_the_cluster():
     for source in range(CLUSTER.hosts):
         for destination in range(CLUSTER.hosts):
             path = CLUSTER.host_path(source, destination)
-            assert plan.path(source, destination) == path
+            assert plan.cluster.host_path(source, destination) == path
     server = CLUSTER.hosts
-    assert [plan.link_name(link) for link in plan.path(2, server)] == [
+    assert [
+        plan.cluster.link_name(link) for link in plan.cluster.host_path(2, server)
+    ] == [
         "host 2 out",
         "rack 1 up",
         "rack 0 down",

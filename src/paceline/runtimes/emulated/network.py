@@ -159,11 +159,11 @@ class EmulatedNetwork:
 
     def link_name(self, link: int) -> str:
         """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
-        return self._plan.link_name(link)
+        return self._plan.cluster.link_name(link)
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """The directed links from one host to another."""
-        return self._plan.path(source, destination)
+        return self._plan.cluster.host_path(source, destination)
 
     @property
     def _running(self) -> Client:

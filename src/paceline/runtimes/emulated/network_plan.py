@@ -46,7 +46,7 @@ class Host:
 
 
 class Plan:
-    """The links of a cluster and its extra hosts, numbered and named."""
+    """The links of a cluster and its extra hosts, which ``cluster`` includes as servers."""
 
     def __init__(self, cluster: Cluster, extra_hosts: int) -> None:
         """Raises `UsageError` for a number of hosts that no bridge can take, and for rules of
@@ -75,7 +75,7 @@ class Plan:
         self.hosts = tuple(
             Host(
                 number=i,
-                name=self.link_name(self.host_link(i, inwards=False))[: -len(" out")],
+                name=cluster.link_name(cluster.link_out_of(i)).removesuffix(" out"),
                 address=_address(i),
                 rack=rack,
             )
@@ -91,24 +91,16 @@ class Plan:
             for i, rack in enumerate(aggregating)
         )
 
-    def link_name(self, link: int) -> str:
-        """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
-        return self.cluster.link_name(link)
-
     def host_link(self, host: int, *, inwards: bool) -> int:
         """The directed link from or to a host."""
         return self.cluster.link_out_of(host) + inwards
-
-    def path(self, source: int, destination: int) -> tuple[int, ...]:
-        """The directed links from one host to another, servers included."""
-        return self.cluster.host_path(source, destination)
 
     def check_link(self, link: int) -> None:
         """Raises `UsageError`, naming the range, for a link that does not exist."""
         if not 0 <= link < len(self.capacities):
             raise UsageError(
-                f"unknown link {link}: expected 0 ({self.link_name(0)}) to "
-                f"{len(self.capacities) - 1} ({self.link_name(len(self.capacities) - 1)})"
+                f"unknown link {link}: expected 0 ({self.cluster.link_name(0)}) to "
+                f"{len(self.capacities) - 1} ({self.cluster.link_name(len(self.capacities) - 1)})"
             )
 
     def check_host(self, host: int) -> None:
@@ -136,7 +128,7 @@ class Plan:
             for inwards in (False, True):
                 link = self.host_link(host.number, inwards=inwards)
                 links[link] = LinkPlan(
-                    name=self.link_name(link),
+                    name=self.cluster.link_name(link),
                     host=None if inwards else host.number,
                     device=f"h{host.number}" if inwards else INTERFACE,
                     rate=wire_rate(self.capacities[link]),
@@ -146,7 +138,7 @@ class Plan:
             for downwards in (False, True):
                 link = 2 * self.cluster.hosts + 2 * number + downwards
                 links[link] = LinkPlan(
-                    name=self.link_name(link),
+                    name=self.cluster.link_name(link),
                     host=None,
                     device=f"{'d' if downwards else 'u'}{number}",
                     rate=wire_rate(self.capacities[link]),
