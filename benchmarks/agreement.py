@@ -292,7 +292,7 @@ class Bench:
         script = EXAMPLES / f"{cell.script}.py"
         if not profile.exists():
             paceline(
-                *("profile", script, f"--workers={workers}", "--steps=8"),
+                *("profile", script, f"--workers={workers}", "--steps=30"),
                 *(f"--output={profile}", "--", *WAYS[cell.script], *cell.arguments),
             )
         if cell.pace is None:

@@ -27,6 +27,7 @@ uplink = "400 Mbit/s"
 uplink_latency = "100 us"
 speed = [1, 1, 1, 0.5]
 cores = 2
+burst = "3 ms"
 
 [[rack]]
 workers = 2
@@ -60,6 +61,7 @@ def test_every_key_is_read() -> None:
         uplink_latency=100 * 1e-6,
         speed=(1.0, 1.0, 1.0, 0.5),
         cores=2,
+        burst=3 * 1e-3,
     )
     assert second == Rack(workers=2, link=12.5e6, latency=0.0)
     assert second.uplink is None
@@ -124,8 +126,8 @@ def test_short_form() -> None:
 
 def test_description_says_what_people_wrote() -> None:
     assert parse_cluster(GOOD).describe() == (
-        "4 workers, 1 Gbit/s, 50 us, uplink 400 Mbit/s, speeds 1 1 1 0.5; "
-        "2 workers, 100 Mbit/s, 0 s"
+        "4 workers, 1 Gbit/s, 50 us, uplink 400 Mbit/s, 3 ms at once after a pause, "
+        "speeds 1 1 1 0.5; 2 workers, 100 Mbit/s, 0 s"
     )
 
 
@@ -154,6 +156,7 @@ def test_description_says_what_people_wrote() -> None:
         ({"latency": '"1 Gbit/s"'}, "latency", "'1 Gbit/s'", "ms, us"),
         ({"latency": "50"}, "latency", "got 50", 'quotes, such as "50 us"'),
         ({"latency": '"-1 s"'}, "latency", "got -1 s", "zero or more"),
+        ({"burst": '"-1 s"'}, "burst", "got -1 s", "zero or more"),
         ({"uplink_latency": '"-1 s"'}, "uplink_latency", "got -1 s", "zero or more"),
         ({"speed": "[1]"}, "speed", "got 1", "2 factors, one per worker"),
         ({"speed": "[1, 1, 1]"}, "speed", "got 3", "2 factors, one per worker"),
@@ -203,6 +206,16 @@ def test_groups_are_numbered_as_they_are_named() -> None:
         cluster = parse_cluster(text)
         assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
     assert "50 us, in slow; 2 workers" in parse_cluster(by_rack).describe()
+
+
+def test_each_link_of_a_rack_has_its_burst() -> None:
+    racks = rack_text(burst='"2 ms"', workers="1"), rack_text(workers="1")
+    cluster = parse_cluster("".join(racks) + "[[server]]\nrack = 0\n")
+    # Host 0's, rack 0's uplink and downlink, and the server's, each both ways.
+    assert cluster.bursts == dict.fromkeys((0, 1, 4, 5, 8, 9), 0.002)
+    assert "50 us, 2 ms at once after a pause; 1 workers" in cluster.describe()
+    for exact in (False, True):
+        assert parse_cluster(cluster_toml(cluster, exact=exact)) == cluster
 
 
 def test_what_adds_up_at_a_switch() -> None:

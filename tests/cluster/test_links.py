@@ -133,3 +133,59 @@ def test_with_a_connection_each_it_is_the_link_model(
     arrived = [end for _, end in times(TWO_RACKS, sent)]
     # A message to oneself and an empty one start at once in both.
     assert arrived == pytest.approx(transfer_times(TWO_RACKS, flows), rel=1e-9)
+
+
+BURST = cluster(rack(3, 1e6, 0.0, burst=2.0))
+"""Links of 1 MB/s, which let 2 MB through at once after a pause."""
+
+
+@pytest.mark.parametrize(
+    ("sent", "left"),
+    [
+        # What fits into the bucket passes at once; the rest takes its time.
+        ([(0.0, 3.0)], [1.0]),
+        ([(0.0, 2.0)], [0.0]),
+        # No pause, no bucket: it fills while the link rests.
+        ([(0.0, 3.0), (1.0, 3.0)], [1.0, 4.0]),
+        ([(0.0, 3.0), (1.5, 3.0)], [1.0, 4.0]),
+        ([(0.0, 3.0), (9.0, 3.0)], [1.0, 10.0]),
+        # Two small ones empty it together.
+        ([(0.0, 1.5), (0.0, 1.5)], [0.0, 1.0]),
+        ([(0.0, 1.5), (1.0, 2.0)], [0.0, 1.5]),
+    ],
+)
+def test_a_link_that_has_rested_lets_a_bucket_through_at_once(
+    sent: list[tuple[float, float]], left: list[float]
+) -> None:
+    messages = [(start, "c", 0, 1, int(1e6 * size)) for start, size in sent]
+    assert [end for end, _ in times(BURST, messages)] == pytest.approx(left)
+
+
+def test_all_links_of_a_path_have_a_bucket() -> None:
+    # Worker 0's link is empty, worker 2's is full: nothing passes at once.
+    sent: list[Message] = [
+        (0.0, "a", 0, 1, 3_000_000),
+        (1.0, "b", 0, 2, 1_000_000),
+        (1.0, "c", 1, 2, 1_000_000),
+    ]
+    assert [end for end, _ in times(BURST, sent)] == pytest.approx([1.0, 2.0, 1.0])
+
+
+def test_a_link_without_a_bucket_lets_nothing_through() -> None:
+    mixed = cluster(rack(1, 1e6, 0.0, burst=2.0), rack(1, 1e6, 0.0))
+    sent: list[Message] = [(0.0, "c", 0, 1, 1_000_000)]
+    assert [end for end, _ in times(mixed, sent)] == pytest.approx([1.0])
+
+
+@settings(max_examples=examples(60))
+@given(_flows)
+def test_a_bucket_makes_nothing_slower_than_without_and_gains_its_bytes_at_most(
+    flows: list[tuple[float, int, int, int]],
+) -> None:
+    """One connection after the other out of one worker: its link is the limit."""
+    sizes = [size for _, _, _, size in flows]
+    sent: list[Message] = [(0.0, "c", 0, 1, size) for size in sizes]
+    plain = times(cluster(rack(3, 1e6, 0.0)), sent)
+    quick = times(BURST, sent)
+    for (slow, _), (fast, _) in zip(plain, quick, strict=True):
+        assert fast == pytest.approx(max(0.0, slow - 2.0), abs=1e-9)

@@ -51,6 +51,11 @@ PACKET_BYTES = 1432
 """Of numbers, in a packet of an aggregator on an Ethernet (MTU 1500)."""
 
 
+EMULATED_BURST = 2e-3
+"""Seconds of its rate that an emulated link lets through at once after a pause, so that it gives its rate also while
+cores are busy: `paceline.runtimes.emulated.shaping` says more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rack:
     """Hosts behind one switch.
@@ -61,7 +66,8 @@ class Rack:
     cores of each host, *workers_per_host* how many workers share a host and its link;
     *names*, what the hosts call themselves, tells a real job whether these are its own;
     *group* (one for all workers, or one each) names the group that a worker is in, for methods
-    with groups. *aggregates*: at its switch stands what adds up workers' numbers;
+    with groups. *burst*: after a pause its links, uplinks included, let through at once what they carry in
+    so many seconds, as token buckets do. *aggregates*: at its switch stands what adds up workers' numbers;
     *aggregation_rate* is what that takes in, all workers' contributions together, in bytes per second
     (None: as much as comes), and *slots* how many packets' sums it has under way (None: enough).
     """
@@ -76,6 +82,7 @@ class Rack:
     workers_per_host: int = 1
     names: tuple[str, ...] = ()
     group: str | tuple[str, ...] = ""
+    burst: float = 0.0
     aggregates: bool = False
     aggregation_rate: float | None = None
     slots: int | None = None
@@ -100,7 +107,7 @@ class Rack:
                     raise ClusterError(
                         f"key {key!r}: expected a rate above zero, got {rate:g} bytes/s"
                     )
-        for key in ("latency", "uplink_latency"):
+        for key in ("latency", "uplink_latency", "burst"):
             value = getattr(self, key)
             if not (value >= 0 and math.isfinite(value)):
                 raise ClusterError(
@@ -410,6 +417,20 @@ class Cluster:
         """Relative compute speed of each worker."""
         return tuple(s for rack in self.racks for s in rack.speed)
 
+    @property
+    def bursts(self) -> dict[int, float]:
+        """By directed link, the seconds in which it carries what it lets through at once after a pause; only
+        links that let anything through."""
+        places = range(self.hosts + len(self.servers))
+        links = [(self.link_out_of(h), self.rack_of_host(h)) for h in places]
+        links += [(2 * (self.hosts + rack), rack) for rack in range(len(self.racks))]
+        return {
+            link: self.racks[rack].burst
+            for out, rack in links
+            for link in (out, out + 1)
+            if self.racks[rack].burst
+        }
+
     def path(self, source: int, destination: int) -> tuple[int, ...]:
         """The directed links from one worker's host to another's, as indices; none within
         a host."""
@@ -534,6 +555,8 @@ class Cluster:
                 text += f", {rack.workers_per_host} a host"
             if rack.uplink is not None:
                 text += f", uplink {units.show_rate(rack.uplink)}"
+            if rack.burst:
+                text += f", {units.show_seconds(rack.burst)} at once after a pause"
             if set(rack.speed) != {1.0}:
                 text += ", speeds " + " ".join(f"{s:g}" for s in rack.speed)
             if rack.aggregates:

@@ -200,6 +200,7 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
         "workers_per_host": _whole,
         "names": _texts,
         "group": _group,
+        "burst": _time,
         "aggregates": _flag,
         "aggregation_rate": _rate,
         "slots": _whole,
@@ -296,6 +297,8 @@ def _rack_lines(
         groups = [_quoted(name) for name in rack.groups]
         same = len(set(groups)) == 1
         lines.append(f"group = {groups[0] if same else '[' + ', '.join(groups) + ']'}")
+    if rack.burst:
+        lines.append(f"burst = {_quoted(time_text(rack.burst))}")
     if rack.aggregates:
         lines.append("aggregates = true")
     if rack.aggregation_rate is not None:

@@ -74,9 +74,10 @@ class Links:
     def __init__(self, clock: Events, cluster: Cluster) -> None:
         self.cluster = cluster
         self._clock = clock
-        self._wires = _Shared(
-            clock, BandwidthSharing([*cluster.capacities, *cluster.aggregation])
-        )
+        wires = BandwidthSharing([*cluster.capacities, *cluster.aggregation])
+        self._wires = _Shared(clock, wires)
+        bursts = cluster.bursts
+        self._buckets = TokenBuckets(bursts, wires.capacities) if bursts else None
         self._cores = _Shared(clock, BandwidthSharing(_processors(cluster), most=1.0))
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
@@ -98,7 +99,11 @@ class Links:
         *messages*: of each thread that sends meanwhile, its host and how many messages. Where they
         cost processors something, the transfer also waits until all threads have done their work.
         """
+        buckets = self._buckets
+        # Threads have work with all bytes, also with those that pass at once.
         work = self._work(messages, size, demand)
+        if buckets is not None and size > 0:
+            size -= buckets.take(demand, size, self._clock.now)
         moves = bool(demand) and size > 0
         waits = moves + bool(work)
         if not waits:
@@ -111,8 +116,13 @@ class Links:
             if not waits:
                 done()
 
+        def moved(now: float) -> None:
+            if buckets is not None:
+                buckets.rest(demand, now)
+            part_done(now)
+
         if moves:
-            self._wires.start(Flow(demand, size, part_done))
+            self._wires.start(Flow(demand, size, moved))
         if work:
             self._cores.start(_computation(work, self._core_of, part_done))
 
@@ -191,6 +201,62 @@ class Links:
             dict.fromkeys(cluster.host_path(source, destination), 1.0),
             () if cluster.is_switch(source) else ((source, 1.0),),
         )
+
+
+class TokenBuckets:
+    """What links let through at once: a bucket each, which fills at the link's rate while the link rests.
+
+    Args:
+        bursts: By link, seconds in which an empty bucket fills.
+        capacities: By link, its rate now.
+    """
+
+    def __init__(
+        self, bursts: Mapping[int, float], capacities: Sequence[float]
+    ) -> None:
+        self._bursts, self._capacities = bursts, capacities
+        self._filled = dict(bursts)
+        """Seconds at the link's rate that its bucket holds."""
+        self._flows = dict.fromkeys(bursts, 0)
+        self._rests_since = dict.fromkeys(bursts, 0.0)
+
+    def take(self, demand: Mapping[int, float], size: float, now: float) -> float:
+        """A flow starts. Returns how many of its *size* bytes pass at once, on each connection.
+
+        The others are on their way until `rest` is called; where there are none, it need not be.
+        """
+        at_once = size
+        for link, connections in demand.items():
+            rate = self._capacities[link]
+            if rate == math.inf:
+                continue
+            if link not in self._bursts:
+                at_once = 0.0
+                continue
+            self._fill(link, now)
+            at_once = min(at_once, self._filled[link] * rate / connections)
+        for link, connections in demand.items():
+            if link not in self._bursts:
+                continue
+            if at_once:
+                used = at_once * connections / self._capacities[link]
+                self._filled[link] = max(0.0, self._filled[link] - used)
+            if at_once < size:
+                self._flows[link] += 1
+        return at_once
+
+    def rest(self, demand: Mapping[int, float], now: float) -> None:
+        """A flow has ended."""
+        for link in demand:
+            if link in self._bursts:
+                self._flows[link] -= 1
+                self._rests_since[link] = now
+
+    def _fill(self, link: int, now: float) -> None:
+        if not self._flows[link]:
+            filled = self._filled[link] + now - self._rests_since[link]
+            self._filled[link] = min(self._bursts[link], filled)
+            self._rests_since[link] = now
 
 
 class _Shared:

@@ -7,6 +7,7 @@ from socket import gethostname
 import pytest
 
 from paceline.cluster import load_cluster, uniform_cluster
+from paceline.cluster.cluster import EMULATED_BURST
 from paceline.cluster.probe import ProbeResult, infer_cluster, measure
 from paceline.cluster.probe.pairs import MOST_BYTES, PairProbe
 from paceline.errors import ClusterError, PacelineError
@@ -55,9 +56,10 @@ def test_machines_are_called_by_their_names():
     ] * 2
 
 
-def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():
-    findings = ProbeResult(
-        runtime="real",
+def four_workers(runtime="real"):
+    """In two racks, in turn."""
+    return ProbeResult(
+        runtime=runtime,
         hosts=[0, 1, 2, 3],
         goodput=[[1e8] * 4] * 4,
         latency=[[1e-4] * 4] * 4,
@@ -68,7 +70,18 @@ def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_the
         speeds=[1.0] * 4,
         names=["a", "b", "c", "d"],
     )
-    cluster = infer_cluster(findings)
+
+
+def test_emulated_links_let_a_bucket_through_at_once():
+    burst = {
+        runtime: {rack.burst for rack in infer_cluster(four_workers(runtime)).racks}
+        for runtime in ("emulated", "real", "simulated")
+    }
+    assert burst == {"emulated": {EMULATED_BURST}, "real": {0.0}, "simulated": {0.0}}
+
+
+def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():
+    cluster = infer_cluster(four_workers())
     assert [rack.names for rack in cluster.racks] == [("a", "c"), ("b", "d")]
     locations = {n: WorkerLocation(name=n, machine=n, host=n) for n in "abcd"}
     check_places(cluster, [locations[n] for n in "acbd"])

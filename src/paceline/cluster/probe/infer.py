@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.cluster.cluster import Cluster, Processor, Rack
+from paceline.cluster.cluster import EMULATED_BURST, Cluster, Processor, Rack
 
 
 class Size(msgspec.Struct, kw_only=True):
@@ -136,6 +136,7 @@ def infer_cluster(findings: ProbeResult) -> Cluster:
                 uplink=_uplink(findings, rack, sum(links)),
                 speed=tuple(findings.speeds[i] for i in members),
                 workers_per_host=len(members) // len(hosts),
+                burst=EMULATED_BURST if findings.runtime == "emulated" else 0.0,
                 names=tuple(findings.names[i] for i in leaders if findings.names),
             )
         )

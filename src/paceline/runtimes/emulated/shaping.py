@@ -26,6 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from paceline.cluster.cluster import EMULATED_BURST
+
 PAYLOAD_BYTES = 1448
 """What a full packet carries: an MTU of 1500 less the IP and TCP headers, with time
 stamps, as Linux sends them."""
@@ -38,7 +40,6 @@ the bucket's 32 bits hold."""
 _SEGMENT_SECONDS = 1e-3
 _LARGEST_SEGMENT = 65536
 _SMALLEST_SEGMENT = 2 * FRAME_BYTES
-_BURST_SECONDS = 2e-3
 _QUEUE_SECONDS = 0.05
 _SMALLEST_QUEUE = 64 * FRAME_BYTES
 
@@ -75,7 +76,7 @@ class Bucket:
     @staticmethod
     def of(rate: float, packet: int = FRAME_BYTES) -> Bucket:
         """The bucket for a wire *rate* and packets of so many bytes."""
-        burst = max(2 * segment_bytes(rate), 2 * packet, rate * _BURST_SECONDS)
+        burst = max(2 * segment_bytes(rate), 2 * packet, rate * EMULATED_BURST)
         limit = max(rate * _QUEUE_SECONDS, _SMALLEST_QUEUE)
         return Bucket(rate=math.ceil(rate), burst=math.ceil(burst), limit=int(limit))
 
