@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -93,13 +93,9 @@ def test_where_the_network_is_trusted_the_store_tells_it() -> None:
 
 @pytest.mark.parametrize("environment", [ALONE, APART, SIGNED], ids=str)
 def test_a_fault_is_told_in_words(environment: dict[str, str]) -> None:
-    store = DictStore()
-    JobStore(store, 2, environment).publish_address(
-        NAME, Address(fault="the port is in use")
-    )
-    assert JobStore(store, 2, environment).address(NAME) == Address(
-        fault="the port is in use"
-    )
+    store, fault = DictStore(), Address(fault="the port is in use")
+    JobStore(store, 2, environment).publish_address(NAME, fault)
+    assert JobStore(store, 2, environment).address(NAME) == fault
 
 
 # ---- who writes into the store ----
@@ -247,14 +243,16 @@ def test_workers_that_share_nothing_start_no_servers(place: str) -> None:
         find({"PACELINE_SURVIVE": "1"}, place)
 
 
-def told_of(nodes: list[list[int]]) -> list[dict[str, str]]:
-    """What a launcher tells each worker of these nodes, which are lists of ranks. It does not number nodes,
-    as mpirun does not."""
-    places = {rank: (node, local) for node in nodes for local, rank in enumerate(node)}
-    return [
-        {"LOCAL_WORLD_SIZE": str(len(node)), "LOCAL_RANK": str(local)}
-        for _, (node, local) in sorted(places.items())
-    ]
+def resolvers(told: Sequence[tuple[int, int]]) -> Iterator[PlacementResolver]:
+    """Of each rank, all of which have begun. *told*: what a launcher tells each rank, the number of
+    workers of its node and its own one among them. It does not number nodes, as mpirun does
+    not."""
+    job_store = JobStore(DictStore(), len(told), APART)
+    for rank, (size, local) in enumerate(told):
+        job_store.publish(f"paceline/starters/{rank}", f"{size} {local}")
+    for rank, (size, local) in enumerate(told):
+        environment = {"LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(local)}
+        yield PlacementResolver(rank, len(told), job_store, environment)
 
 
 @pytest.mark.parametrize(
@@ -270,44 +268,36 @@ def told_of(nodes: list[list[int]]) -> list[dict[str, str]]:
 def test_each_node_has_a_server_however_ranks_are_mapped_to_nodes(
     nodes: list[list[int]], first: list[int]
 ) -> None:
-    told = told_of(nodes)
-    job_store = JobStore(DictStore(), 4, APART)
-    for rank, one in enumerate(told):
-        words = f"{one['LOCAL_WORLD_SIZE']} {one['LOCAL_RANK']}"
-        job_store.publish(f"paceline/starters/{rank}", words)
-    for rank, one in enumerate(told):
-        placements = PlacementResolver(rank, 4, job_store, one).placements("per-node")
+    told = {
+        rank: (len(node), local) for node in nodes for local, rank in enumerate(node)
+    }
+    for rank, resolver in enumerate(resolvers([told[rank] for rank in range(4)])):
+        placements = resolver.placements("per-node")
         assert [placement.here for placement in placements] == [
             rank == other for other in first
         ]
 
 
-@pytest.mark.parametrize("locals_", ["0000", "1111"])
-def test_nodes_without_one_first_worker_are_refused_on_every_worker(
-    locals_: str,
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([(2, 0)] * 4, "have LOCAL_RANK=0, expected 2"),
+        ([(2, 1)] * 4, "have LOCAL_RANK=0, expected 2"),
+        # Those of the larger node take it for the only one: they started a server each for
+        # itself, while the other node's worker waited for theirs.
+        (
+            [(3, 0), (3, 1), (3, 2), (1, 0)],
+            r"different numbers of workers \(1, 3, as",
+        ),
+    ],
+    ids=["two first workers", "no first worker", "unequal nodes"],
+)
+def test_nodes_that_make_no_sense_are_refused_on_every_worker(
+    told: list[tuple[int, int]], message: str
 ) -> None:
-    job_store = JobStore(DictStore(), 4, APART)
-    for rank, local in enumerate(locals_):
-        job_store.publish(f"paceline/starters/{rank}", f"2 {local}")
-    for rank, local in enumerate(locals_):
-        told = {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": local}
-        with pytest.raises(UsageError, match=r"have LOCAL_RANK=0, expected 2"):
-            PlacementResolver(rank, 4, job_store, told).placements("per-node")
-
-
-def test_nodes_of_unequal_size_are_refused_on_every_worker() -> None:
-    """Those of the larger node take it for the only one: they started a server each has for
-    itself, while the other node's worker waited for theirs."""
-    job_store = JobStore(DictStore(), 4, APART)
-    sizes = ["3", "3", "3", "1"]
-    for rank, size in enumerate(sizes):
-        job_store.publish(f"paceline/starters/{rank}", f"{size} {rank % 3}")
-    for rank, size in enumerate(sizes):
-        told = {"LOCAL_WORLD_SIZE": size, "LOCAL_RANK": str(rank % 3)}
-        with pytest.raises(
-            UsageError, match=r"different numbers of workers \(1, 3, as"
-        ):
-            PlacementResolver(rank, 4, job_store, told).placements("per-node")
+    for resolver in resolvers(told):
+        with pytest.raises(UsageError, match=message):
+            resolver.placements("per-node")
 
 
 def test_the_token_of_named_servers() -> None:
