@@ -149,17 +149,24 @@ def test_times_sizes_order_update_and_batch_are_those_of_the_model(clock):
     assert workload.update == UPDATE
     assert workload.batch == 8
     assert workload.source == "here"
-    assert len(profiler.forwards) == 5 - WARM_UP_STEPS
+    assert profiler.profiled_steps == 5 - WARM_UP_STEPS
 
 
-@pytest.mark.parametrize(("busy", "threads"), [(1.0, 1), (0.6, 1), (0.4, 0), (0.0, 0)])
-def test_cores_are_those_of_a_thread_that_computes_most_of_the_time(
-    clock, monkeypatch, busy, threads
+@pytest.mark.parametrize(
+    ("ran", "cores", "part"),
+    [(1.0, 1, 1.0), (0.5, 1, 0.5), (0.11, 1, 0.11), (0.09, 0, 1.0), (0.0, 0, 1.0)],
+)
+def test_waits_for_a_processor_are_no_part_of_what_a_worker_computes_alone(
+    clock, monkeypatch, ran, cores, part
 ):
-    time = SimpleNamespace(thread_time=lambda: busy * clock.now)
+    """Who computes for less than a tenth of a pass sleeps."""
+    time = SimpleNamespace(thread_time=lambda: ran * clock.now)
     monkeypatch.setattr(step_profiler, "time", time)
     profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
-    assert profiler.workload("").cores == threads
+    alone, together = profiler.workload_alone("here"), profiler.workload("here")
+    assert (alone.cores, together.cores) == (cores, 0)
+    assert times_of(alone) == pytest.approx([part * t for t in times_of(together)])
+    assert alone.order == together.order
 
 
 def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
@@ -393,7 +400,7 @@ def test_a_step_that_a_scaler_skips_is_not_taken_for_one(clock):
         optimizer.finish()
 
     profiler = profile(body)
-    assert len(profiler.updates) == 4
+    assert profiler.profiled_steps == 4
     assert profiler.workload("").update == UPDATE
 
 

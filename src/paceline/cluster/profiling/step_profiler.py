@@ -184,6 +184,27 @@ def _is_plain(value: object) -> bool:
 
 WARM_UP_STEPS = 1
 
+_BUSY = 0.1
+"""A thread that computes for so large a part of a pass is not asleep: others may share its core."""
+
+
+Mark = tuple[Any, float]
+"""An instant: a stopwatch's mark, and processor time of this thread."""
+
+
+class StepTimes:
+    """Seconds of the profiled steps: by tensor, of forward and of backward, and of updates."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[float]] = []
+        self.backwards: list[list[float]] = []
+        self.updates: list[float] = []
+
+    def medians(self) -> list[float]:
+        """One step's, as `times_of` lists them."""
+        update = statistics.median(self.updates)
+        return [*_medians(self.forwards), *_medians(self.backwards), update]
+
 
 class StepProfiler:
     """A `Compute` that measures, and makes a `Workload` of medians over steps.
@@ -228,16 +249,12 @@ class StepProfiler:
         ended = Uncopied(self._forward_ended)
         self._handles.append(model.register_forward_hook(ended))
         self._forget_pass(None)
-        self._update_start: Any = None
+        self._update_start: Mark | None = None
         self._batches: list[int] = []
         self._steps = 0
-        self._begun = 0.0
-        """Processor time of this thread when the pass began."""
-        self._passed = self._computed = 0.0
-        """Seconds of all steps, and this thread's processor time in them."""
-        self.forwards: list[list[float]] = []  # a step's seconds by tensor
-        self.backwards: list[list[float]] = []
-        self.updates: list[float] = []
+        self._times = StepTimes()
+        self._own_times = StepTimes()
+        """The same in processor time of this thread."""
         self.order: list[int] = []
 
     def detach(self) -> None:
@@ -253,8 +270,7 @@ class StepProfiler:
         if not training:
             return
         keeps = self._wants_gradient()
-        self._begun = time.thread_time()
-        self._forget_pass(self._stopwatch.mark())
+        self._forget_pass(self._mark())
         self._keeps = keeps
         if samples is not None:
             self._batches.append(samples)
@@ -268,7 +284,7 @@ class StepProfiler:
     def gradient(self, index: int) -> None:
         self._habits.gradient(index)
         if self._start is not None:
-            self._gradients.append((index, self._stopwatch.mark()))
+            self._gradients.append((index, self._mark()))
             if self._keeps:
                 gradient = self._parameters[index].grad
                 if gradient is not None:
@@ -276,7 +292,7 @@ class StepProfiler:
 
     def gradient_taken(self) -> None:
         if self._start is not None:
-            self._taken.append(self._stopwatch.mark())
+            self._taken.append(self._mark())
 
     def uses_compressor(self, compression: GradientCompression) -> None:
         self.compressors.append(compression)
@@ -293,7 +309,7 @@ class StepProfiler:
         """It takes its own time."""
 
     def update_begins(self) -> None:
-        self._update_start = self._stopwatch.mark()
+        self._update_start = self._mark()
 
     def step_ended(self) -> None:
         self._steps += 1
@@ -301,17 +317,17 @@ class StepProfiler:
         if self._steps <= WARM_UP_STEPS:
             self._batches.clear()
         elif self._start is not None and self._end is not None and self._gradients:
-            self._note_step(self._stopwatch.mark())
-            self._computed += time.thread_time() - self._begun
+            self._note_step(self._start, self._end, self._mark())
             self._keep_gradient()
         self._update_start = None
         self._forget_pass(None)
 
-    def _forget_pass(self, start: Any) -> None:
-        self._start, self._end = start, None
-        self._modules: list[tuple[int, Any]] = []
-        self._gradients: list[tuple[int, Any]] = []
-        self._taken: list[Any] = []
+    def _forget_pass(self, start: Mark | None) -> None:
+        self._start = start
+        self._end: Mark | None = None
+        self._modules: list[tuple[int, Mark]] = []
+        self._gradients: list[tuple[int, Mark]] = []
+        self._taken: list[Mark] = []
         self._keeps = False
         self._own: dict[int, torch.Tensor] = {}
 
@@ -333,30 +349,39 @@ class StepProfiler:
             if torch.compiler.is_compiling():
                 return  # a clock would cut a compiled block in two
             if self._start is not None and self._end is None:
-                self._modules.append((number, self._stopwatch.mark()))
+                self._modules.append((number, self._mark()))
 
         return starts
 
     def _forward_ended(self, *_: Any) -> None:
         if self._start is not None and self._end is None:
-            self._end = self._stopwatch.mark()
+            self._end = self._mark()
 
     # ---- what it makes of it ----
 
-    def _note_step(self, stepped: Any) -> None:
+    def _note_step(self, start: Mark, forward_end: Mark, stepped: Mark) -> None:
         starts = [mark for _, mark in self._modules]
         entries = [mark for _, mark in self._gradients]
-        marks = [*starts, self._end, *entries, *self._taken, stepped]
+        marks = [*starts, forward_end, *entries, *self._taken, stepped]
         if self._update_start is not None:
             marks.append(self._update_start)
-        seconds = iter(self._stopwatch.seconds(self._start, marks))
-        at_start = [next(seconds) for _ in starts]
+        begun, began_at = start
+        seconds = self._stopwatch.seconds(begun, [mark for mark, _ in marks])
+        self._note_times(self._times, seconds)
+        self._note_times(self._own_times, [own - began_at for _, own in marks])
+        seen = list(dict.fromkeys(index for index, _ in self._gradients))
+        unseen = [i for i in reversed(range(len(self._names))) if i not in set(seen)]
+        self.order = seen + unseen
+
+    def _note_times(self, times: StepTimes, at: Sequence[float]) -> None:
+        """A step's times, from when its marks were set."""
+        seconds = iter(at)
+        at_start = [next(seconds) for _ in self._modules]
         forward_end = next(seconds)
-        at_entry = [next(seconds) for _ in entries]
+        at_entry = [next(seconds) for _ in self._gradients]
         at_exit = [next(seconds) for _ in self._taken]
         step_end = next(seconds)
-        self.updates.append(step_end - next(seconds, step_end))
-        self._passed += step_end
+        times.updates.append(step_end - next(seconds, step_end))
 
         forward = [0.0] * len(self._names)
         edges = [0.0, *at_start[1:], forward_end]
@@ -371,15 +396,20 @@ class StepProfiler:
         begins = [forward_end, *at_exit]
         for i, (index, _) in enumerate(self._gradients):
             backward[index] += max(0.0, at_entry[i] - begins[i])
-        self.forwards.append(forward)
-        self.backwards.append(backward)
-        seen = list(dict.fromkeys(index for index, _ in self._gradients))
-        unseen = [i for i in reversed(range(len(backward))) if i not in set(seen)]
-        self.order = seen + unseen
+        times.forwards.append(forward)
+        times.backwards.append(backward)
+
+    @property
+    def profiled_steps(self) -> int:
+        """How many steps were timed."""
+        return len(self._times.updates)
+
+    def _mark(self) -> Mark:
+        return self._stopwatch.mark(), time.thread_time()
 
     def workload(self, source: str) -> Workload:
         """Medians over the steps. Raises `UsageError` where there was none."""
-        if not self.forwards:
+        if not self.profiled_steps:
             raise UsageError(
                 f"nothing to profile: expected more than {WARM_UP_STEPS} training steps "
                 f"that call the model itself, got {self._steps}"
@@ -387,25 +417,30 @@ class StepProfiler:
         return Workload(
             names=tuple(self._names),
             sizes=tuple(self._sizes),
-            forward=_medians(self.forwards),
-            backward=_medians(self.backwards),
+            forward=_medians(self._times.forwards),
+            backward=_medians(self._times.backwards),
             order=tuple(self.order),
-            update=statistics.median(self.updates),
+            update=statistics.median(self._times.updates),
             batch=statistics.median(self._batches) if self._batches else None,
             source=source,
             shapes=self._shapes(),
             passes=self._habits.passes,
             uses_gradients=self._habits.uses_gradients,
-            cores=self._cores(),
         )
 
-    def _cores(self) -> int:
-        """How many cores computing keeps busy: those of this thread's pool, or none where the thread
-        sleeps, or waits for a device, most of the time."""
-        if self._computed < self._passed / 2:
-            return 0
+    def workload_alone(self, source: str) -> Workload:
+        """As `workload`, with cores for itself: without times in which this thread waited for one, and with
+        how many it keeps busy. What sleeps, or runs on another device, keeps none busy.
+
+        Raises:
+            UsageError: There was no step.
+        """
+        workload = self.workload(source)
+        alone = with_times(workload, self._own_times.medians())
         on_host = self._parameters[0].device.type == "cpu"
-        return torch.get_num_threads() if on_host else 1
+        if not on_host or alone.compute_seconds < _BUSY * workload.compute_seconds:
+            return workload
+        return replace(alone, cores=torch.get_num_threads())
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         if any(stands_in(parameter) for parameter in self._parameters):

@@ -349,7 +349,7 @@ class RealRuntime:
                 f"the script trains {len(self._profilers)} models, and a workload is one "
                 "model's: profile a script that trains one"
             )
-        workload = self._profilers[0].workload(self._source())
+        workload = self._profilers[0].workload_alone(self._source())
         if dist.is_initialized():
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
             own = torch.tensor(times_of(workload), dtype=torch.float64, device=device)
@@ -371,7 +371,7 @@ class RealRuntime:
         )
         workers = "1 worker" if self.size == 1 else f"{self.size} workers"
         return (
-            f"measured: medians of {len(self._profilers[0].forwards)} steps, {workers}, "
+            f"measured: medians of {self._profilers[0].profiled_steps} steps, {workers}, "
             f"{processor}"
         )
 

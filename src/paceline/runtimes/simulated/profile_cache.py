@@ -108,7 +108,7 @@ def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
     )
     outcome = run_script(simulation, script, arguments)
     profilers = outcome.profilers
-    if len(profilers) != 1 or not profilers[0].forwards:
+    if len(profilers) != 1 or not profilers[0].profiled_steps:
         return None
     workload = profilers[0].workload(f"as paced by {Path(script).name}")
     steps = outcome.recorders[0].settled_steps()
@@ -123,11 +123,15 @@ def _profile(
     outcome: SimulationResult, kept: GradientDump, script: str, workers: int
 ) -> Profile | None:
     profilers = outcome.profilers
-    if outcome.paced_by_script or len(profilers) != 1 or not profilers[0].forwards:
+    if (
+        outcome.paced_by_script
+        or len(profilers) != 1
+        or not profilers[0].profiled_steps
+    ):
         return None
     profiler = profilers[0]
-    workload = profiler.workload(
-        f"measured: medians of {len(profiler.forwards)} steps of worker 0 of {workers} "
+    workload = profiler.workload_alone(
+        f"measured: medians of {profiler.profiled_steps} steps of worker 0 of {workers} "
         f"in {Path(script).name}, CPU, 1 thread"
     )
     if len(kept):

@@ -45,7 +45,9 @@ class Watch:
 
     def workload(self, source: str) -> Workload | None:
         """Medians over the steps that were seen; None where the model itself was never called."""
-        return self._profiler.workload(source) if self._profiler.forwards else None
+        return (
+            self._profiler.workload(source) if self._profiler.profiled_steps else None
+        )
 
     def end(self) -> None:
         """Take the hooks away: nothing is measured any more."""
@@ -58,7 +60,7 @@ class Watch:
 
     @property
     def _is_enough(self) -> bool:
-        return len(self._profiler.forwards) >= ENOUGH
+        return self._profiler.profiled_steps >= ENOUGH
 
     def _forward_begins(
         self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]

@@ -41,7 +41,7 @@ NO_SCRIPT = Workload(
 class Patient:
     """*out*, *into*: bytes per second of each host's link; *racks*: hosts; *uplink*: bytes per second
     between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker,
-    these of a whole step. *workload*: of a pass, of which a step has *passes*.
+    these of a whole step. *burst*: as all racks have it. *workload*: of a pass, of which a step has *passes*.
     *paths*: from which host to which one less goes than over their links, and how much."""
 
     out: tuple[float, ...]
@@ -58,6 +58,7 @@ class Patient:
     spec: str
     paths: tuple[tuple[int, int, float], ...] = ()
     passes: int = 1
+    burst: float = 0.0
 
     def as_in(self, other: Patient, hosts: Collection[int]) -> Patient:
         """With *hosts*, and what runs there, as they are in *other*: their links, speeds and waits for
@@ -125,6 +126,7 @@ class Patient:
                     latency=self.latency,
                     uplink=self.uplink,
                     uplink_latency=self.uplink_latency,
+                    burst=self.burst,
                     speed=tuple(self.speeds[rank] for rank in ranks),
                 )
             )
@@ -219,6 +221,7 @@ def patient_of(picture: Picture) -> Patient:
         spec=evidence.spec,
         paths=tuple((*pair, picture.rates[pair]) for pair in picture.slow_paths),
         passes=picture.passes_a_step,
+        burst=0.0 if base is None else base.racks[0].burst,
     )
 
 
