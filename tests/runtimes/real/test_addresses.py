@@ -39,55 +39,38 @@ def listening(master, size, local):
     )
 
 
-@pytest.mark.parametrize("master", ["node0", "10.0.0.5"])
-@pytest.mark.parametrize("local", [None, 1, 2])
-def test_an_address_that_others_can_use_is_the_only_one(master, local):
-    assert listening(master, 2, local) == ListenAddress(
-        bind="10.0.0.5", advertise="10.0.0.5"
-    )
-
-
-def test_an_address_of_version_6_is_one_too():
-    assert listening("fd00::5", 2, 1) == ListenAddress(
-        bind="fd00::5", advertise="fd00::5"
-    )
-
-
-def test_a_name_that_is_loopback_at_home_is_looked_up_by_each_for_himself():
-    assert listening("debian", 2, 1) == EVERYWHERE
-    assert listening("debian", 4, 2) == EVERYWHERE
-
-
-def test_where_nobody_says_who_is_where_a_name_may_mean_another_machine():
-    assert listening("debian", 2, None) == EVERYWHERE
-
-
-@pytest.mark.parametrize("master", ["localhost", "127.0.0.1"])
-def test_a_launcher_that_calls_its_own_machine_localhost(master):
-    assert listening(master, 2, 1) == EVERYWHERE
-
-
-def test_loopback_of_version_6():
-    assert listening("::1", 2, 1) == ListenAddress(bind="::", advertise="")
+def only(address):
+    return ListenAddress(bind=address, advertise=address)
 
 
 @pytest.mark.parametrize(
-    ("master", "address"),
-    [("localhost", "127.0.0.1"), ("debian", "127.0.1.1"), (None, "127.0.0.1")],
+    ("masters", "locals_", "expected"),
+    [
+        # The others can use the address: it is the only one.
+        (["node0", "10.0.0.5"], [None, 1, 2], only("10.0.0.5")),
+        (["fd00::5"], [1], only("fd00::5")),
+        # A name that is loopback at home: each worker looks it up for itself. Where no
+        # variable says who is where, it may mean another machine.
+        (["debian"], [1, None], EVERYWHERE),
+        # A launcher that calls its own machine localhost.
+        (["localhost", "127.0.0.1"], [1], EVERYWHERE),
+        (["::1"], [1], ListenAddress(bind="::", advertise="")),
+        # All workers are here, so that nobody else can connect; or a loopback address is
+        # taken at its word.
+        (["localhost", "127.0.0.1", None], [2, None], only("127.0.0.1")),
+        (["debian"], [2], only("127.0.1.1")),
+        # A service in front is reached as the others reach it.
+        (["service"], [1], EVERYWHERE),
+    ],
 )
-def test_on_one_machine_nobody_else_can_connect(master, address):
-    assert listening(master, 2, 2) == ListenAddress(bind=address, advertise=address)
+def test_where_rank_0_of_two_listens(masters, locals_, expected):
+    for master in masters:
+        for local in locals_:
+            assert listening(master, 2, local) == expected, (master, local)
 
 
-@pytest.mark.parametrize("master", ["localhost", "127.0.0.1", None])
-def test_a_loopback_address_is_taken_at_its_word(master):
-    assert listening(master, 2, None) == ListenAddress(
-        bind="127.0.0.1", advertise="127.0.0.1"
-    )
-
-
-def test_the_address_of_a_service_in_front_is_reached_as_the_others_reach_it():
-    assert listening("service", 2, 1) == EVERYWHERE
+def test_a_name_that_is_loopback_at_home_with_several_workers_on_each_machine():
+    assert listening("debian", 4, 2) == EVERYWHERE
 
 
 def test_who_is_told_nothing_asks_for_the_master():
