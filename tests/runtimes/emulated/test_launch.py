@@ -44,11 +44,24 @@ def finish(process):
     return process.returncode, out, err
 
 
-def emulate(folder, *words, steps=8, script=LAYERS, method="bsp:buckets=ddp"):
+def succeed(folder, *words, **options):
+    """What a command that ends well says."""
+    status, out, err = finish(start(folder, *words, **options))
+    assert status == 0, err
+    return out, err
+
+
+def emulate(folder, *words, steps=8, method="bsp:buckets=ddp", status=0):
     options = ("--json", f"--method={method}", f"--steps={steps}")
-    command = ["-m", "paceline", "emulate", script, *options, *words, "--", *QUICK]
+    command = ["-m", "paceline", "emulate", LAYERS, *options, *words, "--", *QUICK]
     done = forked.run(command, folder=folder, seconds=SECONDS)
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == status, done.stderr
+    return done.stdout, done.stderr
+
+
+def on_one_core():
+    """In the process that is started."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
 def records(folder):
@@ -66,8 +79,7 @@ def with_rules(folder, *rules):
 
 @pytest.mark.slow
 def test_a_job_trains_and_says_what_it_was(tmp_path):
-    status, out, err = emulate(tmp_path, "--workers=2", "--link=200mbit")
-    assert status == 0, err
+    out, _ = emulate(tmp_path, "--workers=2", "--link=200mbit")
     result = json.loads(out)
     assert (result["runtime"], result["workers"], result["steps"]) == ("emulated", 2, 8)
     assert result["compute"] == "paced by the script"
@@ -85,9 +97,7 @@ def test_workers_know_the_cluster_that_is_described(tmp_path):
     file = tmp_path / "cluster.toml"
     file.write_text(cluster_toml(Cluster(racks)))
     cluster = load_cluster(file)
-    process = start(tmp_path, "emulate", TOLD, f"--cluster={file}")
-    status, out, err = finish(process)
-    assert status == 0, err
+    out, _ = succeed(tmp_path, "emulate", TOLD, f"--cluster={file}")
     found = json.loads(out.splitlines()[0])  # a table comes after it
     assert found["cluster"] == cluster_toml(cluster, exact=True)
     assert found["racks"] == [0, 1, 1, 1]
@@ -107,8 +117,7 @@ def test_a_probe_takes_the_speeds_that_are_described(tmp_path):
     file = tmp_path / "described.toml"
     file.write_text(cluster_toml(Cluster((rack,))))
     words = ("probe", "--runtime=emulated", f"--cluster={file}", "--seconds=0.02")
-    status, _, err = finish(start(tmp_path, *words))
-    assert status == 0, err
+    succeed(tmp_path, *words)
     assert load_cluster(tmp_path / "cluster.toml").speeds == rack.speed
 
 
@@ -167,8 +176,7 @@ def test_speeds_and_a_workload_pace_the_workers(tmp_path):
         )
     )
     words = ("train.py", f"--cluster={cluster}", "--pace=slow.json", "--json")
-    status, out, err = finish(start(tmp_path, "emulate", *words))
-    assert status == 0, err
+    out, _ = succeed(tmp_path, "emulate", *words)
     result = json.loads(out)
     assert result["step_seconds"] >= 0.4  # the slower worker's
     assert result["compute"].startswith("paced: ")
@@ -186,8 +194,7 @@ def test_a_throttled_link_shows_in_the_records(tmp_path):
         'step = 6\nrepair = "worker 1"',
     )
     folder = tmp_path / "records"
-    status, _, err = emulate(tmp_path, cluster, f"--records={folder}", steps=9)
-    assert status == 0, err
+    _, err = emulate(tmp_path, cluster, f"--records={folder}", steps=9)
     seconds = records(folder)
     # 1 MB at 2.5 MB/s, after what was queued when the rule came; others make steps longer only
     assert all(step > 0.3 for step in seconds[4:6])
@@ -201,8 +208,7 @@ def test_a_cut_link_that_is_repaired_lets_the_job_go_on(tmp_path):
         tmp_path, 'step = 3\ncut = "worker 1"', 'at = "14 s"\nrepair = "worker 1"'
     )
     folder = tmp_path / "records"
-    status, _, err = emulate(tmp_path, cluster, f"--records={folder}")
-    assert status == 0, err
+    emulate(tmp_path, cluster, f"--records={folder}")
     assert max(records(folder)) > 5.0  # it came there some time after the first step
     assert len(records(folder)) == 8
 
@@ -212,8 +218,7 @@ def test_a_cut_that_lasts_ends_the_job_without_a_word_of_death(tmp_path, monkeyp
     """Whoever notices first: liveness, or the watch on the server's connection."""
     monkeypatch.setenv("PACELINE_UNREACHABLE_SECONDS", "3")
     cluster = with_rules(tmp_path, 'step = 3\ncut = "worker 1"')
-    status, _, err = emulate(tmp_path, cluster, method="backup")
-    assert status == 1
+    _, err = emulate(tmp_path, cluster, method="backup", status=1)
     assert "was unreachable for 3 s" in err
     assert "died" not in err
 
@@ -222,8 +227,8 @@ def test_a_cut_that_lasts_ends_the_job_without_a_word_of_death(tmp_path, monkeyp
 def test_a_killed_worker_ends_the_job_and_is_named(tmp_path):
     cluster = with_rules(tmp_path, "step = 3\nkill = 1")
     folder = tmp_path / "records"
-    status, out, err = emulate(tmp_path, cluster, f"--records={folder}", steps=500)
-    assert (status, out) == (1, "")
+    out, err = emulate(tmp_path, cluster, f"--records={folder}", steps=500, status=1)
+    assert out == ""
     assert len(records(folder)) >= 3  # nobody ended well, and what was done is there
     assert re.search(
         r"the job failed: rank 1 was killed by SIGKILL .*: by a rule of the cluster",
@@ -247,14 +252,8 @@ def test_a_script_that_fails_ends_the_job_with_its_error(tmp_path):
     assert "ValueError: no such luck" in err
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param("kill", marks=pytest.mark.slow),
-        pytest.param("interrupt", marks=pytest.mark.slow),
-        pytest.param("terminate", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["kill", "interrupt", "terminate"])
 def test_nothing_is_left_of_a_job_that_is_ended(how, tmp_path, monkeypatch):
     """Neither workers, nor servers, nor hosts, nor its temporary folders."""
     (tmp_path / "train.py").write_text(
@@ -329,9 +328,8 @@ def test_what_cannot_be_is_refused(words, message, tmp_path):
 
 
 def test_check_says_what_this_machine_can_do(tmp_path):
-    status, out, _ = finish(start(tmp_path, "check", "--json"))
+    out, _ = succeed(tmp_path, "check", "--json")
     found = json.loads(out)
-    assert status == 0
     assert {"namespaces", "tbf", "netem"} <= {item["name"] for item in found["items"]}
 
 
@@ -354,11 +352,9 @@ def test_an_ordinary_user_can_emulate(tmp_path):
     except (PermissionError, subprocess.CalledProcessError):
         pytest.skip("an ordinary user may not read this checkout or its interpreter")
     words = ("--workers=2", "--link=200mbit", "--steps=6", "--json")
-    process = start(
+    out, _ = succeed(
         "/", "emulate", LAYERS, *words, "--", *QUICK, user=somebody, group=somebody
     )
-    status, out, err = finish(process)
-    assert status == 0, err
     assert json.loads(out)["steps"] == 6
 
 
@@ -393,15 +389,8 @@ def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
         backward=(0.001, 0.001),
     )
     pace.save(str(tmp_path / "pace.json"))
-    words = ["--workers", "2", "--json", "train.py"]
-    one = min(os.sched_getaffinity(0))
-    process = start(
-        tmp_path,
-        *("emulate", *["--pace=pace.json"] * paced, *words),
-        preexec_fn=lambda: os.sched_setaffinity(0, {one}),
-    )
-    status, out, err = finish(process)
-    assert status == 0, err
+    words = [*["--pace=pace.json"] * paced, "--workers=2", "--json", "train.py"]
+    out, _ = succeed(tmp_path, "emulate", *words, preexec_fn=on_one_core)
     (told,) = [note for note in json.loads(out)["notes"] if "2 workers" in note]
     assert "1 core" in told
     assert "paceline emulate examples/workload.py" in told
@@ -413,20 +402,12 @@ def test_workers_that_share_too_few_cores_are_told(tmp_path, paced):
 @pytest.mark.parametrize("check", [True, False])
 def test_links_are_measured_where_that_is_asked_for(check, tmp_path):
     words = ("emulate", LAYERS, "--workers=2", "--steps=2", *["--check-links"] * check)
-    status, _, err = finish(start(tmp_path, *words, "--", *QUICK))
-    assert status == 0, err
+    _, err = succeed(tmp_path, *words, "--", *QUICK)
     assert ("links: 4 links measured" in err) == check
 
 
 @pytest.mark.slow
 def test_workers_that_only_sleep_may_share_a_core(tmp_path):
-    one = min(os.sched_getaffinity(0))
     words = ("emulate", LAYERS, "--workers=2", "--json", "--steps=8")
-    process = start(
-        tmp_path,
-        *(*words, "--", *QUICK),
-        preexec_fn=lambda: os.sched_setaffinity(0, {one}),
-    )
-    status, out, err = finish(process)
-    assert status == 0, err
+    out, _ = succeed(tmp_path, *words, "--", *QUICK, preexec_fn=on_one_core)
     assert not [note for note in json.loads(out)["notes"] if "2 workers" in note]
