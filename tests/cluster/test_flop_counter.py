@@ -369,6 +369,20 @@ def test_any_structure_of_outputs(structure: Any) -> None:
     assert workload.backward == (0.0, 2 * 3 * 4 * 2)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.first(x), self.second(x)
+
+
+def test_the_backward_pass_is_that_of_all_outputs() -> None:
+    workload = count(Heads(), torch.zeros(3, 4))
+    assert workload.backward_seconds == 2 * (2 * 3 * 4 * 2)
+
+
 @pytest.mark.parametrize(
     "example",
     [
