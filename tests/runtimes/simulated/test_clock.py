@@ -18,7 +18,11 @@ from tests.support.simulations import until_over
 
 
 def run(clock: VirtualClock, *bodies: Callable[[], object]) -> None:
-    clock.run(bodies, until_over)
+    """However the job ends, so do the threads of all workers."""
+    try:
+        clock.run(bodies, until_over)
+    finally:
+        assert not any(worker.thread.is_alive() for worker in clock.workers)
 
 
 def completion(name: str = "it") -> Completion:
@@ -204,7 +208,6 @@ def test_a_worker_that_raises_ends_all() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
     # Worker 2 had not begun: it never does.
     assert cleaned == [0]
-    assert all(not worker.thread.is_alive() for worker in clock.workers)
 
 
 def test_waiting_after_the_end_is_abandoned_too() -> None:
@@ -251,7 +254,6 @@ def test_an_event_that_raises_ends_the_job() -> None:
 
     with pytest.raises(IndexError):
         run(clock, body, body)
-    assert all(not worker.thread.is_alive() for worker in clock.workers)
 
 
 def test_an_interruption_takes_effect_at_the_next_wait() -> None:
@@ -289,7 +291,6 @@ def test_an_error_in_the_text_of_a_deadlock_ends_the_job() -> None:
 
     with pytest.raises(LookupError):
         run(clock, waits, waits, lambda: None)
-    assert all(not worker.thread.is_alive() for worker in clock.workers)
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3, 4])
@@ -310,4 +311,3 @@ def test_a_worker_whose_turn_cannot_begin_ends_the_job(turn: int) -> None:
 
     with pytest.raises(WorkerFailedError, match="LookupError"):
         run(clock, body, body)
-    assert all(not worker.thread.is_alive() for worker in clock.workers)
