@@ -240,10 +240,10 @@ def keep_gloo_from_spinning() -> None:
     """
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):
-            if (thread / "comm").read_text() == "gloo_tcp_loop\n":
-                os.sched_setscheduler(
-                    int(thread.name), os.SCHED_BATCH, os.sched_param(0)
-                )
+            is_loop = (thread / "comm").read_bytes() == b"gloo_tcp_loop\n"
+            number = int(thread.name)
+            if is_loop and os.sched_getscheduler(number) == os.SCHED_OTHER:
+                os.sched_setscheduler(number, os.SCHED_BATCH, os.sched_param(0))
 
 
 @contextmanager

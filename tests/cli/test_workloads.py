@@ -305,7 +305,7 @@ def test_what_a_compressor_takes_is_measured_when_it_is_first_used(
     result = json.loads(output.out)
     times = known.coding[spec]
     assert result["step_seconds"] >= times.encode + times.after(2)
-    assert "a guess from bytes" not in str(result["notes"])
+    assert "an estimate from bytes" not in str(result["notes"])
     again = paceline(*words, *code)
     assert again.out == output.out
     assert "profiling again" not in again.err
@@ -322,7 +322,9 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
     words = ("--workers", 2, "--json", "--workload", "mine.json")
     code = ("--method", "bsp:compression=bf16")
     output = paceline("simulate", "train.py", *words, *code)
-    (note,) = (n for n in json.loads(output.out)["notes"] if "a guess from bytes" in n)
+    (note,) = (
+        n for n in json.loads(output.out)["notes"] if "an estimate from bytes" in n
+    )
     assert "paceline profile SCRIPT --compression bf16:error_feedback=false" in note
 
 

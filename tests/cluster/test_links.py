@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.cluster import Cluster
-from paceline.cluster.links import Links
+from paceline.cluster.cluster import Processor
+from paceline.cluster.links import EventQueue, Links
 from paceline.runtimes.simulated.clock import Completion, VirtualClock
 from tests.support.profiles import examples
 from tests.support.simulations import cluster, rack, until_over
@@ -159,6 +162,72 @@ def test_a_link_that_has_rested_lets_a_bucket_through_at_once(
 ) -> None:
     messages = [(start, "c", 0, 1, int(1e6 * size)) for start, size in sent]
     assert [end for end, _ in times(BURST, messages)] == pytest.approx(left)
+
+
+def test_a_bucket_does_not_fill_while_any_flow_is_on_its_link() -> None:
+    # The bucket is a's. It ends at 2 s, and b goes on until 6 s, with c from 3 s on.
+    sent: list[Message] = [
+        (0.0, "a", 0, 1, 3_000_000),
+        (0.0, "b", 0, 1, 4_000_000),
+        (3.0, "c", 0, 1, 1_000_000),
+    ]
+    assert [end for end, _ in times(BURST, sent)] == pytest.approx([2.0, 6.0, 5.0])
+
+
+def ends_of(
+    starts: list[tuple[float, float, float]], rate: float, processor: Processor | None
+) -> list[float]:
+    """When flows on worker 0's link end: start, connections, megabytes of each."""
+    queue = EventQueue()
+    links = Links(queue, replace(BURST, processor=processor))
+    links.set_capacity(0, rate)
+    ends: list[float] = []
+    for start, connections, size in starts:
+        queue.at(
+            start,
+            lambda demand={0: connections}, size=size: links.start(
+                demand, 1e6 * size, lambda: ends.append(queue.now), [(0, 1.0)]
+            ),
+        )
+    queue.run()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("starts", "rate", "processor", "ends"),
+    [
+        # Two connections share the bucket, as they share the link.
+        ([(0.0, 2.0, 3.0), (5.0, 2.0, 1.0)], 1e6, None, [4.0, 6.0]),
+        # A link that has got another rate has another bucket; one that is cut has none.
+        ([(0.0, 1.0, 6.0)], 2e6, None, [1.0]),
+        ([(0.0, 1.0, 1.0)], 0.0, None, []),
+        # A processor has work with all bytes.
+        ([(0.0, 1.0, 2.0)], 1e6, Processor(byte=1e-6), [2.0]),
+    ],
+)
+def test_buckets_are_of_links_and_not_of_processors(
+    starts: list[tuple[float, float, float]],
+    rate: float,
+    processor: Processor | None,
+    ends: list[float],
+) -> None:
+    assert ends_of(starts, rate, processor) == pytest.approx(ends)
+
+
+def test_thousands_of_messages_that_pass_at_once_do_not_nest() -> None:
+    queue = EventQueue()
+    links = Links(queue, BURST)
+    left = 5000
+
+    def again() -> None:
+        nonlocal left
+        left -= 1
+        if left:
+            links.start({0: 1.0}, 1.0, again)
+
+    again()
+    queue.run()
+    assert left == 0
 
 
 def test_all_links_of_a_path_have_a_bucket() -> None:

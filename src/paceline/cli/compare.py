@@ -126,6 +126,7 @@ def compare(
         if not method:
             times: dict[str, object] = {
                 "workload": pace or workload,
+                "sleeps": pace is not None,
                 "forward": forward,
                 "backward": backward,
             }

@@ -71,6 +71,7 @@ def plan_script(
     cluster: Cluster,
     *,
     workload: str | None = None,
+    sleeps: bool = False,
     forward: float | None = None,
     backward: float | None = None,
     allowed: Collection[Consistency],
@@ -79,7 +80,8 @@ def plan_script(
     predict: Predict | None = None,
 ) -> Planned:
     """Run *script* for a few steps, find out what a step takes, and plan. Candidates take `FOR_CANDIDATES`
-    of *budget*, codes some of the rest; what is left of it is left."""
+    of *budget*, codes some of the rest; what is left of it is left. *sleeps*: processes will sleep for the
+    *workload*'s times, and keep no core busy."""
     from paceline.tools.plan import plan
     from paceline.tools.plan.predict import Job
     from paceline.tools.plan.script import facts_of
@@ -91,7 +93,7 @@ def plan_script(
         times, compute = _workload(script, arguments, cluster, compute, facts)
     else:
         times = _said(script, compute, facts)
-    times = facts.of_script(times)
+    times = facts.of_script(replace(times, cores=0) if sleeps else times)
     made = plan(
         cluster,
         times,
@@ -201,7 +203,7 @@ def _workload(
         named = compute.workload
         return named if named.source else replace(named, source=compute.what), compute
     if facts.workload is not None:
-        return facts.workload, compute
+        return replace(facts.workload, cores=0), compute  # it sleeps
     job = ScriptJob(str(script), arguments, RunOptions(method="bsp"))
     compute = profiled(job, cluster, compute)
     measured = compute.workload or paced_workload(str(script), arguments)

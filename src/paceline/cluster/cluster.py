@@ -52,8 +52,7 @@ PACKET_BYTES = 1432
 
 
 EMULATED_BURST = 2e-3
-"""Seconds of its rate that an emulated link lets through at once after a pause, so that it gives its rate also while
-cores are busy: `paceline.runtimes.emulated.shaping` says more."""
+"""The burst of an emulated link, in seconds at its rate: `paceline.runtimes.emulated.shaping` says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +197,6 @@ class Processor:
                 )
         if self.cores is not None and self.cores < 1:
             raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
-
-    def oversubscription(self, workers: int) -> float:
-        """How many of so many workers are on each core where all are busy at once: 1 where
-        every host has cores of its own."""
-        return 1.0 if self.cores is None else max(1.0, workers / self.cores)
 
     def describe(self) -> str:
         """One line for people."""
@@ -419,8 +413,7 @@ class Cluster:
 
     @property
     def bursts(self) -> dict[int, float]:
-        """By directed link, the seconds in which it carries what it lets through at once after a pause; only
-        links that let anything through."""
+        """The burst of each directed link that has one, in seconds at the link's rate."""
         places = range(self.hosts + len(self.servers))
         links = [(self.link_out_of(h), self.rack_of_host(h)) for h in places]
         links += [(2 * (self.hosts + rack), rack) for rack in range(len(self.racks))]

@@ -102,10 +102,15 @@ class Links:
         buckets = self._buckets
         # Threads have work with all bytes, also with those that pass at once.
         work = self._work(messages, size, demand)
+        at_once = 0.0
         if buckets is not None and size > 0:
-            size -= buckets.take(demand, size, self._clock.now)
+            at_once = buckets.take(demand, size, self._clock.now)
+            size -= at_once
         moves = bool(demand) and size > 0
         waits = moves + bool(work)
+        if not waits and at_once:
+            self._clock.at(self._clock.now, done)  # a caller may send many, one by one
+            return
         if not waits:
             done()
             return
@@ -204,7 +209,7 @@ class Links:
 
 
 class TokenBuckets:
-    """What links let through at once: a bucket each, which fills at the link's rate while the link rests.
+    """Token buckets of links. A bucket fills at its link's rate while the link rests.
 
     Args:
         bursts: By link, seconds in which an empty bucket fills.

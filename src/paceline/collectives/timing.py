@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -31,7 +32,8 @@ def seconds(
     (None: all workers, in order). It is what the simulated runtime charges where nothing else
     moves: links are shared max-min fairly, messages take their latency, and the processors'
     time where *cluster* says what it costs. *play*: message by message, also what has
-    activities, where ranks can perform it. The cluster's rules count for nothing. Raises `UsageError` for other ranks
+    activities, where ranks can perform it. The cluster's rules and bursts count for nothing: buckets of a
+    training follow one another, on links that have not rested. Raises `UsageError` for other ranks
     than *schedule* has, and for workers that there are not.
     """
     workers = tuple(range(cluster.workers) if ranks is None else ranks)
@@ -42,6 +44,9 @@ def seconds(
             f"{cluster.workers - 1}, got {list(workers)}"
         )
     agenda = EventQueue()
+    if cluster.bursts:
+        racks = tuple(replace(rack, burst=0.0) for rack in cluster.racks)
+        cluster = replace(cluster, racks=racks)
     links = Links(agenda, cluster)
     ends: list[float] = []
     phases = phases_of(schedule, play=play)

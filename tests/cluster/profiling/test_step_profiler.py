@@ -153,20 +153,47 @@ def test_times_sizes_order_update_and_batch_are_those_of_the_model(clock):
 
 
 @pytest.mark.parametrize(
-    ("ran", "cores", "part"),
-    [(1.0, 1, 1.0), (0.5, 1, 0.5), (0.11, 1, 0.11), (0.09, 0, 1.0), (0.0, 0, 1.0)],
+    ("ran", "waited", "cores", "part"),
+    [
+        (1.0, 0.0, 1, 1.0),
+        # So many workers a core: 2, and 10.
+        (0.5, 0.5, 1, 0.5),
+        (0.1, 0.9, 1, 0.1),
+        # It sleeps, or reads files: it takes that time wherever it runs.
+        (0.6, 0.1, 1, 1.0),
+        (0.4, 0.2, 0, 1.0),
+        (0.0, 0.0, 0, 1.0),
+    ],
 )
-def test_waits_for_a_processor_are_no_part_of_what_a_worker_computes_alone(
-    clock, monkeypatch, ran, cores, part
+def test_waits_for_a_core_are_no_part_of_what_a_worker_takes_alone(
+    clock, monkeypatch, ran, waited, cores, part
 ):
-    """Who computes for less than a tenth of a pass sleeps."""
-    time = SimpleNamespace(thread_time=lambda: ran * clock.now)
+    def own():
+        return ran * clock.now
+
+    time = SimpleNamespace(thread_time=own, process_time=own)
     monkeypatch.setattr(step_profiler, "time", time)
+    monkeypatch.setattr(
+        step_profiler, "waited_for_processor", lambda threads: waited * clock.now
+    )
     profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
     alone, together = profiler.workload_alone("here"), profiler.workload("here")
     assert (alone.cores, together.cores) == (cores, 0)
     assert times_of(alone) == pytest.approx([part * t for t in times_of(together)])
     assert alone.order == together.order
+
+
+@pytest.mark.parametrize(
+    ("busy", "pool", "cores"), [(3.2, 4, 3), (3.2, 2, 2), (0.3, 4, 1)]
+)
+def test_cores_are_those_that_forward_kept_busy(clock, monkeypatch, busy, pool, cores):
+    time = SimpleNamespace(
+        thread_time=lambda: clock.now, process_time=lambda: busy * clock.now
+    )
+    monkeypatch.setattr(step_profiler, "time", time)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: pool)
+    profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
+    assert profiler.workload_alone("").cores == cores
 
 
 def test_ready_times_are_the_ones_that_a_clock_would_show(clock):

@@ -163,7 +163,7 @@ def test_containers_of_a_machine_may_be_one_host_or_several() -> None:
     check_places(Cluster((rack(4),)), apart)
 
 
-def test_processes_of_one_place_have_one_seat(tmp_path: Path) -> None:
+def test_processes_of_one_place_have_one_location(tmp_path: Path) -> None:
     script = tmp_path / "worker_location.py"
     script.write_text(
         "from paceline.runtimes.real.cluster_check import worker_location\nprint(repr(worker_location()))\n"

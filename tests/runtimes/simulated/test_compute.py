@@ -11,7 +11,9 @@ import torch
 import paceline
 from paceline.cluster import Workload
 from paceline.cluster.cluster import Processor
+from paceline.collectives.communicator import Communicator
 from paceline.errors import UsageError, WorkerFailedError
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.compute import SimulatedCompute
 from paceline.testing import inspect
@@ -173,3 +175,53 @@ def test_computing_takes_longer_where_workers_outnumber_the_cores_they_share(
 
     spent = run(where, train, compute=ComputeModel(workload=workload))
     assert spent == [pytest.approx(seconds)] * 3
+
+
+@pytest.mark.parametrize(
+    ("cores", "shared", "seconds"),
+    [(1, 1, 3.0), (1, 2, 1.5), (2, 2, 3.0), (1, 4, 1.0), (1, None, 1.0), (0, 1, 1.0)],
+)
+def test_what_follows_a_result_takes_as_long_as_if_all_workers_did_the_same(
+    cores: int, shared: int | None, seconds: float
+) -> None:
+    where = replace(cluster(rack(3, 1e9, 0.0)), processor=Processor(cores=shared))
+
+    def body(rank: int) -> float:
+        runtime = join_runtime()
+        comm = Communicator(runtime, "here", runtime.workers("here"))
+
+        def decode() -> None:
+            runtime.clock.compute.spend(1.0, "coding", cores)
+
+        comm.all_reduce(torch.ones(1), "sum").then(decode).wait()
+        return paceline.now()
+
+    assert run(where, body) == [pytest.approx(seconds, abs=1e-3)] * 3
+
+
+def test_waiting_for_a_batch_keeps_no_core_busy() -> None:
+    where = replace(cluster(rack(3)), processor=Processor(cores=1))
+
+    def body(rank: int) -> float:
+        join_runtime().clock.charge(1.0, "input")
+        return paceline.now()
+
+    assert run(where, body) == [1.0] * 3
+
+
+def test_a_stand_in_sleeps_its_times_out() -> None:
+    workload = Workload(
+        names=("w",), sizes=(4,), forward=(1.0,), backward=(1.0,), cores=1
+    )
+    where = replace(cluster(rack(3)), processor=Processor(cores=1))
+
+    def train(rank: int) -> float:
+        model = paceline.stand_in(workload)
+        optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters()))
+        model(torch.ones(1)).backward()
+        optimizer.step()
+        taken = inspect(optimizer).recorder.steps[0].compute_seconds
+        optimizer.finish()
+        return taken
+
+    assert run(where, train) == [2.0] * 3

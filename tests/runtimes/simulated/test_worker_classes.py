@@ -42,6 +42,12 @@ def flat(workers):
     return uniform_cluster(workers, "100mbit", "50us")
 
 
+def bursting(workers):
+    """Links that let through at once what two workers' buckets have."""
+    rack = Rack(workers=workers, link=1e7, latency=LATENCY, burst=2e-4)
+    return Cluster((rack,))
+
+
 def on_shared_cores(workers):
     """All hosts are processes of one machine of two cores."""
     return replace(flat(workers), processor=Processor(message=1e-4, byte=1e-9, cores=2))
@@ -117,10 +123,19 @@ def test_methods_that_have_equal_workers_say_so():
     assert not {"asp", "ssp", "backup", "ds-sync", "gssp"} & set(SYMMETRIC)
 
 
-@pytest.mark.parametrize("make", [flat, racks, unequal])
+@pytest.mark.parametrize("make", [flat, racks, unequal, bursting])
 @pytest.mark.parametrize("spec", SPECS)
 def test_step_times_are_the_full_run_s(spec, make):
     assert_like_the_full_run(make(8), spec)
+
+
+def test_a_burst_makes_each_step_shorter_by_what_it_lets_through():
+    plain = replace(bursting(4).racks[0], burst=0.0)
+    quick, slow = (
+        run(c, "bsp:buckets=single") for c in (bursting(4), Cluster((plain,)))
+    )
+    times = [outcome.recorders[0].steps[-1].step_seconds for outcome in (quick, slow)]
+    assert times[1] - times[0] == pytest.approx(2e-4)
 
 
 @pytest.mark.parametrize("spec", SPECS)

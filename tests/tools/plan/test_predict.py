@@ -40,6 +40,15 @@ def test_no_exact_step_is_below_the_limit(spec):
     assert found.bytes_sent == pytest.approx(1.5 * sum(layers().sizes))
 
 
+def test_the_limit_counts_what_passes_at_once():
+    racks = tuple(replace(rack, burst=0.005) for rack in cluster().racks)
+    bursting = replace(cluster(), racks=racks)
+    found = predicted("bsp", cluster=bursting)
+    limit = limit_seconds(bursting, layers())
+    assert limit < limit_seconds(cluster(), layers())
+    assert found.step_seconds >= limit * (1 - 1e-9)
+
+
 def test_equal_questions_have_equal_answers():
     assert predicted("dear") == predicted("dear")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.cluster.probe.tcp_counters import waited_for_processor
 from paceline.cluster.workload import Workload
 from paceline.compression import GradientCompression
 from paceline.errors import UsageError
@@ -184,8 +185,10 @@ def _is_plain(value: object) -> bool:
 
 WARM_UP_STEPS = 1
 
-_BUSY = 0.1
-"""A thread that computes for so large a part of a pass is not asleep: others may share its core."""
+_LITTLE = 0.1
+"""Of a step: so long a thread may be idle that computes all the time."""
+
+_THIS_THREAD = "/proc/thread-self"
 
 
 Mark = tuple[Any, float]
@@ -255,6 +258,12 @@ class StepProfiler:
         self._times = StepTimes()
         self._own_times = StepTimes()
         """The same in processor time of this thread."""
+        self._forward_ran = [0.0, 0.0]
+        """Processor time of forward passes: of all threads, and of this one."""
+        self._forward_began = (0.0, 0.0)
+        self._waited = 0.0
+        """Seconds in which this thread waited for a core, from passes' begins to steps' ends."""
+        self._waited_before = 0.0
         self.order: list[int] = []
 
     def detach(self) -> None:
@@ -270,6 +279,8 @@ class StepProfiler:
         if not training:
             return
         keeps = self._wants_gradient()
+        self._waited_before = waited_for_processor(_THIS_THREAD)
+        self._forward_began = time.process_time(), time.thread_time()
         self._forget_pass(self._mark())
         self._keeps = keeps
         if samples is not None:
@@ -318,6 +329,7 @@ class StepProfiler:
             self._batches.clear()
         elif self._start is not None and self._end is not None and self._gradients:
             self._note_step(self._start, self._end, self._mark())
+            self._waited += waited_for_processor(_THIS_THREAD) - self._waited_before
             self._keep_gradient()
         self._update_start = None
         self._forget_pass(None)
@@ -356,6 +368,12 @@ class StepProfiler:
     def _forward_ended(self, *_: Any) -> None:
         if self._start is not None and self._end is None:
             self._end = self._mark()
+            if self._steps >= WARM_UP_STEPS:
+                ends = time.process_time(), time.thread_time()
+                for i, (end, begin) in enumerate(
+                    zip(ends, self._forward_began, strict=True)
+                ):
+                    self._forward_ran[i] += end - begin
 
     # ---- what it makes of it ----
 
@@ -429,18 +447,31 @@ class StepProfiler:
         )
 
     def workload_alone(self, source: str) -> Workload:
-        """As `workload`, with cores for itself: without times in which this thread waited for one, and with
-        how many it keeps busy. What sleeps, or runs on another device, keeps none busy.
+        """As `workload`, but with cores for itself, and with how many it keeps busy.
+
+        Where a thread mostly waits for a core when it does not run, its processor time says what it takes
+        alone. A thread that sleeps or reads files takes the time that it takes. One that does so most of the time
+        keeps no core busy, nor does a model on another device.
 
         Raises:
             UsageError: There was no step.
         """
         workload = self.workload(source)
-        alone = with_times(workload, self._own_times.medians())
-        on_host = self._parameters[0].device.type == "cpu"
-        if not on_host or alone.compute_seconds < _BUSY * workload.compute_seconds:
+        if any(parameter.device.type != "cpu" for parameter in self._parameters):
             return workload
-        return replace(alone, cores=torch.get_num_threads())
+        alone = with_times(workload, self._own_times.medians())
+        taken, ran = (sum(times_of(one)) for one in (workload, alone))
+        idle, waited = taken - ran, self._waited / self.profiled_steps
+        if idle > max(2 * waited, _LITTLE * taken):
+            return workload if 2 * ran < taken else replace(workload, cores=self._cores)
+        return replace(alone, cores=self._cores)
+
+    @property
+    def _cores(self) -> int:
+        """How many cores compute, of those that torch may use."""
+        everywhere, here = self._forward_ran
+        pool = torch.get_num_threads()
+        return min(pool, max(1, round(everywhere / here))) if here else 1
 
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
         if any(stands_in(parameter) for parameter in self._parameters):

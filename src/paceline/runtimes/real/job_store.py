@@ -323,7 +323,7 @@ class JobStore:
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{name}: this worker cannot read what process {published.process} has "
-                f"posted ({error}): workers of one machine that are different users', or "
+                f"published ({error}): workers of one machine that are different users', or "
                 f"in different containers, need the same {SECRET}"
             ) from None
 

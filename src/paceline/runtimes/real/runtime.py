@@ -349,9 +349,16 @@ class RealRuntime:
                 f"the script trains {len(self._profilers)} models, and a workload is one "
                 "model's: profile a script that trains one"
             )
-        workload = self._profilers[0].workload_alone(self._source())
+        profiler = self._profilers[0]
+        workload = profiler.workload_alone(self._source())
         if dist.is_initialized():
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            cores = torch.tensor([workload.cores], device=device)
+            dist.all_reduce(cores, dist.ReduceOp.MIN)
+            if (
+                not cores.item()
+            ):  # ranks that computed all the time took theirs otherwise
+                workload = profiler.workload(self._source())
             own = torch.tensor(times_of(workload), dtype=torch.float64, device=device)
             dist.all_reduce(own, dist.ReduceOp.MAX)
             workload = with_times(workload, own.tolist())

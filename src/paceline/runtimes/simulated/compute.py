@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -169,7 +169,9 @@ class SimulatedCompute:
         charged as if there were no workload.
         """
         costs = self.costs
-        workload = costs.workload or own
+        workload = costs.workload
+        if workload is None and own is not None:
+            workload = replace(own, cores=0)  # the script's model sleeps it out
         self._models += 1
         try:
             if workload is not None:
@@ -230,9 +232,9 @@ class SimulatedCompute:
             self.flush()
             self._take(seconds, name, self._cores)
 
-    def spend(self, seconds: float, name: str) -> None:
-        """Paceline itself computes."""
-        self._take(seconds, name, 1)
+    def spend(self, seconds: float, name: str, cores: int) -> None:
+        """Paceline itself takes time, in which it keeps so many cores busy."""
+        self._take(seconds, name, cores)
 
     def flush(self) -> None:
         """Charge what a forward pass still owes."""
@@ -291,9 +293,9 @@ class ModelCompute:
 
     def used(self, index: int) -> None:
         # A wait that comes now comes after what ran before, and before all else.
+        self._worker.inside_forward = True
         self._worker.charge_forward(self._begun)
         self._begun = self._workload.forward[index] * self._scale
-        self._worker.inside_forward = True
 
     def usable(self) -> None:
         self._worker.inside_forward = False
@@ -313,7 +315,7 @@ class ModelCompute:
                 f"{costs.what}: it does not say what compression {spec} takes"
             )
         self._worker.estimated_compressors.add(
-            f"what compression {spec} takes is a guess from bytes, as no workload says it: "
+            f"what compression {spec} takes is an estimate from bytes, as no workload says it: "
             f"paceline profile SCRIPT --compression {spec} measures it"
         )
 
@@ -334,7 +336,7 @@ class ModelCompute:
             seconds = whole * size / self._bytes
         # Also where the script says what it computes: it does not know of this.
         self._worker.flush()
-        self._worker.spend(seconds, "coding")
+        self._worker.spend(seconds, "coding", 1)
 
     def update_begins(self) -> None:
         self._worker.charge(self._workload.update, "update")

@@ -531,10 +531,7 @@ class WorkerClock:
         self._weight = 1 if classes is None else classes.weights[rank]
         """Workers that compute when this one does."""
         processor = cluster.processor
-        self._shares_cores = processor is not None and processor.cores is not None
-        self._oversubscription = (
-            1.0 if processor is None else processor.oversubscription(cluster.workers)
-        )
+        self._shared_cores = None if processor is None else processor.cores
         self.compute = SimulatedCompute(
             simulation.compute_model,
             rank,
@@ -553,7 +550,7 @@ class WorkerClock:
     def charge(self, seconds: float, what: str) -> None:
         if not self._follows:
             self.compute.flush()
-        self.compute.spend(seconds, what)
+        self.compute.spend(seconds, what, 0)
 
     def external(self, wait: Callable[[], None]) -> None:
         clock = self._simulation.clock
@@ -582,7 +579,7 @@ class WorkerClock:
         self._simulation.clock.stop_if_interrupted()
         worker = self.worker
         start = worker.time
-        if cores and self._shares_cores:
+        if cores and self._shared_cores:
             self._compute_on_shared_cores(seconds, name, cores, worker)
         else:
             worker.time += seconds
@@ -591,10 +588,9 @@ class WorkerClock:
     def _compute_on_shared_cores(
         self, seconds: float, name: str, cores: int, worker: Worker
     ) -> None:
-        """Take as long as the cores need that all hosts share, with messages and with one another.
+        """Compute on the cores that all hosts share, for as long as that takes.
 
-        A work that follows a result cannot wait. It takes as long as if all workers did the same: their results
-        come at about the same time.
+        A work that follows a result cannot wait. It takes as long as if all workers did the same.
         """
         clock, links = self._simulation.clock, self._simulation.links
         over = Completion(lambda: f"{name}, {show_seconds(seconds)} of computing")
@@ -605,6 +601,7 @@ class WorkerClock:
             ),
         )
         if isinstance(worker, EventContext):
-            worker.time += seconds * self._oversubscription
+            wanted = cores * self._simulation.cluster.workers
+            worker.time += seconds * max(1.0, wanted / (self._shared_cores or wanted))
         else:
             clock.wait(over)

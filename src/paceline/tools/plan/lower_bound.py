@@ -16,9 +16,12 @@ def limit_seconds(cluster: Cluster, workload: Workload) -> float:
 
     - every link that parts some workers from the others passes the sum of either side, S bytes;
     - where nobody but workers adds up, they send 2 (n - 1) S in all, over all their links.
+
+    What links let through at once after a pause (`Rack.burst`) takes no time.
     """
     slowest = workload.compute_seconds / min(cluster.speeds)
-    return max(slowest, _network_seconds(cluster, sum(workload.sizes)))
+    burst = max(rack.burst for rack in cluster.racks)
+    return max(slowest, _network_seconds(cluster, sum(workload.sizes)) - burst)
 
 
 def _network_seconds(cluster: Cluster, size: float) -> float:

@@ -238,8 +238,7 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
 def _simulate(job: Job, run: _Run) -> SimulationResult:
     def body(rank: int) -> None:
         runtime = join_runtime()
-        # Where nobody knows the batch one sample stands for it, so that more take longer.
-        model = stand_in(replace(job.workload, batch=job.workload.batch or 1.0))
+        model = stand_in(_with_batch(job.workload))
         plain = job.optimizer(model.parameters())
         settings = replace(
             run.settings,
@@ -273,6 +272,11 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
     return outcome
 
 
+def _with_batch(workload: Workload) -> Workload:
+    """Where nobody knows the batch one sample stands for it, so that more take longer."""
+    return replace(workload, batch=workload.batch or 1.0)
+
+
 def _use_gradients(model: torch.nn.Module) -> None:
     """As a script does that clips: it waits for all of them where backward ends."""
     for parameter in model.parameters():
@@ -296,7 +300,9 @@ def _simulation(job: Job, run: _Run, *, draws: bool) -> Simulation:
     return Simulation(
         job.cluster,
         options=RunOptions(tells=False, seed=job.seed),
-        compute=ComputeModel(jitter=job.jitter, seed=job.seed),
+        compute=ComputeModel(
+            jitter=job.jitter, seed=job.seed, workload=_with_batch(job.workload)
+        ),
         trace=job.trace,
         draws=draws,
         repeats=job.brief and not job.jitter,

@@ -139,7 +139,7 @@ def _candidates(plan: Plan) -> Table:
     caption = LEGEND
     if estimated_compressors:
         caption += (
-            " What codes take is a guess from bytes where the workload does not say it: "
+            " What codes take is an estimate from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it."
         )
     if plan.unlooked:

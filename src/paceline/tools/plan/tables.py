@@ -138,7 +138,7 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
         said.append(slow_starts(plan))
     if any(row.estimated_compressors for row in plan.rows):
         said.append(
-            "what codes take is a guess from bytes where the workload does not say it: "
+            "what codes take is an estimate from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it"
         )
     return said

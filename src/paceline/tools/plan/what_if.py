@@ -114,7 +114,13 @@ def _cluster(plan: Plan, job: Job, workers: int, rate: float) -> Cluster:
     """So many workers in one rack, of the speed of the one machine."""
     first = job.cluster.racks[0]
     speed = (max(job.cluster.speeds),) * workers
-    rack = Rack(workers=workers, link=rate, latency=first.latency, speed=speed)
+    rack = Rack(
+        workers=workers,
+        link=rate,
+        latency=first.latency,
+        speed=speed,
+        burst=first.burst,
+    )
     servers = job.cluster.servers and (replace(job.cluster.servers[0], rack=0),)
     return Cluster((rack,), processor=job.cluster.processor, servers=servers)
 
