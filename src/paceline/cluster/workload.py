@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 FORMAT = "paceline workload 1"
 
+_LEFT_OUT = ("shapes", "coding", "passes", "uses_gradients", "input", "cores")
+"""Keys that a file has only where there is something to say."""
+
 ELEMENT_BYTES = (1, 2, 4, 8, 16)
 """What an element of a tensor can have."""
 
@@ -77,6 +80,8 @@ class Workload:
         passes: Passes that accumulate into one update; None: not known.
         uses_gradients: Whether the script reads or changes gradients between backward and the
             update, as one that clips does; None: not known.
+        input: Seconds between a step's end and the next pass: batches that are loaded, gradients that are
+            zeroed, losses that are logged.
         cores: Cores of the host that computing keeps busy; 0: another device computes, or the script
             sleeps instead. They matter where hosts share cores.
 
@@ -99,6 +104,7 @@ class Workload:
     coding: Mapping[str, CompressorTimes] = field(default_factory=dict, hash=False)
     passes: int | None = None
     uses_gradients: bool | None = None
+    input: float = 0.0
     cores: int = 0
 
     def __post_init__(self) -> None:
@@ -130,10 +136,10 @@ class Workload:
             raise UsageError(
                 f"order: expected each of 0 to {len(self.names) - 1} once, one per tensor"
             )
-        if not (self.update >= 0 and math.isfinite(self.update)):
-            raise UsageError(
-                f"update: expected zero or more seconds, got {self.update}"
-            )
+        for key in ("update", "input"):
+            value = getattr(self, key)
+            if not (value >= 0 and math.isfinite(value)):
+                raise UsageError(f"{key}: expected zero or more seconds, got {value}")
         if self.batch is not None and not (
             self.batch > 0 and math.isfinite(self.batch)
         ):
@@ -176,9 +182,9 @@ class Workload:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step's passes, and of its update."""
+        """Seconds of a step's passes, of its update, and between steps."""
         passes = self.forward_seconds + self.backward_seconds
-        return (self.passes or 1) * passes + self.update
+        return self.input + (self.passes or 1) * passes + self.update
 
     @property
     def gradient_bytes(self) -> list[int]:
@@ -284,10 +290,7 @@ class Workload:
         known = {f.name: getattr(self, f.name) for f in fields(self)}
         # What is not known is left out, so that files stay as they were.
         known = {
-            key: value
-            for key, value in known.items()
-            if value
-            or key not in ("shapes", "coding", "passes", "uses_gradients", "cores")
+            key: value for key, value in known.items() if value or key not in _LEFT_OUT
         }
         if self.uses_gradients is not None:
             known["uses_gradients"] = self.uses_gradients

@@ -196,6 +196,29 @@ def test_cores_are_those_that_forward_kept_busy(clock, monkeypatch, busy, pool, 
     assert profiler.workload_alone("").cores == cores
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_input_is_what_a_thread_computes_between_steps(clock, monkeypatch, evaluates):
+    """Not with an evaluation in between, whose passes are charged by themselves."""
+    time = SimpleNamespace(
+        thread_time=lambda: clock.now, process_time=lambda: clock.now
+    )
+    monkeypatch.setattr(step_profiler, "time", time)
+    loads = iter([9.0, 5.0, 3.0, 4.0, 30.0])
+
+    def take(model, optimizer, step):
+        clock.compute(next(loads))
+        if evaluates and step == 4:
+            with torch.no_grad():
+                model(torch.ones(8, 4))
+        for _ in range(2):  # only before the first pass of a step
+            model(torch.ones(8, 4)).square().mean().backward()
+
+    profiler = profile(lambda rank: steps(clock, three_layers(clock), take))
+    # Of steps 1 to 4, and to 3 where the last one evaluates.
+    assert profiler.workload_alone("").input == (4.0 if evaluates else 4.5)
+    assert profiler.workload("").input == 0.0
+
+
 def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
     ready: dict[str, float] = {}
 

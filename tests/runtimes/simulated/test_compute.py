@@ -225,3 +225,30 @@ def test_a_stand_in_sleeps_its_times_out() -> None:
         return taken
 
     assert run(where, train) == [2.0] * 3
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_input_is_charged_once_a_step_before_its_first_pass(passes: int) -> None:
+    workload = Workload(
+        names=("w",), sizes=(4,), forward=(1.0,), backward=(2.0,), input=0.25
+    )
+
+    def train(rank: int) -> list[float]:
+        model = torch.nn.Linear(1, 1, bias=False)
+        optimizer = paceline.distribute(model, torch.optim.SGD(model.parameters()))
+        for _ in range(3):
+            for _ in range(passes - 1):
+                with optimizer.no_sync():
+                    model(torch.ones(1, 1)).sum().backward()
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        taken = [step.compute_seconds for step in inspect(optimizer).recorder.steps]
+        optimizer.finish()
+        return taken
+
+    named = replace(workload, names=("weight",))
+    taken = run(2, train, compute=ComputeModel(workload=named))
+    # The evaluation is a forward pass, too.
+    assert taken == [[pytest.approx(0.25 + 3.0 * passes + 1.0)] * 3] * 2

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster.probe import tcp_counters
+from paceline.cluster.profiling.timers import waited_for_processor
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.torch_group import TorchGroup
 from paceline.core.broadcast import gather_bytes
@@ -315,9 +316,9 @@ class PairProbe:
     def _is_disturbed(self, transfer: Callable[[], object]) -> bool:
         """Whether this process waited for a processor for a good part of a *transfer*: then its time says
         little of the link."""
-        before, start = tcp_counters.waited_for_processor(), time.perf_counter()
+        before, start = waited_for_processor(), time.perf_counter()
         transfer()
-        waited = tcp_counters.waited_for_processor() - before
+        waited = waited_for_processor() - before
         return waited > DISTURBED * (time.perf_counter() - start)
 
     # ---- small messages, by which losses are counted: a queue that is full loses some anywhere ----

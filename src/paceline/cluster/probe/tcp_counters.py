@@ -1,4 +1,4 @@
-"""What the kernel counts of this process: its TCP connections, and its waits for a processor."""
+"""What the kernel counts of this process's TCP connections."""
 
 from __future__ import annotations
 
@@ -40,16 +40,6 @@ def segments() -> tuple[int, int]:
     """Data segments that this process has sent, and how many of them were lost."""
     every = connections()
     return sum(c.segments for c in every), sum(c.lost for c in every)
-
-
-def waited_for_processor(threads: str = "/proc/self/task/*") -> float:
-    """Seconds that these *threads* of this process were ready to run, and had no processor; 0 where the system
-    does not count them."""
-    waited = 0
-    for file in Path("/").glob(f"{threads[1:]}/schedstat"):
-        with suppress(OSError):  # a thread that has just ended
-            waited += int(file.read_text().split()[1])
-    return waited / 1e9
 
 
 def _connections() -> Iterator[Connection]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.cluster.probe.tcp_counters import waited_for_processor
+from paceline.cluster.profiling.timers import waited_for_processor
 from paceline.cluster.workload import Workload
 from paceline.compression import GradientCompression
 from paceline.errors import UsageError
@@ -264,6 +264,9 @@ class StepProfiler:
         self._waited = 0.0
         """Seconds in which this thread waited for a core, from passes' begins to steps' ends."""
         self._waited_before = 0.0
+        self._ended_at: float | None = None
+        """This thread's processor time at the last step's end; None: it has evaluated since, or there was none."""
+        self._inputs: list[float] = []
         self.order: list[int] = []
 
     def detach(self) -> None:
@@ -276,8 +279,11 @@ class StepProfiler:
     # ---- what training tells ----
 
     def forward(self, samples: int | None, training: bool) -> None:
+        ended_at, self._ended_at = self._ended_at, None
         if not training:
             return
+        if ended_at is not None:
+            self._inputs.append(time.thread_time() - ended_at)
         keeps = self._wants_gradient()
         self._waited_before = waited_for_processor(_THIS_THREAD)
         self._forward_began = time.process_time(), time.thread_time()
@@ -333,6 +339,8 @@ class StepProfiler:
             self._keep_gradient()
         self._update_start = None
         self._forget_pass(None)
+        if self._steps >= WARM_UP_STEPS:
+            self._ended_at = time.thread_time()
 
     def _forget_pass(self, start: Mark | None) -> None:
         self._start = start
@@ -447,7 +455,8 @@ class StepProfiler:
         )
 
     def workload_alone(self, source: str) -> Workload:
-        """As `workload`, but with cores for itself, and with how many it keeps busy.
+        """As `workload`, but with cores for itself, with how many it keeps busy, and with what it computes
+        between steps.
 
         Where a thread mostly waits for a core when it does not run, its processor time says what it takes
         alone. A thread that sleeps or reads files takes the time that it takes. One that does so most of the time
@@ -459,6 +468,8 @@ class StepProfiler:
         workload = self.workload(source)
         if any(parameter.device.type != "cpu" for parameter in self._parameters):
             return workload
+        if self._inputs:
+            workload = replace(workload, input=statistics.median(self._inputs))
         alone = with_times(workload, self._own_times.medians())
         taken, ran = (sum(times_of(one)) for one in (workload, alone))
         idle, waited = taken - ran, self._waited / self.profiled_steps

@@ -1,9 +1,11 @@
-"""Times what runs, on the host's clock or in a CUDA stream, without holding it up."""
+"""Times what runs, on the host's clock or in a CUDA stream, without holding it up; and waits for processors."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -50,3 +52,13 @@ def stopwatch_for(device: torch.device) -> Stopwatch:
     if device.type == "cuda":
         return CudaStopwatch(device)
     return HostStopwatch(time.perf_counter)
+
+
+def waited_for_processor(threads: str = "/proc/self/task/*") -> float:
+    """Seconds that these *threads* of this process were ready to run, and had no processor; 0 where the system
+    does not count them."""
+    waited = 0
+    for file in Path("/").glob(f"{threads[1:]}/schedstat"):
+        with suppress(OSError):  # a thread that has just ended
+            waited += int(file.read_text().split()[1])
+    return waited / 1e9

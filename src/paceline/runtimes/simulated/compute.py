@@ -106,6 +106,8 @@ class ComputeModel:
                 f"backward {show_seconds(self.workload.backward_seconds)}, update "
                 f"{show_seconds(self.workload.update)}"
             )
+            if self.workload.input:
+                text += f", {show_seconds(self.workload.input)} between steps"
             if self.workload.batch is not None:
                 text += f", for {self.workload.batch:g} samples"
             if self.workload.source:
@@ -283,6 +285,13 @@ class ModelCompute:
         self._bytes = max(1, sum(workload.sizes))
         self._begun = 0.0
         """Seconds of those tensors' forward that have been used, and not yet charged."""
+        self._inside_step = False
+        """Whether a pass of this step has begun."""
+
+    def step_begins(self) -> None:
+        if self._workload.input and not self._inside_step:
+            self._worker.charge(self._workload.input, "input")
+        self._inside_step = True
 
     def forward(self, samples: int | None, training: bool) -> None:
         if self._reference is None and training:
@@ -342,6 +351,7 @@ class ModelCompute:
         self._worker.charge(self._workload.update, "update")
 
     def step_ended(self) -> None:
+        self._inside_step = False
         self._worker.step_ended()
 
 

@@ -134,6 +134,8 @@ def _profile(
         f"measured: medians of {profiler.profiled_steps} steps of worker 0 of {workers} "
         f"in {Path(script).name}, CPU, 1 thread"
     )
+    # Between its steps this thread may have summed for other workers.
+    workload = replace(workload, input=0.0)
     if len(kept):
         workload = replace(workload, coding=coding_times(profiler.compressors, kept))
     return Profile(workload, outcome.inputs[0].shapes)
