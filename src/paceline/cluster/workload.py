@@ -80,8 +80,8 @@ class Workload:
         passes: Passes that accumulate into one update; None: not known.
         uses_gradients: Whether the script reads or changes gradients between backward and the
             update, as one that clips does; None: not known.
-        input: Seconds between a step's end and the next pass: batches that are loaded, gradients that are
-            zeroed, losses that are logged.
+        input: Seconds of a thread's computing between a step's end and the next pass: batches that are made
+            ready, gradients that are zeroed, losses that are logged. Waits for other processes are not in it.
         cores: Cores of the host that computing keeps busy; 0: another device computes, or the script
             sleeps instead. They matter where hosts share cores.
 

@@ -181,6 +181,10 @@ def test_waits_for_a_core_are_no_part_of_what_a_worker_takes_alone(
     assert (alone.cores, together.cores) == (cores, 0)
     assert times_of(alone) == pytest.approx([part * t for t in times_of(together)])
     assert alone.order == together.order
+    # In a simulation others compute meanwhile.
+    computed = profiler.workload_alone("here", idle_counts=False)
+    assert times_of(computed) == pytest.approx([ran * t for t in times_of(together)])
+    assert computed.cores == 1
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
-from paceline.runtimes.simulated.compute import SimulatedCompute
+from paceline.runtimes.simulated.compute import ModelCompute, SimulatedCompute
 from paceline.testing import inspect
 from tests.support.simulations import cluster, rack, run, run_on, simulation
 
@@ -225,6 +225,22 @@ def test_a_stand_in_sleeps_its_times_out() -> None:
         return taken
 
     assert run(where, train) == [2.0] * 3
+
+
+def test_input_is_the_work_of_one_thread() -> None:
+    spent: list[tuple[float, str, int]] = []
+    worker = SimulatedCompute(
+        ComputeModel(), 0, 0.5, lambda *taken: spent.append(taken)
+    )
+    workload = Workload(
+        names=("w",), sizes=(4,), forward=(0.0,), backward=(0.0,), input=2.0
+    )
+    for cores in (0, 4):
+        worker.workload = replace(workload, cores=cores)
+        ModelCompute(worker, workload, None).step_begins()
+    worker.pace(1.0)
+    ModelCompute(worker, workload, None).step_begins()
+    assert spent == [(4.0, "input", 0), (4.0, "input", 1), (2.0, "paced", 0)]
 
 
 @pytest.mark.parametrize("passes", [1, 2])

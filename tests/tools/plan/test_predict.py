@@ -49,6 +49,25 @@ def test_the_limit_counts_what_passes_at_once():
     assert found.step_seconds >= limit * (1 - 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("passes", "job", "loaded"),
+    [
+        (None, {}, 1),
+        (None, {"accumulate": 4}, 4),
+        (None, {"batches": 3}, 3),
+        (2, {}, 1),
+    ],
+)
+def test_each_batch_is_made_ready(passes, job, loaded):
+    """A step's input is of as many batches as the script has."""
+    with_input, without = (
+        predicted("bsp", workload=replace(layers(), input=one, passes=passes), **job)
+        for one in (0.01, 0.0)
+    )
+    more = with_input.compute_seconds - without.compute_seconds
+    assert more == pytest.approx(loaded * 0.01)
+
+
 def test_equal_questions_have_equal_answers():
     assert predicted("dear") == predicted("dear")
 

@@ -454,13 +454,17 @@ class StepProfiler:
             uses_gradients=self._habits.uses_gradients,
         )
 
-    def workload_alone(self, source: str) -> Workload:
+    def workload_alone(self, source: str, *, idle_counts: bool = True) -> Workload:
         """As `workload`, but with cores for itself, with how many it keeps busy, and with what it computes
         between steps.
 
         Where a thread mostly waits for a core when it does not run, its processor time says what it takes
         alone. A thread that sleeps or reads files takes the time that it takes. One that does so most of the time
         keeps no core busy, nor does a model on another device.
+
+        Args:
+            source: Where the figures are from, for people.
+            idle_counts: Whether a thread that sleeps takes that time. Without, all is processor time.
 
         Raises:
             UsageError: There was no step.
@@ -473,7 +477,7 @@ class StepProfiler:
         alone = with_times(workload, self._own_times.medians())
         taken, ran = (sum(times_of(one)) for one in (workload, alone))
         idle, waited = taken - ran, self._waited / self.profiled_steps
-        if idle > max(2 * waited, _LITTLE * taken):
+        if idle_counts and idle > max(2 * waited, _LITTLE * taken):
             return workload if 2 * ran < taken else replace(workload, cores=self._cores)
         return replace(alone, cores=self._cores)
 

@@ -41,6 +41,8 @@ class PacedCompute:
         """Whether that is of a pass which is not in `_passes` yet."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=PASSES_KEPT)
         self._pass_count = 0
+        self._ended_at: float | None = None
+        """When the last step ended; None: within a step."""
 
     @property
     def asked_and_taken(self) -> tuple[float, float]:
@@ -49,6 +51,13 @@ class PacedCompute:
             return 0.0, 0.0
         asked = median(asked for asked, _ in self._passes)
         return asked, median(asked + late for asked, late in self._passes)
+
+    def step_begins(self) -> None:
+        # What the script loads meanwhile passes within it.
+        ended_at, self._ended_at = self._ended_at, None
+        if ended_at is not None and not self._given_up:
+            until = ended_at + self.workload.input / self._speed
+            time.sleep(max(0.0, until - time.perf_counter()))
 
     def forward(self, samples: int | None, training: bool) -> None:
         self._note_pass()
@@ -101,6 +110,7 @@ class PacedCompute:
 
     def step_ended(self) -> None:
         self._sleep()
+        self._ended_at = time.perf_counter()
 
     def give_up(self) -> None:
         """From now on the script says itself what it computes."""

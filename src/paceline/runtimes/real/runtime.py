@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -355,13 +356,15 @@ class RealRuntime:
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
             cores = torch.tensor([workload.cores], device=device)
             dist.all_reduce(cores, dist.ReduceOp.MIN)
-            if (
-                not cores.item()
-            ):  # ranks that computed all the time took theirs otherwise
-                workload = profiler.workload(self._source())
-            own = torch.tensor(times_of(workload), dtype=torch.float64, device=device)
+            if not cores.item():
+                # Ranks that keep a core busy have taken other times than those that sleep.
+                plain = times_of(profiler.workload(""))
+                workload = replace(with_times(workload, plain), cores=0)
+            times = [*times_of(workload), workload.input]
+            own = torch.tensor(times, dtype=torch.float64, device=device)
             dist.all_reduce(own, dist.ReduceOp.MAX)
-            workload = with_times(workload, own.tolist())
+            *times, between = own.tolist()
+            workload = replace(with_times(workload, times), input=between)
         if self.rank == 0:
             workload.save(path)
             if self.options.gradients is not None:

@@ -234,6 +234,12 @@ class SimulatedCompute:
             self.flush()
             self._take(seconds, name, self._cores)
 
+    def charge_input(self, seconds: float) -> None:
+        """One thread has made a batch ready."""
+        if not self.paced_by_script:
+            self.flush()
+            self._take(seconds, "input", min(1, self._cores))
+
     def spend(self, seconds: float, name: str, cores: int) -> None:
         """Paceline itself takes time, in which it keeps so many cores busy."""
         self._take(seconds, name, cores)
@@ -290,7 +296,7 @@ class ModelCompute:
 
     def step_begins(self) -> None:
         if self._workload.input and not self._inside_step:
-            self._worker.charge(self._workload.input, "input")
+            self._worker.charge_input(self._workload.input)
         self._inside_step = True
 
     def forward(self, samples: int | None, training: bool) -> None:

@@ -132,7 +132,8 @@ def _profile(
     profiler = profilers[0]
     workload = profiler.workload_alone(
         f"measured: medians of {profiler.profiled_steps} steps of worker 0 of {workers} "
-        f"in {Path(script).name}, CPU, 1 thread"
+        f"in {Path(script).name}, CPU, 1 thread",
+        idle_counts=False,  # other workers compute while this one waits
     )
     # Between its steps this thread may have summed for other workers.
     workload = replace(workload, input=0.0)
@@ -154,7 +155,7 @@ class _Measured(msgspec.Struct, kw_only=True):
     inputs: Shapes | None
 
 
-_CONTENT = 2
+_CONTENT = 3
 """What profiles say. It is raised when they say more, and older ones are then made anew."""
 
 

@@ -215,7 +215,8 @@ def patient_of(picture: Picture) -> Patient:
         speeds=_speeds(picture),
         inputs=tuple(picture.inputs.get(rank, 0.0) for rank in range(len(workers))),
         # A workload that was named may be of another script.
-        workload=replace(evidence.workload, passes=picture.passes_a_step)
+        # Input is measured, of each worker.
+        workload=replace(evidence.workload, passes=picture.passes_a_step, input=0.0)
         if evidence.workload and picture.trains
         else NO_SCRIPT,
         spec=evidence.spec,

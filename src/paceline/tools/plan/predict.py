@@ -238,7 +238,7 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
 def _simulate(job: Job, run: _Run) -> SimulationResult:
     def body(rank: int) -> None:
         runtime = join_runtime()
-        model = stand_in(_with_batch(job.workload))
+        model = stand_in(_charged(job))
         plain = job.optimizer(model.parameters())
         settings = replace(
             run.settings,
@@ -272,9 +272,14 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
     return outcome
 
 
-def _with_batch(workload: Workload) -> Workload:
-    """Where nobody knows the batch one sample stands for it, so that more take longer."""
-    return replace(workload, batch=workload.batch or 1.0)
+def _charged(job: Job) -> Workload:
+    """The workload with all batches of a step ready before it. Where nobody knows how many samples
+    a batch has, one stands for it, so that more take longer."""
+    workload = job.workload
+    batches = job.batches * job.passes / (workload.passes or 1)
+    return replace(
+        workload, batch=workload.batch or 1.0, input=batches * workload.input
+    )
 
 
 def _use_gradients(model: torch.nn.Module) -> None:
@@ -300,9 +305,7 @@ def _simulation(job: Job, run: _Run, *, draws: bool) -> Simulation:
     return Simulation(
         job.cluster,
         options=RunOptions(tells=False, seed=job.seed),
-        compute=ComputeModel(
-            jitter=job.jitter, seed=job.seed, workload=_with_batch(job.workload)
-        ),
+        compute=ComputeModel(jitter=job.jitter, seed=job.seed, workload=_charged(job)),
         trace=job.trace,
         draws=draws,
         repeats=job.brief and not job.jitter,

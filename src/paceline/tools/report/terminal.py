@@ -167,6 +167,8 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
         show_seconds(workload.backward_seconds),
         f"update {show_seconds(workload.update)}",
     )
+    if workload.input:
+        table.add_row("between steps", "", show_seconds(workload.input), "", "")
     console_for_tables().print(table)
 
 
