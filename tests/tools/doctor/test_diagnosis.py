@@ -17,6 +17,7 @@ from paceline.tools.doctor.report import doctor_page
 from paceline.tools.doctor.text import lines_of
 from paceline.tools.doctor.training_model import patient_of
 from paceline.tools.plan.predict import Job, predict
+from paceline.tools.report.html import text_of
 from paceline.tools.report.report_model import Matrix, Words
 from tests.tools.doctor.synthetic import BRIDGE, ETHERNET, Site
 from tests.tools.doctor.test_suspects import MAKERS
@@ -157,6 +158,18 @@ def test_a_fault_that_another_hides_is_named_and_gains_add_up():
     assert [one.name for one in found.faults] == ["slow link", "slow host"]
     gains = sum(one.gains_seconds for one in found.faults)
     assert gains == pytest.approx(found.predicted_seconds - found.mended_seconds)
+
+
+def test_bars_hatch_exposed_communication():
+    evidence = site().evidence()
+    text = text_of(doctor_page(diagnosed(evidence), evidence, ""))
+    assert '<li class="hatched"><span class="fill"></span>exposed</li>' in text
+
+
+def test_input_is_what_was_measured_of_each_worker():
+    evidence = replace_all(site().evidence(), workload=replace(WORK, input=1.0))
+    patient = patient_of(Picture(evidence))
+    assert patient.workload.input == 0.0
 
 
 @pytest.mark.slow

@@ -255,6 +255,23 @@ def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> Non
     assert "workers logged" not in page.text
 
 
+def test_figures_are_sorted_by_their_own_values(tmp_path: Path) -> None:
+    comparison = Comparison()
+    for spec, compute in (("bsp", 0.03), ("asp", 0.01)):
+        comparison.add(spec, [{"loss": 0.5}] * 3, compute=compute)
+    page = Page(write(comparison, tmp_path))
+    values = [
+        float(value)
+        for tag, name, value in page.attributes
+        if (tag, name) == ("td", "data-v")
+    ]
+    # Buckets, step, compute, exposed, sent, loss, and the step that ratios are of.
+    assert values == [
+        *(3, 0.04, 0.03, 0.01, 1e6, 0.5, 0.04),
+        *(3, 0.02, 0.01, 0.01, 1e6, 0.5, 0.02),
+    ]
+
+
 def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "index.html").mkdir()
     comparison = Comparison()

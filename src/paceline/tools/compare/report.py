@@ -127,7 +127,7 @@ def _shown(
     steps: Sequence[Step],
 ) -> list[Section]:
     headings, rows, legend, notes = table(results)
-    metrics = headings[6:-1] if len(rows) > 1 else headings[6:]
+    metrics = headings[7:-1] if len(rows) > 1 else headings[7:]
     caption = "; ".join(legend)
     if len(rows) > 1:
         caption += "; ratio = step over the first variant's"
@@ -168,7 +168,8 @@ def _cells(row: Sequence[str], outcome: Outcome, metrics: Sequence[str]) -> list
     if not isinstance(outcome, Result):
         return list(row)
     values = [
-        *(outcome.buckets, outcome.step_seconds, outcome.compute_seconds),
+        *(outcome.buckets, outcome.settled_from),
+        *(outcome.step_seconds, outcome.compute_seconds),
         *(outcome.exposed_communication_seconds, outcome.bytes_sent_per_worker),
         *(outcome.metrics.get(metric) for metric in metrics),
         outcome.step_seconds,

@@ -36,7 +36,7 @@ from paceline.units import show_bytes, show_rate, show_seconds
 
 MOST_BARS = 32
 """Workers whose steps are drawn; a table has all."""
-PARTS = ("input", "forward", "backward", "waits", "update")
+PARTS = ("input", "forward", "backward", "exposed", "update")
 
 
 def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:

@@ -240,7 +240,7 @@ def to_json(
     arguments: Sequence[str] = (),
 ) -> str:
     """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*advised*) and the *commands* that run it, the
-    *verdict*, what would help, and *what_if*, empty where nobody asked."""
+    *verdict*, what would help, and *scaling*, empty where nobody asked."""
     content = msgspec.to_builtins(plan)
     content["verdict"] = verdict(plan, found)
     content["best"] = {consistency: row.spec for consistency, row in plan.best.items()}

@@ -75,7 +75,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Bars:
-    """Stacked bars of seconds. A part that is called *waits* is hatched. *limit*: seconds at
+    """Stacked bars of seconds. A part that is called *exposed* is hatched. *limit*: seconds at
     which a line stands, called *limit_name*."""
 
     title: str
