@@ -103,6 +103,7 @@ class Senses:
     period = 1
 
     def last(self, steps):
+        self._runtime.most_asked = max(self._runtime.most_asked, steps)
         return self._times[-steps:]
 
     def waited(self):
@@ -133,6 +134,8 @@ class Runtime:
         self.noise = options.pop("noise", 0.0)
         self.waited = options.pop("waited", 0.5)
         self.settles_after = options.pop("settles_after", 20)
+        self.most_asked = 0
+        """For how many steps' times a rank has asked at once, at most."""
         self.plan_steps = options.pop("plan_steps", 30)
         self.change_seconds = options.pop("change_seconds", 0.1)
         self.recalled = options.pop("recalled", ("", 0.0))

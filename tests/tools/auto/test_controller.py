@@ -240,6 +240,13 @@ def test_steps_of_milliseconds_put_the_probe_off():
     assert runtime.specs == ["dear"] * 2
 
 
+def test_who_waits_for_a_steady_state_looks_at_the_latest_steps_alone():
+    runtime = Runtime(2, fixed(bsp=1.0), settles_after=3000)
+    for _ in range(1000):
+        runtime.step()
+    assert 0 < runtime.most_asked <= controller.LOOK_EVERY
+
+
 def test_what_is_put_off_is_said_and_tried_later():
     runtime = Runtime(
         2,

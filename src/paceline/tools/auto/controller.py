@@ -271,8 +271,9 @@ class Program:
             yield from self._rest(pause)
             recent = self._senses.last(max(2, pause))
             middle = min(recent) if pause == 1 else statistics.median(recent)
+            cost = 0.0 if first is None else self._since(first)
             ready, middle, total = yield from self._agree(
-                float(self._senses.settled), middle, self._since(first or 0)
+                float(self._senses.settled), middle, cost
             )
             if first is not None:
                 slow = middle / self._usual
