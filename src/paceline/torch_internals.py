@@ -233,10 +233,10 @@ def unregistered_gloo_group(
 def keep_gloo_from_spinning() -> None:
     """Let gloo's event loops wait for a core, where they would take it from another thread.
 
-    A loop that finds a connection locked asks for it again and again. The thread that has the lock may
-    wait for the very core on which the loop spins, until the scheduler's next tick: 4 ms, where an all-reduce
-    takes 0.3 (gloo's issue 246). A thread under ``SCHED_BATCH`` has its share of cores, and interrupts
-    nobody when it wakes up. Threads of groups that are made later are not included.
+    A loop that finds a connection locked asks for it again and again (gloo's issue 246). The thread that has
+    the lock may wait for the very core on which the loop spins. It waits until the scheduler's next tick, 4 ms, where
+    an all-reduce takes 0.3 ms. Under ``SCHED_BATCH`` a loop has its share of cores, and takes none from
+    a running thread when it wakes up. Threads of groups that are made later are not included.
     """
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError):
