@@ -208,7 +208,7 @@ def measure(mbit, workers, rounds, compression):
                 "seconds": statistics.median(mine),
                 "spread": (max(mine) - min(mine)) / statistics.median(mine),
                 "to_ddp": statistics.median(a / b for a, b in pairs),
-                "to_limit": statistics.median(mine) / limit,
+                "bound_ratio": statistics.median(mine) / limit,
             }
         )
     return limit, rows
@@ -254,7 +254,7 @@ def main():
         for row in rows:
             print(
                 f"| {row['side']} | {row['seconds']:.3f} | {row['spread']:.0%} | "
-                f"{row['to_ddp']:.3f} | {row['to_limit']:.3f} |",
+                f"{row['to_ddp']:.3f} | {row['bound_ratio']:.3f} |",
                 flush=True,
             )
         if arguments.compression:

@@ -41,7 +41,7 @@ def main() -> None:
         )
     with house_style():
         figure, _ = draw_plan(made.plan)
-        figure.set_size_inches(6.4, 0.5 * len(made.plan.advised) + 1.9)
+        figure.set_size_inches(6.4, 0.5 * len(made.plan.recommended) + 1.9)
         figure.savefig(PICTURE, dpi=200, metadata={"Software": None})
     print(PICTURE.relative_to(ROOT))
 

@@ -25,7 +25,7 @@ import torch
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan import plan
-from paceline.tools.plan.predict import SETTLED, Job, Prediction, predict
+from paceline.tools.plan.predict import SETTLED, Prediction, TrainingJob, predict
 from paceline.units import bytes_per_second
 
 RESULTS = Path(__file__).parent / "results" / "regret.json"
@@ -106,7 +106,7 @@ def run(name: str, most: float) -> dict[str, object]:
     made = plan(cluster, workload, budget_seconds=most)
     planned, used = time.perf_counter() - begun, time.process_time() - used
     settled = LONGER * SETTLED
-    job = Job(cluster=cluster, workload=workload, settled=settled, brief=False)
+    job = TrainingJob(cluster=cluster, workload=workload, settled=settled, brief=False)
     seconds: dict[str, float] = {}
     used_before = time.process_time()
     fastest = {q: row.step_seconds for q, row in made.best.items()}
@@ -131,7 +131,7 @@ def run(name: str, most: float) -> dict[str, object]:
     return {
         "candidates": len(made.rows),
         "at_length": len(seconds),
-        "unlooked": made.unlooked,
+        "skipped": made.skipped,
         "plan_seconds": planned,
         "plan_processor_seconds": used,
         "at_length_processor_seconds": used_at_length,

@@ -39,7 +39,7 @@ from paceline.run_options import ScriptJob
 from paceline.spec import parse
 from paceline.tools.plan import plan
 from paceline.tools.plan.compression_times import codes_in_front, revised
-from paceline.tools.plan.predict import Job
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.predictor import in_processes
 
 RESULTS = Path(__file__).parent / "results" / "regret_emulated.json"
@@ -101,7 +101,7 @@ def planned(cluster, classes):
     with in_processes(2) as predict:
         made = plan(cluster, model, allowed=classes, budget_seconds=30, predict=predict)
         made = without_servers(made)
-        job = Job(cluster=cluster, workload=model)
+        job = TrainingJob(cluster=cluster, workload=model)
         for _ in range(2):
             if codes := codes_in_front(made):
                 cores = min(cluster.processor.cores, cluster.workers)

@@ -6,14 +6,14 @@ import tracemalloc
 
 import pytest
 
-from paceline.records import STEPS_KEPT, Kept, StepRecorder
-from paceline.runtimes.results import Result, Summary
+from paceline.records import STEPS_KEPT, RecordsInMemory, StepRecorder
+from paceline.runtimes.results import RunResult, StepStats
 
 
 class Training:
     """A recorder and its clock: a training of steps that take what they are told."""
 
-    def __init__(self, recorder: Kept | None = None) -> None:
+    def __init__(self, recorder: RecordsInMemory | None = None) -> None:
         self.now = 0.0
         self.recorder = StepRecorder(0, lambda: self.now, recorder)
         self.recorder.begin("bsp")
@@ -45,10 +45,10 @@ def test_figures_are_of_the_last_steps_and_counts_of_all() -> None:
     training = Training()
     training.steps(STEPS_KEPT, 1.0)
     training.steps(STEPS_KEPT, 2.0)
-    summary = Summary.of(training.recorder)
+    summary = StepStats.of(training.recorder)
     assert summary.steps == 2 * STEPS_KEPT
     assert summary.step_seconds == 2.0
-    result = Result.of("real", 1, training.recorder, [summary])
+    result = RunResult.of("real", 1, training.recorder, [summary])
     assert result.steps == 2 * STEPS_KEPT
 
 
@@ -63,13 +63,13 @@ def test_steps_that_measured_are_left_out_also_of_a_window_that_has_moved() -> N
     training.steps(9, 3.0)
     kept = training.recorder.settled_steps()
     assert [record.step_seconds for record in kept] == [3.0] * 9
-    assert Summary.of(training.recorder).step_seconds == 3.0
+    assert StepStats.of(training.recorder).step_seconds == 3.0
 
 
 def test_without_settled_steps_all_but_the_first_count() -> None:
     training = Training()
     training.steps(1, 9.0)
-    assert Summary.of(training.recorder).step_seconds == 9.0
+    assert StepStats.of(training.recorder).step_seconds == 9.0
     training.steps(2, 1.0)
     assert [record.step for record in training.recorder.settled_steps()] == [2, 3]
 
@@ -84,9 +84,9 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
         training.recorder.set_period(4)
         for number in range(before + 41):
             training.steps(1, 900.0 if number == 17 else pattern[number % 4])
-        summary = Summary.of(training.recorder)
+        summary = StepStats.of(training.recorder)
         assert (summary.step_seconds, summary.bytes_sent) == (2.0, 1000.0)
-        result = Result.of("real", 1, training.recorder, [summary])
+        result = RunResult.of("real", 1, training.recorder, [summary])
         assert result.notes == [
             "steps repeat after 4: figures are medians of means over so many"
         ]
@@ -98,9 +98,9 @@ def test_figures_of_less_than_a_period_say_so() -> None:
     training.recorder.set_period(8)
     training.steps(2, 1.0)
     training.steps(2, 4.0)
-    summary = Summary.of(training.recorder)
+    summary = StepStats.of(training.recorder)
     assert summary.step_seconds == 3.0  # without the first, which carries start-up
-    result = Result.of("real", 1, training.recorder, [summary])
+    result = RunResult.of("real", 1, training.recorder, [summary])
     assert result.notes == result.cautions
     assert result.cautions == [
         "figures are of 3 steps, from step 2 on, and steps repeat after 8: train for 33 or more"
@@ -195,7 +195,7 @@ def test_settled_is_what_comes_after_plans_budgets_and_changes(name: str) -> Non
             case "change", str(spec):
                 recorder.change(spec, spec)
     assert (recorder.step_count, recorder.settled_from) == (steps, settled_from)
-    result = Result.of("real", 1, recorder, [Summary.of(recorder)])
+    result = RunResult.of("real", 1, recorder, [StepStats.of(recorder)])
     settled = 0 < settled_from <= steps
     assert result.settled is settled
     assert result.settled_from == (settled_from if settled else None)
@@ -226,13 +226,13 @@ def test_a_script_that_ends_before_it_was_asked_to(
     training = Training()
     training.recorder.planned(1, settled=True)
     training.steps(40, 1.0, before)
-    summaries = [Summary.of(training.recorder)]
-    result = Result.of("real", 1, training.recorder, summaries, asked, before)
+    summaries = [StepStats.of(training.recorder)]
+    result = RunResult.of("real", 1, training.recorder, summaries, asked, before)
     assert (result.asked, result.cautions) == (asked, said)
 
 
 def test_a_recorder_is_told_all_and_in_the_jobs_numbers() -> None:
-    kept = Kept([], [])
+    kept = RecordsInMemory([], [])
     training = Training(kept)
     training.recorder.waited("grads", 0.0, 0.5)
     training.steps(STEPS_KEPT + 5, 1.0, before=100)

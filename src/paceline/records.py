@@ -76,7 +76,7 @@ class RecordListener(Protocol):
         ...
 
 
-class Kept(NamedTuple):
+class RecordsInMemory(NamedTuple):
     """A `RecordListener` in memory, for runs that are short."""
 
     steps: list[StepRecord]

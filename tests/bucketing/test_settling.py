@@ -11,7 +11,7 @@ from paceline.bucketing.timeline import finish_time
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.cluster import Workload
 from paceline.collectives.schedules import Ring
-from paceline.runtimes.results import Summary
+from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.launch import result_of
 from tests.bucketing.cases import buckets_of
@@ -183,7 +183,7 @@ def test_a_result_says_whether_its_figures_are_of_settled_steps(
 def test_figures_are_of_settled_steps():
     answers, runtime = on(2, lambda rank: train_stand_in(UNEVEN, 30))
     recorder = runtime.result.recorders[0]
-    summary = Summary.of(recorder)
+    summary = StepStats.of(recorder)
     assert summary.steps == 30
     assert summary.step_seconds == pytest.approx(
         recorder.steps[-1].step_seconds, rel=1e-9

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.runtimes.simulated.profile_cache import paced_workload
 from paceline.tools.plan.prediction_cost import Budget
-from paceline.tools.plan.suggestions import Helps
+from paceline.tools.plan.suggestions import Suggestions
 
 SCRIPT = """
 import torch, paceline
@@ -122,7 +122,7 @@ def test_a_method_that_the_script_registers_is_a_candidate(
 
 
 def test_the_last_line_says_what_is_not_of_the_budget():
-    helps = Helps(break_even=(), helps=())
+    helps = Suggestions(break_even=(), helps=())
     plain, more = (
         _spent(0.0, 60.0, Budget(20.0), helps, what_if) for what_if in (False, True)
     )

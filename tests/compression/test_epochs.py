@@ -15,8 +15,8 @@ from paceline.compression import full_spec, make, warm_up_message
 from paceline.compression.gd_top_k import EPOCH_STEPS
 from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.__main__ import present_of
-from paceline.tools.plan.predict import Job, predict
-from paceline.tools.plan.script import facts_of
+from paceline.tools.plan.predict import TrainingJob, predict
+from paceline.tools.plan.script import analyze_script
 from tests.support.simulations import run
 from tests.tools.plan.helpers import cluster
 
@@ -136,7 +136,9 @@ def test_how_long_an_epoch_is_makes_no_other_code_of_it():
 
 def test_a_plan_counts_the_sampler_s_epochs_and_says_what_it_leaves_out():
     def found(epoch_steps):
-        job = Job(cluster=cluster(WORKERS), workload=WORKLOAD, epoch_steps=epoch_steps)
+        job = TrainingJob(
+            cluster=cluster(WORKERS), workload=WORKLOAD, epoch_steps=epoch_steps
+        )
         return predict(job, SPEC), present_of(NO_PLAN, SPEC, job)
 
     (short, present), (long, later) = found(EPOCH), found(1000)
@@ -168,4 +170,4 @@ for batch in sampler:
 def test_a_script_s_epochs_are_among_its_facts(given, steps, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(sampler=given))
-    assert facts_of(str(script), [], tmp_path).epoch_steps == steps
+    assert analyze_script(str(script), [], tmp_path).epoch_steps == steps

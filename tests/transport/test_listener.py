@@ -28,7 +28,7 @@ from paceline.interfaces.server_messages import (
     Rejected,
 )
 from paceline.parameter_server.process.services import make_parameter_server
-from paceline.records import Kept, StepRecorder
+from paceline.records import RecordsInMemory, StepRecorder
 from paceline.timeouts import timeouts
 from paceline.transport import connection, protocol
 from paceline.transport.connection import Channel
@@ -159,7 +159,7 @@ def test_what_the_server_refuses_is_a_usage_error():
 
 
 def test_bytes_and_waits_are_counted():
-    kept = Kept([], [])
+    kept = RecordsInMemory([], [])
     recorder = StepRecorder(0, time.perf_counter, kept)
     with running(Adder(1), 1) as host:
         server = connect(host, recorder=recorder)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.interfaces import Consistency
     from paceline.records import StepRecord
-    from paceline.runtimes.results import Outcome, Result
+    from paceline.runtimes.results import Outcome, RunResult
     from paceline.runtimes.simulated import ComputeModel
     from paceline.tools.compare.goal import Goal
     from paceline.tools.compare.runner import Variant
@@ -112,7 +112,7 @@ def compare(
         pace=pace,
     )
     given.check(runtime)
-    from paceline.runtimes.results import Result
+    from paceline.runtimes.results import RunResult
     from paceline.tools.compare.runner import Variant
 
     arguments = script_arguments or []
@@ -154,7 +154,7 @@ def compare(
         else min(MOST_AT_ONCE, processes()),
         json=json,
     )
-    ran = [outcome for _, outcome in results if isinstance(outcome, Result)]
+    ran = [outcome for _, outcome in results if isinstance(outcome, RunResult)]
     page = None
     if ran and not no_plots:
         title = f"{script}: {len(variants)} variant{'s' * (len(variants) > 1)}"
@@ -228,7 +228,7 @@ def _specs(plan: Plan | None) -> dict[str, str]:
     """What a plan has run, by what it is there for: DDP's rule, then the best of each class."""
     from paceline.tools.plan.suggestions import DDP
 
-    best = {} if plan is None else plan.advised
+    best = {} if plan is None else plan.recommended
     return {BASELINE: DDP} | {
         consistency: row.spec for consistency, row in best.items() if row.spec != DDP
     }
@@ -264,11 +264,11 @@ def _show(
     json: bool,
 ) -> None:
     """The table, and where the files are; or all of it for programs."""
-    from paceline.runtimes.results import Result
+    from paceline.runtimes.results import RunResult
     from paceline.tools.compare.runner import to_json
     from paceline.tools.report.terminal import print_results
 
-    first = next((one for _, one in results if isinstance(one, Result)), None)
+    first = next((one for _, one in results if isinstance(one, RunResult)), None)
     if json:
         print(to_json(results, reached, plan=plan))
     elif first is not None:
@@ -286,7 +286,7 @@ def _print_gains(
     results: Sequence[tuple[str, Outcome]],
     reached: Sequence[StepRecord | None],
     goal: Goal | None,
-    first: Result,
+    first: RunResult,
 ) -> None:
     from paceline.tools.compare.gains import Gain, print_gains
 
@@ -327,7 +327,7 @@ def _run_all(
     """Run each variant, some *at_once*; records of those that have not failed are merged in
     *output*. Also each one's step that reached the *goal*, if any."""
     from paceline.runtimes.progress import FILE_VARIABLE, read
-    from paceline.runtimes.results import Result
+    from paceline.runtimes.results import RunResult
     from paceline.tools.compare.runner import merge_records, reached, run_variant
 
     running: list[subprocess.Popen[str]] = []
@@ -358,7 +358,7 @@ def _run_all(
                 {FILE_VARIABLE: str(file), **as_launcher()},
                 started,
             )
-            if not isinstance(outcome, Result) and not interrupted.is_set():
+            if not isinstance(outcome, RunResult) and not interrupted.is_set():
                 shown.say(f"{errors.strip()}\npaceline: variant {item.spec!r} failed")
             end()
             return outcome
@@ -373,11 +373,11 @@ def _run_all(
     pairs = list(zip(variants, outcomes, strict=True))
     when = [
         reached(goal, item, outcome, output)
-        if goal is not None and isinstance(outcome, Result)
+        if goal is not None and isinstance(outcome, RunResult)
         else None
         for item, outcome in pairs
     ]
-    have_run = [item for item, outcome in pairs if isinstance(outcome, Result)]
+    have_run = [item for item, outcome in pairs if isinstance(outcome, RunResult)]
     merge_records(have_run, output)
     return [(item.spec, outcome) for item, outcome in pairs], when
 
@@ -387,7 +387,7 @@ def _write_page(
     title: str,
     variants: Sequence[Variant],
     results: Sequence[tuple[str, Outcome]],
-    first: Result,
+    first: RunResult,
 ) -> Path:
     from paceline.tools.compare.report import (
         write_report,  # matplotlib: only where needed

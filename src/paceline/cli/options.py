@@ -20,7 +20,7 @@ from paceline.cluster import Cluster, Workload, load_cluster, uniform_cluster
 from paceline.errors import ClusterError, UnknownNameError, UsageError
 
 if TYPE_CHECKING:
-    from paceline.runtimes.results import Result
+    from paceline.runtimes.results import RunResult
     from paceline.runtimes.simulated import ComputeModel
 
 SCRATCH = Path("paceline-runs", "scratch")
@@ -293,7 +293,7 @@ def make_compute(
     )
 
 
-def show(result: Result, json: bool, true_output: int) -> None:
+def show(result: RunResult, json: bool, true_output: int) -> None:
     """Print a result: as *json* to *true_output*, see `standard_output_for_result`."""
     if json:
         with open(true_output, "w", closefd=False) as stream:

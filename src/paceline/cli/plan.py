@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from paceline.interfaces import Consistency
     from paceline.tools.plan.prediction_cost import Budget
     from paceline.tools.plan.predictor import Predict
-    from paceline.tools.plan.suggestions import Helps
-    from paceline.tools.plan.what_if import Point
+    from paceline.tools.plan.suggestions import Suggestions
+    from paceline.tools.plan.what_if import ScalingPoint
 
 
 def plan(
@@ -164,8 +164,8 @@ class _Answer:
     """What came of it."""
 
     made: Planned
-    helps: Helps
-    points: list[Point]
+    helps: Suggestions
+    points: list[ScalingPoint]
 
 
 def _answer_question(asked: _Asked) -> None:
@@ -246,7 +246,9 @@ def _stand_in(asked: _Asked, made: Planned) -> str | None:
     return what if what == asked.workload or Path(what).exists() else None
 
 
-def _spent(began: float, most: float, left: Budget, more: Helps, scaling: bool) -> str:
+def _spent(
+    began: float, most: float, left: Budget, more: Suggestions, scaling: bool
+) -> str:
     """What it took by the clock, and of the budget, which is *most* seconds."""
     text = (
         f"took {show_seconds(time.perf_counter() - began)}; predictions are counted as "
@@ -305,7 +307,7 @@ def _write_page(
     return write_page(output / NAME, page)
 
 
-def _points(made: Planned, told: Telling, predict: Predict) -> list[Point]:
+def _points(made: Planned, told: Telling, predict: Predict) -> list[ScalingPoint]:
     """What more workers and faster links would give, after saying how long that takes."""
     from paceline.tools.plan.what_if import seconds_at_most
     from paceline.tools.plan.what_if import what_if as make_points

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from paceline.interfaces import Consistency
     from paceline.runtimes.simulated import ComputeModel
     from paceline.tools.plan import Plan
-    from paceline.tools.plan.predict import Job
+    from paceline.tools.plan.predict import TrainingJob
     from paceline.tools.plan.prediction_cost import Budget
     from paceline.tools.plan.predictor import Predict
-    from paceline.tools.plan.script import Facts
+    from paceline.tools.plan.script import ScriptAnalysis
 
 MOST_PROCESSES = 4
 FOR_CANDIDATES = 0.75
@@ -34,7 +34,7 @@ class Planned:
     time (*compute*)."""
 
     plan: Plan
-    job: Job
+    job: TrainingJob
     compute: ComputeModel
 
 
@@ -83,12 +83,12 @@ def plan_script(
     of *budget*, codes some of the rest; what is left of it is left. *sleeps*: processes will sleep for the
     *workload*'s times, and keep no core busy."""
     from paceline.tools.plan import plan
-    from paceline.tools.plan.predict import Job
-    from paceline.tools.plan.script import facts_of
+    from paceline.tools.plan.predict import TrainingJob
+    from paceline.tools.plan.script import analyze_script
 
     compute = o.make_compute(workload, forward, backward, 0.0, None)
     told(f"running {script}", None, None)
-    facts = facts_of(str(script), arguments, o.SCRATCH)
+    facts = analyze_script(str(script), arguments, o.SCRATCH)
     if forward is None and backward is None:
         times, compute = _workload(script, arguments, cluster, compute, facts)
     else:
@@ -106,7 +106,7 @@ def plan_script(
         predict=predict,
         told=told,
     )
-    job = Job(
+    job = TrainingJob(
         cluster=cluster,
         workload=times,
         optimizer=facts.optimizer,
@@ -122,13 +122,13 @@ def plan_script(
 
 def _with_codes(
     plan: Plan,
-    job: Job,
+    job: TrainingJob,
     script: Path,
     arguments: list[str],
     budget: Budget,
     told: Callable[[str, int | None, int | None], None],
     predict: Predict | None,
-) -> tuple[Plan, Job]:
+) -> tuple[Plan, TrainingJob]:
     """The same, with what codes take that are in front: the script was measured on this machine, and
     so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
@@ -171,7 +171,7 @@ def _busy_cores(cluster: Cluster) -> int:
     return min(shared, cluster.workers, processes())
 
 
-def _said(script: Path, compute: ComputeModel, facts: Facts) -> Workload:
+def _said(script: Path, compute: ComputeModel, facts: ScriptAnalysis) -> Workload:
     """The times that options say, spread as a training of the script is charged for them."""
     from paceline.cluster import Workload
 
@@ -191,7 +191,7 @@ def _workload(
     arguments: list[str],
     cluster: Cluster,
     compute: ComputeModel,
-    facts: Facts,
+    facts: ScriptAnalysis,
 ) -> tuple[Workload, ComputeModel]:
     """A step's times: from the file that is named, or what the model stands for, or as the script
     paces itself, or measured; and what its training is charged in virtual time."""

@@ -23,7 +23,7 @@ from paceline.tools.report.run_files import forget_workers, merge_workers
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.runtimes.results import Result
+    from paceline.runtimes.results import RunResult
 
 
 def checked_job(
@@ -69,7 +69,7 @@ class ScriptRun:
 
     job: ScriptJob
     status: int = 0
-    result: Result | None = None
+    result: RunResult | None = None
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from paceline.records import StepRecorder
 from paceline.timeouts import timeouts
 
 
-class Summary(msgspec.Struct, array_like=True):
+class StepStats(msgspec.Struct, array_like=True):
     """One worker's run in numbers: its steps, and medians over them; where workers do not
     communicate in each step alike, medians over means of as many as it takes to repeat."""
 
@@ -26,7 +26,7 @@ class Summary(msgspec.Struct, array_like=True):
     bytes_sent: float
 
     @classmethod
-    def of(cls, recorder: StepRecorder) -> Summary:
+    def of(cls, recorder: StepRecorder) -> StepStats:
         """Medians over the recorder's settled steps."""
         steps = recorder.settled_steps()
         period = max(1, min(recorder.period, len(steps)))
@@ -55,9 +55,9 @@ FEW = 10
 """Settled steps: a median of fewer says little."""
 
 
-class Result(msgspec.Struct, kw_only=True):
+class RunResult(msgspec.Struct, kw_only=True):
     """What one run took: per-step figures are medians over a worker's settled steps, of the last
-    thousand (or of means, see `Summary`), then means over workers. Settled are the *settled_steps* steps from
+    thousand (or of means, see `StepStats`), then means over workers. Settled are the *settled_steps* steps from
     *settled_from* on: after plans, trials, budgets and changes of the method, on rank 0. *asked*: how many
     steps somebody asked for. *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
@@ -94,10 +94,10 @@ class Result(msgspec.Struct, kw_only=True):
         runtime: str,
         workers: int,
         recorder: StepRecorder,
-        summaries: Sequence[Summary],
+        summaries: Sequence[StepStats],
         asked: int | None = None,
         before: int = 0,
-    ) -> Result:
+    ) -> RunResult:
         """From rank 0's *recorder* and every worker's summary. *asked*: how many steps the job was
         to have; *before*: how many it had done when rank 0 joined it."""
 
@@ -148,11 +148,11 @@ class Result(msgspec.Struct, kw_only=True):
         return msgspec.json.encode(self).decode()
 
 
-def read_result(path: Path) -> Result | None:
+def read_result(path: Path) -> RunResult | None:
     """What a job's rank 0 left at *path*, if it did."""
     if not path.exists():
         return None
-    return msgspec.json.decode(path.read_bytes(), type=Result)
+    return msgspec.json.decode(path.read_bytes(), type=RunResult)
 
 
 def _ended_early(asked: int, done: int) -> str:
@@ -194,7 +194,7 @@ def _changed(recorder: StepRecorder) -> str:
     return f"the method has changed while it trained; figures are of {spec}, from step {since + 1} on"
 
 
-class Failed(msgspec.Struct, kw_only=True):
+class FailedRun(msgspec.Struct, kw_only=True):
     """A run that came to no result: *failed* says why, in one line."""
 
     failed: str
@@ -208,12 +208,10 @@ class Failed(msgspec.Struct, kw_only=True):
     cautions = notes
 
 
-Outcome = Result | Failed
+Outcome = RunResult | FailedRun
 
 
-def exchange_summaries(
-    mine: Summary, rank: int, size: int, store: Any
-) -> list[Summary]:
+def gather_stats(mine: StepStats, rank: int, size: int, store: Any) -> list[StepStats]:
     """Leave this rank's summary in the job's *store*; rank 0 takes those of all that are at
     their end by now, in rank order.
 
@@ -229,7 +227,7 @@ def exchange_summaries(
         while not store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.01)  # store.wait() would warn of its time-out
         here = [key for key in keys if store.check([key])]
-        return [msgspec.msgpack.decode(store.get(key), type=Summary) for key in here]
+        return [msgspec.msgpack.decode(store.get(key), type=StepStats) for key in here]
     except RuntimeError:
         return [mine]  # who had the store has ended
 

@@ -12,7 +12,7 @@ from paceline.tools.auto import planner_process
 from paceline.tools.auto.__main__ import answer, optimizer_like, worth_trying
 from paceline.tools.auto.decision import Predicted, Question
 from paceline.tools.auto.planner_process import PlannerProcess
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from tests.tools.plan.helpers import cluster, layers
 
 
@@ -28,7 +28,7 @@ def question(**changes):
 
 
 def row(spec, seconds, consistency="exact", **changes):
-    return Row(
+    return Estimate(
         spec=spec,
         consistency=consistency,
         step_seconds=seconds,
@@ -47,7 +47,7 @@ def plan_of(*rows):
         workers=2,
         batch=None,
         one_machine=row("one machine", 1.0),
-        limit_seconds=0.5,
+        lower_bound_seconds=0.5,
         rows=tuple(sorted(rows, key=lambda row: row.step_seconds)),
         left_out=(),
     )

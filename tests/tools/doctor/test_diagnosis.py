@@ -12,13 +12,13 @@ from paceline.errors import UsageError
 from paceline.tools.doctor import Diagnosis
 from paceline.tools.doctor import diagnose as diagnosed
 from paceline.tools.doctor.diagnosis import FAULTS, LATER
-from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.network_model import NetworkModel
 from paceline.tools.doctor.report import doctor_page
 from paceline.tools.doctor.text import lines_of
 from paceline.tools.doctor.training_model import patient_of
-from paceline.tools.plan.predict import Job, predict
+from paceline.tools.plan.predict import TrainingJob, predict
 from paceline.tools.report.html import text_of
-from paceline.tools.report.report_model import Matrix, Words
+from paceline.tools.report.model import Matrix, Text
 from tests.tools.doctor.synthetic import BRIDGE, ETHERNET, Site
 from tests.tools.doctor.test_suspects import MAKERS
 from tests.tools.plan.helpers import layers
@@ -35,7 +35,7 @@ def diagnose(evidence):
     """Where a step takes what its parts say."""
     if any(one.step is None for one in evidence.workers):
         return diagnosed(evidence)
-    seconds = patient_of(Picture(evidence)).step_seconds()
+    seconds = patient_of(NetworkModel(evidence)).step_seconds()
     workers = tuple(_with_step(one, seconds) for one in evidence.workers)
     return diagnosed(replace_all(evidence, workers=workers))
 
@@ -112,7 +112,8 @@ def test_what_is_gained_is_the_step_without_it():
     assert found.mended_seconds == pytest.approx(healthy.predicted_seconds)
     rack = Rack(workers=4, link=125e6, latency=50e-6, speed=(1, 0.5, 1, 1))
     true = predict(
-        Job(cluster=Cluster((rack,)), workload=WORK, inputs=(2e-3,) * 4), made.spec
+        TrainingJob(cluster=Cluster((rack,)), workload=WORK, inputs=(2e-3,) * 4),
+        made.spec,
     )
     assert found.predicted_seconds == pytest.approx(true.step_seconds)
     gains = true.step_seconds - healthy.predicted_seconds
@@ -121,10 +122,12 @@ def test_what_is_gained_is_the_step_without_it():
 
 def test_where_a_script_uses_gradients_a_late_method_gains_nothing():
     steps = [
-        patient_of(Picture(site(workload=work, spec="dear").evidence())).step_seconds()
+        patient_of(
+            NetworkModel(site(workload=work, spec="dear").evidence())
+        ).step_seconds()
         for work in (WORK, replace(WORK, uses_gradients=True))
     ]
-    bsp = patient_of(Picture(site(spec="bsp").evidence())).step_seconds()
+    bsp = patient_of(NetworkModel(site(spec="bsp").evidence())).step_seconds()
     assert steps[0] < 0.97 * bsp
     assert steps[1] == pytest.approx(bsp, rel=0.02)
 
@@ -168,7 +171,7 @@ def test_bars_hatch_exposed_communication():
 
 def test_input_is_what_was_measured_of_each_worker():
     evidence = replace_all(site().evidence(), workload=replace(WORK, input=1.0))
-    patient = patient_of(Picture(evidence))
+    patient = patient_of(NetworkModel(evidence))
     assert patient.workload.input == 0.0
 
 
@@ -230,7 +233,7 @@ def test_a_page_marks_what_is_a_fault_and_nothing_else():
     assert not _marked(doctor_page(found, evidence, ""))
     page = doctor_page(found, evidence, "")
     said = [
-        line for one in page.sections if isinstance(one, Words) for line in one.lines
+        line for one in page.sections if isinstance(one, Text) for line in one.lines
     ]
     assert any(line.endswith("paceline plan SCRIPT") for line in said)
     made.workload = WORK
@@ -254,7 +257,7 @@ def test_a_limit_is_never_said_to_be_above_what_is_measured():
     made = site(hosts=2, link=2.5e6 * 0.9631)
     (fault,) = diagnose(made.evidence()).faults
     said = re.search(r"below ([\d.]+) s a step", fault.because)
-    limit = patient_of(Picture(made.evidence())).limit_seconds
+    limit = patient_of(NetworkModel(made.evidence())).lower_bound_seconds
     assert limit * 0.99 < float(said[1]) <= limit
 
 

@@ -8,7 +8,7 @@ from msgspec.structs import replace as replace_all
 
 from paceline.tools.doctor.diagnosis import FAULTS, suspected
 from paceline.tools.doctor.evidence import Interface
-from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.network_model import NetworkModel
 from tests.tools.doctor.synthetic import BRIDGE, ETHERNET, GIGABIT, LOST, Site
 
 SEEDS = range(25)
@@ -92,7 +92,7 @@ def site_of(seed, *, least=3):
 
 
 def names(site):
-    return suspected(Picture(site.evidence()))
+    return suspected(NetworkModel(site.evidence()))
 
 
 def test_every_kind_of_fault_is_made():
@@ -184,7 +184,7 @@ def test_a_path_that_was_slow_only_once_is_no_fault():
     ):
         changed = replace_all(first, rates=rates)
         made = replace_all(evidence, paths=(changed, *others))
-        assert list(suspected(Picture(made))) == faults
+        assert list(suspected(NetworkModel(made))) == faults
 
 
 def test_segments_that_are_lost_on_one_path_only_are_told():
@@ -193,7 +193,7 @@ def test_segments_that_are_lost_on_one_path_only_are_told():
         replace_all(one, retransmitted=LOST * ((one.source, one.target) == (0, 1)))
         for one in evidence.paths
     ]
-    found = suspected(Picture(replace_all(evidence, paths=tuple(paths))))
+    found = suspected(NetworkModel(replace_all(evidence, paths=tuple(paths))))
     assert list(found) == ["slow path"]
     assert "2 % of segments are sent again" in found["slow path"].because
 

@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 from paceline.tools.plan import Plan, plan
 from paceline.tools.plan.candidate_order import fewer, rough
 from paceline.tools.plan.candidates import first
-from paceline.tools.plan.predict import Job, Prediction, Refused
+from paceline.tools.plan.predict import Prediction, Refused, TrainingJob
 from paceline.tools.plan.prediction_cost import Budget, cost, messages, usual_seconds
 from paceline.tools.plan.predictor import in_this_process
 from paceline.tools.plan.search import HOPELESS, _by_promise, _Search
@@ -44,7 +44,7 @@ def test_a_plan_is_equal_to_the_bit_in_other_processes(tmp_path):
     script = tmp_path / "elsewhere.py"
     script.write_text(ELSEWHERE)
     here = plan(cluster(3), layers(2), allowed=("delayed",), budget_seconds=0.4)
-    assert here.unlooked
+    assert here.skipped
     path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
     said = subprocess.run(
         [sys.executable, str(script)],
@@ -60,7 +60,7 @@ def test_a_small_budget_goes_to_what_is_promising():
     """The best of a class is near what all of a plan finds, and what is first in the registry is not."""
     job = cluster(16, "100mbit"), layers(2, megabytes=8.0)
     small = plan(*job, allowed=("lossy",), budget_seconds=2.5)
-    assert small.unlooked
+    assert small.skipped
     best = small.best["lossy"].step_seconds
     whole = plan(*job, allowed=("lossy",), budget_seconds=1000.0)
     assert best <= 1.1 * whole.best["lossy"].step_seconds
@@ -71,7 +71,7 @@ def test_a_small_budget_goes_to_what_is_promising():
 
 def test_a_budget_bounds_what_predictions_are_said_to_cost(monkeypatch):
     asked = []
-    job = Job(cluster=cluster(16), workload=layers(8))
+    job = TrainingJob(cluster=cluster(16), workload=layers(8))
 
     def priced(job, specs, *, short):
         asked.extend(cost(job, spec, short=short) for spec in specs)
@@ -99,7 +99,10 @@ def test_a_few_hosts_are_the_slowest_of_two_racks():
     assert [rack.uplink for rack in few.racks] == [4.0, 6.0]
     assert few.speeds == (1, 1, 1.0, 0.5)
     assert fewer(Cluster((one,)), 4) == Cluster((one,))
-    assert rough(Job(cluster=cluster(64), workload=layers(20))).cluster.workers == 4
+    assert (
+        rough(TrainingJob(cluster=cluster(64), workload=layers(20))).cluster.workers
+        == 4
+    )
 
 
 def test_a_prediction_costs_what_its_messages_do():
@@ -108,7 +111,7 @@ def test_a_prediction_costs_what_its_messages_do():
     assert messages(cluster(64), "hierarchical", 1000) == 0  # a rack of its own: a ring
     assert messages(cluster(64), "tree", 1000) == 2 * 63
     assert messages(cluster(64), "halving-doubling", 1000) == 2 * 6 * 64
-    job = Job(cluster=cluster(64), workload=layers(16))
+    job = TrainingJob(cluster=cluster(64), workload=layers(16))
 
     def times(collective):
         priced = (f"osp:collective={name}" for name in (collective, "native"))
@@ -157,7 +160,7 @@ def test_a_collective_that_fails_is_no_collective_without_messages(monkeypatch):
     ],
 )
 def test_a_spec_that_four_workers_refuse_is_priced_and_refused(spec):
-    job = Job(cluster=cluster(4), workload=layers(2))
+    job = TrainingJob(cluster=cluster(4), workload=layers(2))
     (said,) = in_this_process(job, [spec], short=True)
     assert isinstance(said, Refused)
     assert cost(job, spec, short=True) < cost(job, "bsp", short=True)
@@ -172,7 +175,7 @@ def test_the_usual_budget_grows_with_the_workers():
 def test_the_best_of_a_class_is_its_fastest_whatever_the_budget_had_time_for():
     """And not what was cheap enough to be run in full."""
 
-    whole = Job(cluster=cluster(8), workload=layers(50))
+    whole = TrainingJob(cluster=cluster(8), workload=layers(50))
 
     def said(job, specs, *, short):
         prices = [cost(whole, spec, short=False) for spec in specs]
@@ -210,7 +213,7 @@ class Counts:
 
 
 def test_what_follows_the_candidates_keeps_to_what_they_have_left():
-    job = Job(cluster=cluster(8), workload=layers(4))
+    job = TrainingJob(cluster=cluster(8), workload=layers(4))
     plan_ = made(row("bsp"), row("bsp:buckets=ddp"), row("osp", "delayed"))
     nothing, counts = Budget(0.0), Counts()
     found = helps(plan_, job, counts, nothing)

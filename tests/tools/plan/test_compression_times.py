@@ -21,7 +21,7 @@ from paceline.tools.plan.compression_times import (
     seconds_of,
 )
 from paceline.tools.plan.merged_tensors import FEW
-from paceline.tools.plan.predict import Job, Prediction, Refused, predict
+from paceline.tools.plan.predict import Prediction, Refused, TrainingJob, predict
 from paceline.tools.plan.prediction_cost import Budget
 from tests.tools.plan.helpers import cluster, layers
 from tests.tools.plan.test_more import made, row
@@ -41,7 +41,7 @@ for _ in range(4):
 
 
 def test_a_slow_code_falls_behind_once_it_is_measured():
-    job = Job(cluster=cluster(2), workload=layers(1))
+    job = TrainingJob(cluster=cluster(2), workload=layers(1))
     made = plan(job.cluster, job.workload, allowed=("lossy",), budget_seconds=2.0)
     codes = codes_in_front(made)
     front = made.best["lossy"]
@@ -53,8 +53,8 @@ def test_a_slow_code_falls_behind_once_it_is_measured():
     assert row is not None
     assert not row.estimated_compressors
     assert row.step_seconds > 2
-    assert row.speed_up * row.step_seconds == pytest.approx(
-        front.speed_up * front.step_seconds
+    assert row.speedup * row.step_seconds == pytest.approx(
+        front.speedup * front.step_seconds
     )
     assert again.best["lossy"].spec != front.spec
     seconds = [one.step_seconds for one in again.rows]
@@ -103,7 +103,7 @@ def test_only_hosts_that_share_cores_code_on_all_of_them_at_once(
 
 def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     """And what they are predicted again for is counted, in the plan and in the budget."""
-    job = Job(cluster=cluster(2), workload=layers(2))
+    job = TrainingJob(cluster=cluster(2), workload=layers(2))
     first, second, third = (
         row(f"bsp:compression={name}", "lossy", estimated_compressors=True)
         for name in ("int8", "int4", "ef-sign")
@@ -134,7 +134,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
 
 
 def test_rows_that_were_cut_stay_those_of_few_tensors():
-    job = Job(cluster=cluster(2), workload=layers(2 * FEW))
+    job = TrainingJob(cluster=cluster(2), workload=layers(2 * FEW))
     cut = row("bsp:compression=int8", "lossy", cut=True, estimated_compressors=True)
     full = row("bsp:buckets=wfbp,compression=int8", "lossy", estimated_compressors=True)
     coding = {

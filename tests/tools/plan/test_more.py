@@ -7,15 +7,15 @@ import torch
 from paceline.errors import UsageError
 from paceline.records import StepRecord
 from paceline.tools.compare.goal import Goal
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.pictures import write_pictures
-from paceline.tools.plan.predict import Job
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.what_if import seconds_at_most, shortlist, what_if
 from tests.tools.plan.helpers import cluster, layers
 
 
 def row(spec, consistency="exact", seconds=0.09, **others):
-    return Row(
+    return Estimate(
         spec=spec,
         consistency=consistency,
         step_seconds=seconds,
@@ -34,7 +34,7 @@ def made(*rows):
         workers=4,
         batch=8.0,
         one_machine=row("one machine"),
-        limit_seconds=0.2,
+        lower_bound_seconds=0.2,
         rows=rows,
         left_out=(),
     )
@@ -46,13 +46,13 @@ def test_a_row_that_was_cut_is_best_only_where_no_other_is():
     assert made(cut).best["exact"].spec == "dear"
     hopeful = row("dear", seconds=0.1, cut=True, hopeful=True)
     plan = made(hopeful, row("bsp", seconds=0.2))
-    assert plan.best["exact"].spec == plan.advised["exact"].spec == "dear"
+    assert plan.best["exact"].spec == plan.recommended["exact"].spec == "dear"
     assert shortlist(plan) == {"exact": ["dear", "bsp"]}
 
 
 def test_a_faster_link_gives_what_it_would_give():
     plan = made(row("bsp:buckets=single", seconds=0.33))
-    job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
+    job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
     rates = (12.5e6, 125e6)
     points = what_if(plan, job, workers=(1, 2), rates=rates)
     size = sum(layers(1).sizes)
@@ -62,13 +62,13 @@ def test_a_faster_link_gives_what_it_would_give():
         assert by_place[1, rate].efficiency == 1
         seconds = 0.09 + size / rate
         assert by_place[2, rate].step_seconds == pytest.approx(seconds, rel=1e-6)
-        assert by_place[2, rate].speed_up == pytest.approx(2 * 0.09 / seconds)
+        assert by_place[2, rate].speedup == pytest.approx(2 * 0.09 / seconds)
 
 
 def test_what_waits_for_nothing_is_not_run_with_faster_links():
     """Its figures would be the same; and so no slower link makes anything faster."""
     plan = made(row("bsp:compression=powersgd", "lossy"), row("local-sgd", "local"))
-    job = Job(cluster=cluster(2, latency="0s"), workload=layers(2))
+    job = TrainingJob(cluster=cluster(2, latency="0s"), workload=layers(2))
     points = what_if(plan, job, workers=(2, 4), rates=(12.5e6, 1.25e9, 3.125e9))
     assert len(points) == 2 * 2 * 3
     by_place = {(p.consistency, p.workers, p.rate): p.step_seconds for p in points}
@@ -98,7 +98,7 @@ def test_of_each_class_different_methods_or_codes_are_asked_what_if():
 
 def test_pictures_of_a_plan_are_files_that_repeat(tmp_path):
     plan = made(row("bsp", seconds=0.2), row("asp", "asynchronous", 0.3))
-    job = Job(cluster=cluster(4), workload=layers(1))
+    job = TrainingJob(cluster=cluster(4), workload=layers(1))
     points = what_if(plan, job, workers=(1, 2), rates=(12.5e6,))
     first = write_pictures(str(tmp_path), plan, points)
     assert [picture.name for picture in first] == ["plan", "what-if"]
@@ -132,10 +132,10 @@ def test_a_goal_is_a_metric_and_a_number(text):
 
 
 def test_a_plan_is_json():
-    from paceline.tools.plan.suggestions import Helps
+    from paceline.tools.plan.suggestions import Suggestions
     from paceline.tools.plan.tables import to_json
 
-    nothing = Helps(break_even=(), helps=())
+    nothing = Suggestions(break_even=(), helps=())
     content = msgspec.json.decode(to_json(made(row("bsp")), nothing, ()))
     assert content["best"] == {"exact": "bsp"}
     assert content["rows"][0]["step_seconds"] == 0.09

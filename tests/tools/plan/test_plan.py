@@ -16,7 +16,7 @@ from paceline.spec import parse
 from paceline.tools.plan import Plan, plan
 from paceline.tools.plan.candidates import candidate, first
 from paceline.tools.plan.headline import MANY_STEPS
-from paceline.tools.plan.predict import Job, Prediction, predict
+from paceline.tools.plan.predict import Prediction, TrainingJob, predict
 from tests.tools.plan.helpers import cluster, layers
 
 AT_SWITCHES = {
@@ -41,7 +41,7 @@ def test_every_row_of_every_registry_is_a_candidate_but_those_to_compare_with():
 
 
 def test_a_compressor_to_compare_with_is_predicted_where_it_is_named():
-    job = Job(cluster=cluster(2), workload=layers(2))
+    job = TrainingJob(cluster=cluster(2), workload=layers(2))
     for name in sorted(CONTRIB):
         spec = f"bsp:compression={name}"
         assert candidate(spec).consistency == "lossy"
@@ -106,10 +106,10 @@ def test_the_best_of_each_class_is_the_fastest_of_it(whole):
         assert best.step_seconds == min(row.step_seconds for row in mine)
         assert not best.cut
     exact = whole.best["exact"]
-    assert exact.to_limit >= 1 - 1e-9
+    assert exact.bound_ratio >= 1 - 1e-9
     one = whole.one_machine
     assert one.step_seconds == pytest.approx(0.09)
-    assert exact.speed_up == pytest.approx(2 * one.step_seconds / exact.step_seconds)
+    assert exact.speedup == pytest.approx(2 * one.step_seconds / exact.step_seconds)
     assert exact.samples_per_second == pytest.approx(16 / exact.step_seconds)
 
 
@@ -145,7 +145,7 @@ def test_nothing_that_is_allowed_can_run():
 
 def test_a_small_budget_looks_at_less_and_says_so(whole):
     small = plan(cluster(2), layers(2), budget_seconds=0.2)
-    assert small.unlooked
+    assert small.skipped
     assert len(small.rows) < len(whole.rows)
     with pytest.raises(UsageError, match="--budget"):
         plan(cluster(2), layers(2), budget_seconds=1e-6)
@@ -154,7 +154,7 @@ def test_a_small_budget_looks_at_less_and_says_so(whole):
 def test_one_worker_has_nothing_to_compare():
     found = plan(cluster(1), layers(2))
     assert not found.rows
-    assert found.one_machine.speed_up == 1
+    assert found.one_machine.speedup == 1
 
 
 def require_full_runs(made, job):
@@ -175,7 +175,7 @@ def require_full_runs(made, job):
 def test_each_row_is_its_own_full_run_and_ddps_too_where_it_is_slow():
     """Of more than 16 tensors, so that short runs merge some and plan no buckets: there planned bsp is
     equal to DDP's rule, and in full it is not."""
-    job = Job(cluster=cluster(2), workload=layers(17))
+    job = TrainingJob(cluster=cluster(2), workload=layers(17))
     made = plan(job.cluster, job.workload, allowed=("exact",))
     full = require_full_runs(made, job)
     assert {"bsp", "bsp:buckets=ddp", "bsp:buckets=mg-wfbp", "dear"} <= full
@@ -190,7 +190,7 @@ def test_rows_of_all_classes_are_full_runs(tensors):
     """Also of few tensors, where a short run is of the same model: but of shorter rounds, and without what
     a method learns."""
     rack = Rack(workers=3, link=12.5e6, latency=5e-5, speed=(1.0, 1.0, 0.6))
-    job = Job(cluster=Cluster((rack,)), workload=layers(tensors))
+    job = TrainingJob(cluster=Cluster((rack,)), workload=layers(tensors))
     made = plan(job.cluster, job.workload, budget_seconds=1e4)
     full = require_full_runs(made, job)
     assert {"bsp:buckets=ddp", "osp:collective=native,buckets=ddp"} <= full

@@ -8,16 +8,22 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster, Rack, Workload
-from paceline.tools.plan.lower_bound import limit_seconds
+from paceline.tools.plan.lower_bound import lower_bound_seconds
 from paceline.tools.plan.merged_tensors import FEW, coarse
-from paceline.tools.plan.predict import SHORTENED, Job, Prediction, Refused, predict
+from paceline.tools.plan.predict import (
+    SHORTENED,
+    Prediction,
+    Refused,
+    TrainingJob,
+    predict,
+)
 from paceline.tools.plan.predictor import in_processes, in_this_process
 from tests.tools.plan.helpers import cluster, layers
 
 
 def predicted(spec, *, short=False, **job):
     made = {"cluster": cluster(), "workload": layers()} | job
-    found = predict(Job(**made), spec, short=short)
+    found = predict(TrainingJob(**made), spec, short=short)
     assert isinstance(found, Prediction), found
     return found
 
@@ -36,7 +42,7 @@ def test_one_bucket_takes_what_a_ring_takes():
 def test_no_exact_step_is_below_the_limit(spec):
     """Few steps could show a network that has not filled yet."""
     found = predicted(spec)
-    assert found.step_seconds >= limit_seconds(cluster(), layers()) * (1 - 1e-9)
+    assert found.step_seconds >= lower_bound_seconds(cluster(), layers()) * (1 - 1e-9)
     assert found.bytes_sent == pytest.approx(1.5 * sum(layers().sizes))
 
 
@@ -44,8 +50,8 @@ def test_the_limit_counts_what_passes_at_once():
     racks = tuple(replace(rack, burst=0.005) for rack in cluster().racks)
     bursting = replace(cluster(), racks=racks)
     found = predicted("bsp", cluster=bursting)
-    limit = limit_seconds(bursting, layers())
-    assert limit < limit_seconds(cluster(), layers())
+    limit = lower_bound_seconds(bursting, layers())
+    assert limit < lower_bound_seconds(cluster(), layers())
     assert found.step_seconds >= limit * (1 - 1e-9)
 
 
@@ -133,7 +139,7 @@ def test_what_cannot_run_says_why():
     def momentum(parameters):
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-    job = Job(cluster=cluster(), workload=layers(), optimizer=momentum)
+    job = TrainingJob(cluster=cluster(), workload=layers(), optimizer=momentum)
     found = predict(job, "bsp:compression=dgc")
     assert isinstance(found, Refused)
     assert "momentum" in found.why
@@ -183,7 +189,7 @@ def test_fewer_tensors_have_the_same_bytes_and_times():
 
 @pytest.mark.slow
 def test_predictions_in_other_processes_are_the_same():
-    job = Job(cluster=cluster(2), workload=layers(1))
+    job = TrainingJob(cluster=cluster(2), workload=layers(1))
     specs = ["bsp:buckets=single", "bsp:compression=dgc,compression.density=3"]
     with in_processes(2) as predict_all:
         elsewhere = list(predict_all(job, specs, short=True))

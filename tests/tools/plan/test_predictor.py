@@ -16,18 +16,18 @@ from paceline.cluster import Workload, uniform_cluster
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
 from paceline.tools.plan import predict as predict_module
-from paceline.tools.plan.predict import Job
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.predictor import _Pool
 from tests.tools.plan.helpers import cluster, layers
 
 PLANS = """
 import os, sys
-from paceline.tools.plan.predict import Job
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.predictor import in_processes
 from tests.tools.plan.helpers import cluster, layers
 
 if __name__ == "__main__":
-    job = Job(cluster=cluster(), workload=layers())
+    job = TrainingJob(cluster=cluster(), workload=layers())
     with in_processes(2) as predict:
         answers = list(predict(job, ["bsp", "bsp:buckets=ddp"] * 4, short=True))
         print(*predict._pool._processes, flush=True)  # idle by now: they wait for more
@@ -75,7 +75,7 @@ class Submitted:
 
 
 def test_the_longest_prediction_begins_first_and_answers_keep_their_order():
-    job = Job(cluster=cluster(8), workload=layers(8))
+    job = TrainingJob(cluster=cluster(8), workload=layers(8))
     pool = Submitted()
     asked = [(job, spec) for spec in ("bsp:buckets=ddp", "asp", "bsp:collective=tree")]
     assert list(_Pool(pool).each(asked)) == [spec for _, spec in asked]
@@ -90,7 +90,7 @@ def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
 
     monkeypatch.setitem(METHODS, "own", Own)
     pool = Submitted()
-    job = Job(cluster=cluster(2), workload=layers(1))
+    job = TrainingJob(cluster=cluster(2), workload=layers(1))
     (said,) = _Pool(pool)(job, ["own:buckets=ddp"], short=True)
     assert pool.specs == []
     assert said.step_seconds > 0
@@ -105,7 +105,7 @@ def test_representatives_of_many_workers_have_the_figures_of_all(spec, monkeypat
         backward=(0.02,) * 3,
         update=0.0,
     )
-    job = Job(cluster=uniform_cluster(20, "1gbit", "50us"), workload=load)
+    job = TrainingJob(cluster=uniform_cluster(20, "1gbit", "50us"), workload=load)
     few = predict_module.predict(job, spec)
     monkeypatch.setattr(predict_module, "_few_are_enough", lambda job, run: False)
     full = predict_module.predict(job, spec)

@@ -9,14 +9,14 @@ from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.cluster.profiling.step_profiler import MOST_STEPS
 from paceline.run_options import RunOptions, ScriptJob
-from paceline.runtimes.results import Summary
+from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.launch import run_script
 from paceline.runtimes.simulated.profile_cache import profile_script
 from paceline.tools.auto.step_watch import with_all
-from paceline.tools.plan.lower_bound import alone, limit_seconds
-from paceline.tools.plan.predict import Job, Prediction, predict
-from paceline.tools.plan.script import facts_of
+from paceline.tools.plan.lower_bound import alone, lower_bound_seconds
+from paceline.tools.plan.predict import Prediction, TrainingJob, predict
+from paceline.tools.plan.script import analyze_script
 from tests.tools.plan.helpers import cluster, layers
 
 SCRIPT = """
@@ -66,7 +66,7 @@ def test_passes_and_uses_of_gradients_are_found_out(
     passes, clips, uses, script, tmp_path
 ):
     """A norm that is logged in one step of three is no habit."""
-    facts = facts_of(script, [str(passes), clips], tmp_path)
+    facts = analyze_script(script, [str(passes), clips], tmp_path)
     assert (facts.passes, facts.uses_gradients) == (passes, uses)
     known = replace(layers(), passes=7, uses_gradients=not uses, source="a file")
     made = facts.of_script(known)
@@ -82,17 +82,17 @@ def test_passes_and_uses_of_gradients_are_found_out(
 def test_a_prediction_is_what_the_script_itself_takes(
     passes, clips, spec, script, tmp_path
 ):
-    facts = facts_of(script, [str(passes), clips], tmp_path)
+    facts = analyze_script(script, [str(passes), clips], tmp_path)
     spread = Workload.spread(facts.names, facts.sizes, 0.02, 0.04)
     slow = uniform_cluster(4, "10mbit", "50us")
-    said = predict(Job(cluster=slow, workload=facts.of_script(spread)), spec)
+    said = predict(TrainingJob(cluster=slow, workload=facts.of_script(spread)), spec)
     simulation = Simulation(
         slow,
         options=RunOptions(method=spec, tells=False),
         compute=ComputeModel(workload=spread),
     )
     recorder = run_script(simulation, script, [str(passes), clips]).recorders[0]
-    taken = Summary.of(recorder)
+    taken = StepStats.of(recorder)
     assert isinstance(said, Prediction)
     assert said.step_seconds == pytest.approx(taken.step_seconds, rel=2e-3)
     assert said.compute_seconds == pytest.approx(0.06 * passes)
@@ -101,13 +101,15 @@ def test_a_prediction_is_what_the_script_itself_takes(
 def test_who_clips_gains_nothing_by_waiting_late():
     """And who does not, does: the parameters of the next pass wait instead."""
     for uses in (False, True):
-        job = Job(cluster=cluster(), workload=replace(layers(), uses_gradients=uses))
+        job = TrainingJob(
+            cluster=cluster(), workload=replace(layers(), uses_gradients=uses)
+        )
         dear, bsp = (predict(job, spec).step_seconds for spec in ("dear", "bsp"))
         assert (dear < 0.97 * bsp) == (not uses)
 
 
 def test_a_workloads_passes_are_a_jobs_unless_it_says_others():
-    job = Job(cluster=cluster(), workload=replace(layers(), passes=3))
+    job = TrainingJob(cluster=cluster(), workload=replace(layers(), passes=3))
     assert job.passes == 3
     assert replace(job, accumulate=16).passes == 16
     assert replace(job, workload=layers()).passes == 1  # as of files that do not say it
@@ -117,7 +119,7 @@ def test_a_workloads_passes_are_a_jobs_unless_it_says_others():
     assert one.step_seconds == pytest.approx(3 * 0.09)
     assert one.samples_per_second == pytest.approx(8 / 0.09)
     fast = uniform_cluster(4, "100gbit", "0s")
-    assert limit_seconds(fast, job.workload) == pytest.approx(3 * 0.09)
+    assert lower_bound_seconds(fast, job.workload) == pytest.approx(3 * 0.09)
 
 
 def test_a_profile_has_both(script):

@@ -8,7 +8,7 @@ import pytest
 from paceline.cluster import Cluster, Rack
 from paceline.tools.plan import plan
 from paceline.tools.plan.break_even import _Search, break_evens, with_links
-from paceline.tools.plan.predict import Job, predict
+from paceline.tools.plan.predict import TrainingJob, predict
 from paceline.tools.plan.prediction_cost import Budget, cost
 from paceline.tools.plan.predictor import in_this_process
 from paceline.tools.plan.suggestions import fastest_first, helps, with_hosts
@@ -18,7 +18,7 @@ from tests.tools.plan.test_more import made, row
 
 def test_the_break_even_link_is_where_one_bucket_takes_as_long():
     """n workers take compute + 2 (n - 1) / n S / b, and are as fast as one at n computes."""
-    job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
+    job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
     (found,) = break_evens(job, ["bsp:buckets=single"], 0.09)
     size = sum(layers(1).sizes)
     assert found.rate == pytest.approx(1.5 * size / (3 * 0.09), rel=0.03)
@@ -27,7 +27,7 @@ def test_the_break_even_link_is_where_one_bucket_takes_as_long():
 
 def test_looks_at_links_are_counted_as_many_as_there_are():
     """And a search that the budget does not see to its end has no answer."""
-    job = Job(cluster=cluster(4, latency="0s"), workload=layers(1))
+    job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
     spec = "bsp:buckets=single"
     price = cost(job, spec, short=True)
     asked = []
@@ -47,7 +47,7 @@ def test_looks_at_links_are_counted_as_many_as_there_are():
 
 
 def test_no_link_helps_where_latency_is_all():
-    job = Job(cluster=cluster(2, latency="1s"), workload=layers(1))
+    job = TrainingJob(cluster=cluster(2, latency="1s"), workload=layers(1))
     (found,) = break_evens(job, ["bsp:buckets=single"], 0.09)
     assert found.rate is None
     assert "no link" in found.words
@@ -85,28 +85,29 @@ def test_a_break_even_is_found_in_few_looks(name, seconds, rate):
 
 @pytest.mark.slow
 def test_what_would_help_is_what_it_gives_when_it_runs():
-    job = Job(cluster=cluster(4), workload=layers(2))
+    job = TrainingJob(cluster=cluster(4), workload=layers(2))
     whole = plan(job.cluster, job.workload, allowed=("exact",))
     found = helps(whole, job)
     by_name = {one.what: one for one in found.helps}
     sixteen = by_name["accumulate 16 batches an update"]
     said = predict(
-        Job(cluster=job.cluster, workload=job.workload, accumulate=16), sixteen.spec
+        TrainingJob(cluster=job.cluster, workload=job.workload, accumulate=16),
+        sixteen.spec,
     )
-    assert sixteen.speed_up == pytest.approx(4 * 16 * 0.09 / said.step_seconds)
-    assert sixteen.speed_up > by_name["accumulate 4 batches an update"].speed_up
+    assert sixteen.speedup == pytest.approx(4 * 16 * 0.09 / said.step_seconds)
+    assert sixteen.speedup > by_name["accumulate 4 batches an update"].speedup
     assert "2 workers instead of 4" not in by_name  # less than four give
     assert found.tried > len(found.helps)
-    now = whole.best["exact"].speed_up
-    assert all(one.speed_up > now for one in found.helps)
-    gains = [one.speed_up for one in found.helps]
+    now = whole.best["exact"].speedup
+    assert all(one.speedup > now for one in found.helps)
+    gains = [one.speedup for one in found.helps]
     assert gains == sorted(gains, reverse=True)
 
 
 def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
-    job = Job(cluster=cluster(2), workload=layers(1))
+    job = TrainingJob(cluster=cluster(2), workload=layers(1))
     spec = "bsp:compression=int8"
-    plan_ = made(row(spec, "lossy", 0.2, speed_up=0.9))
+    plan_ = made(row(spec, "lossy", 0.2, speedup=0.9))
     found = helps(plan_, job)
     assert [one.spec for one in found.break_even] == [spec]
     assert {one.spec for one in found.helps} == {spec}
@@ -116,7 +117,7 @@ def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
 def test_a_script_that_accumulates_is_not_told_to_accumulate_as_much():
     work = replace(layers(1), passes=4)
     found = helps(
-        made(row("bsp", speed_up=0.1)), Job(cluster=cluster(2), workload=work)
+        made(row("bsp", speedup=0.1)), TrainingJob(cluster=cluster(2), workload=work)
     )
     said = [one.what for one in found.helps]
     assert "accumulate 16 batches an update" in said

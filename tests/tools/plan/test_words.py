@@ -1,23 +1,23 @@
-"""What people read of a plan: the verdict, why, which is advised, and what was gained."""
+"""What people read of a plan: the verdict, why, which is recommended, and what was gained."""
 
 import msgspec
 
-from paceline.runtimes.results import Failed, Result
+from paceline.runtimes.results import FailedRun, RunResult
 from paceline.tools.compare.gains import Gain, gains, print_gains
 from paceline.tools.compare.goal import Goal
 from paceline.tools.plan.headline import command, commands, reasons, summary, verdict
 from paceline.tools.plan.report import plan_page
-from paceline.tools.plan.suggestions import DDP, BreakEven, Help, Helps
+from paceline.tools.plan.suggestions import DDP, BreakEven, Suggestion, Suggestions
 from paceline.tools.plan.tables import print_plan, to_json
 from tests.tools.plan.helpers import cluster
 from tests.tools.plan.test_more import made, row
 
-NOTHING = Helps(break_even=(), helps=())
+NOTHING = Suggestions(break_even=(), helps=())
 
 
 def sped(spec, consistency="exact", seconds=0.1, sent=1e6, **others):
     """Four workers, 90 ms alone."""
-    made_row = row(spec, consistency, seconds, speed_up=4 * 0.09 / seconds, **others)
+    made_row = row(spec, consistency, seconds, speedup=4 * 0.09 / seconds, **others)
     return msgspec.structs.replace(made_row, bytes_sent=sent)
 
 
@@ -68,7 +68,7 @@ def test_what_is_hardly_faster_than_ddps_rule_is_no_reason_to_change():
 
 def to_json_advised(plan):
     content = msgspec.json.decode(to_json(plan, NOTHING, [], []))
-    return content["advised"].items()
+    return content["recommended"].items()
 
 
 def test_a_method_that_learns_long_says_from_when_on_it_is_that_fast(capsys):
@@ -88,7 +88,7 @@ def test_a_method_that_learns_long_says_from_when_on_it_is_that_fast(capsys):
 
 def test_changes_that_do_not_help_are_counted_and_not_listed():
     plan = made(sped("bsp", seconds=0.15))
-    tried = Helps(break_even=(), helps=(), tried=5)
+    tried = Suggestions(break_even=(), helps=(), tried=5)
     text = "\n".join(words for _, words in summary(plan, cluster(4), tried))
     assert "none of 5 changes that were tried" in text
     text = "\n".join(words for _, words in summary(plan, cluster(4), NOTHING))
@@ -97,7 +97,7 @@ def test_changes_that_do_not_help_are_counted_and_not_listed():
 
 def test_the_verdict_says_that_one_machine_is_faster():
     equal = BreakEven(spec="bsp", rate=290e6, words="as fast at 2.3 Gbit/s")
-    found = Helps(break_even=(equal,), helps=())
+    found = Suggestions(break_even=(equal,), helps=())
     slow = sped("bsp", seconds=0.72)
     said = verdict(made(slow), found)
     assert "slower than one machine with every exact method (0.50 x" in said
@@ -121,17 +121,17 @@ def test_of_what_loses_something_the_one_that_sends_most_is_advised():
         sped("cut", "lossy", 0.110, sent=9e9, cut=True),
     )
     assert plan.best["lossy"].spec == "random"
-    assert plan.advised["lossy"].spec == "int4"
-    assert plan.advised["delayed"].spec == "delayed"
+    assert plan.recommended["lossy"].spec == "int4"
+    assert plan.recommended["delayed"].spec == "delayed"
     only = made(
         sped("cut", "lossy", cut=True), sped("too", "lossy", 0.11, 9e9, cut=True)
     )
-    assert only.advised["lossy"].spec == "too"
+    assert only.recommended["lossy"].spec == "too"
 
 
 def test_the_summary_names_the_network_and_what_hides_it():
-    helped = Help(what="accumulate 4", spec="bsp", step_seconds=0.5, speed_up=3.0)
-    found = Helps(break_even=(), helps=(helped,))
+    helped = Suggestion(what="accumulate 4", spec="bsp", step_seconds=0.5, speedup=3.0)
+    found = Suggestions(break_even=(), helps=(helped,))
     plan = made(sped("bsp", seconds=0.15, sent=1e6), sped(DDP, seconds=0.2))
     text = "\n".join(words for _, words in summary(plan, cluster(4), found))
     assert "90 ms a batch of its own, 360 ms for as many samples as 4 take" in text
@@ -156,10 +156,10 @@ def test_commands_run_what_is_advised_and_quote_what_a_shell_would_eat():
 
 
 def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
-    from paceline.tools.plan.estimates import LeftOut
+    from paceline.tools.plan.estimates import Infeasible
 
     outs = tuple(
-        LeftOut(spec=f"x{i}", consistency="delayed", why=why)
+        Infeasible(spec=f"x{i}", consistency="delayed", why=why)
         for i, why in enumerate(("needs a switch", "it clips", "it clips"))
     )
     plan = msgspec.structs.replace(made(sped("bsp"), sped(DDP)), left_out=outs)
@@ -204,7 +204,7 @@ def test_each_reason_for_a_brief_look_has_its_own_line(capsys):
         sped("slow", seconds=0.5, cut=True),
         sped("slower", seconds=0.6, cut=True),
     )
-    plan = msgspec.structs.replace(plan, unlooked=5)
+    plan = msgspec.structs.replace(plan, skipped=5)
     print_plan(plan, NOTHING, cluster(4), "train.py")
     lines = capsys.readouterr().out.splitlines()
     assert "4 candidates ran: --all lists each, and why" in lines
@@ -216,7 +216,7 @@ def test_each_reason_for_a_brief_look_has_its_own_line(capsys):
 
 def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
     def ran(seconds):
-        return Result(
+        return RunResult(
             runtime="simulated",
             workers=4,
             method="bsp",
@@ -232,7 +232,7 @@ def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
     rows = [
         Gain("DDP", DDP, ran(0.36), planned=0.35, reached=3.0, steps=8),
         Gain("delayed", "osp", ran(0.18)),
-        Gain("local", "x", Failed(failed="no", exit_status=1)),
+        Gain("local", "x", FailedRun(failed="no", exit_status=1)),
     ]
     headings, table = gains(rows, 4, 0.09, Goal("accuracy", 0.95))
     named = [dict(zip(headings, line, strict=True)) for line in table]

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from paceline.records import STEP_ROW, Span
-from paceline.runtimes.results import Result
+from paceline.runtimes.results import RunResult
 from paceline.tools.compare.runner import Variant, VariantStep
 from paceline.tools.report.traces import chrome_trace
 
@@ -20,7 +20,7 @@ Metrics = Mapping[str, float | None]
 class Comparison:
     """Variants, what they took, and their records."""
 
-    results: list[tuple[str, Result]] = field(default_factory=list)
+    results: list[tuple[str, RunResult]] = field(default_factory=list)
     steps: list[VariantStep] = field(default_factory=list)
 
     @property
@@ -40,7 +40,7 @@ class Comparison:
     ) -> None:
         """A variant whose workers all log *logged*[k] before the end of step k + 1, and
         *last* after the last one."""
-        result = Result(
+        result = RunResult(
             runtime=runtime,
             workers=workers,
             method=spec,

@@ -16,12 +16,12 @@ from urllib.parse import unquote
 import pytest
 
 from paceline.errors import UsageError
-from paceline.runtimes.results import Failed
+from paceline.runtimes.results import FailedRun
 from paceline.tools.compare.report import write_report
 from paceline.tools.compare.runner import Variant
 from paceline.tools.report.html import text_of
-from paceline.tools.report.report_model import Page as PageData
-from paceline.tools.report.report_model import Timelines
+from paceline.tools.report.model import Report as PageData
+from paceline.tools.report.model import TimelineSection
 from paceline.tools.report.timeline import Step
 from tests.support.hanging import SECONDS
 from tests.tools.report.cases import Comparison, three, wild
@@ -31,7 +31,7 @@ LAYERS = ROOT / "examples" / "layers.py"
 VOID = {"meta", "link", "br", "wbr", "img", "input", "hr"}
 
 
-class Page(HTMLParser):
+class Report(HTMLParser):
     """What a browser would see: tags, attributes, text."""
 
     def __init__(self, text: str) -> None:
@@ -110,7 +110,7 @@ def text_of_wild(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_page_holds_everything(text_of_three: str) -> None:
-    page = Page(text_of_three)
+    page = Report(text_of_three)
     for word in (
         "digits.py: <3 variants",
         "paceline compare digits.py --method 'a<b>'",
@@ -135,7 +135,7 @@ def test_the_page_holds_everything(text_of_three: str) -> None:
 def test_links_lead_to_files_that_are_there(
     folder_of_three: Path, text_of_three: str
 ) -> None:
-    page = Page(text_of_three)
+    page = Report(text_of_three)
     links = [
         value for tag, name, value in page.attributes if (tag, name) == ("a", "href")
     ]
@@ -152,7 +152,7 @@ def test_nothing_is_fetched_and_no_other_script_runs(
     which: str, request: pytest.FixtureRequest
 ) -> None:
     text: str = request.getfixturevalue(which)
-    page = Page(text)
+    page = Report(text)
     assert not {"img", "iframe", "object", "embed", "base", "image"} & set(page.tags)
     assert not page.all_of("src")
     assert page.tags["link"] == 1  # the icon, else a browser asks for one
@@ -176,16 +176,16 @@ def test_nothing_is_fetched_and_no_other_script_runs(
 @pytest.mark.parametrize("name", ["</script><b>", "a'\"b", "<!--<script>", "\u2028 漢"])
 def test_data_keep_their_names_and_stay_where_they_are(name: str) -> None:
     step = Step(name=name, what="", seconds=1.0, workers=(), names=(name,))
-    timelines = Timelines(title="t", steps=(step,))
+    timelines = TimelineSection(title="t", steps=(step,))
     text = text_of(PageData(title="t", answer="", sections=[timelines]))
-    page = Page(text)
+    page = Report(text)
     assert len(page.scripts) == 2
     assert json.loads(page.scripts[0])[0]["names"] == [name]
     assert "<" not in page.scripts[0]
 
 
 def test_names_are_escaped(text_of_wild: str) -> None:
-    page = Page(text_of_wild)
+    page = Report(text_of_wild)
     assert "<b>" not in text_of_wild
     assert page.cells.count("bsp:a=<b>&'\"") == 1
     assert page.cells.count('<script src="http://bad">&$x_1$') == 1
@@ -193,7 +193,7 @@ def test_names_are_escaped(text_of_wild: str) -> None:
 
 
 def test_ids_are_unique(text_of_three: str) -> None:
-    ids = Page(text_of_three).all_of("id")
+    ids = Report(text_of_three).all_of("id")
     assert len(ids) == len(set(ids)) > 10
 
 
@@ -229,7 +229,7 @@ def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
         notes=[],
         consistencies=["exact", "local", ""],
     )
-    page = Page(path.read_text(encoding="utf-8"))
+    page = Report(path.read_text(encoding="utf-8"))
     assert page.cells[:3] == ["variant", "consistency", "buckets"]
     assert page.cells[11:13] == ["bsp", "exact"]
     assert page.cells[33:35] == ["bsp:buckets=single", "-"]
@@ -239,7 +239,7 @@ def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
 def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> None:
     comparison = Comparison()
     comparison.add("bsp", [{}] * 3)
-    page = Page(write(comparison, tmp_path))
+    page = Report(write(comparison, tmp_path))
     assert page.cells[:7] == [
         "variant",
         "buckets",
@@ -259,7 +259,7 @@ def test_figures_are_sorted_by_their_own_values(tmp_path: Path) -> None:
     comparison = Comparison()
     for spec, compute in (("bsp", 0.03), ("asp", 0.01)):
         comparison.add(spec, [{"loss": 0.5}] * 3, compute=compute)
-    page = Page(write(comparison, tmp_path))
+    page = Report(write(comparison, tmp_path))
     values = [
         float(value)
         for tag, name, value in page.attributes
@@ -300,7 +300,7 @@ def test_compare_writes_the_page_and_names_it(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "page: paceline-runs/index.html"
-    page = Page((tmp_path / "paceline-runs" / "index.html").read_text())
+    page = Report((tmp_path / "paceline-runs" / "index.html").read_text())
     assert "2 workers, 1 Gbit/s, 50 us" in page.text
     assert "--method bsp:buckets=wfbp" in page.text
     assert f"{LAYERS}: 1 variant" in page.text
@@ -321,7 +321,7 @@ def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
 ) -> None:
     comparison = three()
     comparison.leave(tmp_path)
-    failed = Failed(failed="it <broke>", exit_status=1)
+    failed = FailedRun(failed="it <broke>", exit_status=1)
     results = [("asp", failed), *comparison.results]
     path = write_report(
         str(tmp_path),
@@ -332,7 +332,7 @@ def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
         notes=[],
     )
     text = path.read_text(encoding="utf-8")
-    page = Page(text)
+    page = Report(text)
     assert "asp [1]" in page.cells
     assert "failed: it <broke>" in page.text
     assert page.text.count("asp") == 1  # in no list of steps, no picture, no trace

@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from paceline.runtimes.results import Failed, Outcome
+from paceline.runtimes.results import FailedRun, Outcome
 from paceline.tools.compare.report import table
 from paceline.tools.compare.runner import to_json
 from paceline.tools.report.terminal import print_results, sheet
 from tests.tools.report.cases import three
 
-FAILED = Failed(failed="worker 0 raised GradientError: clipped", exit_status=1)
+FAILED = FailedRun(failed="worker 0 raised GradientError: clipped", exit_status=1)
 
 
 def rows_with_a_failure() -> list[tuple[str, Outcome]]:

@@ -39,7 +39,7 @@ from paceline.runtimes.real.job_store import JobStore
 from paceline.runtimes.real.peer_monitor import PeerMonitor, end_after_grace, exit_grace
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 from paceline.runtimes.real.services import RealServices
-from paceline.runtimes.results import Result, Summary, exchange_summaries
+from paceline.runtimes.results import RunResult, StepStats, gather_stats
 from paceline.timeouts import timeouts
 from paceline.tools.report.run_files import WorkerRecords
 from paceline.torch_internals import COLLECTIVES, local_store
@@ -315,11 +315,11 @@ class RealRuntime:
         if self.options.profile is not None:
             self._write_profile(self.options.profile)
         if self.options.json:
-            mine = Summary.of(self.recorder)
+            mine = StepStats.of(self.recorder)
             summaries = [mine]
             if dist.is_initialized():
                 store = default_store()
-                summaries = exchange_summaries(mine, self.rank, self.size, store)
+                summaries = gather_stats(mine, self.rank, self.size, store)
                 if len(summaries) < self.size:
                     self.recorder.add_note(
                         f"figures are of {len(summaries)} of {self.size} workers: the "
@@ -328,7 +328,7 @@ class RealRuntime:
             if self.rank == 0:
                 for caution in self._cautions():
                     self.recorder.add_note(caution)
-                result = Result.of(
+                result = RunResult.of(
                     *(self.name, self.size, self.recorder, summaries),
                     *(self.options.steps, self.registry.first_step),
                 )

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
-from paceline.runtimes.results import Result, Summary
+from paceline.runtimes.results import RunResult, StepStats
 from paceline.runtimes.simulated.compute import ComputeModel
 from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
 
@@ -51,7 +51,7 @@ def result_of(
     cluster: Cluster,
     compute: ComputeModel,
     asked: int | None = None,
-) -> Result:
+) -> RunResult:
     """The simulation's result object; raises `UsageError` if nothing was trained. *compute*: what
     it was charged by; *asked*: how many steps it was to have."""
     if not outcome.recorders[0].method:
@@ -59,9 +59,9 @@ def result_of(
             "the script ended without calling paceline.distribute: nothing was trained"
         )
     summaries = outcome.by_worker(
-        [Summary.of(recorder) for recorder in outcome.recorders]
+        [StepStats.of(recorder) for recorder in outcome.recorders]
     )
-    result = Result.of(
+    result = RunResult.of(
         "simulated", cluster.workers, outcome.recorders[0], summaries, asked
     )
     result.notes += sorted(outcome.estimated_compressors)

@@ -31,7 +31,7 @@ from paceline.interfaces import (
 )
 from paceline.interfaces.buckets import stand_in_for, wire_bytes
 from paceline.interfaces.trainings import Place, TrainingRegistry
-from paceline.records import Kept, Span, StepRecorder
+from paceline.records import RecordsInMemory, Span, StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated.clock import (
     Completion,
@@ -94,7 +94,7 @@ class SimulationResult:
     all workers ran), and *representatives* says that in a sentence."""
 
     recorders: list[StepRecorder] = field(default_factory=list)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[RecordsInMemory] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     virtual_seconds: float = 0.0
     switches: int = 0
@@ -430,7 +430,7 @@ class SimulatedRuntime:
         self.cluster = simulation.cluster
         kept = None
         if simulation.trace:
-            kept = Kept([], [])
+            kept = RecordsInMemory([], [])
             simulation.result.kept.append(kept)
         self.clock = WorkerClock(simulation, rank, kept)
         self.recorder, self._compute = self.clock.recorder, self.clock.compute
@@ -523,7 +523,9 @@ class WorkerClock:
 
     is_virtual: ClassVar[bool] = True
 
-    def __init__(self, simulation: Simulation, rank: int, kept: Kept | None) -> None:
+    def __init__(
+        self, simulation: Simulation, rank: int, kept: RecordsInMemory | None
+    ) -> None:
         self._simulation, self._rank = simulation, rank
         self.recorder = StepRecorder(rank, self.now, kept)
         cluster, classes = simulation.cluster, simulation.classes

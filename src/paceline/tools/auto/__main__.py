@@ -23,11 +23,11 @@ from paceline.errors import PacelineError
 from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 from paceline.tools.auto.decision import Answer, Predicted, Question
-from paceline.tools.plan.estimates import LOSSLESS, Plan, Row
+from paceline.tools.plan.estimates import LOSSLESS, Estimate, Plan
 from paceline.tools.plan.predict import (
-    Job,
     MakeOptimizer,
     Prediction,
+    TrainingJob,
     plain_sgd,
     predict,
 )
@@ -56,27 +56,27 @@ def answer(question: Question) -> Answer:
         refused=question.refused,
         epoch_steps=question.epoch_steps,
     )
-    job = Job(
+    job = TrainingJob(
         cluster=cluster,
         workload=workload,
         optimizer=optimizer,
         epoch_steps=question.epoch_steps,
     )
     present = present_of(made, question.present, job)
-    advised = made.advised
+    recommended = made.recommended
     return Answer(
         best=tuple(map(_predicted, worth_trying(made, allowed, present))),
         present=present,
-        next=_predicted(advised[following[0]])
-        if set(following) & set(advised)
+        next=_predicted(recommended[following[0]])
+        if set(following) & set(recommended)
         else None,
         candidates=len(made.rows),
-        limit=made.limit_seconds,
+        limit=made.lower_bound_seconds,
         one_machine=made.one_machine.step_seconds,
     )
 
 
-def present_of(made: Plan, spec: str, job: Job) -> Predicted | None:
+def present_of(made: Plan, spec: str, job: TrainingJob) -> Predicted | None:
     """What runs, predicted: its row, or else on its own; None where it cannot run there."""
     row = made.row(spec)
     if row is not None and not row.cut:
@@ -90,12 +90,12 @@ def present_of(made: Plan, spec: str, job: Job) -> Predicted | None:
 
 def worth_trying(
     made: Plan, allowed: Sequence[Consistency], present: Predicted | None
-) -> list[Row]:
+) -> list[Estimate]:
     """The best of the allowed classes that are predicted to be clearly faster than what runs, and
     are not of one kind: another bucket rule alone makes no other candidate. Of classes that lose something
-    only what is advised."""
+    only what is recommended."""
     most = float("inf") if present is None else WORTH_IT * present.seconds
-    advised, best = made.advised, made.best
+    recommended, best = made.recommended, made.best
     usable = [
         row
         for row in made.rows
@@ -103,9 +103,9 @@ def worth_trying(
         # What the budget was too small for counts, too.
         and row.counts >= best[row.consistency].counts
         and row.step_seconds < most
-        and (row.consistency in LOSSLESS or row == advised[row.consistency])
+        and (row.consistency in LOSSLESS or row == recommended[row.consistency])
     ]
-    chosen: list[Row] = []
+    chosen: list[Estimate] = []
     while usable and len(chosen) < TRIED:
         fastest = min(row.step_seconds for row in usable)
         near = [row for row in usable if row.step_seconds <= ALIKE * fastest]
@@ -121,7 +121,7 @@ def _kind(text: str) -> tuple[str, ...]:
     return spec.name, *said
 
 
-def _predicted(row: Row) -> Predicted:
+def _predicted(row: Estimate) -> Predicted:
     return Predicted(
         spec=row.spec, consistency=row.consistency, seconds=row.step_seconds
     )

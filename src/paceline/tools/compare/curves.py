@@ -11,7 +11,7 @@ from statistics import fmean
 
 import msgspec
 
-from paceline.runtimes.results import Result
+from paceline.runtimes.results import RunResult
 from paceline.tools.compare.runner import VariantStep
 
 MOST_POINTS, MOST_POINTS_OF_ALL = 500, 4000
@@ -36,7 +36,7 @@ def read_steps(folder: str) -> list[VariantStep]:
 
 
 def curves_of(
-    results: Sequence[tuple[str, Result]], steps: Iterable[VariantStep]
+    results: Sequence[tuple[str, RunResult]], steps: Iterable[VariantStep]
 ) -> dict[str, list[Curve]]:
     """For each metric, in the order of first mention, a curve per variant.
 

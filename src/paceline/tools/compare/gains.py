@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from paceline.runtimes.results import Failed, Outcome
+from paceline.runtimes.results import FailedRun, Outcome
 from paceline.tools.compare.goal import Goal
 from paceline.tools.report.terminal import console_for_tables
 from paceline.units import show_seconds
@@ -35,7 +35,7 @@ def gains(
     samples as one worker in a step. The first row of *rows* is what the others are compared
     with beside it: where it has reached the goal, so has one machine after as many steps, as it
     learns the same."""
-    results = [row.outcome for row in rows if not isinstance(row.outcome, Failed)]
+    results = [row.outcome for row in rows if not isinstance(row.outcome, FailedRun)]
     metrics = list(dict.fromkeys(name for one in results for name in one.metrics))
     if goal is not None:
         metrics = [goal.metric]
@@ -61,18 +61,18 @@ def gains(
         cells = [
             row.role,
             row.spec,
-            "failed" if isinstance(row.outcome, Failed) else _seconds(step),
+            "failed" if isinstance(row.outcome, FailedRun) else _seconds(step),
             _seconds(row.planned),
             _over(one, step),
             _over(base, step),
         ]
-        if isinstance(row.outcome, Failed):
+        if isinstance(row.outcome, FailedRun):
             cells += ["-"] * len(metrics)
         else:
             values = (row.outcome.metrics.get(name) for name in metrics)
             cells += ["-" if value is None else f"{value:.4g}" for value in values]
         if goal is not None:
-            failed = isinstance(row.outcome, Failed)
+            failed = isinstance(row.outcome, FailedRun)
             missed = "-" if failed else "never"
             after = missed
             if row.reached is not None:
@@ -110,7 +110,7 @@ def print_gains(
 
 
 def _step(outcome: Outcome) -> float | None:
-    return None if isinstance(outcome, Failed) else outcome.step_seconds
+    return None if isinstance(outcome, FailedRun) else outcome.step_seconds
 
 
 def _seconds(value: float | None) -> str:

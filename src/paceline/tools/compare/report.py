@@ -7,24 +7,24 @@ from functools import partial
 from pathlib import Path
 
 from paceline.records import StepRecord
-from paceline.runtimes.results import Outcome, Result
+from paceline.runtimes.results import Outcome, RunResult
 from paceline.tools.compare.curves import read_steps
 from paceline.tools.compare.runner import Variant, VariantStep
 from paceline.tools.report.colours import COLOURS
 from paceline.tools.report.html import NAME, write_page
-from paceline.tools.report.pictures import Picture, for_page
-from paceline.tools.report.plots import Look, looks_of, write_plots
-from paceline.tools.report.report_model import (
+from paceline.tools.report.model import (
     Cell,
     Drawn,
     Links,
     Number,
-    Page,
     Pictures,
+    Report,
     Section,
     Table,
-    Timelines,
+    TimelineSection,
 )
+from paceline.tools.report.pictures import Picture, for_page
+from paceline.tools.report.plots import Look, looks_of, write_plots
 from paceline.tools.report.terminal import Sheet, sheet
 from paceline.tools.report.timeline import Step, step_of
 from paceline.tools.report.traces import spans_in
@@ -53,9 +53,9 @@ def write_report(
     records = read_steps(folder)
     pictures = write_plots(folder, results, records)
     steps = _steps(Path(folder), variants, results, records)
-    first = next(outcome for _, outcome in results if isinstance(outcome, Result))
+    first = next(outcome for _, outcome in results if isinstance(outcome, RunResult))
     many = "worker" if first.workers == 1 else "workers"
-    page = Page(
+    page = Report(
         title=title,
         answer=answer(results),
         command=command,
@@ -74,7 +74,7 @@ def answer(results: Sequence[tuple[str, Outcome]]) -> str:
     timed = [
         (look.label, outcome.step_seconds)
         for look, (_, outcome) in zip(_looks(results), results, strict=True)
-        if isinstance(outcome, Result) and outcome.step_seconds
+        if isinstance(outcome, RunResult) and outcome.step_seconds
     ]
     if not timed:
         return "no step was taken"
@@ -99,7 +99,7 @@ def _details(
     for consistency, look, (_, outcome) in zip(
         consistencies, _looks(results), results, strict=False
     ):
-        if consistency and isinstance(outcome, Result) and outcome.step_seconds:
+        if consistency and isinstance(outcome, RunResult) and outcome.step_seconds:
             mine = outcome.step_seconds, look.label
             best[consistency] = min(mine, best.get(consistency, mine))
     if len(best) < 2:
@@ -158,14 +158,18 @@ def _shown(
     ]
     return [
         figures,
-        *([Timelines(title="A step, moment by moment", steps=steps)] if steps else []),
+        *(
+            [TimelineSection(title="A step, moment by moment", steps=steps)]
+            if steps
+            else []
+        ),
         Pictures(title="Pictures", pictures=drawn),
     ]
 
 
 def _cells(row: Sequence[str], outcome: Outcome, metrics: Sequence[str]) -> list[Cell]:
     """The table's words, with the figures by which they are sorted."""
-    if not isinstance(outcome, Result):
+    if not isinstance(outcome, RunResult):
         return list(row)
     values = [
         *(outcome.buckets, outcome.settled_from),
@@ -193,7 +197,7 @@ def _steps(
         for look, variant, (_, outcome) in zip(
             _looks(results), variants, results, strict=True
         )
-        if isinstance(outcome, Result)
+        if isinstance(outcome, RunResult)
     ]
     mine: dict[str, list[StepRecord]] = {}
     for record in records:
@@ -219,7 +223,7 @@ def _files(
         for look, variant, (_, outcome) in zip(
             _looks(results), variants, results, strict=True
         )
-        if isinstance(outcome, Result)
+        if isinstance(outcome, RunResult)
     ]
     return [
         Links(

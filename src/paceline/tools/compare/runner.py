@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.records import StepRecord
 from paceline.runtimes.processes import ends_with_this
-from paceline.runtimes.results import Failed, Outcome, Result
+from paceline.runtimes.results import FailedRun, Outcome, RunResult
 from paceline.tools.compare.goal import Goal
 from paceline.tools.report.run_files import claim, make_folder
 from paceline.transport.liveness import without_interrupts
@@ -73,8 +73,8 @@ def run_variant(
     if status or not said.strip():
         with suppress(OSError):
             records.rmdir()  # unless there is something in it
-        return Failed(failed=_reason(errors, status), exit_status=status), errors
-    return msgspec.json.decode(said, type=Result), errors
+        return FailedRun(failed=_reason(errors, status), exit_status=status), errors
+    return msgspec.json.decode(said, type=RunResult), errors
 
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -97,7 +97,7 @@ class VariantStep(StepRecord, kw_only=True):
 
 
 def reached(
-    goal: Goal, variant: Variant, result: Result, folder: Path
+    goal: Goal, variant: Variant, result: RunResult, folder: Path
 ) -> StepRecord | None:
     """The step with which worker 0 of *variant* logged as much as the goal says, if it did. Before
     records are merged."""

@@ -2,7 +2,7 @@
 
 1. `FAULTS` are asked in turn, root causes first; a fault that explains others takes its hosts from
    them: a host whose packets are lost has a slow link, and only the first is named.
-2. Each mends a `Patient`, and virtual time says what that gains; a fault that gains too little is
+2. Each mends a `TrainingModel`, and virtual time says what that gains; a fault that gains too little is
    none (`thresholds`), but for those of `CERTAIN`, of which virtual time knows nothing.
 3. `LATER` are asked of the patient that is left when all those are mended, if anybody can know it.
 
@@ -20,7 +20,7 @@ from statistics import harmonic_mean
 import msgspec
 
 from paceline.tools.doctor.evidence import Evidence
-from paceline.tools.doctor.fault_kinds import Found, Hosts, LateRow, Row
+from paceline.tools.doctor.fault_kinds import Detection, FaultKind, Hosts, LateRow
 from paceline.tools.doctor.network_faults import (
     contention,
     loss,
@@ -29,10 +29,10 @@ from paceline.tools.doctor.network_faults import (
     slow_path,
     wrong_interface,
 )
-from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.network_model import NetworkModel
 from paceline.tools.doctor.thresholds import GAIN, UNLIKE
 from paceline.tools.doctor.training_faults import slow_method, start_up, too_slow
-from paceline.tools.doctor.training_model import Patient, patient_of
+from paceline.tools.doctor.training_model import TrainingModel, patient_of
 from paceline.tools.doctor.worker_faults import (
     input_starves,
     no_overlap,
@@ -41,8 +41,8 @@ from paceline.tools.doctor.worker_faults import (
 )
 from paceline.tools.plan.lower_bound import alone
 
-FAULTS: tuple[Row, ...] = (
-    Row(
+FAULTS: tuple[FaultKind, ...] = (
+    FaultKind(
         name="threads",
         seen="threads of all workers of a host, and its cores",
         do="`OMP_NUM_THREADS`: cores divided by workers; torchrun sets 1 where nothing is said",
@@ -50,58 +50,58 @@ FAULTS: tuple[Row, ...] = (
         # Processors that are short also hold up what is sent and received.
         explains=("slow host", "input starves", "contention"),
     ),
-    Row(
+    FaultKind(
         name="wrong interface",
         seen="the interface that carries the collectives, and the others that are up",
         do="`GLOO_SOCKET_IFNAME` (NCCL: `NCCL_SOCKET_IFNAME`), and an address of that network as `MASTER_ADDR`",
         find=wrong_interface,
         explains=("loss", "contention", "slow link", "slow path"),
     ),
-    Row(
+    FaultKind(
         name="loss",
         seen="segments that are sent again, on each path",
         do="cable, port, driver, radio",
         find=loss,
         explains=("contention", "slow link", "slow path"),
     ),
-    Row(
+    FaultKind(
         name="contention",
         seen="goodput of each path, several times, apart in time",
         do="another link, or another hour, for whoever else uses it",
         find=contention,
         explains=("slow link", "slow path"),
     ),
-    Row(
+    FaultKind(
         name="scarce uplink",
         seen="what hosts get that all send at once, in rounds, against alone",
         do="a faster uplink, or `collective=hierarchical`",
         find=scarce_uplink,
     ),
-    Row(
+    FaultKind(
         name="slow link",
         seen="goodput between each two hosts, each direction; a link is as its best paths",
         do="cable, port, duplex; or train without that host",
         find=slow_link,
     ),
-    Row(
+    FaultKind(
         name="slow path",
         seen="goodput between two hosts that both reach others faster",
         do="what only they share: route, cable between switches, member of a bundle (LAG); or other neighbours in the ring",
         find=slow_path,
     ),
-    Row(
+    FaultKind(
         name="slow host",
         seen="forward and backward on each worker, without waits",
         do="end other programs there, or give it a smaller part: `paceline.Sampler(shares=...)`",
         find=slow_host,
     ),
-    Row(
+    FaultKind(
         name="input starves",
         seen="time from a step's end to the next forward pass, on each worker",
         do="more loader processes that run ahead; less work between steps",
         find=input_starves,
     ),
-    Row(
+    FaultKind(
         name="no overlap",
         seen="when in backward gradients' bytes become ready; whether the model is compiled whole",
         do="compile blocks: `for block in model.blocks: block.compile()`",
@@ -154,7 +154,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """*faults*, from what is to be done first. *step_seconds* as measured, *predicted_seconds* of the job as its
-    parts were measured, *mended_seconds* without its faults (None: nobody can know); *alone_seconds*: one machine's, *limit_seconds*: of any
+    parts were measured, *mended_seconds* without its faults (None: nobody can know); *alone_seconds*: one machine's, *lower_bound_seconds*: of any
     exact mean on the network as it is. Where no script *ran* they are those of an all-reduce of 64 MiB, and there is no step. *notes* say
     why figures tell little, if they do."""
 
@@ -165,7 +165,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     ran: bool
     predicted_seconds: float | None
     mended_seconds: float | None
-    limit_seconds: float
+    lower_bound_seconds: float
     step_seconds: float | None = None
     alone_seconds: float | None = None
     notes: tuple[str, ...] = ()
@@ -181,7 +181,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 def diagnose(evidence: Evidence) -> Diagnosis:
     """Name what is wrong, and predict what mending it gains: a pure function, to the bit, which
     takes the process for its simulations. Raises `UsageError` for evidence that cannot be."""
-    picture = Picture(evidence)
+    picture = NetworkModel(evidence)
     visit = _Visit(patient_of(picture), suspected(picture))
     visit.leave_out_what_gains_nothing()
     known = all(found.mend is not None for found in visit.found.values())
@@ -193,11 +193,11 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return _diagnosis(picture, visit)
 
 
-def suspected(picture: Picture) -> dict[str, Found]:
+def suspected(picture: NetworkModel) -> dict[str, Detection]:
     """What of `FAULTS` is to be seen, whatever it costs; root causes first. Mending one mends its
     symptoms, on its hosts."""
     explained: dict[str, dict[str, Hosts]] = defaultdict(dict)  # by symptom and cause
-    suspects: dict[str, Found] = {}
+    suspects: dict[str, Detection] = {}
     for row in FAULTS:
         causes = explained[row.name]
         spared = frozenset[int]().union(*causes.values())
@@ -223,11 +223,11 @@ def suspected(picture: Picture) -> dict[str, Found]:
 class _Visit:
     """A patient, what was *found*, and steps in virtual time with some of it mended."""
 
-    patient: Patient
-    found: dict[str, Found]
+    patient: TrainingModel
+    found: dict[str, Detection]
     _steps: dict[tuple[str, ...], float | None] = field(default_factory=dict)
 
-    def mended(self, names: Sequence[str] | dict[str, Found]) -> Patient:
+    def mended(self, names: Sequence[str] | dict[str, Detection]) -> TrainingModel:
         """Without these faults."""
         patient = self.patient
         for name, found in self.found.items():
@@ -275,7 +275,7 @@ class _Visit:
         return [(name, None) for name in unknown] + ranked
 
 
-def _diagnosis(picture: Picture, visit: _Visit) -> Diagnosis:
+def _diagnosis(picture: NetworkModel, visit: _Visit) -> Diagnosis:
     evidence, patient = picture.evidence, visit.patient
     measured = [one.step.step.median for one in evidence.workers if one.step]
     # Workers that wait for nobody do different numbers of steps: their rates add up.
@@ -306,7 +306,7 @@ def _diagnosis(picture: Picture, visit: _Visit) -> Diagnosis:
         predicted_seconds=predicted,
         mended_seconds=None if off else visit.mended(visit.found).step_seconds(),
         alone_seconds=alone(patient.job).step_seconds if picture.trains else None,
-        limit_seconds=patient.limit_seconds,
+        lower_bound_seconds=patient.lower_bound_seconds,
         notes=tuple(notes),
     )
 

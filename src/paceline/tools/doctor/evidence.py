@@ -111,7 +111,7 @@ class TogetherEvidence(msgspec.Struct, frozen=True, kw_only=True):
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """All of it. *runtime*: real, emulated or simulated. *cluster*: as the probe inferred it, a cluster file's
     text: latency, processors, workers of a host are taken from there. *workload* and *spec*: what was trained, and
-    how; None and bsp where no script ran. *script* and *arguments*: for the commands that are advised. *shared_cores*: cores that all hosts share, as emulated ones
+    how; None and bsp where no script ran. *script* and *arguments*: for the commands that are recommended. *shared_cores*: cores that all hosts share, as emulated ones
     do.
     """
 

@@ -1,4 +1,4 @@
-"""What a fault is, before it has cost anything: `Found`, and a row of the registry."""
+"""What a fault is, before it has cost anything: `Detection`, and a row of the registry."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from paceline.tools.doctor.evidence import Evidence
-from paceline.tools.doctor.network_model import Picture
-from paceline.tools.doctor.training_model import Patient
+from paceline.tools.doctor.network_model import NetworkModel
+from paceline.tools.doctor.training_model import TrainingModel
 
 Hosts = frozenset[int]
 
 
 @dataclass(frozen=True)
-class Found:
+class Detection:
     """Something wrong. *hosts* are those it is wrong with; *mend* gives the patient without it (None:
     nobody knows what it would be without). *command*: what to run, if something is to be run."""
 
     where: str
     because: str
     do: str
-    mend: Callable[[Patient], Patient] | None
+    mend: Callable[[TrainingModel], TrainingModel] | None
     hosts: Hosts = field(default=frozenset())
     command: str = ""
 
-    def with_symptom(self, symptom: Found, hosts: Hosts) -> Found:
+    def with_symptom(self, symptom: Detection, hosts: Hosts) -> Detection:
         """The same, whose mending mends *symptom*, too, on *hosts*."""
         cause, other = self.mend, symptom.mend
         if cause is None or other is None:
             return self
 
-        def mend(patient: Patient) -> Patient:
+        def mend(patient: TrainingModel) -> TrainingModel:
             patient = cause(patient)
             return patient.as_in(other(patient), hosts)
 
@@ -39,7 +39,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Row:
+class FaultKind:
     """A kind of fault. *seen*: by which measures; *do*: against it, for the page. *find* is not to
     look at the hosts that it is given: their fault has been named already. *explains*: rows below that are mere
     symptoms on the same hosts."""
@@ -47,18 +47,18 @@ class Row:
     name: str
     seen: str
     do: str
-    find: Callable[[Picture, Hosts], Found | None]
+    find: Callable[[NetworkModel, Hosts], Detection | None]
     explains: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class LateRow:
-    """As `Row`, of a fault that is looked for when all those are mended."""
+    """As `FaultKind`, of a fault that is looked for when all those are mended."""
 
     name: str
     seen: str
     do: str
-    find: Callable[[Picture, Patient], Found | None]
+    find: Callable[[NetworkModel, TrainingModel], Detection | None]
 
 
 def listed(words: list[str]) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from paceline.tools.doctor.evidence import Interface, WorkerEvidence
-from paceline.tools.doctor.fault_kinds import Found, Hosts, listed
-from paceline.tools.doctor.network_model import IN, OUT, Direction, Picture
+from paceline.tools.doctor.fault_kinds import Detection, Hosts, listed
+from paceline.tools.doctor.network_model import IN, OUT, Direction, NetworkModel
 from paceline.tools.doctor.racks import Pair
 from paceline.tools.doctor.thresholds import (
     FASTER_INTERFACE,
@@ -17,14 +17,14 @@ from paceline.tools.doctor.thresholds import (
     SLOW_LINK,
     VARIES,
 )
-from paceline.tools.doctor.training_model import Patient
+from paceline.tools.doctor.training_model import TrainingModel
 from paceline.units import show_rate
 
 Ends = dict[int, tuple[Direction, ...]]
 """By host, the directions in which something is wrong."""
 
 
-def slow_link(picture: Picture, spared: Hosts) -> Found | None:
+def slow_link(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Hosts, fewer than half of them, whose link is far below the median host's."""
     usual = picture.usual_link
     bad = _ends(
@@ -33,7 +33,7 @@ def slow_link(picture: Picture, spared: Hosts) -> Found | None:
     if not bad or (len(bad) * 2 >= len(picture.hosts) and not _pair(picture, bad)):
         return None
     rates = [picture.link(host, way) for host, ways in bad.items() for way in ways]
-    return Found(
+    return Detection(
         where=_where(picture, bad),
         because=f"{_rates(rates)}, where {_rate(usual)} is usual",
         do=f"{_look(picture, bad)}: cable, port, duplex (ethtool); or train without it",
@@ -42,7 +42,7 @@ def slow_link(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def slow_path(picture: Picture, spared: Hosts) -> Found | None:
+def slow_path(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Two hosts, or a few such pairs, that reach all others well, and each other far slower."""
     bad = {
         pair: usual
@@ -58,7 +58,7 @@ def slow_path(picture: Picture, spared: Hosts) -> Found | None:
     )
     if lost > LOST:
         because += f", and {100 * lost:.2g} % of segments are sent again"
-    return Found(
+    return Detection(
         where=listed(_paths(picture, bad)),
         because=because,
         do="look at what only they share: route, cable between switches, member of a bundle (LAG); "
@@ -70,7 +70,7 @@ def slow_path(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def scarce_uplink(picture: Picture, spared: Hosts) -> Found | None:
+def scarce_uplink(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Racks whose hosts get less together beyond them than each alone."""
     seen = [(rack, found) for rack in picture.racks if (found := picture.uplink(rack))]
     if not seen:
@@ -78,7 +78,7 @@ def scarce_uplink(picture: Picture, spared: Hosts) -> Found | None:
     got, could = min(found for _, found in seen)
     smallest = sorted((rack for rack, _ in seen), key=len)
     who = [_rack(picture, rack) for rack in smallest]
-    return Found(
+    return Detection(
         where=f"between {listed(who)}" if len(who) > 1 else f"beyond {who[0]}",
         because=f"hosts that send at once get {_rate(got)} together, alone {_rate(could)}",
         do="a faster uplink; or a collective that sends less over it",
@@ -86,7 +86,7 @@ def scarce_uplink(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def loss(picture: Picture, spared: Hosts) -> Found | None:
+def loss(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Links on which many segments are sent again."""
     bad = _ends(picture, spared, lambda h, way: picture.loss(h, way) > LOST)
     if not bad:
@@ -94,7 +94,7 @@ def loss(picture: Picture, spared: Hosts) -> Found | None:
     most = max(picture.loss(host, way) for host, ways in bad.items() for way in ways)
     well = [h for h in picture.hosts if h not in bad]
     usual = max((picture.link(h, way) for h in well for way in (OUT, IN)), default=0.0)
-    return Found(
+    return Detection(
         where=_where(picture, bad),
         because=f"{100 * most:.2g} % of segments are sent again",
         do=f"{_look(picture, bad)}: cable, port, driver, radio (ip -s link shows errors and drops)",
@@ -103,7 +103,7 @@ def loss(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def contention(picture: Picture, spared: Hosts) -> Found | None:
+def contention(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Links that give much less at some times than at others."""
     bad = _ends(picture, spared, lambda h, way: picture.steady(h, way) < VARIES)
     if not bad:
@@ -111,7 +111,7 @@ def contention(picture: Picture, spared: Hosts) -> Found | None:
     ends = [(host, way) for host, ways in bad.items() for way in ways]
     least = min(picture.steady(host, way) for host, way in ends)
     most = max(picture.heights(host, way)[1] for host, way in ends)
-    return Found(
+    return Detection(
         where=_where(picture, bad),
         because=f"gives {_rate(least * most)} at times and {_rate(most)} at others",
         do="find who else uses it at these times, and give one of the two another link or hour",
@@ -120,7 +120,7 @@ def contention(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def wrong_interface(picture: Picture, spared: Hosts) -> Found | None:
+def wrong_interface(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Hosts whose collectives go over an interface that another one beats."""
     if all(
         _is_loopback(worker) for host in picture.hosts for worker in picture.on(host)
@@ -142,7 +142,7 @@ def wrong_interface(picture: Picture, spared: Hosts) -> Found | None:
     if others:
         rate = max(picture.link(h, OUT) for h in others)
     hosts = [picture.label(host) for host in found]
-    return Found(
+    return Detection(
         where="every host" if not others else listed(hosts),
         because=f"gradients go over {_named(used)}, and {_named(better)} is there",
         do=f"GLOO_SOCKET_IFNAME={better.name} there (NCCL_SOCKET_IFNAME with GPUs), and "
@@ -157,7 +157,7 @@ def _is_loopback(worker: WorkerEvidence) -> bool:
     return worker.interface is not None and worker.interface.kind == "loopback"
 
 
-def _better(picture: Picture, worker: WorkerEvidence) -> Interface | None:
+def _better(picture: NetworkModel, worker: WorkerEvidence) -> Interface | None:
     """The interface that should carry its collectives instead, if all hosts have one in the
     same network."""
     used = worker.interface
@@ -194,7 +194,7 @@ def _tells_nothing(network: str) -> bool:
     return not network or network.endswith(("/32", "/128"))
 
 
-def _all(picture: Picture, host: int) -> Iterable[Interface]:
+def _all(picture: NetworkModel, host: int) -> Iterable[Interface]:
     for worker in picture.on(host):
         yield from worker.others
         if worker.interface is not None:
@@ -205,7 +205,7 @@ def _all(picture: Picture, host: int) -> Iterable[Interface]:
 
 
 def _ends(
-    picture: Picture, spared: Hosts, bad: Callable[[int, Direction], bool]
+    picture: NetworkModel, spared: Hosts, bad: Callable[[int, Direction], bool]
 ) -> Ends:
     found: Ends = {}
     for host in picture.hosts:
@@ -215,12 +215,12 @@ def _ends(
     return found
 
 
-def _pair(picture: Picture, bad: Ends) -> bool:
+def _pair(picture: NetworkModel, bad: Ends) -> bool:
     """Whether of two hosts' two paths one is bad: what leaves the one reaches the other."""
     return len(picture.hosts) == 2 and sorted(bad.values()) == [(IN,), (OUT,)]
 
 
-def _where(picture: Picture, bad: Ends) -> str:
+def _where(picture: NetworkModel, bad: Ends) -> str:
     if _pair(picture, bad):
         source = next(host for host, ways in bad.items() if ways == (OUT,))
         target = next(host for host in bad if host != source)
@@ -230,7 +230,7 @@ def _where(picture: Picture, bad: Ends) -> str:
     return listed([_end(picture, host, ways) for host, ways in bad.items()])
 
 
-def _paths(picture: Picture, pairs: Collection[Pair]) -> list[str]:
+def _paths(picture: NetworkModel, pairs: Collection[Pair]) -> list[str]:
     """Each of two hosts in one direction, or in both."""
     found = []
     for source, target in sorted(pairs):
@@ -242,18 +242,18 @@ def _paths(picture: Picture, pairs: Collection[Pair]) -> list[str]:
     return found
 
 
-def _end(picture: Picture, host: int, ways: tuple[Direction, ...]) -> str:
+def _end(picture: NetworkModel, host: int, ways: tuple[Direction, ...]) -> str:
     what = picture.label(host)
     if len(ways) == 2:
         return f"the link of {what}"
     return f"the link {'out of' if ways == (OUT,) else 'into'} {what}"
 
 
-def _look(picture: Picture, bad: Ends) -> str:
+def _look(picture: NetworkModel, bad: Ends) -> str:
     return f"look at {'it' if len(bad) == 1 else 'them'}"
 
 
-def _rack(picture: Picture, rack: tuple[int, ...]) -> str:
+def _rack(picture: NetworkModel, rack: tuple[int, ...]) -> str:
     """``workers 0 to 3`` where they follow each other and have no names."""
     labels = [picture.label(host) for host in rack]
     word = labels[0].split(" ", 1)[0]
@@ -267,10 +267,10 @@ def _rack(picture: Picture, rack: tuple[int, ...]) -> str:
     return listed(labels)
 
 
-def _links(bad: Ends, rate: float) -> Callable[[Patient], Patient]:
+def _links(bad: Ends, rate: float) -> Callable[[TrainingModel], TrainingModel]:
     """With links of at least that rate where they are bad."""
 
-    def mend(patient: Patient) -> Patient:
+    def mend(patient: TrainingModel) -> TrainingModel:
         out, into = list(patient.out), list(patient.into)
         for host, ways in bad.items():
             for way, rates in ((OUT, out), (IN, into)):

@@ -28,7 +28,7 @@ OUT, IN = "out", "in"
 
 
 @dataclass(frozen=True)
-class Picture:
+class NetworkModel:
     """*evidence*, with what follows from it by host."""
 
     evidence: Evidence

@@ -13,7 +13,7 @@ from paceline.tools.doctor.evidence import (
     StepEvidence,
     WorkerEvidence,
 )
-from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.network_model import NetworkModel
 from paceline.tools.doctor.text import (
     capitalised,
     limit_of,
@@ -22,15 +22,15 @@ from paceline.tools.doctor.text import (
     what_is_left,
 )
 from paceline.tools.doctor.thresholds import LOST, SLOW_LINK
-from paceline.tools.report.report_model import (
+from paceline.tools.report.model import (
     Bar,
-    Bars,
+    BarChart,
     Matrix,
     Number,
-    Page,
+    Report,
     Section,
     Table,
-    Words,
+    Text,
 )
 from paceline.units import show_bytes, show_rate, show_seconds
 
@@ -39,7 +39,7 @@ MOST_BARS = 32
 PARTS = ("input", "forward", "backward", "exposed", "update")
 
 
-def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:
+def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Report:
     """The page of a diagnosis and of what was measured for it."""
     what = evidence.script or "network and machines"
     many = "worker" if found.workers == 1 else "workers"
@@ -54,7 +54,7 @@ def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Page:
         _machines(evidence.workers),
         *_all_faults(found),
     ]
-    return Page(
+    return Report(
         title=f"{what}: {found.workers} {many}, {found.runtime} runtime",
         answer=_answer(found),
         details=(lines_of(found)[0], *found.notes),
@@ -77,21 +77,21 @@ def _answer(found: Diagnosis) -> str:
     return text + (f" And {more} more fault{'s' * (more > 1)}." if more else "")
 
 
-def _words(found: Diagnosis) -> Words:
+def _words(found: Diagnosis) -> Text:
     """What to do."""
     if found.healthy:
         left = capitalised(what_is_left(found))
-        return Words(title="Next step", lines=[left], kind="paragraphs")
-    return Words(
+        return Text(title="Next step", lines=[left], kind="paragraphs")
+    return Text(
         title="What is wrong, and what to do",
         lines=["\n".join(lines_of_fault(fault)) for fault in found.faults],
         kind="numbered",
     )
 
 
-def _commands(faults: Sequence[Fault]) -> Words | None:
+def _commands(faults: Sequence[Fault]) -> Text | None:
     lines = [fault.command for fault in faults if fault.command]
-    return Words(title="Run", lines=lines, kind="code") if lines else None
+    return Text(title="Run", lines=lines, kind="code") if lines else None
 
 
 def _all_faults(found: Diagnosis) -> list[Section]:
@@ -118,7 +118,7 @@ def _all_faults(found: Diagnosis) -> list[Section]:
     ]
 
 
-def _costs(found: Diagnosis) -> Bars:
+def _costs(found: Diagnosis) -> BarChart:
     """A step as it is, as it would be, and what no exact mean goes below."""
     rows = [
         ("a step, measured", found.step_seconds),
@@ -127,10 +127,10 @@ def _costs(found: Diagnosis) -> Bars:
         if found.healthy
         else ("without these faults, predicted", found.mended_seconds),
         ("one machine alone, its own part", found.alone_seconds),
-        (limit_of(found).rstrip(","), found.limit_seconds),
+        (limit_of(found).rstrip(","), found.lower_bound_seconds),
     ]
     what = "a step costs" if found.ran else "the sum of 64 MiB costs"
-    return Bars(
+    return BarChart(
         title=f"What {what}",
         parts=("seconds",),
         rows=[
@@ -159,7 +159,7 @@ def _host(number: int, name: str) -> str:
     return f"host {number}" + (f" ({name})" if name else "")
 
 
-def _steps(workers: Sequence[WorkerEvidence]) -> Bars | None:
+def _steps(workers: Sequence[WorkerEvidence]) -> BarChart | None:
     have = [(worker, worker.step) for worker in workers if worker.step is not None]
     if not have:
         return None
@@ -170,7 +170,7 @@ def _steps(workers: Sequence[WorkerEvidence]) -> Bars | None:
         caption += f" The {MOST_BARS} of {len(have)} workers that compute longest."
         have.sort(key=lambda pair: pair[1].exposed.median - pair[1].step.median)
         have = sorted(have[:MOST_BARS], key=lambda pair: pair[0].rank)
-    return Bars(
+    return BarChart(
         title="Where a step goes",
         parts=PARTS,
         rows=[
@@ -225,7 +225,7 @@ def _links(evidence: Evidence, found: Diagnosis) -> list[Section]:
     if not evidence.paths:
         return []
     usual = median(median(path.rates) for path in evidence.paths)
-    seen = suspected(Picture(evidence))
+    seen = suspected(NetworkModel(evidence))
     named = [seen[fault.name] for fault in found.faults if fault.name in seen]
     hosts = frozenset[int]().union(*(one.hosts for one in named))
     sections: list[Section] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
-from paceline.tools.doctor.fault_kinds import LateRow, Row
+from paceline.tools.doctor.fault_kinds import FaultKind, LateRow
 from paceline.units import show_seconds
 
 MOST_LINES = 10
@@ -44,7 +44,7 @@ def _cost(found: Diagnosis) -> str:
     if found.step_seconds is None:
         return (
             f"{found.workers} workers: 64 MiB are summed in "
-            f"{_seconds(found.predicted_seconds)}, predicted; limit {_seconds(found.limit_seconds)}"
+            f"{_seconds(found.predicted_seconds)}, predicted; limit {_seconds(found.lower_bound_seconds)}"
         )
     text = (
         f"{found.workers} workers: a step takes {_seconds(found.step_seconds)}, predicted from "
@@ -53,9 +53,9 @@ def _cost(found: Diagnosis) -> str:
     if not found.healthy and found.mended_seconds is not None:
         text += f", without these faults {_seconds(found.mended_seconds)}"
     if found.alone_seconds:
-        speed_up = found.workers * found.alone_seconds / found.step_seconds
-        text += f"; one machine's {_seconds(found.alone_seconds)}: {speed_up:.2f} x one machine"
-    return text + f"; {limit_of(found)} {_seconds(found.limit_seconds)}"
+        speedup = found.workers * found.alone_seconds / found.step_seconds
+        text += f"; one machine's {_seconds(found.alone_seconds)}: {speedup:.2f} x one machine"
+    return text + f"; {limit_of(found)} {_seconds(found.lower_bound_seconds)}"
 
 
 def limit_of(found: Diagnosis) -> str:
@@ -80,7 +80,7 @@ def _seconds(value: float | None) -> str:
     return "?" if value is None else show_seconds(float(f"{value:.3g}"))
 
 
-def faults_table(rows: Sequence[Row | LateRow]) -> str:
+def faults_table(rows: Sequence[FaultKind | LateRow]) -> str:
     """The page's table, of the registry's rows."""
     lines = ["| fault | seen in | do |", "|---|---|---|"]
     lines += [f"| {row.name} | {row.seen} | {row.do} |" for row in rows]

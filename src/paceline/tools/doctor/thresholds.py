@@ -80,4 +80,4 @@ UNLIKE = 0.15
 """Of a measured step: a prediction of it that is farther off promises no gain."""
 
 HELPS = 0.5
-"""Of what the fastest class gains: the strongest promise that gains as much is advised."""
+"""Of what the fastest class gains: the strongest promise that gains as much is recommended."""

@@ -16,8 +16,8 @@ from paceline.collectives.registry import COLLECTIVES
 from paceline.core.settings import parse_method, short_spec
 from paceline.interfaces import CONSISTENCIES, Consistency, weaker
 from paceline.spec import Spec, parse
-from paceline.tools.doctor.fault_kinds import Found, command_of
-from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.fault_kinds import Detection, command_of
+from paceline.tools.doctor.network_model import NetworkModel
 from paceline.tools.doctor.thresholds import (
     GAIN,
     HELPS,
@@ -25,7 +25,7 @@ from paceline.tools.doctor.thresholds import (
     START_UP,
     TOO_SLOW,
 )
-from paceline.tools.doctor.training_model import Patient
+from paceline.tools.doctor.training_model import TrainingModel
 from paceline.tools.plan.candidates import consistency_of, first
 from paceline.units import show_bytes, show_rate, show_seconds
 
@@ -33,10 +33,10 @@ NEAR = ("auto", "embedded")
 """Where servers are beside rank 0, unless the cluster has hosts for them."""
 
 WEAKER: tuple[Consistency, ...] = ("delayed", "lossy", "local")
-"""Classes that are advised where exact methods cannot be fast enough."""
+"""Classes that are recommended where exact methods cannot be fast enough."""
 
 
-def start_up(picture: Picture, patient: Patient) -> Found | None:
+def start_up(picture: NetworkModel, patient: TrainingModel) -> Detection | None:
     """A step that would be much shorter if its messages began at no cost, and has fewer or shorter
     chains of them under another rule or collective."""
     steps = [one.step for one in picture.evidence.workers if one.step is not None]
@@ -53,7 +53,7 @@ def start_up(picture: Picture, patient: Patient) -> Found | None:
         return None
     messages = max(1.0, steps[0].messages)
     each = show_bytes(float(f"{steps[0].bytes_sent / messages:.2g}"))
-    return Found(
+    return Detection(
         where="every worker",
         because=f"{messages:.0f} messages a step of {each} each; their starts take "
         f"{_seconds(now - free)} of it",
@@ -63,7 +63,7 @@ def start_up(picture: Picture, patient: Patient) -> Found | None:
     )
 
 
-def _at_no_cost(patient: Patient) -> Patient:
+def _at_no_cost(patient: TrainingModel) -> TrainingModel:
     """With messages that cost only their bytes."""
     processor = patient.processor
     if processor is not None:
@@ -85,7 +85,7 @@ def _otherwise(text: str) -> list[str]:
     return [one for one in dict.fromkeys(specs) if one != text]
 
 
-def slow_method(picture: Picture, patient: Patient) -> Found | None:
+def slow_method(picture: NetworkModel, patient: TrainingModel) -> Detection | None:
     """A method whose step takes far longer than one of another that promises as much, or more."""
     if not picture.trains:
         return None
@@ -94,7 +94,7 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
         return None
     method, settings = parse_method(patient.spec)
     name, own = short_spec(method, settings), consistency_of(method, settings)
-    bound = patient.limit_seconds if own == "exact" else patient.least_seconds
+    bound = patient.lower_bound_seconds if own == "exact" else patient.least_seconds
     if now <= SLOW_METHOD * bound:
         return None
     among, _ = first(patient.cluster)
@@ -130,7 +130,7 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
         there = patient.step_seconds(str(spread))
         if there is not None and now > SLOW_METHOD * there:
             do += f", or a server on each host: {spread} ({_seconds(there)})"
-    return Found(
+    return Detection(
         where="every worker",
         because=because,
         do=do,
@@ -139,7 +139,7 @@ def slow_method(picture: Picture, patient: Patient) -> Found | None:
     )
 
 
-def _on_one_server(patient: Patient) -> bool:
+def _on_one_server(patient: TrainingModel) -> bool:
     method, settings = parse_method(patient.spec)
     served = COLLECTIVES[settings.collective].needs == "servers"
     return (
@@ -149,9 +149,9 @@ def _on_one_server(patient: Patient) -> bool:
     )
 
 
-def too_slow(picture: Picture, patient: Patient) -> Found | None:
+def too_slow(picture: NetworkModel, patient: TrainingModel) -> Detection | None:
     """A network on which the shortest step of any exact mean is far longer than computing."""
-    limit, compute = patient.limit_seconds, patient.compute_seconds
+    limit, compute = patient.lower_bound_seconds, patient.compute_seconds
     now = patient.step_seconds()
     if not picture.trains or now is None:
         return None
@@ -162,7 +162,7 @@ def too_slow(picture: Picture, patient: Patient) -> Found | None:
         return None
     consistency, spec = _advised(patient)
     enough = picture.usual_link * limit / (TOO_SLOW * compute)
-    return Found(
+    return Detection(
         where="the whole network",
         because=f"no exact method comes below {_at_least(limit)} a step, of which "
         f"{_seconds(compute)} compute",
@@ -173,7 +173,7 @@ def too_slow(picture: Picture, patient: Patient) -> Found | None:
     )
 
 
-def _advised(patient: Patient) -> tuple[Consistency, str]:
+def _advised(patient: TrainingModel) -> tuple[Consistency, str]:
     """A weaker class and its fastest spec, of the plan's first candidates."""
     now = patient.about_seconds(patient.spec) or math.inf
     among, _ = first(patient.cluster)

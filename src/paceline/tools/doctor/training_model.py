@@ -16,11 +16,11 @@ from paceline.cluster import Cluster, Processor, Rack, Workload, parse_cluster
 from paceline.cluster.cluster import Rule, throttle
 from paceline.errors import UsageError
 from paceline.spec import parse
-from paceline.tools.doctor.network_model import IN, OUT, Picture
+from paceline.tools.doctor.network_model import IN, OUT, NetworkModel
 from paceline.tools.doctor.thresholds import VARIES
-from paceline.tools.plan.lower_bound import limit_seconds
+from paceline.tools.plan.lower_bound import lower_bound_seconds
 from paceline.tools.plan.merged_tensors import FEW, coarse
-from paceline.tools.plan.predict import Job, Refused, predict
+from paceline.tools.plan.predict import Refused, TrainingJob, predict
 
 SAME = 0.03
 """Figures that differ by less are one, their median's."""
@@ -38,7 +38,7 @@ NO_SCRIPT = Workload(
 
 
 @dataclass(frozen=True)
-class Patient:
+class TrainingModel:
     """*out*, *into*: bytes per second of each host's link; *racks*: hosts; *uplink*: bytes per second
     between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker,
     these of a whole step. *burst*: as all racks have it. *workload*: of a pass, of which a step has *passes*.
@@ -60,7 +60,7 @@ class Patient:
     passes: int = 1
     burst: float = 0.0
 
-    def as_in(self, other: Patient, hosts: Collection[int]) -> Patient:
+    def as_in(self, other: TrainingModel, hosts: Collection[int]) -> TrainingModel:
         """With *hosts*, and what runs there, as they are in *other*: their links, speeds and waits for
         input, and paths that begin or end there."""
 
@@ -133,7 +133,7 @@ class Patient:
         return tuple(racks)
 
     @cached_property
-    def job(self) -> Job:
+    def job(self) -> TrainingJob:
         """What runs."""
         workload = self.workload
         if (
@@ -141,7 +141,7 @@ class Patient:
         ):  # there they are what counts
             workload = coarse(workload, max(FEW, MOST_TENSORS // len(self.hosts)))
         inputs = tuple(self.inputs[rank] / self.passes for rank in self._ranks)
-        return Job(
+        return TrainingJob(
             cluster=self.cluster,
             workload=workload,
             accumulate=self.passes,
@@ -161,13 +161,13 @@ class Patient:
         return None if isinstance(found, Refused) else found.step_seconds
 
     @property
-    def limit_seconds(self) -> float:
+    def lower_bound_seconds(self) -> float:
         """Of any exact mean."""
         racks = tuple(
             replace(rack, link=tuple(min(self.out[h], self.into[h]) for h in hosts))
             for rack, hosts in zip(self.cluster.racks, self.racks, strict=True)
         )
-        network = limit_seconds(Cluster(racks), self.workload)
+        network = lower_bound_seconds(Cluster(racks), self.workload)
         return max(self.compute_seconds, network)
 
     @property
@@ -189,7 +189,7 @@ class Patient:
         ]
 
 
-def patient_of(picture: Picture) -> Patient:
+def patient_of(picture: NetworkModel) -> TrainingModel:
     """As it was measured. Raises `UsageError` for evidence of fewer than two hosts, with paths
     that nobody measured, or with workers that are not spread evenly."""
     evidence, hosts = picture.evidence, picture.hosts
@@ -203,7 +203,7 @@ def patient_of(picture: Picture) -> Patient:
     within, beyond = _latencies(picture)
     if base is not None and base.processor is not None:
         within = base.racks[0].latency
-    return Patient(
+    return TrainingModel(
         out=flat[: len(hosts)],
         into=flat[len(hosts) :],
         racks=picture.racks,
@@ -226,7 +226,7 @@ def patient_of(picture: Picture) -> Patient:
     )
 
 
-def _check(picture: Picture, ranks: Sequence[int], placed: Sequence[int]) -> None:
+def _check(picture: NetworkModel, ranks: Sequence[int], placed: Sequence[int]) -> None:
     hosts = picture.hosts
     if ranks != list(range(len(ranks))) or hosts != tuple(range(len(hosts))):
         raise UsageError(
@@ -249,14 +249,14 @@ def _check(picture: Picture, ranks: Sequence[int], placed: Sequence[int]) -> Non
         )
 
 
-def _mean_link(picture: Picture, host: int, way: str) -> float:
+def _mean_link(picture: NetworkModel, host: int, way: str) -> float:
     """A host's link; where it varies, what it gives on average."""
     if picture.steady(host, way) < VARIES:
         return picture.heights(host, way)[0]
     return picture.link(host, way)
 
 
-def _latencies(picture: Picture) -> tuple[float, float]:
+def _latencies(picture: NetworkModel) -> tuple[float, float]:
     """One-way seconds in a rack, and what each end adds beyond it."""
     near: list[float] = []
     far: list[float] = []
@@ -268,7 +268,7 @@ def _latencies(picture: Picture) -> tuple[float, float]:
     return within, max(0.0, (median(far) - within) / 2) if far else 0.0
 
 
-def _speeds(picture: Picture) -> tuple[float, ...]:
+def _speeds(picture: NetworkModel) -> tuple[float, ...]:
     """Over those that the workload is charged at; without a script, as products of matrices say."""
     evidence = picture.evidence
     workers = sorted(evidence.workers, key=lambda one: one.rank)

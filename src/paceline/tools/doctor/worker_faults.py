@@ -9,8 +9,8 @@ from statistics import median, median_high, median_low
 
 from paceline.cluster import Workload
 from paceline.tools.doctor.evidence import Measured, WorkerEvidence
-from paceline.tools.doctor.fault_kinds import Found, Hosts, listed
-from paceline.tools.doctor.network_model import Picture
+from paceline.tools.doctor.fault_kinds import Detection, Hosts, listed
+from paceline.tools.doctor.network_model import NetworkModel
 from paceline.tools.doctor.thresholds import (
     AT_END,
     BUSY,
@@ -19,11 +19,11 @@ from paceline.tools.doctor.thresholds import (
     SLOW_PASSES,
     STARVES,
 )
-from paceline.tools.doctor.training_model import Patient
+from paceline.tools.doctor.training_model import TrainingModel
 from paceline.units import show_seconds
 
 
-def threads(picture: Picture, spared: Hosts) -> Found | None:
+def threads(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Hosts whose workers compute with more threads than they have cores."""
     bad: dict[int, tuple[int, int, int]] = {}
     for host in picture.hosts:
@@ -35,7 +35,7 @@ def threads(picture: Picture, spared: Hosts) -> Found | None:
         return None
     count, cores, workers_there = max(bad.values(), key=lambda one: one[0] / one[1])
     each = cores // workers_there
-    return Found(
+    return Detection(
         where=_hosts(picture, bad),
         because=f"{workers_there} worker{'s' * (workers_there > 1)} with {count} threads "
         f"together on {cores} core{'s' * (cores > 1)}",
@@ -51,7 +51,7 @@ def threads(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def slow_host(picture: Picture, spared: Hosts) -> Found | None:
+def slow_host(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Hosts, fewer than half of them, whose passes take far longer than the median worker's. Without a
     script each worker's speed was measured once: two say nothing of what is usual, and
     processes of one machine have the same hardware."""
@@ -83,7 +83,7 @@ def slow_host(picture: Picture, spared: Hosts) -> Found | None:
         do += "paceline.Sampler(shares=[...])"
     else:
         do = "look at its clock and heat; or give it less: paceline.Sampler(shares=[...])"
-    return Found(
+    return Detection(
         where=_hosts(picture, bad),
         because=because if len(bad) == 1 else because.replace("its", "their", 1),
         do=do,
@@ -93,7 +93,7 @@ def slow_host(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def input_starves(picture: Picture, spared: Hosts) -> Found | None:
+def input_starves(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """Hosts whose workers wait long between two steps."""
     bad: dict[int, float] = {}
     for one in picture.evidence.workers:
@@ -109,7 +109,7 @@ def input_starves(picture: Picture, spared: Hosts) -> Found | None:
         return None
     usual = min(picture.inputs.values())
 
-    def mend(patient: Patient) -> Patient:
+    def mend(patient: TrainingModel) -> TrainingModel:
         inputs = [
             min(wait, usual, STARVES / 10 * patient.workload.forward_seconds)
             if host in bad
@@ -118,7 +118,7 @@ def input_starves(picture: Picture, spared: Hosts) -> Found | None:
         ]
         return replace(patient, inputs=tuple(inputs))
 
-    return Found(
+    return Detection(
         where=_hosts(picture, bad),
         because=f"{show_seconds(float(f'{max(bad.values()):.2g}'))} a step go by before the "
         "model has its batch",
@@ -128,7 +128,7 @@ def input_starves(picture: Picture, spared: Hosts) -> Found | None:
     )
 
 
-def no_overlap(picture: Picture, spared: Hosts) -> Found | None:
+def no_overlap(picture: NetworkModel, spared: Hosts) -> Detection | None:
     """A model whose gradients all become ready at the end of backward."""
     steps = [one.step for one in picture.evidence.workers if one.step is not None]
     if not steps or picture.evidence.workload is None:
@@ -140,7 +140,7 @@ def no_overlap(picture: Picture, spared: Hosts) -> Found | None:
     because = (
         f"{100 * at_end:.0f} % of the gradients are ready in the last tenth of backward"
     )
-    return Found(
+    return Detection(
         where="every worker",
         because=f"the whole model is compiled: {because}" if whole else because,
         do="compile blocks: for block in model.blocks: block.compile()"
@@ -161,7 +161,7 @@ def _spread(workload: Workload) -> Workload:
     return replace(workload, forward=spread.forward, backward=spread.backward, order=())
 
 
-def _factors(picture: Picture) -> dict[int, float]:
+def _factors(picture: NetworkModel) -> dict[int, float]:
     """How many times longer than usual each worker's passes take, beyond noise."""
     workers = picture.evidence.workers
     if not picture.trains or not all(picture.passes.values()):
@@ -188,10 +188,10 @@ def _error(seconds: Measured, count: int) -> float:
     return NOISE * 1.25 * 1.48 * seconds.spread / math.sqrt(max(count, 1))
 
 
-def _full_speed(ranks: Collection[int]) -> Callable[[Patient], Patient]:
+def _full_speed(ranks: Collection[int]) -> Callable[[TrainingModel], TrainingModel]:
     """With those workers as fast as the median one."""
 
-    def mend(patient: Patient) -> Patient:
+    def mend(patient: TrainingModel) -> TrainingModel:
         usual = median_high(patient.speeds)
         speeds = [
             max(speed, usual) if rank in ranks else speed
@@ -202,11 +202,11 @@ def _full_speed(ranks: Collection[int]) -> Callable[[Patient], Patient]:
     return mend
 
 
-def _ranks(picture: Picture, hosts: Collection[int]) -> list[int]:
+def _ranks(picture: NetworkModel, hosts: Collection[int]) -> list[int]:
     return [one.rank for one in picture.evidence.workers if one.host in hosts]
 
 
-def _hosts(picture: Picture, bad: Collection[int]) -> str:
+def _hosts(picture: NetworkModel, bad: Collection[int]) -> str:
     if len(picture.hosts) > 1 and set(bad) == set(picture.hosts):
         return "every host"
     return listed([picture.label(host) for host in sorted(bad)])

@@ -18,7 +18,7 @@ of its own.
 - `switch_upgrades`, `switch_upgrades_report`: which switches to upgrade first.
 """
 
-from paceline.tools.plan.estimates import LeftOut, Plan, Row
+from paceline.tools.plan.estimates import Estimate, Infeasible, Plan
 from paceline.tools.plan.search import plan
 
-__all__ = ["LeftOut", "Plan", "Row", "plan"]
+__all__ = ["Estimate", "Infeasible", "Plan", "plan"]

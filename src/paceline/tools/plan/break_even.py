@@ -16,7 +16,7 @@ import msgspec
 
 from paceline.cluster import Cluster
 from paceline.tools.plan.merged_tensors import coarse, unplanned
-from paceline.tools.plan.predict import Job, Refused
+from paceline.tools.plan.predict import Refused, TrainingJob
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 from paceline.units import show_rate
@@ -123,7 +123,7 @@ class _Search:
 
 
 def break_evens(
-    job: Job,
+    job: TrainingJob,
     specs: Sequence[str],
     one: float,
     predict: Predict = in_this_process,

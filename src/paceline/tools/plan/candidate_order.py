@@ -10,13 +10,13 @@ from dataclasses import replace
 
 from paceline.cluster import Cluster
 from paceline.tools.plan.merged_tensors import coarse
-from paceline.tools.plan.predict import Job
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.suggestions import fastest_first, with_hosts
 
 HOSTS, TENSORS = 4, 4
 
 
-def rough(job: Job) -> Job:
+def rough(job: TrainingJob) -> TrainingJob:
     """*job*, of few tensors on few hosts."""
     cluster = fewer(job.cluster, HOSTS)
     return replace(job, cluster=cluster, workload=coarse(job.workload, TENSORS))

@@ -30,7 +30,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Consistency, Method, weaker
 from paceline.methods import METHODS
 from paceline.spec import Spec, parse
-from paceline.tools.plan.estimates import LeftOut
+from paceline.tools.plan.estimates import Infeasible
 
 CODES = 2
 """Compressors that the best of each class is tried with."""
@@ -57,7 +57,7 @@ def consistency_of(method: Method, settings: Settings) -> Consistency:
     return weaker(weaker(own, how), settings.compression.code.consistency)
 
 
-def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
+def first(cluster: Cluster) -> tuple[list[Candidate], list[Infeasible]]:
     """The candidates of the first round: bsp first, so that it wins where all are alike."""
     names = ["bsp", *(name for name in METHODS if name != "bsp")]
     specs = [
@@ -83,7 +83,7 @@ def first(cluster: Cluster) -> tuple[list[Candidate], list[LeftOut]]:
 
 def crossed(
     best: Mapping[Consistency, str], codes: Sequence[str], cluster: Cluster
-) -> tuple[list[Candidate], list[LeftOut]]:
+) -> tuple[list[Candidate], list[Infeasible]]:
     """The *best* spec of each class with one thing more changed in it; *codes*: compressors,
     the fastest first."""
     specs = []
@@ -113,7 +113,7 @@ def _with(spec: Spec, **keys: str) -> Spec:
 
 def _candidates(
     specs: Iterable[Spec], cluster: Cluster
-) -> tuple[list[Candidate], list[LeftOut]]:
+) -> tuple[list[Candidate], list[Infeasible]]:
     found, left = [], []
     for spec in specs:
         collective = COLLECTIVES.get(spec.values.get("collective", ""))
@@ -127,13 +127,15 @@ def _candidates(
             )
             consistency = weaker(own, "lossy") if "compression" in spec.values else own
             left.append(
-                LeftOut(spec=str(spec), consistency=consistency, why=str(error))
+                Infeasible(spec=str(spec), consistency=consistency, why=str(error))
             )
             continue
         needs = None if collective is None else collective.needs
         if needs == "aggregators" and not _aggregates(cluster):
             why = "no rack of this cluster has an aggregator (aggregates = true)"
-            left.append(LeftOut(spec=made.spec, consistency=made.consistency, why=why))
+            left.append(
+                Infeasible(spec=made.spec, consistency=made.consistency, why=why)
+            )
         else:
             found.append(made)
     return found, left

@@ -11,9 +11,9 @@ from paceline.cluster.workload import CompressorTimes
 from paceline.compression import full_spec
 from paceline.core.settings import parse_method
 from paceline.tools.plan.estimate_rows import Scale
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.merged_tensors import coarse
-from paceline.tools.plan.predict import Job, Prediction
+from paceline.tools.plan.predict import Prediction, TrainingJob
 from paceline.tools.plan.prediction_cost import cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 
@@ -43,10 +43,10 @@ def codes_in_front(plan: Plan) -> list[str]:
 
 def revised(
     plan: Plan,
-    job: Job,
+    job: TrainingJob,
     coding: Mapping[str, CompressorTimes],
     predict: Predict = in_this_process,
-) -> tuple[Plan, Job]:
+) -> tuple[Plan, TrainingJob]:
     """*plan* with the rows that code as in *coding* predicted again, as before in a short run or in
     full, and with what that is counted as; and *job*, which it was made of, with a workload that knows of these times."""
     spent = plan.spent_seconds + seconds_of(plan, job, coding)
@@ -54,8 +54,8 @@ def revised(
     job = replace(job, workload=replace(job.workload, coding=known))
     mine = _coded(plan, coding)
     one = plan.one_machine.step_seconds
-    scale = Scale(plan.workers, plan.batch, one, plan.limit_seconds)
-    new: dict[str, Row] = {}
+    scale = Scale(plan.workers, plan.batch, one, plan.lower_bound_seconds)
+    new: dict[str, Estimate] = {}
     for short in (True, False):
         rows = [row for row in mine if row.cut == short]
         said = predict(_as_run(job, short), [row.spec for row in rows], short=short)
@@ -70,7 +70,7 @@ def revised(
     return plan, job
 
 
-def seconds_of(plan: Plan, job: Job, codes: Collection[str]) -> float:
+def seconds_of(plan: Plan, job: TrainingJob, codes: Collection[str]) -> float:
     """About how many seconds of a core `revised` takes with the times of *codes*."""
     return sum(
         cost(_as_run(job, row.cut), row.spec, short=row.cut)
@@ -78,12 +78,12 @@ def seconds_of(plan: Plan, job: Job, codes: Collection[str]) -> float:
     )
 
 
-def _as_run(job: Job, short: bool) -> Job:
+def _as_run(job: TrainingJob, short: bool) -> TrainingJob:
     """Short runs are of a model with few tensors."""
     return replace(job, workload=coarse(job.workload)) if short else job
 
 
-def _coded(plan: Plan, codes: Collection[str]) -> list[Row]:
+def _coded(plan: Plan, codes: Collection[str]) -> list[Estimate]:
     return [
         row
         for row in plan.rows

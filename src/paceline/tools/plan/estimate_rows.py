@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.interfaces import Consistency
-from paceline.tools.plan.estimates import Row
+from paceline.tools.plan.estimates import Estimate
 from paceline.tools.plan.predict import Prediction
 
 
@@ -27,10 +27,10 @@ class Scale:
         *,
         cut: bool,
         hopeful: bool,
-    ) -> Row:
-        """See `Row`."""
+    ) -> Estimate:
+        """See `Estimate`."""
         step, workers = found.step_seconds, self.workers
-        return Row(
+        return Estimate(
             spec=spec,
             consistency=consistency,
             step_seconds=step,
@@ -38,8 +38,8 @@ class Scale:
             exposed_seconds=found.exposed_seconds,
             bytes_sent=found.bytes_sent,
             buckets=found.buckets,
-            to_limit=step / self.limit,
-            speed_up=workers * self.one / step,
+            bound_ratio=step / self.limit,
+            speedup=workers * self.one / step,
             samples_per_second=None
             if self.batch is None
             else workers * self.batch / step,

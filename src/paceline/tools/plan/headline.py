@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from paceline.cluster import Cluster
 from paceline.interfaces import Consistency
-from paceline.tools.plan.estimates import Plan, Row
-from paceline.tools.plan.suggestions import DDP, Helps
+from paceline.tools.plan.estimates import Estimate, Plan
+from paceline.tools.plan.suggestions import DDP, Suggestions
 from paceline.units import show_bytes, show_rate, show_seconds
 
 ALIKE = 1.02
@@ -21,43 +21,43 @@ SHOWN = 0.01
 """Of a step: less is nothing."""
 
 
-def verdict(plan: Plan, found: Helps | None = None) -> str:
+def verdict(plan: Plan, found: Suggestions | None = None) -> str:
     """The answer to "which method, here?" in one sentence, or two."""
     if plan.workers == 1:
         return "One worker is one machine: it waits for nobody, whatever the method."
     consistency, row = strongest(plan)
     ddp = _as_good_ddp(plan, row)
-    if row.speed_up >= ALIKE and ddp is not None:
+    if row.speedup >= ALIKE and ddp is not None:
         text = (
-            f"{plan.workers} workers train {times(ddp.speed_up)} as fast as one machine "
+            f"{plan.workers} workers train {times(ddp.speedup)} as fast as one machine "
             f"with DDP's rule: stay with DDP{_hardly_faster(ddp, consistency, row)}"
         )
-    elif row.speed_up >= ALIKE:
+    elif row.speedup >= ALIKE:
         text = (
-            f"{plan.workers} workers train {times(row.speed_up)} as fast as one machine "
+            f"{plan.workers} workers train {times(row.speedup)} as fast as one machine "
             f"with {row.spec} ({consistency}){_against_ddp(plan, row)}"
         )
     else:
-        how = "slower than" if row.speed_up < 1 / ALIKE else "no faster than"
+        how = "slower than" if row.speedup < 1 / ALIKE else "no faster than"
         text = (
             f"{plan.workers} workers are {how} one machine with every {consistency} method "
-            f"({times(row.speed_up)} as fast with {row.spec}{_rate(found, row)})"
+            f"({times(row.speedup)} as fast with {row.spec}{_rate(found, row)})"
         )
     weaker = _worth_it(plan, row)
     if weaker:
         words = [
-            f"{times(one.speed_up)} with {one.spec} ({one.consistency})"
+            f"{times(one.speedup)} with {one.spec} ({one.consistency})"
             for one in weaker
         ]
         text += "; where less than that will do, " + ", ".join(words)
-    if max(one.speed_up for one in plan.advised.values()) < ALIKE:
+    if max(one.speedup for one in plan.recommended.values()) < ALIKE:
         text += ". No class is faster here than one machine alone"
     return text + "."
 
 
-def strongest(plan: Plan) -> tuple[Consistency, Row]:
+def strongest(plan: Plan) -> tuple[Consistency, Estimate]:
     """The best of the strongest class that has one."""
-    return next(iter(plan.advised.items()))
+    return next(iter(plan.recommended.items()))
 
 
 def times(factor: float) -> str:
@@ -65,7 +65,7 @@ def times(factor: float) -> str:
     return f"{factor:.2f} x" if factor < 10 else f"{factor:.1f} x"
 
 
-def _against_ddp(plan: Plan, row: Row) -> str:
+def _against_ddp(plan: Plan, row: Estimate) -> str:
     ddp = plan.row(DDP)
     if ddp is None:
         return ""
@@ -73,10 +73,10 @@ def _against_ddp(plan: Plan, row: Row) -> str:
     return f", {times(factor)} as fast as with DDP's rule"
 
 
-def to_take(plan: Plan) -> dict[Consistency, Row]:
-    """What is advised of each class. Where the strongest one's best is hardly faster than DDP's rule, that
+def to_take(plan: Plan) -> dict[Consistency, Estimate]:
+    """What is recommended of each class. Where the strongest one's best is hardly faster than DDP's rule, that
     rule stands for it, and the others are those that are faster: a change is to be worth it."""
-    found = plan.advised
+    found = plan.recommended
     if not found:
         return found
     consistency, row = strongest(plan)
@@ -87,7 +87,7 @@ def to_take(plan: Plan) -> dict[Consistency, Row]:
     return {consistency: ddp} | kept
 
 
-def _as_good_ddp(plan: Plan, row: Row) -> Row | None:
+def _as_good_ddp(plan: Plan, row: Estimate) -> Estimate | None:
     """The row of DDP's rule, if *row* is not `ALIKE` times as fast."""
     ddp = plan.row(DDP)
     if ddp is None or ddp.step_seconds >= ALIKE * row.step_seconds:
@@ -95,14 +95,14 @@ def _as_good_ddp(plan: Plan, row: Row) -> Row | None:
     return ddp
 
 
-def _hardly_faster(ddp: Row, consistency: Consistency, row: Row) -> str:
+def _hardly_faster(ddp: Estimate, consistency: Consistency, row: Estimate) -> str:
     if row is ddp:
         return f" (no {consistency} method is faster)"
     gain = ddp.step_seconds / row.step_seconds - 1
     return f" ({row.spec}, the best {consistency} method, is {100 * gain:.1g} % faster)"
 
 
-def _rate(found: Helps | None, row: Row) -> str:
+def _rate(found: Suggestions | None, row: Estimate) -> str:
     for one in () if found is None else found.break_even:
         if one.spec == row.spec and one.rate is not None:
             digits = float(f"{one.rate * 8:.2g}") / 8
@@ -110,17 +110,17 @@ def _rate(found: Helps | None, row: Row) -> str:
     return ""
 
 
-def _worth_it(plan: Plan, first: Row) -> list[Row]:
+def _worth_it(plan: Plan, first: Estimate) -> list[Estimate]:
     """The best of each weaker class, where it is faster than all that promise more."""
     best, found = first.step_seconds, []
-    for row in plan.advised.values():
+    for row in plan.recommended.values():
         if row.step_seconds * WORTH <= best:
             best = row.step_seconds
             found.append(row)
     return found
 
 
-def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]:
+def summary(plan: Plan, cluster: Cluster, found: Suggestions) -> list[tuple[str, str]]:
     """Lines with their names: one machine, all workers, why, the limit, what would help."""
     one, workers = plan.one_machine.step_seconds, plan.workers
     alone = f"{show_seconds(one)} a batch of its own"
@@ -130,7 +130,7 @@ def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]
     together = (
         f"{show_seconds(row.step_seconds)} a step = {show_seconds(row.compute_seconds)} "
         f"computing + {show_seconds(row.exposed_seconds)} waiting, with {row.spec}: "
-        f"{times(row.speed_up)} one machine"
+        f"{times(row.speedup)} one machine"
     )
     lines = [
         (
@@ -146,12 +146,12 @@ def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]
             (
                 "",
                 f"DDP's rule: {show_seconds(ddp.step_seconds)}; no exact mean is faster "
-                f"than {show_seconds(plan.limit_seconds)}",
+                f"than {show_seconds(plan.lower_bound_seconds)}",
             )
         )
     lines += [("links", f"{each.words} with {each.spec}") for each in found.break_even]
     lines += [
-        ("would help", f"{each.what}: {times(each.speed_up)} one machine")
+        ("would help", f"{each.what}: {times(each.speedup)} one machine")
         for each in found.helps
     ]
     if found.tried and not found.helps:
@@ -159,7 +159,7 @@ def summary(plan: Plan, cluster: Cluster, found: Helps) -> list[tuple[str, str]]
     return _named_once(lines)
 
 
-def _why(row: Row, cluster: Cluster) -> str:
+def _why(row: Estimate, cluster: Cluster) -> str:
     slowest = min(rate for rack in cluster.racks for rate in rack.links)
     text = f"{show_bytes(row.bytes_sent)} leave each worker in a step"
     if any(rack.workers_per_host > 1 for rack in cluster.racks):
@@ -182,17 +182,17 @@ def _named_once(lines: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def passed_over(plan: Plan) -> str:
-    """Which are faster than what is advised, and why they are not; empty where none is."""
-    advised = plan.advised
+    """Which are faster than what is recommended, and why they are not; empty where none is."""
+    recommended = plan.recommended
     faster = [
         f"{row.spec} ({consistency}, {show_seconds(row.step_seconds)})"
         for consistency, row in plan.best.items()
-        if advised[consistency] is not row
+        if recommended[consistency] is not row
     ]
     if not faster:
         return ""
     return (
-        "faster a step by a fifth at most, and not advised, as what sends less learns less from a "
+        "faster a step by a fifth at most, and not recommended, as what sends less learns less from a "
         f"step: {', '.join(faster)}"
     )
 
@@ -219,7 +219,7 @@ def reasons(plan: Plan) -> dict[str, list[str]]:
 def commands(
     plan: Plan, script: str, arguments: Sequence[str] = ()
 ) -> dict[Consistency, str]:
-    """What trains by the best of each class, as advised, or by DDP's rule (`to_take`)."""
+    """What trains by the best of each class, as recommended, or by DDP's rule (`to_take`)."""
     return {
         consistency: command(row.spec, script, arguments)
         for consistency, row in to_take(plan).items()

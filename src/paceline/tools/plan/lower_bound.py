@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from paceline.cluster import Cluster, Rack, Workload
 from paceline.errors import UsageError
-from paceline.tools.plan.estimates import Row
-from paceline.tools.plan.predict import Job, Refused, predict
+from paceline.tools.plan.estimates import Estimate
+from paceline.tools.plan.predict import Refused, TrainingJob, predict
 
 
-def limit_seconds(cluster: Cluster, workload: Workload) -> float:
+def lower_bound_seconds(cluster: Cluster, workload: Workload) -> float:
     """Seconds of a step below which no exact mean of all gradients, sent as they are, comes:
     the slowest worker computes, and meanwhile
 
@@ -39,7 +39,7 @@ def _network_seconds(cluster: Cluster, size: float) -> float:
     return max(bounds)
 
 
-def alone(job: Job) -> Row:
+def alone(job: TrainingJob) -> Estimate:
     """One worker, the fastest, with its own part of the batch and nobody to wait for."""
     fastest = max(job.cluster.speeds)
     rack = Rack(workers=1, link=125e6, latency=0.0, speed=(fastest,))
@@ -47,7 +47,7 @@ def alone(job: Job) -> Row:
     if isinstance(found, Refused):
         raise UsageError(found.why)
     batch = job.workload.batch
-    return Row(
+    return Estimate(
         spec="one machine",
         consistency="exact",
         step_seconds=found.step_seconds,
@@ -55,8 +55,8 @@ def alone(job: Job) -> Row:
         exposed_seconds=found.exposed_seconds,
         bytes_sent=0.0,
         buckets=found.buckets,
-        to_limit=1.0,
-        speed_up=1.0,
+        bound_ratio=1.0,
+        speedup=1.0,
         samples_per_second=None
         if batch is None
         else job.passes * batch / found.step_seconds,

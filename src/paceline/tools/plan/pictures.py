@@ -10,9 +10,9 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from paceline.interfaces import CONSISTENCIES
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.suggestions import DDP
-from paceline.tools.plan.what_if import Point
+from paceline.tools.plan.what_if import ScalingPoint
 from paceline.tools.report.colours import COLOURS, GROUND, INK
 from paceline.tools.report.pictures import Picture, house_style, write
 from paceline.tools.report.plots import unit_of
@@ -26,7 +26,9 @@ _OPEN = {"facecolor": GROUND, "edgecolor": "none", "pad": 0.5}
 """Below letters, where a line passes."""
 
 
-def write_pictures(folder: str, plan: Plan, points: Sequence[Point]) -> list[Picture]:
+def write_pictures(
+    folder: str, plan: Plan, points: Sequence[ScalingPoint]
+) -> list[Picture]:
     """Draw the plan, and what more would give where that was asked; leaves NAME.svg and NAME.png in *folder*.
     Raises `UsageError` where nothing can be written there."""
     path = make_folder(folder)
@@ -40,15 +42,15 @@ def write_pictures(folder: str, plan: Plan, points: Sequence[Point]) -> list[Pic
     return drawn
 
 
-def bars_of(plan: Plan) -> list[tuple[str, Row]]:
+def bars_of(plan: Plan) -> list[tuple[str, Estimate]]:
     """What is drawn, and what each is called: one machine first, then what DDP does where that is
-    not advised anyway."""
+    not recommended anyway."""
     ddp = plan.row(DDP)
-    advised = list(plan.advised.items())
-    rows: list[tuple[str, Row]] = [("one machine", plan.one_machine)]
-    if ddp is not None and all(row is not ddp for _, row in advised):
+    recommended = list(plan.recommended.items())
+    rows: list[tuple[str, Estimate]] = [("one machine", plan.one_machine)]
+    if ddp is not None and all(row is not ddp for _, row in recommended):
         rows.append(("DDP", ddp))
-    return [*rows, *advised]
+    return [*rows, *recommended]
 
 
 def draw_plan(plan: Plan) -> tuple[Figure, str]:
@@ -73,7 +75,7 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
         )
         words = show_seconds(row.step_seconds)
         if place:
-            words += f", {row.speed_up:.2f} x one machine"
+            words += f", {row.speedup:.2f} x one machine"
         axes.annotate(
             words,
             (row.step_seconds * scale, place),
@@ -93,9 +95,9 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
         Patch(color=INK, label="compute"),
         Patch(facecolor="none", edgecolor=INK, hatch="////", label="exposed"),
     ]
-    if most * _SMALLEST_PART < plan.limit_seconds <= 1.5 * most:
+    if most * _SMALLEST_PART < plan.lower_bound_seconds <= 1.5 * most:
         limit = axes.axvline(
-            plan.limit_seconds * scale,
+            plan.lower_bound_seconds * scale,
             label="no exact mean is faster",
             color=INK,
             linewidth=0.8,
@@ -106,11 +108,11 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
     figure.legend(handles=handles, loc="outside upper left", ncols=3)
     return figure, (
         f"{plan.cluster}. Dotted: no exact mean is faster "
-        f"({show_seconds(plan.limit_seconds)} a step)."
+        f"({show_seconds(plan.lower_bound_seconds)} a step)."
     )
 
 
-def draw_what_if(points: Sequence[Point]) -> tuple[Figure, str]:
+def draw_what_if(points: Sequence[ScalingPoint]) -> tuple[Figure, str]:
     """Speed-up above, efficiency below, a column for each link; and a caption."""
     rates = sorted({point.rate for point in points})
     counts = sorted({point.workers for point in points})
@@ -128,7 +130,7 @@ def draw_what_if(points: Sequence[Point]) -> tuple[Figure, str]:
             )
             x = [point.workers for point in mine]
             style = {"color": COLOUR_OF[consistency], "marker": _MARKER_OF[consistency]}
-            above.plot(x, [p.speed_up for p in mine], label=consistency, **style)
+            above.plot(x, [p.speedup for p in mine], label=consistency, **style)
             below.plot(x, [100 * p.efficiency for p in mine], **style)
         above.set_xscale("log", base=2)
         above.set_yscale("log", base=2)

@@ -42,7 +42,7 @@ from paceline.interfaces.buckets import nearly_square
 from paceline.records import StepRecord, StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.results import Summary
+from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.spec import convert_fields
 
@@ -66,7 +66,7 @@ def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """What is to be trained, and where. *accumulate*: passes that an update takes (None: as many as the
     workload's script has, or one where nobody knows), *batches*: how
     many times the workload's batch a pass has. *settled*: steps that count, at least. *inputs*: by
@@ -94,7 +94,7 @@ class Job:
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one step; see `Row`. *estimated_compressors*: no workload has measured the time of its compressor. *steady_after*: steps
+    """Figures of one step; see `Estimate`. *estimated_compressors*: no workload has measured the time of its compressor. *steady_after*: steps
     of a training until its steps are such (0: a short run does not tell)."""
 
     step_seconds: float
@@ -130,14 +130,16 @@ class _Run:
         return self.method.rounds.every == 0
 
 
-def predict(job: Job, spec: str, *, short: bool = False) -> Prediction | Refused:
+def predict(
+    job: TrainingJob, spec: str, *, short: bool = False
+) -> Prediction | Refused:
     """What a step takes. *short*: without planning buckets from measured times; DDP's rule
     stands for those that would be."""
     with _no_collection():
         return _predicted(job, spec, short)
 
 
-def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
+def _predicted(job: TrainingJob, spec: str, short: bool) -> Prediction | Refused:
     try:
         run = _as_run(spec, short, job.brief)
         outcome = _simulate(job, run)
@@ -157,7 +159,7 @@ def _predicted(job: Job, spec: str, short: bool) -> Prediction | Refused:
     return msgspec.structs.replace(found, notes=(*found.notes, note)) if note else found
 
 
-def _warm_up(job: Job, spec: str) -> str:
+def _warm_up(job: TrainingJob, spec: str) -> str:
     """What first steps send that the figures leave out."""
     compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
@@ -166,12 +168,14 @@ def _warm_up(job: Job, spec: str) -> str:
     return said and f"{said}; the figures are of these later steps"
 
 
-def _of_epochs(compression: GradientCompression, job: Job) -> GradientCompression:
+def _of_epochs(
+    compression: GradientCompression, job: TrainingJob
+) -> GradientCompression:
     """As the script's sampler has epochs."""
     return compression.with_epoch(job.epoch_steps) if job.epoch_steps else compression
 
 
-def traced(job: Job, spec: str) -> SimulationResult:
+def traced(job: TrainingJob, spec: str) -> SimulationResult:
     """The run that `predict` takes its figures from, with records and spans. Raises
     `PacelineError` where it cannot run."""
     return _simulate(
@@ -235,7 +239,7 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
     return method, 0
 
 
-def _simulate(job: Job, run: _Run) -> SimulationResult:
+def _simulate(job: TrainingJob, run: _Run) -> SimulationResult:
     def body(rank: int) -> None:
         runtime = join_runtime()
         model = stand_in(_charged(job))
@@ -272,7 +276,7 @@ def _simulate(job: Job, run: _Run) -> SimulationResult:
     return outcome
 
 
-def _charged(job: Job) -> Workload:
+def _charged(job: TrainingJob) -> Workload:
     """The workload with all batches of a step ready before it. Where nobody knows how many samples
     a batch has, one stands for it, so that more take longer."""
     workload = job.workload
@@ -289,7 +293,7 @@ def _use_gradients(model: torch.nn.Module) -> None:
             parameter.grad.norm()
 
 
-def _few_are_enough(job: Job, run: _Run) -> bool:
+def _few_are_enough(job: TrainingJob, run: _Run) -> bool:
     """Whether representatives of many workers have the figures of all."""
     return (
         job.cluster.workers > FEW_DRIFT
@@ -301,7 +305,7 @@ def _few_are_enough(job: Job, run: _Run) -> bool:
     )
 
 
-def _simulation(job: Job, run: _Run, *, draws: bool) -> Simulation:
+def _simulation(job: TrainingJob, run: _Run, *, draws: bool) -> Simulation:
     return Simulation(
         job.cluster,
         options=RunOptions(tells=False, seed=job.seed),
@@ -331,7 +335,7 @@ def _no_collection() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _wait_for_batch(runtime: Runtime, job: Job) -> None:
+def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
     if (
         job.inputs
     ):  # what is spent is over the worker's speed, and loaders do not know that
@@ -340,7 +344,7 @@ def _wait_for_batch(runtime: Runtime, job: Job) -> None:
         )
 
 
-def _is_enough(recorder: StepRecorder, run: _Run, job: Job) -> bool:
+def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
     if run.drifts:
         wanted = drifting_steps(run.short, job.cluster.workers) + recorder.learning
         wanted += job.settled - SETTLED
@@ -367,7 +371,7 @@ def _figures(
     if run.drifts:
         step, compute, exposed, sent = _drifting(recorders)
     else:
-        summaries = [Summary.of(recorder) for recorder in recorders]
+        summaries = [StepStats.of(recorder) for recorder in recorders]
         step = fmean(s.step_seconds for s in summaries)
         compute = fmean(s.compute_seconds for s in summaries)
         exposed = fmean(s.exposed_communication_seconds for s in summaries)

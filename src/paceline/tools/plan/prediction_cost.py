@@ -22,7 +22,7 @@ from paceline.interfaces import Placement
 from paceline.tools.plan.predict import (
     SHORTENED,
     SHORTENED_IN_SHORT,
-    Job,
+    TrainingJob,
     drifting_steps,
     in_the_long_run,
     shorter,
@@ -61,7 +61,7 @@ class Budget:
 UNBOUNDED = Budget(float("inf"))
 
 
-def cost(job: Job, spec: str, *, short: bool) -> float:
+def cost(job: TrainingJob, spec: str, *, short: bool) -> float:
     """About how many seconds of a core a prediction takes; of a spec that is refused, it takes its
     start alone."""
     try:
@@ -70,7 +70,7 @@ def cost(job: Job, spec: str, *, short: bool) -> float:
         return START
 
 
-def _cost(job: Job, spec: str, short: bool) -> float:
+def _cost(job: TrainingJob, spec: str, short: bool) -> float:
     read, settings = parse_method(spec)
     method: Any = in_the_long_run(read)
     cluster, workload = job.cluster, job.workload

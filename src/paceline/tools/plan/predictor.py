@@ -16,7 +16,7 @@ from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.runtimes.python_internals import end_pool
-from paceline.tools.plan.predict import Job, Prediction, Refused, predict
+from paceline.tools.plan.predict import Prediction, Refused, TrainingJob, predict
 from paceline.tools.plan.prediction_cost import cost
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
@@ -28,13 +28,13 @@ class Predict(Protocol):
     """Answers in the order of what is asked, as they come."""
 
     def __call__(
-        self, job: Job, specs: Sequence[str], *, short: bool
+        self, job: TrainingJob, specs: Sequence[str], *, short: bool
     ) -> Iterator[Prediction | Refused]:
         """Of one job by each of *specs*."""
         ...
 
     def each(
-        self, asked: Sequence[tuple[Job, str]], *, short: bool = False
+        self, asked: Sequence[tuple[TrainingJob, str]], *, short: bool = False
     ) -> Iterator[Prediction | Refused]:
         """Of jobs, each by its spec."""
         ...
@@ -51,12 +51,12 @@ class _InThisProcess:
     """One after the other."""
 
     def __call__(
-        self, job: Job, specs: Sequence[str], *, short: bool
+        self, job: TrainingJob, specs: Sequence[str], *, short: bool
     ) -> Iterator[Prediction | Refused]:
         return self.each([(job, spec) for spec in specs], short=short)
 
     def each(
-        self, asked: Sequence[tuple[Job, str]], *, short: bool = False
+        self, asked: Sequence[tuple[TrainingJob, str]], *, short: bool = False
     ) -> Iterator[Prediction | Refused]:
         prices = [cost(job, spec, short=short) for job, spec in asked]
         return self.map(partial(_predict, short=short), asked, prices)
@@ -113,7 +113,7 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def _predict(asked: tuple[Job, str], *, short: bool) -> Prediction | Refused:
+def _predict(asked: tuple[TrainingJob, str], *, short: bool) -> Prediction | Refused:
     return predict(*asked, short=short)
 
 

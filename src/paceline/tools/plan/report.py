@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.cluster import Cluster
 from paceline.interfaces import CONSISTENCIES
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.headline import (
     commands,
     passed_over,
@@ -16,24 +16,24 @@ from paceline.tools.plan.headline import (
     verdict,
 )
 from paceline.tools.plan.pictures import bars_of
-from paceline.tools.plan.suggestions import Helps
+from paceline.tools.plan.suggestions import Suggestions
 from paceline.tools.plan.tables import MEANS
-from paceline.tools.plan.what_if import Point
+from paceline.tools.plan.what_if import ScalingPoint
 from paceline.tools.report.colours import COLOURS
-from paceline.tools.report.report_model import (
+from paceline.tools.report.model import (
     Bar,
-    Bars,
+    BarChart,
     Cell,
-    Chart,
+    LineChart,
     Links,
     Number,
-    Page,
     Panel,
+    Report,
     Section,
     Series,
     Table,
-    Timelines,
-    Words,
+    Text,
+    TimelineSection,
 )
 from paceline.tools.report.timeline import Step
 from paceline.units import show_bytes, show_rate, show_seconds
@@ -48,8 +48,8 @@ LEGEND = (
 
 def plan_page(
     plan: Plan,
-    found: Helps,
-    points: Sequence[Point],
+    found: Suggestions,
+    points: Sequence[ScalingPoint],
     steps: Sequence[Step],
     *,
     cluster: Cluster,
@@ -58,12 +58,12 @@ def plan_page(
     command: str = "",
     notes: Sequence[tuple[str, str]] = (),
     files: Sequence[str] = (),
-) -> Page:
+) -> Report:
     """The page of a plan and what else was asked; *files* are pictures beside it."""
     sections: list[Section | None] = [
         _best(plan),
         _commands(plan, script, arguments),
-        Timelines(
+        TimelineSection(
             title="A step, moment by moment",
             steps=steps,
             caption="One settled step of each, in virtual time.",
@@ -78,7 +78,7 @@ def plan_page(
         if files
         else None,
     ]
-    return Page(
+    return Report(
         title=f"{script}: {plan.cluster}",
         answer=verdict(plan, found),
         details=_details(plan, found, cluster),
@@ -88,7 +88,7 @@ def plan_page(
     )
 
 
-def _details(plan: Plan, found: Helps, cluster: Cluster) -> list[str]:
+def _details(plan: Plan, found: Suggestions, cluster: Cluster) -> list[str]:
     """Why; what would help has a table of its own."""
     lines: list[str] = []
     named = ""
@@ -103,9 +103,9 @@ def _details(plan: Plan, found: Helps, cluster: Cluster) -> list[str]:
     return [*lines, *filter(None, (passed_over(plan), slow_starts(plan)))]
 
 
-def _best(plan: Plan) -> Bars:
+def _best(plan: Plan) -> BarChart:
     rows = bars_of(plan)
-    return Bars(
+    return BarChart(
         title="Best of each class",
         parts=("compute", "exposed"),
         rows=[
@@ -113,24 +113,24 @@ def _best(plan: Plan) -> Bars:
                 name=f"{name}: {row.spec}" if place else name,
                 values=(row.compute_seconds, row.exposed_seconds),
                 text=show_seconds(row.step_seconds)
-                + (f", {row.speed_up:.2f} x one machine" if place else ""),
+                + (f", {row.speedup:.2f} x one machine" if place else ""),
                 colour=CONSISTENCIES.index(row.consistency) if place else _GREY,
             )
             for place, (name, row) in enumerate(rows)
         ],
-        limit=plan.limit_seconds,
+        limit=plan.lower_bound_seconds,
         limit_name="no exact mean is faster",
         caption="; ".join(
-            f"{consistency}: {MEANS[consistency]}" for consistency in plan.advised
+            f"{consistency}: {MEANS[consistency]}" for consistency in plan.recommended
         ),
     )
 
 
-def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Words | None:
+def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Text | None:
     lines = list(commands(plan, script, arguments).values())
     if not lines:
         return None
-    return Words(title="Commands that run them", lines=lines, kind="code")
+    return Text(title="Commands that run them", lines=lines, kind="code")
 
 
 def _candidates(plan: Plan) -> Table:
@@ -142,8 +142,8 @@ def _candidates(plan: Plan) -> Table:
             " What codes take is an estimate from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it."
         )
-    if plan.unlooked:
-        caption += f" {plan.unlooked} were not looked at: --budget is spent."
+    if plan.skipped:
+        caption += f" {plan.skipped} were not looked at: --budget is spent."
     return Table(
         title=f"All {len(plan.rows)} candidates",
         headings=(
@@ -157,7 +157,7 @@ def _candidates(plan: Plan) -> Table:
     )
 
 
-def _figures(row: Row) -> list[Cell]:
+def _figures(row: Estimate) -> list[Cell]:
     rate = row.samples_per_second
     return [
         row.spec,
@@ -171,8 +171,8 @@ def _figures(row: Row) -> list[Cell]:
         _seconds(row.exposed_seconds),
         Number(row.bytes_sent, show_bytes(row.bytes_sent)),
         Number(row.buckets, str(row.buckets)),
-        Number(row.to_limit, f"{row.to_limit:.2f}"),
-        Number(row.speed_up, f"{row.speed_up:.2f}"),
+        Number(row.bound_ratio, f"{row.bound_ratio:.2f}"),
+        Number(row.speedup, f"{row.speedup:.2f}"),
         None
         if rate is None
         else Number(rate, f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"),
@@ -190,7 +190,7 @@ def _left_out(plan: Plan) -> Table | None:
     )
 
 
-def _helps(found: Helps) -> Table | None:
+def _helps(found: Suggestions) -> Table | None:
     if not found.helps:
         return None
     return Table(
@@ -200,7 +200,7 @@ def _helps(found: Helps) -> Table | None:
             (
                 each.what,
                 _seconds(each.step_seconds),
-                Number(each.speed_up, f"{each.speed_up:.2f}"),
+                Number(each.speedup, f"{each.speedup:.2f}"),
             )
             for each in found.helps
         ],
@@ -212,7 +212,7 @@ def _helps(found: Helps) -> Table | None:
 # ---- what if ----
 
 
-def _what_if(points: Sequence[Point]) -> list[Section]:
+def _what_if(points: Sequence[ScalingPoint]) -> list[Section]:
     if not points:
         return []
     counts = sorted({float(point.workers) for point in points})
@@ -221,16 +221,16 @@ def _what_if(points: Sequence[Point]) -> list[Section]:
         "large as here, on one switch."
     )
     return [
-        Chart(
+        LineChart(
             title="What more workers and faster links give",
-            panels=_panels(points, "speed_up", 1.0, dotted=(counts, counts)),
+            panels=_panels(points, "speedup", 1.0, dotted=(counts, counts)),
             x="workers",
             y="times one machine",
             log="xy",
             caption=f"{caption} Dotted: as many times one machine as there are workers.",
             table=_points(points),
         ),
-        Chart(
+        LineChart(
             title="Efficiency",
             panels=_panels(points, "efficiency", 100.0),
             x="workers",
@@ -242,7 +242,7 @@ def _what_if(points: Sequence[Point]) -> list[Section]:
 
 
 def _panels(
-    points: Sequence[Point],
+    points: Sequence[ScalingPoint],
     field: str,
     factor: float,
     dotted: tuple[Sequence[float], Sequence[float]] | None = None,
@@ -264,10 +264,10 @@ def _panels(
     return panels
 
 
-def _points(points: Sequence[Point]) -> Table:
+def _points(points: Sequence[ScalingPoint]) -> Table:
     """A row for each class and number of workers, a column for each link."""
     rates = sorted({point.rate for point in points})
-    rows: dict[tuple[str, int], dict[float, Point]] = {}
+    rows: dict[tuple[str, int], dict[float, ScalingPoint]] = {}
     for point in points:
         rows.setdefault((point.consistency, point.workers), {})[point.rate] = point
     return Table(
@@ -279,8 +279,8 @@ def _points(points: Sequence[Point]) -> Table:
                 Number(workers, str(workers)),
                 *(
                     Number(
-                        by_rate[rate].speed_up,
-                        f"{by_rate[rate].speed_up:.2f}",
+                        by_rate[rate].speedup,
+                        f"{by_rate[rate].speedup:.2f}",
                         title=by_rate[rate].spec,
                     )
                     if rate in by_rate

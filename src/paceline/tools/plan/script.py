@@ -32,7 +32,7 @@ TRIED_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Facts:
+class ScriptAnalysis:
     """*optimizer* makes one like the script's; *workload* is what the script's model stands for,
     if it does. *refused*: methods under which the script fails, and why. *names* and *sizes*: of what is
     trained, in bytes."""
@@ -69,7 +69,9 @@ class Facts:
         workload.check_matches(self.names, self.sizes, what)
 
 
-def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
+def analyze_script(
+    script: str, arguments: Sequence[str], scratch: Path
+) -> ScriptAnalysis:
     """Runs two workers for a few steps under bsp, and under one method of each kind that
     sees gradients otherwise: what the script does to them is refused by all of a kind. Checkpoints
     that it writes go to *scratch*.
@@ -101,7 +103,7 @@ def facts_of(script: str, arguments: Sequence[str], scratch: Path) -> Facts:
         for name, parameter in trainings[0].model.named_parameters()
         if parameter.requires_grad and parameter.numel()
     ]
-    return Facts(
+    return ScriptAnalysis(
         optimizer,
         workload,
         refused,

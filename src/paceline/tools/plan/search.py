@@ -29,14 +29,14 @@ from paceline.spec import parse
 from paceline.tools.plan.candidate_order import rough
 from paceline.tools.plan.candidates import Candidate, crossed, first
 from paceline.tools.plan.estimate_rows import Scale
-from paceline.tools.plan.estimates import LeftOut, Plan
-from paceline.tools.plan.lower_bound import alone, limit_seconds
+from paceline.tools.plan.estimates import Infeasible, Plan
+from paceline.tools.plan.lower_bound import alone, lower_bound_seconds
 from paceline.tools.plan.merged_tensors import coarse
 from paceline.tools.plan.predict import (
-    Job,
     MakeOptimizer,
     Prediction,
     Refused,
+    TrainingJob,
     plain_sgd,
     says_more_in_full,
 )
@@ -59,22 +59,22 @@ FIRST, CROSSED = 0.5, 0.6
 class _Search:
     """What is known so far."""
 
-    job: Job
+    job: TrainingJob
     allowed: Collection[Consistency]
     budget: Budget
     predict: Predict
     told: Callable[[str, int, int], None]
     candidates: dict[str, Candidate] = field(default_factory=dict)
     found: dict[str, Prediction] = field(default_factory=dict)
-    left_out: dict[str, LeftOut] = field(default_factory=dict)
+    left_out: dict[str, Infeasible] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     hopeful: set[str] = field(default_factory=set)
-    unlooked: set[str] = field(default_factory=set)
+    skipped: set[str] = field(default_factory=set)
 
     def look(
         self,
         among: Sequence[Candidate],
-        left_out: Iterable[LeftOut] = (),
+        left_out: Iterable[Infeasible] = (),
         *,
         short: bool,
         keep: float = 0.0,
@@ -93,16 +93,16 @@ class _Search:
             if self.budget.takes(cost(job, one.spec, short=short), keep):
                 wanted.append(one)
             elif short:
-                self.unlooked.add(one.spec)
+                self.skipped.add(one.spec)
         said = self.predict(job, [one.spec for one in wanted], short=short)
         for number, one in enumerate(wanted):
             self.told(one.spec, number, len(wanted))
             self._keep(one, next(said), short)
 
     def _keep(self, one: Candidate, said: Prediction | Refused, short: bool) -> None:
-        self.unlooked.discard(one.spec)
+        self.skipped.discard(one.spec)
         if isinstance(said, Refused):
-            out = LeftOut(spec=one.spec, consistency=one.consistency, why=said.why)
+            out = Infeasible(spec=one.spec, consistency=one.consistency, why=said.why)
             self.left_out[one.spec] = out
             self.found.pop(one.spec, None)
             return
@@ -112,7 +112,7 @@ class _Search:
             self.whole.add(one.spec)
 
     @property
-    def quick(self) -> Job:
+    def quick(self) -> TrainingJob:
         """What short runs are of."""
         return replace(self.job, workload=coarse(self.job.workload))
 
@@ -185,7 +185,7 @@ def plan(
     depend on it; *predict* (`together.in_processes`) makes them where it is there. *told* is called before each prediction. Raises `UsageError` where
     no allowed candidate can run.
     """
-    job = Job(
+    job = TrainingJob(
         cluster=cluster,
         workload=workload,
         optimizer=optimizer,
@@ -269,7 +269,7 @@ def _without(
         if why is None:
             usable.append(one)
         elif one.consistency in search.allowed:
-            search.left_out[one.spec] = LeftOut(
+            search.left_out[one.spec] = Infeasible(
                 spec=one.spec, consistency=one.consistency, why=why
             )
     return usable
@@ -277,7 +277,7 @@ def _without(
 
 def _nothing(search: _Search) -> str:
     classes = ", ".join(q for q in CONSISTENCIES if q in search.allowed)
-    if search.unlooked:
+    if search.skipped:
         return (
             f"the budget of the plan is too small for one prediction of {classes}: give "
             "it more (--budget)"
@@ -292,7 +292,7 @@ def _nothing(search: _Search) -> str:
 def _plan(search: _Search) -> Plan:
     job = search.job
     single = alone(job)
-    limit = limit_seconds(job.cluster, job.workload)
+    limit = lower_bound_seconds(job.cluster, job.workload)
     cluster, batch = job.cluster, job.workload.batch
     if batch is not None:
         batch *= job.passes
@@ -313,8 +313,8 @@ def _plan(search: _Search) -> Plan:
         workers=cluster.workers,
         batch=batch,
         one_machine=single,
-        limit_seconds=limit,
+        lower_bound_seconds=limit,
         rows=tuple(rows),
         left_out=tuple(search.left_out.values()),
-        unlooked=len(search.unlooked),
+        skipped=len(search.skipped),
     )

@@ -1,6 +1,6 @@
 """What would help beside another method: each answer is a run in virtual time.
 
-With what is advised of the strongest class: gradients of several passes sent as one, larger batches, fewer
+With what is recommended of the strongest class: gradients of several passes sent as one, larger batches, fewer
 workers. All is compared in samples a second, and only what gives more is told; whether a larger batch trains as well is for people to judge.
 """
 
@@ -15,7 +15,7 @@ from paceline.cluster import Cluster, Rack
 from paceline.tools.plan.break_even import BreakEven, break_evens
 from paceline.tools.plan.estimates import Plan
 from paceline.tools.plan.merged_tensors import coarse
-from paceline.tools.plan.predict import Job, Refused
+from paceline.tools.plan.predict import Refused, TrainingJob
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 
@@ -30,37 +30,37 @@ MANY = 16
 """Workers; of more a run with all tensors takes too long."""
 
 
-class Help(msgspec.Struct, frozen=True, kw_only=True):
+class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
     """*what* to do, with which *spec*; the *step_seconds* that come of it, and samples a second over those of one
     machine."""
 
     what: str
     spec: str
     step_seconds: float
-    speed_up: float
+    speedup: float
 
 
-class Helps(msgspec.Struct, frozen=True, kw_only=True):
+class Suggestions(msgspec.Struct, frozen=True, kw_only=True):
     """What would help, from the most to the least. *tried*: how many changes were run; *untried*: how many the
     budget left no time for."""
 
     break_even: tuple[BreakEven, ...]
-    helps: tuple[Help, ...]
+    helps: tuple[Suggestion, ...]
     tried: int = 0
     untried: int = 0
 
 
 def helps(
     plan: Plan,
-    job: Job,
+    job: TrainingJob,
     predict: Predict = in_this_process,
     budget: Budget = UNBOUNDED,
-) -> Helps:
+) -> Suggestions:
     """For *plan*, which was made of *job*'s cluster and workload, as far as *budget* goes. Nothing where one
     worker is all. Of many workers with fewer tensors."""
-    if not plan.advised:
-        return Helps(break_even=(), helps=())
-    row = next(iter(plan.advised.values()))
+    if not plan.recommended:
+        return Suggestions(break_even=(), helps=())
+    row = next(iter(plan.recommended.values()))
     one, spec = plan.one_machine.step_seconds, row.spec
     if job.cluster.workers > MANY:
         job = replace(job, workload=coarse(job.workload))
@@ -80,13 +80,13 @@ def helps(
             continue
         seconds, workers = answer.step_seconds, more.cluster.workers
         passes = more.passes / job.passes
-        speed_up = passes * more.batches * workers * one / seconds
-        if speed_up >= HELPS * row.speed_up:
+        speedup = passes * more.batches * workers * one / seconds
+        if speedup >= HELPS * row.speedup:
             found.append(
-                Help(what=what, spec=spec, step_seconds=seconds, speed_up=speed_up)
+                Suggestion(what=what, spec=spec, step_seconds=seconds, speedup=speedup)
             )
-    found.sort(key=lambda one: -one.speed_up)
-    return Helps(
+    found.sort(key=lambda one: -one.speedup)
+    return Suggestions(
         break_even=tuple(even),
         helps=tuple(found),
         tried=len(asked),
@@ -94,7 +94,7 @@ def helps(
     )
 
 
-def _larger(job: Job) -> Iterator[tuple[str, Job]]:
+def _larger(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     """More samples an update."""
     for count in PASSES:
         if count > job.passes:
@@ -103,7 +103,7 @@ def _larger(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"batches {count} times as large", replace(job, batches=count)
 
 
-def _fewer(job: Job) -> Iterator[tuple[str, Job]]:
+def _fewer(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     """Half of the hosts, and all but the slowest one: those whose links, and processors, are
     fastest; of equal ones the first, which stand together."""
     cluster = job.cluster

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cluster import Cluster
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.headline import (
     command,
     commands,
@@ -22,8 +22,8 @@ from paceline.tools.plan.headline import (
     to_take,
     verdict,
 )
-from paceline.tools.plan.suggestions import DDP, Helps
-from paceline.tools.plan.what_if import Point
+from paceline.tools.plan.suggestions import DDP, Suggestions
+from paceline.tools.plan.what_if import ScalingPoint
 from paceline.tools.report.terminal import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
 
@@ -42,7 +42,7 @@ MEANS = {
 
 def print_plan(
     plan: Plan,
-    found: Helps,
+    found: Suggestions,
     cluster: Cluster,
     script: str,
     arguments: Sequence[str] = (),
@@ -128,9 +128,9 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
             f"{hopeful} of them ran briefly (~): candidates' part of --budget had no time "
             "for more"
         )
-    if plan.unlooked:
+    if plan.skipped:
         said.append(
-            f"{plan.unlooked} more were not looked at: candidates' part of --budget is spent"
+            f"{plan.skipped} more were not looked at: candidates' part of --budget is spent"
         )
     if passed_over(plan):
         said.append(passed_over(plan))
@@ -144,7 +144,7 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
     return said
 
 
-def print_points(points: Sequence[Point]) -> None:
+def print_points(points: Sequence[ScalingPoint]) -> None:
     """The best of each class by workers and links: times one machine, and what of each worker is left."""
     rates = sorted({point.rate for point in points})
     table = Table(
@@ -160,7 +160,7 @@ def print_points(points: Sequence[Point]) -> None:
         for workers in sorted({point.workers for point in mine if point.workers > 1}):
             by_rate = {p.rate: p for p in mine if p.workers == workers}
             cells = [
-                f"{at.speed_up:.2f} ({at.efficiency:.0%})"
+                f"{at.speedup:.2f} ({at.efficiency:.0%})"
                 if (at := by_rate.get(rate))
                 else "-"
                 for rate in rates
@@ -187,22 +187,22 @@ def _best(plan: Plan) -> Table:
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_row(*_cells(plan.one_machine, plan, "-"))
-    if ddp is not None and ddp is not plan.advised.get("exact"):
+    if ddp is not None and ddp is not plan.recommended.get("exact"):
         table.add_row(*_cells(ddp, plan, "DDP"))
-    for consistency, row in plan.advised.items():
+    for consistency, row in plan.recommended.items():
         table.add_row(*_cells(row, plan, consistency))
     return table
 
 
-def _cells(row: Row, plan: Plan, consistency: str) -> list[str]:
+def _cells(row: Estimate, plan: Plan, consistency: str) -> list[str]:
     alone, ddp = row is plan.one_machine, plan.row(DDP)
     cells = [
         consistency,
         row.spec,
         ("~ " if row.cut else "") + show_seconds(row.step_seconds),
         show_seconds(row.exposed_seconds),
-        "-" if alone else f"{row.to_limit:.2f}",
-        f"{row.speed_up:.2f}",
+        "-" if alone else f"{row.bound_ratio:.2f}",
+        f"{row.speedup:.2f}",
     ]
     if ddp is not None:
         over = ddp.step_seconds / row.step_seconds
@@ -226,25 +226,25 @@ def _all(plan: Plan) -> Table:
             show_seconds(row.compute_seconds),
             show_seconds(row.exposed_seconds),
             show_bytes(row.bytes_sent),
-            f"{row.to_limit:.2f}",
-            f"{row.speed_up:.2f}",
+            f"{row.bound_ratio:.2f}",
+            f"{row.speedup:.2f}",
         )
     return table
 
 
 def to_json(
     plan: Plan,
-    found: Helps,
-    points: Sequence[Point],
+    found: Suggestions,
+    points: Sequence[ScalingPoint],
     script: str = "SCRIPT",
     arguments: Sequence[str] = (),
 ) -> str:
-    """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*advised*) and the *commands* that run it, the
+    """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*recommended*) and the *commands* that run it, the
     *verdict*, what would help, and *scaling*, empty where nobody asked."""
     content = msgspec.to_builtins(plan)
     content["verdict"] = verdict(plan, found)
     content["best"] = {consistency: row.spec for consistency, row in plan.best.items()}
-    content["advised"] = {
+    content["recommended"] = {
         consistency: row.spec for consistency, row in to_take(plan).items()
     }
     content["commands"] = commands(plan, script, arguments)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from paceline.errors import PacelineError
 from paceline.tools.plan.estimates import Plan
-from paceline.tools.plan.predict import Job, traced
+from paceline.tools.plan.predict import TrainingJob, traced
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 from paceline.tools.plan.suggestions import DDP
@@ -15,15 +15,15 @@ from paceline.tools.report.timeline import Step, step_of
 
 def steps_of(
     plan: Plan,
-    job: Job,
+    job: TrainingJob,
     told: Callable[[str, int, int], None] = lambda what, number, count: None,
     predict: Predict = in_this_process,
     budget: Budget = UNBOUNDED,
 ) -> list[Step]:
-    """A settled step of what is advised in each class, and of DDP's rule: run once more, and
+    """A settled step of what is recommended in each class, and of DDP's rule: run once more, and
     looked at, as far as *budget* goes. The first two are the best of the strongest class and, if that is another, DDP's
     rule."""
-    specs = dict.fromkeys(row.spec for row in plan.advised.values())
+    specs = dict.fromkeys(row.spec for row in plan.recommended.values())
     first, *rest = [*specs, DDP]
     names = list(dict.fromkeys([first, DDP, *rest]))
     if plan.row(DDP) is None:  # it was not allowed, or cannot run
@@ -39,7 +39,7 @@ def steps_of(
     return [step for step in found if step is not None]
 
 
-def step_in(asked: tuple[Job, str]) -> Step | None:
+def step_in(asked: tuple[TrainingJob, str]) -> Step | None:
     """A settled step of a job by a spec; None where it cannot run."""
     job, spec = asked
     try:

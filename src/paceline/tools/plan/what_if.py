@@ -10,9 +10,9 @@ import msgspec
 from paceline.cluster import Cluster, Rack
 from paceline.interfaces import Consistency
 from paceline.spec import parse
-from paceline.tools.plan.estimates import Plan, Row
+from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.merged_tensors import coarse, unplanned
-from paceline.tools.plan.predict import Job, Prediction
+from paceline.tools.plan.predict import Prediction, TrainingJob
 from paceline.tools.plan.prediction_cost import cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 from paceline.tools.plan.search import NOTHING
@@ -25,8 +25,8 @@ EACH = 2
 """Of each class so many are tried at each point: what is best here need not be there."""
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """So many *workers* on one switch, each with a link of *rate* bytes a second. *speed_up*: samples a second
+class ScalingPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """So many *workers* on one switch, each with a link of *rate* bytes a second. *speedup*: samples a second
     over one worker's; *efficiency* is that over *workers*. *samples_per_second*: None where nobody
     knows a batch."""
 
@@ -35,7 +35,7 @@ class Point(msgspec.Struct, frozen=True, kw_only=True):
     consistency: Consistency
     spec: str
     step_seconds: float
-    speed_up: float
+    speedup: float
     efficiency: float
     samples_per_second: float | None = None
 
@@ -44,8 +44,8 @@ def shortlist(plan: Plan) -> dict[Consistency, list[str]]:
     """The fastest specs of each class, each of another method or with another code: those that differ
     in less are alike elsewhere, too."""
     found: dict[Consistency, dict[tuple[str, object], str]] = {}
-    rows: list[Row] = [
-        *plan.advised.values(),
+    rows: list[Estimate] = [
+        *plan.recommended.values(),
         *(row for row in plan.rows if row.counts),
     ]
     for row in rows:
@@ -68,7 +68,7 @@ def runs(plan: Plan) -> dict[str, str]:
 
 def seconds_at_most(
     plan: Plan,
-    job: Job,
+    job: TrainingJob,
     workers: Sequence[int] = WORKERS,
     rates: Sequence[float] = RATES,
 ) -> float:
@@ -84,12 +84,12 @@ def seconds_at_most(
 
 def what_if(
     plan: Plan,
-    job: Job,
+    job: TrainingJob,
     workers: Sequence[int] = WORKERS,
     rates: Sequence[float] = RATES,
     told: Callable[[str, int, int], None] = lambda what, number, count: None,
     predict: Predict = in_this_process,
-) -> list[Point]:
+) -> list[ScalingPoint]:
     """The best of each class at each number of workers and each rate, in short runs; racks are one, latency
     is that of the first worker, and speeds are those of the one machine. What hardly gains by a
     faster link is not run with yet faster ones."""
@@ -97,7 +97,7 @@ def what_if(
     named = runs(plan)
     every = sum(workers) * len(rates)
     done = 0
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     for count in sorted(workers):
         curves: dict[str, Curve] = {spec: [] for spec in named}
         for rate in sorted(rates):
@@ -110,7 +110,7 @@ def what_if(
     return points
 
 
-def _cluster(plan: Plan, job: Job, workers: int, rate: float) -> Cluster:
+def _cluster(plan: Plan, job: TrainingJob, workers: int, rate: float) -> Cluster:
     """So many workers in one rack, of the speed of the one machine."""
     first = job.cluster.racks[0]
     speed = (max(job.cluster.speeds),) * workers
@@ -130,7 +130,7 @@ Curve = list[tuple[float, float]]
 
 
 def _go_on(
-    predict: Predict, job: Job, rate: float, curves: Mapping[str, Curve]
+    predict: Predict, job: TrainingJob, rate: float, curves: Mapping[str, Curve]
 ) -> None:
     """One point more for each that can still gain."""
     open_ = [spec for spec, curve in curves.items() if not _settled(curve)]
@@ -155,7 +155,7 @@ def _best(
     curves: Mapping[str, Curve],
     workers: int,
     rate: float,
-) -> Iterator[Point]:
+) -> Iterator[ScalingPoint]:
     one = plan.one_machine.step_seconds
     for consistency, among in shortlist(plan).items():
         found = [("one machine", one)] if workers == 1 else []
@@ -166,13 +166,13 @@ def _best(
         ]
         if found:
             spec, seconds = min(found, key=lambda pair: pair[1])
-            yield Point(
+            yield ScalingPoint(
                 workers=workers,
                 rate=rate,
                 consistency=consistency,
                 spec=spec,
                 step_seconds=seconds,
-                speed_up=workers * one / seconds,
+                speedup=workers * one / seconds,
                 efficiency=one / seconds,
                 samples_per_second=None
                 if plan.batch is None

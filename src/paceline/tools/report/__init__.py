@@ -1,6 +1,6 @@
 """Results for people and programs: one object a run, tables, records, traces.
 
-- `report_model`: a page as data; start here.
+- `model`: a page as data; start here.
 - `html`: a page as one file.
 - `charts`, `plots`, `pictures`, `colours`: charts, and how all of them look.
 - `terminal`: tables for people.

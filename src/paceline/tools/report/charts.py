@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from markupsafe import Markup, escape
 
-from paceline.tools.report.report_model import Chart, Panel, Series
+from paceline.tools.report.model import LineChart, Panel, Series
 
 WIDTH, HEIGHT = 240, 180
 LEFT, RIGHT, TOP, BOTTOM = 40, 12, 8, 34
@@ -23,7 +23,7 @@ _MARKERS = (
 Scale = Callable[[float], float]
 
 
-def panels_of(chart: Chart) -> list[Markup]:
+def panels_of(chart: LineChart) -> list[Markup]:
     """The SVG of each panel; all have the same axes."""
     xs = [x for panel in chart.panels for one in _lines(panel) for x in one.xs]
     ys = [y for panel in chart.panels for one in _lines(panel) for y in one.ys]
@@ -94,7 +94,7 @@ def _lines(panel: Panel) -> list[Series]:
     return [*panel.series, *dotted]
 
 
-def _panel(panel: Panel, chart: Chart, across: _Axis, up: _Axis) -> Markup:
+def _panel(panel: Panel, chart: LineChart, across: _Axis, up: _Axis) -> Markup:
     def x_of(value: float) -> float:
         return LEFT + across(value)
 
@@ -124,7 +124,9 @@ def _spoken(one: Series) -> str:
     return f"{one.ys[0]:.3g} at {one.xs[0]:g} to {one.ys[-1]:.3g} at {one.xs[-1]:g}"
 
 
-def _grid(chart: Chart, across: _Axis, up: _Axis, x_of: Scale, y_of: Scale) -> Markup:
+def _grid(
+    chart: LineChart, across: _Axis, up: _Axis, x_of: Scale, y_of: Scale
+) -> Markup:
     parts = []
     for tick in up.ticks:
         y = y_of(tick)
@@ -153,7 +155,7 @@ def _grid(chart: Chart, across: _Axis, up: _Axis, x_of: Scale, y_of: Scale) -> M
     return Markup("").join(parts)
 
 
-def _line(one: Series, chart: Chart, x_of: Scale, y_of: Scale) -> Markup:
+def _line(one: Series, chart: LineChart, x_of: Scale, y_of: Scale) -> Markup:
     marks = [
         Markup("<g><title>{}</title>{}</g>").format(
             f"{one.name}: {x:g} {chart.x}, {y:.3g} {chart.y}",
@@ -168,7 +170,7 @@ def _line(one: Series, chart: Chart, x_of: Scale, y_of: Scale) -> Markup:
 
 
 def _points(
-    xs: Sequence[float], ys: Sequence[float], x_of: Scale, y_of: Scale, chart: Chart
+    xs: Sequence[float], ys: Sequence[float], x_of: Scale, y_of: Scale, chart: LineChart
 ) -> str:
     return " ".join(
         f"{_short(x_of(x))},{_short(y_of(y))}"
@@ -177,7 +179,7 @@ def _points(
     )
 
 
-def _drawable(y: float, chart: Chart) -> bool:
+def _drawable(y: float, chart: LineChart) -> bool:
     return math.isfinite(y) and (y > 0 or "y" not in chart.log)
 
 

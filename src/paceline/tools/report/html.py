@@ -1,6 +1,6 @@
 """A page as one file: no request leaves it, and its own script is the only one that runs.
 
-What it shows are `paceline.tools.report.report_model`; ``page.html`` says how each looks, ``page.css`` in
+What it shows are `paceline.tools.report.model`; ``page.html`` says how each looks, ``page.css`` in
 which colours, ``page.js`` and ``timeline.js`` what people can do with it. Tables, bars and charts
 are there without any script.
 """
@@ -21,16 +21,16 @@ from markupsafe import Markup
 from paceline.errors import UsageError
 from paceline.tools.report.charts import marker, panels_of
 from paceline.tools.report.colours import COLOURS, GRID, GROUND, INK
-from paceline.tools.report.report_model import (
+from paceline.tools.report.model import (
     Bar,
-    Bars,
-    Chart,
+    BarChart,
+    LineChart,
     Matrix,
     Number,
-    Page,
+    Report,
     Section,
     Table,
-    Timelines,
+    TimelineSection,
 )
 from paceline.tools.report.run_files import claim, make_folder
 from paceline.units import show_seconds
@@ -41,7 +41,7 @@ _DARKEST = 45.0
 """Per cent of colour in a matrix's worst cell: its figures stay readable."""
 
 
-def write_page(path: Path, page: Page) -> Path:
+def write_page(path: Path, page: Report) -> Path:
     """Write *page* to *path*, and return that. Raises `UsageError` where it cannot be
     written."""
     make_folder(str(path.parent), "the page")
@@ -53,7 +53,7 @@ def write_page(path: Path, page: Page) -> Path:
     return path
 
 
-def text_of(page: Page) -> str:
+def text_of(page: Report) -> str:
     """The page's text."""
     script = _file("page.js") + _file("timeline.js")
     digest = hashlib.sha256(script.encode()).digest()
@@ -108,7 +108,7 @@ def _numbers_of(table: Table) -> list[int]:
     ]
 
 
-def _data_of(section: Timelines) -> Markup:
+def _data_of(section: TimelineSection) -> Markup:
     """JSON that stays inside its element, whatever names there are: no ``<`` is in it."""
     text = msgspec.json.encode(section.steps).decode()
     for letter in "<>&\u2028\u2029":
@@ -119,7 +119,7 @@ def _data_of(section: Timelines) -> Markup:
 # ---- bars ----
 
 
-def _fill_of(bars: Bars, part: int, own: int | None = None) -> str:
+def _fill_of(bars: BarChart, part: int, own: int | None = None) -> str:
     if bars.parts[part] == _HATCHED:
         return "hatched"
     if own is not None:
@@ -128,15 +128,15 @@ def _fill_of(bars: Bars, part: int, own: int | None = None) -> str:
     return f"p{part % len(COLOURS)}" if colourful else "grey"
 
 
-def _longest(bars: Bars) -> float:
+def _longest(bars: BarChart) -> float:
     return max([*(sum(row.values) for row in bars.rows), bars.limit or 0.0]) or 1.0
 
 
-def _percent(bars: Bars, value: float) -> str:
+def _percent(bars: BarChart, value: float) -> str:
     return f"{100 * max(0.0, value) / _longest(bars):.2f}"
 
 
-def _spoken(bars: Bars, row: Bar) -> str:
+def _spoken(bars: BarChart, row: Bar) -> str:
     parts = zip(bars.parts, row.values, strict=True)
     return ", ".join(f"{name} {show_seconds(value)}" for name, value in parts)
 
@@ -165,7 +165,7 @@ def _shades(matrix: Matrix) -> list[list[str]]:
     return [[shade(one) for one in row] for row in matrix.cells]
 
 
-def _names_of(chart: Chart) -> Sequence[tuple[str, int]]:
+def _names_of(chart: LineChart) -> Sequence[tuple[str, int]]:
     """Each line's name and colour, once."""
     pairs = ((one.name, one.colour) for panel in chart.panels for one in panel.series)
     return list(dict.fromkeys(pairs))

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
-from paceline.runtimes.results import Outcome, Result
+from paceline.runtimes.results import Outcome, RunResult
 from paceline.tools.compare.curves import (
     Curve,
     curves_of,
@@ -68,7 +68,7 @@ def write_plots(
         for look, (spec, outcome) in zip(
             looks_of([spec for spec, _ in outcomes]), outcomes, strict=True
         ):
-            if isinstance(outcome, Result):
+            if isinstance(outcome, RunResult):
                 results.append((spec, outcome))
                 looks.append(look)
         figure, caption = draw_time(looks, [result for _, result in results])
@@ -97,7 +97,9 @@ def looks_of(specs: Sequence[str]) -> list[Look]:
 # ---- what is drawn ----
 
 
-def draw_time(looks: Sequence[Look], results: Sequence[Result]) -> tuple[Figure, str]:
+def draw_time(
+    looks: Sequence[Look], results: Sequence[RunResult]
+) -> tuple[Figure, str]:
     """A bar per variant: computing, then waiting for the network; and a caption."""
     labels = [_wrapped(look.label, _LETTERS) for look in looks]
     lines = [len(label) for label in labels]

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from paceline.cluster.workload import Workload
 from paceline.records import StepRecord
-from paceline.runtimes.results import Failed, Outcome, Result
+from paceline.runtimes.results import FailedRun, Outcome, RunResult
 from paceline.tools.compare.goal import Goal
 from paceline.units import show_bytes, show_seconds
 
@@ -33,7 +33,7 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
     """A row per run: its name, where its time goes, its last metrics, and the ratio of its
     step time to that of the first run that has one; what is to be known about it, below.
     """
-    results = [outcome for _, outcome in rows if isinstance(outcome, Result)]
+    results = [outcome for _, outcome in rows if isinstance(outcome, RunResult)]
     metrics = list(dict.fromkeys(name for r in results for name in r.metrics))
     first = next((r.step_seconds for r in results if r.step_seconds), None)
     headings = ["variant", "buckets", "settled", "step", "compute", "exposed", "sent"]
@@ -55,7 +55,7 @@ def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
             if note not in common
         ]
         label = name + "".join(f" [{number}]" for number in marks)
-        if isinstance(outcome, Failed):
+        if isinstance(outcome, FailedRun):
             cells = ["-", "-", "failed", *["-"] * (len(headings) - 4)]
         else:
             cells = _figures(outcome, metrics)
@@ -70,7 +70,7 @@ ADDS_UP = 0.005
 """To this part of a step its figures are seen to add up."""
 
 
-def _sum(results: Sequence[Result]) -> str:
+def _sum(results: Sequence[RunResult]) -> str:
     words = "step = compute + exposed (waiting for the network)"
     for r in results:
         step, compute = r.step_seconds, r.compute_seconds
@@ -83,7 +83,7 @@ def _sum(results: Sequence[Result]) -> str:
     return f"{words}; sent per worker; figures are of settled steps"
 
 
-def _figures(result: Result, metrics: Sequence[str]) -> list[str]:
+def _figures(result: RunResult, metrics: Sequence[str]) -> list[str]:
     sent = result.bytes_sent_per_worker
     values = (result.metrics.get(metric) for metric in metrics)
     first = result.settled_from
@@ -105,7 +105,7 @@ def print_results(
 ) -> None:
     """The table of `sheet`, and what its figures were made with. At least one run has a
     result. *reached*: the step with which each came to the *goal*."""
-    first = next(outcome for _, outcome in rows if isinstance(outcome, Result))
+    first = next(outcome for _, outcome in rows if isinstance(outcome, RunResult))
     headings, cells, legend, notes = sheet(rows)
     many = "worker" if first.workers == 1 else "workers"
     table = Table(title=f"{first.workers} {many}, {first.runtime} runtime")

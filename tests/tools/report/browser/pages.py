@@ -10,10 +10,10 @@ from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.tools.compare.report import write_report
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
 from paceline.tools.doctor.report import doctor_page
-from paceline.tools.plan.estimates import LeftOut, Plan, Row
+from paceline.tools.plan.estimates import Estimate, Infeasible, Plan
 from paceline.tools.plan.report import plan_page
-from paceline.tools.plan.suggestions import BreakEven, Help, Helps
-from paceline.tools.plan.what_if import RATES, WORKERS, Point
+from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
+from paceline.tools.plan.what_if import RATES, WORKERS, ScalingPoint
 from paceline.tools.report.html import NAME, write_page
 from paceline.tools.report.timeline import Step, step_of
 from tests.tools.doctor.synthetic import Site
@@ -54,13 +54,17 @@ def planned(folder: Path) -> Path:
         workers=8,
         batch=8.0,
         one_machine=row("one machine", "exact", 0.04),
-        limit_seconds=0.15,
+        lower_bound_seconds=0.15,
         rows=tuple(sorted(rows, key=lambda one: one.step_seconds)),
-        left_out=(LeftOut(spec="r2sp", consistency="asynchronous", why="it <clips>"),),
+        left_out=(
+            Infeasible(spec="r2sp", consistency="asynchronous", why="it <clips>"),
+        ),
     )
-    helps = Helps(
+    helps = Suggestions(
         break_even=(BreakEven(spec="bsp", rate=1e7, words="as fast at 80 Mbit/s"),),
-        helps=(Help(what="4 workers", spec="bsp", step_seconds=0.1, speed_up=1.5),),
+        helps=(
+            Suggestion(what="4 workers", spec="bsp", step_seconds=0.1, speedup=1.5),
+        ),
     )
     page = plan_page(
         *(plan, helps, points()),
@@ -91,7 +95,7 @@ def doctored(folder: Path) -> Path:
         ran=True,
         predicted_seconds=1.0,
         mended_seconds=0.5,
-        limit_seconds=0.4,
+        lower_bound_seconds=0.4,
         step_seconds=1.1,
         alone_seconds=0.3,
     )
@@ -107,8 +111,8 @@ def row(
     *,
     cut: bool = False,
     samples: float | None = 100.0,
-) -> Row:
-    return Row(
+) -> Estimate:
+    return Estimate(
         spec=spec,
         consistency=consistency,  # type: ignore[arg-type]
         step_seconds=seconds,
@@ -116,22 +120,22 @@ def row(
         exposed_seconds=seconds - 0.04,
         bytes_sent=1e6 / seconds,
         buckets=3,
-        to_limit=seconds / 0.15,
-        speed_up=8 * 0.04 / seconds,
+        bound_ratio=seconds / 0.15,
+        speedup=8 * 0.04 / seconds,
         samples_per_second=samples,
         cut=cut,
     )
 
 
-def points() -> list[Point]:
+def points() -> list[ScalingPoint]:
     return [
-        Point(
+        ScalingPoint(
             workers=workers,
             rate=rate,
             consistency=consistency,
             spec=consistency,
             step_seconds=1.0,
-            speed_up=workers / (1 + place + 1e9 / rate / 100),
+            speedup=workers / (1 + place + 1e9 / rate / 100),
             efficiency=1 / (1 + place + 1e9 / rate / 100),
         )
         for workers in WORKERS

@@ -27,7 +27,7 @@ Cell = str | Number | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Words:
+class Text:
     """Sentences: a list, a numbered one whose items have a head and more lines, paragraphs, or
     lines of *code*, each of which can be copied."""
 
@@ -74,7 +74,7 @@ class Bar:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bars:
+class BarChart:
     """Stacked bars of seconds. A part that is called *exposed* is hatched. *limit*: seconds at
     which a line stands, called *limit_name*."""
 
@@ -119,7 +119,7 @@ class Panel(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chart:
+class LineChart:
     """Small charts of one kind side by side, on equal axes; their figures as a *table* too.
     *x*, *y* name the axes; *log*: which of them are logarithmic, to base 2. *top*: where the
     vertical axis ends."""
@@ -135,7 +135,7 @@ class Chart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timelines:
+class TimelineSection:
     """Steps of several runs, of which two are shown at a time, on one scale; *first* are their
     numbers."""
 
@@ -164,11 +164,13 @@ class Pictures:
     caption: str = ""
 
 
-Section = Words | Links | Table | Bars | Matrix | Chart | Timelines | Pictures
+Section = (
+    Text | Links | Table | BarChart | Matrix | LineChart | TimelineSection | Pictures
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
+class Report:
     """*answer* is the sentence that people came for; *details* follow it. *notes*: named
     lines, such as the network."""
 
