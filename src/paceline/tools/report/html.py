@@ -29,7 +29,6 @@ from paceline.tools.report.model import (
     Number,
     Report,
     Section,
-    Table,
     TimelineSection,
 )
 from paceline.tools.report.run_files import claim, make_folder
@@ -63,7 +62,6 @@ def text_of(page: Report) -> str:
         script=Markup(script),
         script_hash=f"sha256-{base64.b64encode(digest).decode()}",
         kind_of=_kind_of,
-        numbers_of=_numbers_of,
         data_of=_data_of,
         fill_of=_fill_of,
         percent=_percent,
@@ -96,16 +94,6 @@ def _styles() -> str:
 
 def _kind_of(section: Section) -> str:
     return type(section).__name__
-
-
-def _numbers_of(table: Table) -> list[int]:
-    """Columns in which there are figures, and no words."""
-    return [
-        column
-        for column in range(len(table.headings))
-        if any(isinstance(row[column], Number) for row in table.rows)
-        and not any(isinstance(row[column], str) for row in table.rows)
-    ]
 
 
 def _data_of(section: TimelineSection) -> Markup:

@@ -24,6 +24,8 @@ class Number(NamedTuple):
 
 
 Cell = str | Number | None
+Level = Literal["summary", "details"]
+"""Where a section is shown: a terminal prints the summary, and the details on request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +37,7 @@ class Text:
     lines: Sequence[str]
     kind: Literal["list", "numbered", "paragraphs", "code"] = "list"
     caption: str = ""
+    level: Level = "details"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class Links:
     title: str
     files: Sequence[tuple[str, str]]
     caption: str = ""
+    level: Level = "details"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,16 @@ class Table:
     colours: Sequence[int] | None = None
     notes: Sequence[str] = ()
     folded: bool = False
+    level: Level = "details"
+
+    def number_columns(self) -> frozenset[int]:
+        """Columns that hold numbers and no words."""
+        return frozenset(
+            column
+            for column in range(len(self.headings))
+            if any(isinstance(row[column], Number) for row in self.rows)
+            and not any(isinstance(row[column], str) for row in self.rows)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +98,7 @@ class BarChart:
     caption: str = ""
     limit: float | None = None
     limit_name: str = "limit"
+    level: Level = "details"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +114,7 @@ class Matrix:
     caption: str = ""
     low_is_bad: bool = True
     least: float | None = None
+    level: Level = "details"
 
 
 class Series(NamedTuple):
@@ -132,6 +148,7 @@ class LineChart:
     top: float | None = None
     caption: str = ""
     table: Table | None = None
+    level: Level = "details"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +160,7 @@ class TimelineSection:
     steps: Sequence[Step]
     first: tuple[int, int] = (0, 1)
     caption: str = ""
+    level: Level = "details"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +180,7 @@ class Pictures:
     title: str
     pictures: Sequence[Drawn]
     caption: str = ""
+    level: Level = "details"
 
 
 Section = (

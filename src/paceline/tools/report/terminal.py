@@ -13,6 +13,7 @@ from paceline.cluster.workload import Workload
 from paceline.records import StepRecord
 from paceline.runtimes.results import FailedRun, Outcome, RunResult
 from paceline.tools.compare.goal import Goal
+from paceline.tools.report import model
 from paceline.units import show_bytes, show_seconds
 
 _WIDTH_OF_FILES = 120
@@ -170,6 +171,86 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
     if workload.input:
         table.add_row("between steps", "", show_seconds(workload.input), "", "")
     console_for_tables().print(table)
+
+
+def print_report(report: model.Report, *, everything: bool = False) -> None:
+    """Print a report's answer, its details and the summary sections.
+
+    Args:
+        report: What to print. Charts and timelines have no form in a terminal.
+        everything: Print the tables and texts of the other sections too.
+    """
+    console = console_for_tables()
+    for line in (report.answer, *report.details):
+        console.print(Text(line))
+    for section in report.sections:
+        if everything or section.level == "summary":
+            _print_section(console, section)
+
+
+def _print_section(console: Console, section: model.Section) -> None:
+    match section:
+        case model.Text():
+            _print_text(console, section)
+        case model.Table():
+            _print_table(console, section)
+        case model.Matrix():
+            _print_table(console, _as_table(section))
+        case model.LineChart(table=model.Table() as table):
+            _print_table(console, table)
+
+
+def _print_text(console: Console, section: model.Text) -> None:
+    console.print()
+    if section.title:
+        console.print(Text(f"{section.title}:"))
+    for number, line in enumerate(section.lines, start=1):
+        first = f"{number}. " if section.kind == "numbered" else "  "
+        indented = line.replace("\n", "\n   ")
+        # A command that is broken into lines cannot be copied.
+        console.print(Text(first + indented), soft_wrap=section.kind == "code")
+    if section.caption:
+        console.print(Text(section.caption))
+
+
+def _print_table(console: Console, section: model.Table) -> None:
+    numbers = section.number_columns()
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    rows = [[_cell(one) for one in row] for row in section.rows]
+    for column, heading in enumerate(section.headings):
+        if column in numbers:
+            # A heading may be broken into lines, a number may not.
+            width = max(len(row[column]) for row in rows)
+            table.add_column(heading, justify="right", min_width=width)
+        else:
+            table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console.print()
+    if section.title:
+        console.print(Text(section.title))
+    console.print(table)
+    for number, note in enumerate(section.notes, start=1):
+        console.print(Text(f"[{number}] {note}"))
+    if section.caption:
+        console.print(Text(section.caption))
+
+
+def _as_table(section: model.Matrix) -> model.Table:
+    return model.Table(
+        title=section.title,
+        headings=(section.corner, *section.columns),
+        rows=[
+            (name, *row) for name, row in zip(section.rows, section.cells, strict=True)
+        ],
+        caption=section.caption,
+    )
+
+
+def _cell(cell: model.Cell) -> str:
+    if isinstance(cell, model.Number):
+        return f"{cell.text} (!)" if cell.bad else cell.text
+    return "-" if cell is None else cell
 
 
 def console_for_tables() -> Console:

@@ -1,0 +1,65 @@
+"""A report on the terminal: the answer, the summary, and the rest on request."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.tools.report.model import (
+    Bar,
+    BarChart,
+    Matrix,
+    Number,
+    Report,
+    Table,
+    Text,
+    TimelineSection,
+)
+from paceline.tools.report.terminal import print_report
+
+REPORT = Report(
+    title="a title",
+    answer="2 workers are faster",
+    details=["why: no waits"],
+    sections=[
+        Table(
+            title="Methods",
+            headings=("method", "step"),
+            rows=[("dear[1]", Number(0.1, "100 ms", bad=True)), ("bsp", None)],
+            notes=["from step 9 on"],
+            level="summary",
+        ),
+        Text(title="Run", lines=["paceline run " + "x" * 200], kind="code"),
+        Text(title="Faults", lines=["slow link\ncheck it"], kind="numbered"),
+        Matrix(title="Links", rows=["0"], columns=["to 1"], cells=[[None]]),
+        BarChart(title="Bars", parts=["s"], rows=[Bar(name="bar", values=[1.0])]),
+        TimelineSection(title="Steps", steps=()),
+    ],
+)
+
+
+def test_the_summary_is_printed_and_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_report(REPORT)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["2 workers are faster", "why: no waits"]
+    words = [line.split() for line in lines[2:] if line]
+    assert words == [
+        ["Methods"],
+        ["method", "step"],
+        ["dear[1]", "100", "ms", "(!)"],
+        ["bsp", "-"],
+        ["[1]", "from", "step", "9", "on"],
+    ]
+
+
+def test_everything_has_the_other_tables_and_texts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_report(REPORT, everything=True)
+    said = capsys.readouterr().out
+    assert "\n  paceline run " + "x" * 200 + "\n" in said  # in one line, to be copied
+    assert "\n1. slow link\n   check it\n" in said
+    assert "from \\ to" in said
+    assert "Bars" not in said
+    assert "Steps" not in said
