@@ -95,7 +95,7 @@ def main(path):
             simgrid.Actor.create(f"r{box}", hosts[target], receive, box, ends, place)
     zone.seal()
     engine.run()
-    for case, ends in zip(cases, all_ends):
+    for case, ends in zip(cases, all_ends, strict=True):
         case["ends"] = ends
     with open(path, "w") as file:
         lines = ",\n".join(json.dumps(case) for case in cases)

@@ -105,6 +105,41 @@ def test_who_computes_shares_the_cores(
     assert ends == pytest.approx([seconds] * workers)
 
 
+@pytest.mark.parametrize(
+    ("computing", "cores", "seconds"),
+    [(0, 2, 1.0), (1, 2, 1.0), (2, 2, 4.5), (2, 4, 1.0), (3, 2, 6.0)],
+)
+def test_a_message_costs_more_where_all_cores_compute(
+    computing: int, cores: int, seconds: float
+) -> None:
+    """1 s alone, and 3 s where it takes a core from others."""
+    agenda = EventQueue()
+    rack = Rack(workers=4, link=RATE, latency=0.0)
+    shared = Processor(message=1.0, message_while_computing=3.0, cores=cores)
+    links = Links(agenda, Cluster((rack,), processor=shared))
+    ends: list[float] = []
+    for host in range(computing):
+        links.compute(host, 8.0, 1, lambda: None)
+    links.send("c", 3, 0, 1.0, lambda: None, lambda: ends.append(agenda.now))
+    agenda.run()
+    assert ends == [pytest.approx(seconds)]
+
+
+def test_a_message_costs_the_same_again_once_computing_has_ended() -> None:
+    agenda = EventQueue()
+    rack = Rack(workers=2, link=RATE, latency=0.0)
+    shared = Processor(message=1.0, message_while_computing=3.0, cores=1)
+    links = Links(agenda, Cluster((rack,), processor=shared))
+    ends: list[float] = []
+
+    def computed() -> None:
+        links.send("c", 0, 1, 1.0, lambda: None, lambda: ends.append(agenda.now))
+
+    links.compute(0, 2.0, 1, computed)
+    agenda.run()
+    assert ends == [pytest.approx(3.0)]
+
+
 def test_a_message_waits_for_those_who_compute_and_they_for_it() -> None:
     # One core: a message of 2 s and computing of 6 s get half of it each.
     agenda = EventQueue()

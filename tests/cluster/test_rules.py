@@ -199,7 +199,11 @@ def test_a_file_is_read_as_it_is_written() -> None:
         repair("host 1 in", at=2.0),
         kill(5, step=9),
     )
-    cluster = Cluster(racks, rules, Processor(message=0.25, byte=1e-6, cores=2))
+    cluster = Cluster(
+        racks,
+        rules,
+        Processor(message=0.25, message_while_computing=0.5, byte=1e-6, cores=2),
+    )
     again = parse_cluster(cluster_toml(cluster, "made here"))
     assert (again.racks, again.processor) == (cluster.racks, cluster.processor)
     assert again.rules == cluster.rules
@@ -220,7 +224,12 @@ def test_a_cluster_is_read_back_to_the_last_bit() -> None:
     )
     rules = (throttle("rack 0 up", 1e6 / 3, at=1 / 3),)
     servers = (ServerHost(rack=1, link=1e7 / 9),)
-    cluster = Cluster(racks, rules, Processor(message=1 / 3, byte=1e-6 / 7), servers)
+    cluster = Cluster(
+        racks,
+        rules,
+        Processor(message=1 / 3, message_while_computing=2 / 3, byte=1e-6 / 7),
+        servers,
+    )
     assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
     assert parse_cluster(cluster_toml(cluster)) != cluster
 

@@ -76,6 +76,7 @@ def workloads(draw: st.DrawFn) -> Workload:
         uses_gradients=draw(st.none() | st.booleans()),
         cores=draw(st.integers(0, 64)),
         input=draw(st.floats(0, 1e6)),
+        overhead=draw(st.floats(0, 1e6)),
     )
 
 
@@ -186,7 +187,8 @@ def test_cores_are_none_or_more() -> None:
 def test_a_step_has_all_of_its_passes_and_one_update() -> None:
     assert make().compute_seconds == 66.5
     assert make(passes=3).compute_seconds == 3 * 66 + 0.5
-    assert make(passes=3, input=7.0).compute_seconds == 7 + 3 * 66 + 0.5
+    longer = make(passes=3, input=7.0, overhead=2.0)
+    assert longer.compute_seconds == 7 + 2 + 3 * 66 + 0.5
 
 
 @pytest.mark.parametrize("shapes", [((1,),), ((1,),) * 4])

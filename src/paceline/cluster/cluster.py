@@ -179,7 +179,8 @@ class Rack:
 class Processor:
     """What communication costs the processors.
 
-    *message*: core-seconds of one message, its sender's and its receiver's together;
+    *message*: core-seconds of one message, its sender's and its receiver's together, and
+    *message_while_computing* where computing keeps all cores busy (None: the same);
     *byte*: core-seconds of one byte of it. *cores* is the number of cores that all hosts
     share, as they do in an emulated cluster; None where each rack says what its hosts have.
     """
@@ -187,11 +188,12 @@ class Processor:
     message: float = 0.0
     byte: float = 0.0
     cores: int | None = None
+    message_while_computing: float | None = None
 
     def __post_init__(self) -> None:
-        for key in ("message", "byte"):
+        for key in ("message", "byte", "message_while_computing"):
             value = getattr(self, key)
-            if not (value >= 0 and math.isfinite(value)):
+            if value is not None and not (value >= 0 and math.isfinite(value)):
                 raise ClusterError(
                     f"key {key!r}: expected a time of zero or more, got {value:g} s"
                 )
@@ -201,6 +203,9 @@ class Processor:
     def describe(self) -> str:
         """One line for people."""
         text = f"{units.show_seconds(self.message)} of a processor a message"
+        if self.message_while_computing is not None:
+            while_computing = units.show_seconds(self.message_while_computing)
+            text += f" ({while_computing} while all cores compute)"
         if self.byte:
             text += f" and {units.show_seconds(1e6 * self.byte)} a megabyte"
         if self.cores is not None:

@@ -205,7 +205,12 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
         "aggregation_rate": _rate,
         "slots": _whole,
     },
-    Processor: {"message": _time, "byte": _time, "cores": _whole},
+    Processor: {
+        "message": _time,
+        "message_while_computing": _time,
+        "byte": _time,
+        "cores": _whole,
+    },
     ServerHost: {"rack": _whole, "link": _rate},
     _rule: {
         "at": _time,
@@ -249,6 +254,9 @@ def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) ->
     if cluster.processor is not None:
         lines += ["", "[processor]"]
         lines.append(f"message = {_quoted(time_text(cluster.processor.message))}")
+        if cluster.processor.message_while_computing is not None:
+            busy = _quoted(time_text(cluster.processor.message_while_computing))
+            lines.append(f"message_while_computing = {busy}")
         lines.append(f"byte = {_quoted(time_text(cluster.processor.byte))}")
         if cluster.processor.cores is not None:
             lines.append(f"cores = {cluster.processor.cores}")

@@ -18,7 +18,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from paceline.cluster.bandwidth import BandwidthSharing, Flow
-from paceline.cluster.cluster import Cluster
+from paceline.cluster.cluster import Cluster, Processor
 
 
 class Events(Protocol):
@@ -81,6 +81,8 @@ class Links:
         self._cores = _Shared(clock, BandwidthSharing(_processors(cluster), most=1.0))
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
+        self._computing = Counter[int]()
+        """By processor, how many of its cores are asked for by computing now."""
 
     def set_capacity(self, link: int, rate: float) -> None:
         """Give a directed link another goodput from now on; 0: nothing gets through."""
@@ -138,8 +140,14 @@ class Links:
 
         Call *done* then. Only where the cluster has a `Processor`.
         """
-        demand = {self._core_of(host): cores}
-        self._cores.start(Flow(demand, seconds, lambda now: done()))
+        core = self._core_of(host)
+        self._computing[core] += cores
+
+        def over(now: float) -> None:
+            self._computing[core] -= cores
+            done()
+
+        self._cores.start(Flow({core: cores}, seconds, over))
 
     def _work(
         self,
@@ -155,10 +163,20 @@ class Links:
         work = []
         for host, count in messages:
             moved = size * demand.get(self.cluster.link_out_of(host), 0.0)
-            seconds = count * processor.message + moved * processor.byte / threads[host]
+            seconds = count * self._message_seconds(processor, host)
+            seconds += moved * processor.byte / threads[host]
             if seconds > 0:
                 work.append((host, seconds))
         return work
+
+    def _message_seconds(self, processor: Processor, host: int) -> float:
+        """Of a message that begins now: more, where it takes a core from computing."""
+        busy = processor.message_while_computing
+        if busy is None:
+            return processor.message
+        core = self._core_of(host)
+        is_busy = self._computing[core] >= self._cores.capacities[core]
+        return busy if is_busy else processor.message
 
     def _core_of(self, host: int) -> int:
         """Which processor a host's threads run on: its own, or the one of all hosts."""
@@ -271,6 +289,10 @@ class _Shared:
         self._clock = clock
         self._sharing = sharing
         self._advance_at: float | None = None
+
+    @property
+    def capacities(self) -> Sequence[float]:
+        return self._sharing.capacities
 
     def start(self, flow: Flow) -> None:
         self._sharing.start(flow)

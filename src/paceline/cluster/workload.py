@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 
 FORMAT = "paceline workload 1"
 
-_LEFT_OUT = ("shapes", "coding", "passes", "uses_gradients", "input", "cores")
+_LEFT_OUT = (
+    "shapes",
+    "coding",
+    "passes",
+    "uses_gradients",
+    "input",
+    "overhead",
+    "cores",
+)
 """Keys that a file has only where there is something to say."""
 
 ELEMENT_BYTES = (1, 2, 4, 8, 16)
@@ -82,6 +90,8 @@ class Workload:
             update, as one that clips does; None: not known.
         input: Seconds of a thread's computing between a step's end and the next pass: batches that are made
             ready, gradients that are zeroed, losses that are logged. Waits for other processes are not in it.
+        overhead: Seconds of a thread's computing in a step, beside its passes and its update: paceline's hooks,
+            and what the script does between backward and the update.
         cores: Cores of the host that computing keeps busy; 0: another device computes, or the script
             sleeps instead. They matter where hosts share cores.
 
@@ -105,6 +115,7 @@ class Workload:
     passes: int | None = None
     uses_gradients: bool | None = None
     input: float = 0.0
+    overhead: float = 0.0
     cores: int = 0
 
     def __post_init__(self) -> None:
@@ -136,7 +147,7 @@ class Workload:
             raise UsageError(
                 f"order: expected each of 0 to {len(self.names) - 1} once, one per tensor"
             )
-        for key in ("update", "input"):
+        for key in ("update", "input", "overhead"):
             value = getattr(self, key)
             if not (value >= 0 and math.isfinite(value)):
                 raise UsageError(f"{key}: expected zero or more seconds, got {value}")
@@ -182,9 +193,10 @@ class Workload:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step's passes, of its update, and between steps."""
+        """Seconds of a step's passes, of its update, beside them, and between steps."""
         passes = self.forward_seconds + self.backward_seconds
-        return self.input + (self.passes or 1) * passes + self.update
+        beside = self.input + self.overhead
+        return beside + (self.passes or 1) * passes + self.update
 
     @property
     def gradient_bytes(self) -> list[int]:

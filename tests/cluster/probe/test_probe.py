@@ -9,6 +9,7 @@ import pytest
 from paceline.cluster import load_cluster, uniform_cluster
 from paceline.cluster.cluster import EMULATED_BURST
 from paceline.cluster.probe import ProbeResult, infer_cluster, measure
+from paceline.cluster.probe.infer import Size
 from paceline.cluster.probe.pairs import MOST_BYTES, PairProbe
 from paceline.errors import ClusterError, PacelineError
 from paceline.runtimes.join import join_runtime
@@ -78,6 +79,51 @@ def test_emulated_links_let_a_bucket_through_at_once():
         for runtime in ("emulated", "real", "simulated")
     }
     assert burst == {"emulated": {EMULATED_BURST}, "real": {0.0}, "simulated": {0.0}}
+
+
+def in_pairs(burst, chain, work, rate=1e6):
+    """Two workers on two cores: all-reduces as the simulated runtime has them, one after the other."""
+    sizes = []
+    for size in (4096 * 4**k for k in range(6)):
+        wire = size / rate
+        saved = min(chain, burst)
+        alone = chain + max(wire - saved, work)
+        pair = chain + max(2 * wire - saved, 2 * work)
+        sizes.append(
+            Size(bytes=size, seconds=alone, spread=0, pair_seconds=pair, core_seconds=0)
+        )
+    return ProbeResult(
+        runtime="emulated" if burst else "real",
+        hosts=[0, 1],
+        goodput=[[0.0, rate], [rate, 0.0]],
+        latency=[[0.0, 1e-4], [1e-4, 0.0]],
+        racks=[0, 0],
+        uplinks=[],
+        all_reduce=sizes,
+        shared_cores=2,
+        speeds=[1.0, 1.0],
+    )
+
+
+@pytest.mark.parametrize("burst", [0.0, EMULATED_BURST])
+def test_start_ups_are_found_also_where_links_let_some_through_at_once(burst):
+    cluster = infer_cluster(in_pairs(burst, chain=1.2e-3, work=6e-3))
+    # An all-reduce of two has two steps, of a message each; two workers share two cores.
+    assert cluster.racks[0].latency == pytest.approx(0.6e-3, rel=0.05)
+    assert cluster.processor.message == pytest.approx(3e-3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("measured", "cost"), [(None, None), (9e-3, 9e-3), (1e-3, 3e-3)]
+)
+def test_a_message_is_never_cheaper_while_workers_compute(measured, cost):
+    findings = in_pairs(0.0, chain=1.2e-3, work=6e-3)
+    findings.message_while_computing = measured
+    processor = infer_cluster(findings).processor
+    if cost is None:
+        assert processor.message_while_computing is None
+    else:
+        assert processor.message_while_computing == pytest.approx(cost, rel=0.05)
 
 
 def test_ranks_that_alternate_between_racks_are_not_numbered_as_the_file_has_them():

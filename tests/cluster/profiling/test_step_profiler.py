@@ -223,6 +223,33 @@ def test_input_is_what_a_thread_computes_between_steps(clock, monkeypatch, evalu
     assert profiler.workload("").input == 0.0
 
 
+def test_overhead_is_what_a_thread_computes_in_hooks_and_before_the_update(
+    clock, monkeypatch
+):
+    time = SimpleNamespace(
+        thread_time=lambda: clock.now, process_time=lambda: clock.now
+    )
+    monkeypatch.setattr(step_profiler, "time", time)
+
+    def take(model, optimizer, step):
+        model(torch.ones(8, 4)).square().mean().backward()
+        clock.compute(0.5)  # such as a norm that is logged
+
+    taken = StepProfiler.gradient_taken
+
+    def in_hook(self):
+        clock.compute(0.25)
+        taken(self)
+
+    monkeypatch.setattr(StepProfiler, "gradient_taken", in_hook)
+    profiler = profile(lambda rank: steps(clock, three_layers(clock), take))
+    workload = profiler.workload_alone("")
+    assert workload.overhead == 0.5 + 0.25 * len(workload.names)
+    # What hooks take is no part of backward.
+    assert times_of(workload) == pytest.approx(times_of(profiler.workload("")))
+    assert profiler.workload("").overhead == 0.0
+
+
 def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
     ready: dict[str, float] = {}
 

@@ -244,6 +244,28 @@ def test_input_is_the_work_of_one_thread() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2])
+def test_overhead_is_charged_with_the_gradients_of_a_step(passes: int) -> None:
+    spent: list[tuple[float, str, int]] = []
+    worker = SimulatedCompute(
+        ComputeModel(), 0, 0.5, lambda *taken: spent.append(taken)
+    )
+    workload = Workload(
+        names=("v", "w"),
+        sizes=(4, 4),
+        forward=(0.0, 0.0),
+        backward=(0.0, 0.0),
+        passes=passes,
+        overhead=2.0,
+    )
+    worker.workload = replace(workload, cores=4)
+    compute = ModelCompute(worker, workload, None)
+    for _ in range(passes):
+        compute.gradient(1)
+        compute.gradient(0)
+    assert spent == [(2.0 / passes, "hooks", 1)] * 2 * passes
+
+
+@pytest.mark.parametrize("passes", [1, 2])
 def test_input_is_charged_once_a_step_before_its_first_pass(passes: int) -> None:
     workload = Workload(
         names=("w",), sizes=(4,), forward=(1.0,), backward=(2.0,), input=0.25

@@ -31,7 +31,8 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     seconds of a message without content, its processor time included; zero within a host.
     *uplinks*: for each pair of racks found, bytes per second of all workers of the one
     sending to the other at once. *shared_cores*: cores that all hosts share, None where
-    each has its own. *speeds*: relative compute speed. *names*: what each worker's host calls
+    each has its own. *message_while_computing*: core-seconds of one message while all of these compute
+    (None: not measured). *speeds*: relative compute speed. *names*: what each worker's host calls
     itself, where the hosts are machines.
     """
 
@@ -43,6 +44,7 @@ class ProbeResult(msgspec.Struct, kw_only=True):
     uplinks: list[tuple[int, int, float]]
     all_reduce: list[Size]
     shared_cores: int | None
+    message_while_computing: float | None = None
     speeds: list[float]
     names: list[str] = []
 
@@ -136,7 +138,7 @@ def infer_cluster(findings: ProbeResult) -> Cluster:
                 uplink=_uplink(findings, rack, sum(links)),
                 speed=tuple(findings.speeds[i] for i in members),
                 workers_per_host=len(members) // len(hosts),
-                burst=EMULATED_BURST if findings.runtime == "emulated" else 0.0,
+                burst=_burst(findings),
                 names=tuple(findings.names[i] for i in leaders if findings.names),
             )
         )
@@ -192,20 +194,33 @@ def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
     sent = [steps / n * size.bytes for size in findings.all_reduce]
     wire = np.array([bytes_sent / slowest for bytes_sent in sent])
     busy = np.array([bytes_sent * per_byte * share for bytes_sent in sent])
-    chain, work = _fit_start_up(findings.all_reduce, wire, busy)
+    burst = _burst(findings)
+    chain, work = _fit_start_up(findings.all_reduce, wire, busy, burst)
+    message, while_computing = work / (steps * share), findings.message_while_computing
+    if while_computing is not None:
+        while_computing = max(message, while_computing)
     processor = Processor(
-        message=work / (steps * share), byte=per_byte, cores=findings.shared_cores
+        message=message,
+        message_while_computing=while_computing,
+        byte=per_byte,
+        cores=cores,
     )
     return chain / steps, processor
 
 
+def _burst(findings: ProbeResult) -> float:
+    """Seconds of its rate that a link lets through at once, after a pause."""
+    return EMULATED_BURST if findings.runtime == "emulated" else 0.0
+
+
 def _fit_start_up(
-    sizes: Sequence[Size], wire: Seconds, busy: Seconds
+    sizes: Sequence[Size], wire: Seconds, busy: Seconds, burst: float
 ) -> tuple[float, float]:
     """Seconds of latency, and of processors' work, in the start-up of an all-reduce.
 
     The model is the simulated runtime's: bytes move while processors work, the slower of the
-    two sets the pace, both are shared by two at a time, and latency passes beside. The sum
+    two sets the pace, both are shared by two at a time, and latency passes beside. Of one all-reduce after the
+    other no more passes than links carry, but what they let through at once (*burst*). The sum
     of relative errors over all sizes, alone and in pairs, is made as small as it gets:
     a few outliers then do not matter.
     """
@@ -213,8 +228,10 @@ def _fit_start_up(
     pairs = np.array([max(size.pair_seconds, size.seconds) for size in sizes])
 
     def error(chain: Seconds, work: Seconds) -> Seconds:
-        one = chain + np.maximum(wire, work + busy)
-        two = chain + 2 * np.maximum(wire, work + busy)
+        # A link rests while latency passes: for so long it may fill its bucket.
+        saved = np.minimum(chain, burst)
+        one = chain + np.maximum(wire - saved, work + busy)
+        two = chain + np.maximum(2 * wire - saved, 2 * (work + busy))
         errors: Seconds = np.abs(one / alone - 1).sum(-1) + np.abs(two / pairs - 1).sum(
             -1
         )

@@ -15,7 +15,7 @@ from paceline.cluster.probe.infer import ProbeResult, Size, find_racks
 from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
-from paceline.interfaces import Runtime
+from paceline.interfaces import Pending, Runtime
 from paceline.runtimes.real.cluster_check import worker_location
 
 SIZES = tuple(4096 * 4**k for k in range(7))
@@ -26,6 +26,9 @@ LONGEST_SECONDS = 1.0
 """Sizes that take longer than this are left out: they tell nothing new."""
 
 IDLE_SECONDS = 0.5
+
+BESIDE_BYTES, BESIDE_AT_ONCE, BESIDE_SECONDS, BESIDE_TURNS = 4096, 8, 0.5, 5
+"""Of all-reduces beside computing: their size, how many are under way, seconds of a turn, and turns."""
 CPU = torch.device("cpu")
 
 
@@ -58,6 +61,10 @@ def measure(
     uplinks = probe.uplinks(racks, goodput)
     say("all-reduces")
     all_reduce = probe.all_reduces([s for s in SIZES if s <= largest], shared_cores)
+    beside = None
+    if shared_cores is not None and shared_cores <= runtime.size:
+        say("all-reduces beside computing")
+        beside = probe.message_while_computing(shared_cores)
     say("compute speeds")
     return ProbeResult(
         runtime=runtime.name,
@@ -68,6 +75,7 @@ def measure(
         uplinks=uplinks,
         all_reduce=all_reduce,
         shared_cores=shared_cores,
+        message_while_computing=beside,
         speeds=probe.speeds(),
         names=probe.names(hosts),
     )
@@ -200,6 +208,45 @@ class _Probe:
                 )
             )
         return found
+
+    def message_while_computing(self, shared_cores: int) -> float:
+        """Core-seconds of one message while all cores compute: by how much longer the same computing takes
+        with all-reduces under way, whose end nobody waits for."""
+        work = torch.randn(64, 64)
+        start = time.thread_time()
+        for _ in range(200):
+            work @ work
+        each = (time.thread_time() - start) / 200
+        alone = self.pairs.max(self._run(BESIDE_BYTES, BESIDE_AT_ONCE))
+        # As long as all-reduces take by themselves, and twice that: they end meanwhile.
+        share = max(1.0, self._size / shared_cores)
+        part = max(1, int(self.pairs.max(3 * alone / share / each) / BESIDE_AT_ONCE))
+        rounds = max(3, int(BESIDE_SECONDS / (3 * alone)))
+
+        def turn(messages: bool) -> float:
+            before: list[Pending] = []
+            self.pairs.barrier()
+            start = self._runtime.clock.now()
+            for _ in range(rounds):
+                under_way = []
+                for _ in range(BESIDE_AT_ONCE):
+                    if messages:
+                        blank = self._runtime.blank(BESIDE_BYTES, CPU)
+                        under_way.append(self.pairs.comm.all_reduce(blank, "sum"))
+                    for _ in range(part):
+                        work @ work
+                for pending in before:
+                    pending.wait()
+                before = under_way
+            for pending in before:
+                pending.wait()
+            self.pairs.barrier()
+            return self._runtime.clock.now() - start
+
+        turns = [turn(True) - turn(False) for _ in range(BESIDE_TURNS)]
+        longer = self.pairs.max(statistics.median(turns))
+        sent = rounds * BESIDE_AT_ONCE * 2 * (self._size - 1) * self._size
+        return max(0.0, longer * shared_cores / sent)
 
     def _run(self, size: int, together: int) -> float:
         buffers = [self._runtime.blank(size, CPU) for _ in range(together)]

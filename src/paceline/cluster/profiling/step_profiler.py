@@ -202,6 +202,8 @@ class StepTimes:
         self.forwards: list[list[float]] = []
         self.backwards: list[list[float]] = []
         self.updates: list[float] = []
+        self.overheads: list[float] = []
+        """What passes and updates leave of a step."""
 
     def medians(self) -> list[float]:
         """One step's, as `times_of` lists them."""
@@ -407,7 +409,8 @@ class StepProfiler:
         at_entry = [next(seconds) for _ in self._gradients]
         at_exit = [next(seconds) for _ in self._taken]
         step_end = next(seconds)
-        times.updates.append(step_end - next(seconds, step_end))
+        update_start = next(seconds, step_end)
+        times.updates.append(step_end - update_start)
 
         forward = [0.0] * len(self._names)
         edges = [0.0, *at_start[1:], forward_end]
@@ -422,6 +425,8 @@ class StepProfiler:
         begins = [forward_end, *at_exit]
         for i, (index, _) in enumerate(self._gradients):
             backward[index] += max(0.0, at_entry[i] - begins[i])
+        in_hooks = (out - into for into, out in zip(at_entry, at_exit, strict=False))
+        times.overheads.append(sum(in_hooks) + update_start - begins[-1])
         times.forwards.append(forward)
         times.backwards.append(backward)
 
@@ -456,7 +461,7 @@ class StepProfiler:
 
     def workload_alone(self, source: str, *, idle_counts: bool = True) -> Workload:
         """As `workload`, but with cores for itself, with how many it keeps busy, and with what it computes
-        between steps.
+        between steps and beside passes and updates.
 
         Where a thread mostly waits for a core when it does not run, its processor time says what it takes
         alone. A thread that sleeps or reads files takes the time that it takes. One that does so most of the time
@@ -472,6 +477,8 @@ class StepProfiler:
         workload = self.workload(source)
         if any(parameter.device.type != "cpu" for parameter in self._parameters):
             return workload
+        overhead = statistics.median(self._own_times.overheads)
+        workload = replace(workload, overhead=max(0.0, overhead))
         if self._inputs:
             workload = replace(workload, input=statistics.median(self._inputs))
         alone = with_times(workload, self._own_times.medians())

@@ -360,11 +360,13 @@ class RealRuntime:
                 # Ranks that keep a core busy have taken other times than those that sleep.
                 plain = times_of(profiler.workload(""))
                 workload = replace(with_times(workload, plain), cores=0)
-            times = [*times_of(workload), workload.input]
+            beside = [workload.input, workload.overhead]
+            times = [*times_of(workload), *beside]
             own = torch.tensor(times, dtype=torch.float64, device=device)
             dist.all_reduce(own, dist.ReduceOp.MAX)
-            *times, between = own.tolist()
-            workload = replace(with_times(workload, times), input=between)
+            *times, between, overhead = own.tolist()
+            workload = with_times(workload, times)
+            workload = replace(workload, input=between, overhead=overhead)
         if self.rank == 0:
             workload.save(path)
             if self.options.gradients is not None:

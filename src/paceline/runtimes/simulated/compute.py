@@ -234,11 +234,11 @@ class SimulatedCompute:
             self.flush()
             self._take(seconds, name, self._cores)
 
-    def charge_input(self, seconds: float) -> None:
-        """One thread has made a batch ready."""
+    def charge_thread(self, seconds: float, name: str) -> None:
+        """One thread has computed: made a batch ready, or run hooks."""
         if not self.paced_by_script:
             self.flush()
-            self._take(seconds, "input", min(1, self._cores))
+            self._take(seconds, name, min(1, self._cores))
 
     def spend(self, seconds: float, name: str, cores: int) -> None:
         """Paceline itself takes time, in which it keeps so many cores busy."""
@@ -289,6 +289,8 @@ class ModelCompute:
         self._reference = samples if workload.batch is None else workload.batch
         self._scale = 1.0
         self._bytes = max(1, sum(workload.sizes))
+        gradients = len(workload.names) * (workload.passes or 1)
+        self._hook_seconds = workload.overhead / gradients
         self._begun = 0.0
         """Seconds of those tensors' forward that have been used, and not yet charged."""
         self._inside_step = False
@@ -296,7 +298,7 @@ class ModelCompute:
 
     def step_begins(self) -> None:
         if self._workload.input and not self._inside_step:
-            self._worker.charge_input(self._workload.input)
+            self._worker.charge_thread(self._workload.input, "input")
         self._inside_step = True
 
     def forward(self, samples: int | None, training: bool) -> None:
@@ -317,6 +319,8 @@ class ModelCompute:
 
     def gradient(self, index: int) -> None:
         self._worker.charge(self._workload.backward[index] * self._scale, "backward")
+        if self._hook_seconds:
+            self._worker.charge_thread(self._hook_seconds, "hooks")
 
     def gradient_taken(self) -> None:
         pass

@@ -135,8 +135,8 @@ def _profile(
         f"in {Path(script).name}, CPU, 1 thread",
         idle_counts=False,  # other workers compute while this one waits
     )
-    # Between its steps this thread may have summed for other workers.
-    workload = replace(workload, input=0.0)
+    # Beside passes and updates this thread may have summed for other workers.
+    workload = replace(workload, input=0.0, overhead=0.0)
     if len(kept):
         workload = replace(workload, coding=coding_times(profiler.compressors, kept))
     return Profile(workload, outcome.inputs[0].shapes)

@@ -170,6 +170,8 @@ def print_workload(workload: Workload, rows: int = 12) -> None:
     )
     if workload.input:
         table.add_row("between steps", "", show_seconds(workload.input), "", "")
+    if workload.overhead:
+        table.add_row("hooks", "", "", show_seconds(workload.overhead), "")
     console_for_tables().print(table)
 
 
