@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cli.progress import telling
+from paceline.cli.progress import progress
 from paceline.cli.script_plan import plan_script
 from paceline.cluster import uniform_cluster
 from paceline.interfaces import CONSISTENCIES
@@ -28,7 +28,7 @@ BUDGET = 80.0
 
 def main() -> None:
     cluster = uniform_cluster(WORKERS, LINK, LATENCY)
-    with telling(False) as told:
+    with progress(False) as told:
         made = plan_script(
             SCRIPT,
             [],

@@ -117,6 +117,11 @@ def test_show(show, value: float, text: str) -> None:
     assert show(value) == text
 
 
+def test_show_count() -> None:
+    shown = [units.show_count(number, "worker") for number in (0, 1, 2)]
+    assert shown == ["0 workers", "1 worker", "2 workers"]
+
+
 @given(st.floats(min_value=1e-6, max_value=1e15))
 def test_what_is_shown_can_be_read_back(value: float) -> None:
     for show, parse, digits in (

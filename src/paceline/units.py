@@ -104,7 +104,7 @@ def show_age(seconds: float) -> str:
     for name, size in (("day", 86400), ("hour", 3600), ("minute", 60)):
         count = int(seconds // size)
         if count:
-            return f"{count} {name}" + "s" * (count > 1)
+            return show_count(count, name)
     return "less than a minute"
 
 
@@ -114,3 +114,8 @@ def show_bytes(value: float) -> str:
         if value >= size:
             return f"{value / size:.4g} {name}"
     return f"{value:.4g} B"
+
+
+def show_count(number: int, noun: str) -> str:
+    """A number of things: ``"1 worker"``, ``"2 workers"``."""
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.cli.arguments import Grammar, Option, Words, tell_apart
+from paceline.cli.arguments import Arguments, Grammar, Option, split_arguments
 from paceline.errors import UsageError
 
 OWN = {
@@ -18,8 +18,8 @@ ELSEWHERE = {"--link": "simulate", "--workers": "simulate"}
 GRAMMAR = Grammar("run", OWN, lambda: TORCHRUN, ELSEWHERE)
 
 
-def told(text):
-    return tell_apart(text.split(), GRAMMAR)
+def split(text):
+    return split_arguments(text.split(), GRAMMAR)
 
 
 @pytest.mark.parametrize(
@@ -43,13 +43,13 @@ def told(text):
         ("--workers -1 t.py", "--workers -1", "", ""),
     ],
 )
-def test_words_are_told_apart(text, own, torchrun, arguments):
-    expected = Words(own.split(), torchrun.split(), "t.py", arguments.split())
-    assert told(text) == expected
+def test_arguments_are_split(text, own, torchrun, arguments):
+    expected = Arguments(own.split(), torchrun.split(), "t.py", arguments.split())
+    assert split(text) == expected
 
 
 def test_without_a_script():
-    assert told("--workers 2") == Words(["--workers", "2"], [], None, [])
+    assert split("--workers 2") == Arguments(["--workers", "2"])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_without_a_script():
 )
 def test_what_could_be_either_is_not_guessed(text, message):
     with pytest.raises(UsageError) as error:
-        told(text)
+        split(text)
     assert message in str(error.value)
 
 
@@ -106,12 +106,12 @@ def test_what_is_misspelt_is_said_without_asking_torchrun():
         raise AssertionError("torch was imported")
 
     with pytest.raises(UsageError, match="did you mean '--workers'"):
-        tell_apart(["--wrkers", "2", "t.py"], Grammar("run", OWN, never))
+        split_arguments(["--wrkers", "2", "t.py"], Grammar("run", OWN, never))
 
 
 def test_a_verb_that_passes_nothing_on():
-    grammar = Grammar("serve", OWN, script=False)
+    grammar = Grammar("serve", OWN, runs_script=False)
     with pytest.raises(
         UsageError, match=r"unknown option '--nnodes' of paceline serve$"
     ):
-        tell_apart(["--nnodes", "2"], grammar)
+        split_arguments(["--nnodes", "2"], grammar)

@@ -41,7 +41,7 @@ while not Path("seen").exists():
         print(f"{{worker {paceline.rank()} has done {count:06d}}}", flush=True)
         print(f"{{and says {count:06d}}}", file=sys.stderr, flush=True)
 """
-SHOWN = re.compile(r"step \d+ · [\d.]+ [mu]?s a step, .*exposed · ")
+SHOWN = re.compile(r"step \d+ · [\d.]+ [mu]?s per step, .*exposed · ")
 WHOLE = re.compile(r"(\[1\] )?({worker \d has done \d{6}}|{and says \d{6}})")
 
 
@@ -65,9 +65,9 @@ def test_lines_tell_of_steps_and_mix_with_nothing(
     words = [*verb, f"--method={method}", "train.py"]
     status, lines = on_terminal(words, tmp_path, look)
     assert status == 0, lines
-    told = [line for line in lines if "{" in line]
-    assert told
-    assert [line for line in told if not WHOLE.fullmatch(line)] == []
+    printed = [line for line in lines if "{" in line]
+    assert printed
+    assert [line for line in printed if not WHOLE.fullmatch(line)] == []
     shown = [line for line in lines if SHOWN.search(line)]
     assert shown
     assert all(line.startswith("paceline: step ") for line in shown)
@@ -77,7 +77,7 @@ def test_a_line_says_what_is_done_before_the_first_step(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "is_shown", lambda json: not json)
-    monkeypatch.setattr(progress, "_EVERY_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
     standings = iter([None, WorkerProgress(step=3, method="asp")])
     told = threading.Event()
 
@@ -95,7 +95,7 @@ def test_a_line_says_what_is_done_before_the_first_step(
         assert told.wait(SECONDS)
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == "paceline: starting · 0:00:00"
-    assert second == "paceline: step 3 of 9 · asp, still planning · 0:00:00"
+    assert second == "paceline: step 3 of 9 · asp, planning buckets · 0:00:00"
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_where_nobody_looks_nothing_moves(json: bool, tmp_path: Path) -> None:
         )
         said = done.stderr
     assert "\x1b" not in said
-    assert " a step" not in said
+    assert " per step" not in said
 
 
 def test_what_the_line_says() -> None:
@@ -144,13 +144,15 @@ def test_what_the_line_says() -> None:
     )
     said = describe(standing, 500)
     assert said == (
-        "step 12 of 500 · 35.1 ms a step, 2 ms exposed · ssp, 3 buckets · loss 2.346"
+        "step 12 of 500 · 35.1 ms per step, 2 ms exposed · ssp, 3 buckets · loss 2.346"
     )
     standing.settled = False
-    assert "ssp, still planning" in describe(standing)
+    assert "ssp, planning buckets" in describe(standing)
     standing.deciding = True
-    assert "ssp, still deciding" in describe(standing)
-    assert describe(WorkerProgress(method="bsp")) == "no step yet · bsp, still planning"
+    assert "ssp, choosing a method" in describe(standing)
+    assert (
+        describe(WorkerProgress(method="bsp")) == "no step yet · bsp, planning buckets"
+    )
 
 
 class Clock:

@@ -213,7 +213,7 @@ def test_each_link_of_a_rack_has_its_burst() -> None:
     cluster = parse_cluster("".join(racks) + "[[server]]\nrack = 0\n")
     # Host 0's, rack 0's uplink and downlink, and the server's, each both ways.
     assert cluster.bursts == dict.fromkeys((0, 1, 4, 5, 8, 9), 0.002)
-    assert "50 us, 2 ms at once after a pause; 1 workers" in cluster.describe()
+    assert "50 us, 2 ms at once after a pause; 1 worker" in cluster.describe()
     for exact in (False, True):
         assert parse_cluster(cluster_toml(cluster, exact=exact)) == cluster
 

@@ -1,27 +1,24 @@
 """The command line: one file per verb, no logic of its own.
 
-Words are read before torch is imported, which takes seconds: so --help and what is
-misspelt are answered at once. A verb imports what it works with in its own function.
+Arguments are read before torch is imported, which takes seconds: so --help, completion and misspelt
+options are answered at once. A verb imports what it works with in its own function.
 
-- `run`, `emulate`, `simulate`: run a script in the real, the emulated or the simulated runtime.
-- `plan`, `plan_switches`: predict which method, or which upgraded switches, are fastest.
-- `compare`: train with several methods, and compare them.
-- `doctor`: find what slows a training down.
-- `probe`, `profile`: measure a network, or a training step.
-- `serve`, `aggregate`: a parameter server, or an aggregator, on a host of its own.
-- `check`: what this machine can emulate.
+- `plan`, `compare`, `doctor`: choose a method, and find what slows a job down.
+- `run`, `simulate`, `emulate`: train in the real, the simulated or the emulated runtime.
+- `probe`, `profile`, `check`: measure a network, a training step, this machine.
+- `serve`, `aggregate`, `plan_switches`: parameter servers, aggregators, and switches to upgrade.
 - `list`: methods, compressors and collectives.
-- `options`: options that several verbs share.
+- `options`: options that several verbs share; `runtime_options`: those that some runtimes have.
 - `arguments`: which arguments are paceline's, torchrun's and the script's.
-- `runtime_options`: options that describe a network or compute times.
 - `script_run`: what `run`, `emulate` and `simulate` share, from a job to its result.
 - `compute_times`, `script_plan`: a script's compute times, and its plan.
 - `script_registrations`: whether a script adds rows to the registries, told without running it.
-- `progress`: progress shown at a terminal.
+- `progress`: bars and status lines.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import sys
@@ -56,15 +53,41 @@ from paceline.runtimes.temporary_folder import LauncherInterrupted, signals
 
 _RUNS_SCRIPTS = str(Path("paceline", "runtimes", "simulated"))
 
+_VERBS = {
+    "Choose a method": {
+        plan.plan: LaunchCommand,
+        compare.compare: Command,
+        doctor.doctor: doctor.DoctorCommand,
+    },
+    "Train": {
+        run.run: LaunchCommand,
+        simulate.simulate: Command,
+        emulate.emulate: Command,
+    },
+    "Measure": {
+        probe.probe: LaunchCommand,
+        profile.profile: LaunchCommand,
+        check.check: Command,
+    },
+    "Servers": {
+        serve.serve: Command,
+        aggregate.aggregate: Command,
+        plan_switches.plan_switches: Command,
+    },
+    "Reference": {list_command.list_: Command},
+}
+"""The panels of ``paceline --help``, and how each verb's arguments are read."""
+
 app = typer.Typer(
     name="paceline",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    options_metavar="COMMAND [OPTIONS] SCRIPT [-- SCRIPT-ARGS]",
+    subcommand_metavar="",
 )
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"paceline {__version__}")
         raise typer.Exit
@@ -75,33 +98,41 @@ def paceline(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_say_version, is_eager=True, help="Say which this is."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:
-    """Data-parallel PyTorch training over slow, shared or uneven networks."""
+    """Data-parallel PyTorch training over slow networks."""
     log_to_stderr()
 
 
-app.command(cls=LaunchCommand)(run.run)
-app.command(cls=Command)(simulate.simulate)
-app.command(cls=LaunchCommand)(profile.profile)
-app.command(cls=Command)(emulate.emulate)
-app.command(cls=Command)(check.check)
-app.command(cls=LaunchCommand)(probe.probe)
-app.command(cls=Command)(compare.compare)
-app.command(cls=LaunchCommand)(plan.plan)
-app.command(cls=Command)(plan_switches.plan_switches)
-app.command(cls=doctor.DoctorCommand)(doctor.doctor)
-app.command(cls=Command)(serve.serve)
-app.command(cls=Command)(aggregate.aggregate)
-app.command("list", cls=Command)(list_command.list_)
+def _paragraphs(docstring: str | None) -> str:
+    """Without the line breaks within paragraphs: a terminal wraps them at its own width."""
+    paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(" ".join(one.split()) for one in paragraphs)
+
+
+for _panel, _verbs in _VERBS.items():
+    for _verb, _command in _verbs.items():
+        app.command(
+            _verb.__name__.strip("_").replace("_", "-"),
+            cls=_command,
+            help=_paragraphs(_verb.__doc__),
+            rich_help_panel=_panel,
+            options_metavar="[OPTIONS]",
+        )(_verb)
 
 
 def main() -> None:
-    """Console script: errors that paceline raises on purpose become one message, as does a signal to end
-    (SIGINT, SIGTERM, SIGHUP); a reader that has gone (``| head``) none. The exit status of these two is a
-    shell's for the signal: 130, 143, 129; 141."""
+    """Run the console script.
+
+    An error that paceline raises on purpose, or a signal to end (SIGINT, SIGTERM, SIGHUP), becomes one
+    message. A reader that has gone (``| head``) becomes none. The exit status after a signal is a
+    shell's: 130, 143, 129, and 141 for the reader.
+    """
     try:
         with signals.listen():
             _run()

@@ -21,18 +21,25 @@ _TOLD_SECONDS = 1.0
 
 def aggregate(
     listen: Annotated[
-        str, typer.Option(help="HOST:PORT; port 0: a free one.")
+        str,
+        typer.Option(
+            metavar="HOST:PORT", help="Address to listen on; port 0: a free one."
+        ),
     ] = "127.0.0.1:29700",
     memory: Annotated[
-        str, typer.Option(help="For sums under way, of all jobs together.")
+        str,
+        typer.Option(
+            metavar="SIZE", help="Memory for unfinished sums, of all jobs together."
+        ),
     ] = "256 MB",
     json: o.Json = False,
 ) -> None:
-    """Add up what workers send, chunk by chunk, until Ctrl-C.
+    """Run an in-network aggregator (ATP, SwitchML, Rina).
 
-    Without PACELINE_SECRET or PACELINE_SERVERS_TOKEN it prints a line that exports its token:
-    run that where workers are started. Numbers are not encrypted: beyond loopback say
-    PACELINE_TRUSTED_NETWORK=1, where everybody on the network may read the training.
+    It adds up what workers send, chunk by chunk, until Ctrl-C. Without PACELINE_SECRET or
+    PACELINE_SERVERS_TOKEN it prints a line that exports its token: run that line where workers are
+    started. Gradients are not encrypted: beyond loopback set PACELINE_TRUSTED_NETWORK=1, where
+    everybody on the network may read the training.
     """
     from paceline.collectives.in_network.server import AggregatorServer
     from paceline.transport.security import TOKEN, dedicated_token

@@ -1,16 +1,14 @@
-"""Which words of a command are paceline's, which are torchrun's, which are the script's.
+"""Which arguments of a command are paceline's, which are torchrun's, and which are the script's.
 
-==============================================  ==========================================
-``paceline VERB OPTIONS SCRIPT WORDS``          the words are the script's, as with torchrun
-``paceline VERB SCRIPT OPTIONS``                or they are paceline's options, all of them
-``paceline VERB SCRIPT OPTIONS -- WORDS``       what follows ``--`` is the script's, always
-==============================================  ==========================================
+================================================  ==========================================
+``paceline VERB OPTIONS SCRIPT ARGUMENTS``        arguments are the script's, as with torchrun
+``paceline VERB SCRIPT OPTIONS``                  options after the script are paceline's
+``paceline VERB SCRIPT OPTIONS -- ARGUMENTS``     what stands after ``--`` is the script's
+================================================  ==========================================
 
-The same for every verb that runs a script. What could be either is not guessed: after the
-script, options beside words of its own, options of another verb, and what looks like a
-misspelt option are refused, with the command that gives all words after the script to
-the script, as torchrun does; a misspelt option is first spelt right. So is an option that is given
-twice.
+The rule is the same for every verb that runs a script. What could be either is refused, with the command
+that gives all arguments after the script to the script: options beside arguments of the script,
+options of another verb, and misspelt options. So is an option that is given twice.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from typer.core import TyperCommand
@@ -26,130 +24,128 @@ from typer.core import TyperCommand
 from paceline.errors import UsageError
 
 _TORCHRUN = "paceline.torchrun"
-_LIKENESS = 0.85
+_SIMILARITY = 0.85
 """--wrkers is like --workers; --num-workers, which many scripts have, is not."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """*parameter*: what it sets, by which repeats are found; *words*: how many values
-    follow it; *repeats*: whether it may be given more than once."""
+    """An option of a verb.
+
+    Attributes:
+        parameter: What it sets: two names of one parameter are one option.
+        values: How many values follow it.
+        repeats: Whether it may be given more than once.
+    """
 
     parameter: str
-    words: int
+    values: int
     repeats: bool = False
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a verb knows. *torchrun*: asked for torchrun's options, once a word is nobody
-    else's (it imports torch). *elsewhere*: options of other verbs, and whose they are.
-    *script*: whether it runs one."""
+    """The options that a verb knows.
+
+    Attributes:
+        verb: Its name.
+        options: Its own options, by name.
+        torchrun: Returns torchrun's options, where they are passed through. It imports torch, so it
+            is called only for an option that is nobody else's.
+        other_verbs: Options of other verbs, and a verb that has each.
+        runs_script: Whether it takes a script.
+    """
 
     verb: str
     options: Mapping[str, Option]
     torchrun: Callable[[], Mapping[str, Option]] | None = None
-    elsewhere: Mapping[str, str] | None = None
-    script: bool = True
+    other_verbs: Mapping[str, str] = field(default_factory=dict)
+    runs_script: bool = True
+
+    def similar(self, word: str) -> str:
+        """The option that *word* may be meant to be; empty where there is none."""
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, list(self.options), 1, _SIMILARITY)
+        return near[0] if near else ""
+
+    def find(self, name: str) -> tuple[Option | None, bool]:
+        """The option of that *name*, and whether it is torchrun's."""
+        if name in self.options:
+            return self.options[name], False
+        is_option = name.startswith("-") and name != "-"
+        if self.torchrun is None or not is_option or self.similar(name):
+            return None, False
+        return self.torchrun().get(name), True
+
+    def is_suspicious(self, word: str) -> bool:
+        """Whether *word*, after the script, is probably meant for paceline."""
+        name = word.partition("=")[0]
+        if not name.startswith("--"):
+            return False
+        return name in self.other_verbs or bool(self.similar(name))
 
 
 @dataclass
-class Words:
-    """A command, told apart."""
+class Arguments:
+    """The arguments of a command, by whose they are."""
 
-    own: list[str]
-    torchrun: list[str]
-    script: str | None
-    arguments: list[str]
+    own: list[str] = field(default_factory=list)
+    torchrun: list[str] = field(default_factory=list)
+    script: str | None = None
+    of_script: list[str] = field(default_factory=list)
 
 
-def tell_apart(words: Sequence[str], grammar: Grammar) -> Words:
-    """Raises `UsageError` for what is refused: see above."""
-    before, dashes, after = list(words), False, []
-    if "--" in before:
-        position = before.index("--")
-        before, dashes, after = before[:position], True, before[position + 1 :]
-    found = Words([], [], None, [])
-    given: dict[str, str] = {}
-    beside = False
-    """Whether options stand after the script."""
-    ahead: list[str] = []
-    """What stands before the script."""
-    while before:
-        word = before.pop(0)
+def split_arguments(words: Sequence[str], grammar: Grammar) -> Arguments:
+    """Split a command's *words*. Raises `UsageError` for what is refused, see above."""
+    dashes = words.index("--") if "--" in words else len(words)
+    left, after = list(words[:dashes]), list(words[dashes + 1 :])
+    found, given = Arguments(), dict[str, str]()
+    options_follow = dashes < len(words)
+    while left:
+        word = left.pop(0)
         name, equals, _ = word.partition("=")
-        kind, option = _option(word, name, grammar)
+        option, is_torchruns = grammar.find(name)
         if option is not None:
-            if not option.repeats and option.parameter in given:
+            if option.parameter in given and not option.repeats:
                 raise UsageError(_twice(name, given[option.parameter], found.script))
             given[option.parameter] = name
-            beside = beside or found.script is not None
-            into = found.own if kind == "own" else found.torchrun
-            into.append(word)
-            if option.words and not equals:
-                into += before[: option.words]
-                del before[: option.words]
-        elif found.script is None and word.startswith("-"):
+            values = 0 if equals else option.values
+            (found.torchrun if is_torchruns else found.own).extend(
+                [word, *left[:values]]
+            )
+            del left[:values]
+            options_follow = options_follow or found.script is not None
+        elif found.script is not None:
+            found.of_script.append(word)
+        elif word.startswith("-"):
             raise UsageError(_unknown(name, grammar))
-        elif found.script is None:
-            found.script = word
-            ahead = list(words[: len(words) - len(before) - len(after) - dashes - 1])
         else:
-            found.arguments.append(word)
-    mixed = found.arguments and (beside or dashes)
-    if mixed or any(_suspicion(word, grammar) for word in found.arguments):
-        suspect = next((w for w in found.arguments if _suspicion(w, grammar)), "")
-        if dashes:
-            ahead = [*found.torchrun, *found.own]
-        said = [*ahead, str(found.script), "--"]
-        rest = found.arguments if dashes else words[len(ahead) + 1 :]
-        raise UsageError(
-            _whose(found, suspect, [*said, *rest, *after], grammar)
-            if not _near(suspect.partition("=")[0], grammar.options)
-            else _misspelt(suspect, words, [*said, *rest, *after], grammar)
-        )
-    found.arguments += after
+            found.script = word
+            ahead = len(words[:dashes]) - len(left)
+    suspects = [word for word in found.of_script if grammar.is_suspicious(word)]
+    if suspects or (found.of_script and options_follow):
+        if dashes < len(words):
+            head = [*found.torchrun, *found.own, str(found.script)]
+            tail = [*found.of_script, *after]
+        else:
+            head, tail = list(words[:ahead]), list(words[ahead:])
+        names = [word for word in found.of_script if word.startswith("-")]
+        word = [*suspects, *names, *found.of_script][0]
+        raise UsageError(_ambiguous(word, words, [*head, "--", *tail], grammar))
+    found.of_script += after
     return found
 
 
-def _option(word: str, name: str, grammar: Grammar) -> tuple[str, Option | None]:
-    if not word.startswith("-") or word == "-":
-        return "", None
-    if name in grammar.options:
-        return "own", grammar.options[name]
-    # Misspelt ones are answered without torch, whose import takes seconds.
-    if grammar.torchrun is None or _near(name, grammar.options):
-        return "", None
-    return "torchrun", grammar.torchrun().get(name)
-
-
-def _near(name: str, options: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(options), n=1, cutoff=_LIKENESS)
-    return near[0] if near else ""
-
-
-def _suspicion(word: str, grammar: Grammar) -> str:
-    """Why a word after the script may not be the script's, or nothing."""
-    name = word.partition("=")[0]
-    if not name.startswith("--"):
-        return ""
-    if _near(name, grammar.options):
-        return "."
-    verb = (grammar.elsewhere or {}).get(name)
-    return f", but one of paceline {verb}." if verb else ""
-
-
 def _unknown(name: str, grammar: Grammar) -> str:
-    near = _near(name, grammar.options)
-    verb = (grammar.elsewhere or {}).get(name)
-    found = f"unknown option {name!r} of paceline {grammar.verb}"
+    text = f"unknown option {name!r} of paceline {grammar.verb}"
+    near, verb = grammar.similar(name), grammar.other_verbs.get(name)
     if near:
-        return f"{found}; did you mean {near!r}?"
+        return f"{text}; did you mean {near!r}?"
     if verb:
-        return f"{found}; paceline {verb} has it"
+        return f"{text}; paceline {verb} has it"
     if grammar.torchrun is not None:
-        found += ": neither paceline's nor torchrun's"
-    return f"{found}; a script's own options come after it" if grammar.script else found
+        text += ": neither paceline's nor torchrun's"
+    return text + "; a script's own options come after it" * grammar.runs_script
 
 
 def _twice(name: str, first: str, script: str | None) -> str:
@@ -158,29 +154,26 @@ def _twice(name: str, first: str, script: str | None) -> str:
     return f"{name} is given twice{same}: give it once{own}"
 
 
-def _whose(found: Words, suspect: str, command: Sequence[str], grammar: Grammar) -> str:
-    options = [w for w in found.arguments if w.startswith("-")]
-    word = suspect or (options or found.arguments)[0]
-    name = word.partition("=")[0]
-    return (
-        f"{name!r} is no option of paceline {grammar.verb}"
-        f"{_suspicion(word, grammar) or '.'} The script's own arguments stand after --, and "
-        "paceline's options before the script:\n"
-        f"    paceline {grammar.verb} {shlex.join(command)}"
-    )
-
-
-def _misspelt(
-    word: str, words: Sequence[str], command: Sequence[str], grammar: Grammar
+def _ambiguous(
+    word: str, words: Sequence[str], for_script: Sequence[str], grammar: Grammar
 ) -> str:
+    """Why *word* is refused after the script. *for_script*: the command that gives it to the script."""
     name, equals, value = word.partition("=")
-    near = _near(name, grammar.options)
-    right = [near + equals + value if one == word else one for one in words]
+    command = f"    paceline {grammar.verb} "
+    script_line = command + shlex.join(for_script)
+    near = grammar.similar(word)
+    if near:
+        right = [near + equals + value if one == word else one for one in words]
+        return (
+            f"unknown option {name!r} of paceline {grammar.verb}; did you mean {near!r}?\n"
+            f"{command}{shlex.join(right)}\n"
+            f"If it is the script's own, it stands after --:\n{script_line}"
+        )
+    verb = grammar.other_verbs.get(name)
+    other = f", but one of paceline {verb}" if verb else ""
     return (
-        f"unknown option {name!r} of paceline {grammar.verb}; did you mean {near!r}?\n"
-        f"    paceline {grammar.verb} {shlex.join(right)}\n"
-        f"If it is the script's own, it stands after --:\n"
-        f"    paceline {grammar.verb} {shlex.join(command)}"
+        f"{name!r} is no option of paceline {grammar.verb}{other}. The script's own arguments "
+        f"stand after --, and paceline's options before the script:\n{script_line}"
     )
 
 
@@ -191,31 +184,34 @@ class Command(TyperCommand):
     """Whether torchrun's options are passed on."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = tell_apart(args, self._grammar(ctx))
-        ctx.meta[_TORCHRUN] = words.torchrun
-        if words.script is not None:
-            rest = [words.script, *words.arguments]
-            return super().parse_args(ctx, [*words.own, "--", *rest])
+        """Give click what is the verb's own, and keep what is torchrun's."""
+        if ctx.resilient_parsing:  # a shell asks how an unfinished command can go on
+            return super().parse_args(ctx, args)
+        found = split_arguments(args, self._grammar(ctx))
+        ctx.meta[_TORCHRUN] = found.torchrun
+        if found.script is not None:
+            rest = [found.script, *found.of_script]
+            return super().parse_args(ctx, [*found.own, "--", *rest])
         wanted = any(p.required for p in self.params if p.name == "script")
-        if wanted and not set(ctx.help_option_names).intersection(words.own):
+        if wanted and not set(ctx.help_option_names).intersection(found.own):
             raise UsageError(
                 f"expected a script: paceline {self.name} --workers 2 train.py"
             )
-        return super().parse_args(ctx, words.own)
+        return super().parse_args(ctx, found.own)
 
     def _grammar(self, ctx: Any) -> Grammar:
-        elsewhere: dict[str, str] = {}
+        other_verbs: dict[str, str] = {}
         verbs = {} if ctx.parent is None else ctx.parent.command.commands
         for name, command in verbs.items():
-            if _runs_a_script(command):
+            if _runs_script(command):
                 for option in _options(command, ctx):
-                    elsewhere.setdefault(option, name)
+                    other_verbs.setdefault(option, name)
         return Grammar(
             verb=str(self.name),
             options=_options(self, ctx),
             torchrun=_torchrun_options if self.passes_on else None,
-            elsewhere=elsewhere,
-            script=_runs_a_script(self),
+            other_verbs=other_verbs,
+            runs_script=_runs_script(self),
         )
 
 
@@ -226,7 +222,7 @@ class LaunchCommand(Command):
 
 
 def torchrun_words(context: Any) -> list[str]:
-    """The words of a `LaunchCommand` that are torchrun's options."""
+    """The arguments of a `LaunchCommand` that are torchrun's."""
     return list(context.meta.get(_TORCHRUN, []))
 
 
@@ -235,12 +231,12 @@ def _torchrun_options() -> dict[str, Option]:
 
     # What torchrun does with repeats is its own matter.
     return {
-        name: Option(name, words, repeats=True)
-        for name, words in torchrun_options().items()
+        name: Option(name, values, repeats=True)
+        for name, values in torchrun_options().items()
     }
 
 
-def _runs_a_script(command: TyperCommand) -> bool:
+def _runs_script(command: TyperCommand) -> bool:
     return any(parameter.name == "script" for parameter in command.params)
 
 
@@ -249,10 +245,9 @@ def _options(command: TyperCommand, ctx: Any) -> dict[str, Option]:
     for parameter in command.get_params(ctx):
         if parameter.param_type_name != "option":
             continue
-        takes = 0 if getattr(parameter, "is_flag", False) else parameter.nargs
-        option = Option(
-            str(parameter.name), takes, bool(getattr(parameter, "multiple", False))
-        )
+        values = 0 if getattr(parameter, "is_flag", False) else parameter.nargs
+        repeats = bool(getattr(parameter, "multiple", False))
+        option = Option(str(parameter.name), values, repeats)
         for name in (*parameter.opts, *parameter.secondary_opts):
             found[name] = option
     return found

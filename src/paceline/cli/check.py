@@ -13,7 +13,10 @@ from paceline.runtimes.emulated.machine_check import Capabilities, capabilities
 
 
 def check(json: o.Json = False) -> None:
-    """Say what this machine can emulate; the exit status is 1 where it is nothing."""
+    """Show what this machine can emulate.
+
+    The exit status is 1 where it can emulate nothing.
+    """
     found = capabilities()
     if json:
         print(msgspec.json.encode(found).decode())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.progress import describe, rows, telling
+from paceline.cli.progress import describe, progress, task_rows
 from paceline.cli.runtime_options import Given
 from paceline.cli.script_plan import classes, plan_script, processes
 from paceline.errors import UsageError
@@ -89,8 +89,9 @@ def compare(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT under each --method, in turn; print a table and write records, plots and
-    a page. Without --method: under what paceline plan finds to be the best of each class.
+    """Train with several methods; compare step time, metrics, and time to a target metric.
+
+    Without --method it trains with the best method of each class, as paceline plan finds it.
 
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
@@ -193,7 +194,7 @@ def _planned(
     from paceline.tools.plan.headline import passed_over, verdict
     from paceline.tools.plan.prediction_cost import Budget, usual_seconds
 
-    with o.standard_output_for_result(True), telling(json) as told:
+    with o.standard_output_for_result(True), progress(json) as told:
         made = plan_script(
             script,
             arguments,
@@ -338,14 +339,14 @@ def _run_all(
         if interrupted.is_set():
             process.terminate()
 
-    with rows(json) as shown, scratch_folder() as folder:
+    with task_rows(json) as shown, scratch_folder() as folder:
 
         def run(item: Variant) -> Outcome:
             file = Path(folder) / str(item.number)
 
             def now() -> str:
-                progress = read(file)
-                return "" if progress is None else describe(progress)
+                found = read(file)
+                return "" if found is None else describe(found)
 
             end = shown.begin(f"[{item.number + 1}/{len(variants)}] {item.spec}", now)
             outcome, errors = run_variant(

@@ -15,7 +15,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
-from paceline.cli.progress import status_lines, telling
+from paceline.cli.progress import progress, status_lines
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions, ScriptJob
 from paceline.runtimes.temporary_folder import scratch_folder
@@ -81,7 +81,7 @@ def doctor(
     no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
     json: o.Json = False,
 ) -> None:
-    """Say what slows a training down: measured on the machines, or in any runtime.
+    """Find what slows a job down: network, hosts, input or method.
 
     In the real runtime torchrun's options are passed through: run the same command on each
     machine. Exit status: 0 healthy, 1 faults, 2 nothing was found out.
@@ -123,7 +123,7 @@ def doctor(
         from paceline.tools.doctor import diagnose
         from paceline.tools.doctor.text import lines_of
 
-        with telling(json, "predicting what each remedy gains"):
+        with progress(json, "predicting what each remedy gains"):
             diagnosis = diagnose(evidence)
         with open(true_output, "w", closefd=False) as stream:
             text = "\n".join(lines_of(diagnosis))
@@ -222,7 +222,7 @@ class _Job:
         from paceline.tools.doctor.simulated import examined, examined_network
 
         if self._script is None:
-            with telling(self._json, "measuring the links"):
+            with progress(self._json, "measuring the links"):
                 return examined_network(network, self._seconds)
         compute = o.make_compute(workload, None, None, 0.0, None)
         job = ScriptJob(str(self._script), self._arguments, self._options)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.progress import status_lines, telling
+from paceline.cli.progress import progress, status_lines
 from paceline.cli.script_run import checked_job, script_run
 
 if TYPE_CHECKING:
@@ -29,17 +29,22 @@ def emulate(
     pace: o.Pace = None,
     check_links: Annotated[
         bool,
-        typer.Option("--check-links", help="First measure what the links really give."),
+        typer.Option(
+            "--check-links",
+            help="First measure what the links really give.",
+            rich_help_panel=o.NETWORK,
+        ),
     ] = False,
     output: o.Output = "first",
     records: o.Records = None,
     report_to: o.ReportTo = None,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT in real processes, each in a host of a shaped network on this machine.
+    """Train in real processes on an emulated network (Linux network namespaces).
 
-    Every link has the goodput asked for, both ways; nothing is left behind. Without
-    --pace, workers share this machine's cores. paceline check says what it can emulate.
+    Each worker has a host of its own, whose link has the given bandwidth in both directions.
+    Workers share this machine's cores: --pace sets their compute times. `paceline check` shows what
+    this machine can emulate. Nothing is left behind.
     """
     from paceline.runtimes.emulated.launch import EmulatedJob
     from paceline.runtimes.emulated.network import EmulatedNetwork
@@ -68,7 +73,7 @@ def emulate(
 def _check_links(network: EmulatedNetwork, json: bool) -> None:
     from paceline.runtimes.emulated.link_check import check_links
 
-    with telling(json, "measuring the links"):
+    with progress(json, "measuring the links"):
         report = check_links(network)
     for link in report.off():
         print(f"paceline: {link}", file=sys.stderr)

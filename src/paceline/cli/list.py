@@ -23,7 +23,7 @@ def list_(
         typer.Argument(metavar="KIND", help="What to list."),
     ],
 ) -> None:
-    """Print the table of all methods, compressors or collectives.
+    """List methods, compressors or collectives.
 
     docs/methods.md, docs/compressors.md and docs/collectives.md explain its columns.
     """

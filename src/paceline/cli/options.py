@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 SCRATCH = Path("paceline-runs", "scratch")
 """Where checkpoints of simulations are."""
 
+NETWORK, COMPUTE, TRAINING, OUTPUT = "Network", "Compute times", "Training", "Output"
+"""Panels of ``--help``."""
+DESCRIBED_WORKERS, REAL_WORKERS = 4, 2
+"""Workers of a described network, and real processes on this machine. (`profile` starts one.)"""
+NODES_VARIABLE = "PET_NNODES"
+"""How torchrun is told of other machines, if not by its options."""
+
 Script = Annotated[
     Path,
     typer.Argument(metavar="SCRIPT", help="A training script.", show_default=False),
@@ -34,130 +41,174 @@ ScriptArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[--] SCRIPT-ARGS",
-        help="The script's own arguments; after --, where options stand behind SCRIPT.",
+        help="The script's own arguments. Put them after -- where options follow SCRIPT.",
         show_default=False,
     ),
 ]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SPEC",
-        help="NAME or NAME:key=value,...; wins over the script's. "
-        "\\[default: the script's, else bsp]",
-    ),
-]
-Steps = Annotated[
+
+Workers = Annotated[
     int | None,
     typer.Option(
-        help="End the script in the step() that is this many: what stands after its "
-        "training loop is not run. \\[default: the script ends by itself]"
+        metavar="N",
+        help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}]",
+        rich_help_panel=NETWORK,
     ),
 ]
-Seed = Annotated[
+Processes = Annotated[
     int | None,
     typer.Option(
-        help="Seed all random generators at start. \\[default: the script's own matter]"
+        metavar="N",
+        help=f"Worker processes on this machine. \\[default: {REAL_WORKERS}; with torchrun's "
+        "options, what they say or 1]",
+        rich_help_panel=NETWORK,
     ),
 ]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
-]
-Records = Annotated[
-    Path | None,
+WorkersOrProcesses = Annotated[
+    int | None,
     typer.Option(
-        help="Folder for per-step records (JSON lines) and a trace. \\[default: none]"
+        metavar="N",
+        help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}; in the real runtime "
+        f"{REAL_WORKERS}, or what torchrun's options say]",
+        rich_help_panel=NETWORK,
     ),
 ]
-ReportTo = Annotated[
+Link = Annotated[
     str | None,
     typer.Option(
-        metavar="PLACE",
-        help="Where worker 0's step records go while it trains: tensorboard:FOLDER, "
-        "wandb:PROJECT, mlflow:EXPERIMENT or csv:FILE. \\[default: nowhere]",
+        metavar="RATE",
+        help="Bandwidth of each worker's link, per direction. \\[default: 1gbit]",
+        rich_help_panel=NETWORK,
     ),
 ]
-Output = Annotated[
-    Literal["first", "all"],
-    typer.Option(
-        help="Show what worker 0 prints, or what all print, each line with its rank."
-    ),
-]
-Pace = Annotated[
+Latency = Annotated[
     str | None,
     typer.Option(
-        metavar="WORKLOAD",
-        help="Take this workload's times to compute (a file, or a built-in name) "
-        "instead of the processor's own. \\[default: what it takes]",
+        metavar="TIME",
+        help="One-way latency between workers. \\[default: 50us]",
+        rich_help_panel=NETWORK,
+    ),
+]
+DedicatedServers = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Extra hosts for parameter servers. \\[default: 0]",
+        rich_help_panel=NETWORK,
     ),
 ]
 ClusterFile = Annotated[
     Path | None,
     typer.Option(
         "--cluster",
-        help="A cluster as a TOML file. \\[default: what the options above describe]",
+        metavar="FILE",
+        help="Cluster file (TOML), as paceline probe writes it, in place of the options above. "
+        "\\[default: none]",
+        rich_help_panel=NETWORK,
     ),
 ]
-DESCRIBED_WORKERS, REAL_WORKERS = 4, 2
-"""One rule for all commands: where a network is described, and where processes are real ones on this
-machine. (`profile` measures what one worker computes, with one.)"""
-NODES_VARIABLE = "PET_NNODES"
-"""How torchrun is told of other machines, if not by its options."""
 
-Workers = Annotated[
-    int | None,
-    typer.Option(help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}]"),
-]
-Processes = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Worker processes on this machine. \\[default: {REAL_WORKERS}; with options of "
-        "torchrun's what these say, or 1]"
-    ),
-]
-WorkersOrProcesses = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Number of workers. \\[default: {DESCRIBED_WORKERS}; in the real runtime "
-        f"{REAL_WORKERS}, or what options of torchrun's say]"
-    ),
-]
-Link = Annotated[
-    str | None,
-    typer.Option(help="Goodput of each worker's link, each way. \\[default: 1gbit]"),
-]
-Latency = Annotated[
-    str | None, typer.Option(help="One-way latency between workers. \\[default: 50us]")
-]
-DedicatedServers = Annotated[
-    int | None,
-    typer.Option(
-        help="Hosts of their own for parameter servers, as the workers'. \\[default: 0]"
-    ),
-]
-Forward = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds of a forward pass, instead of a workload. \\[default: a workload's]"
-    ),
-]
-Backward = Annotated[
-    float | None,
-    typer.Option(
-        help="Seconds of a backward pass, instead of a workload. \\[default: a workload's]"
-    ),
-]
 WorkloadFile = Annotated[
     str | None,
     typer.Option(
         "--workload",
         metavar="FILE",
-        help="Compute times: a file of paceline profile, or a built-in workload's name. "
-        "\\[default: profile SCRIPT once, cached in ~/.cache/paceline]",
+        help="Workload file of paceline profile, or a built-in model: gpt-10m, resnet50, ... "
+        "\\[default: profile SCRIPT once and cache the result]",
+        rich_help_panel=COMPUTE,
+    ),
+]
+Forward = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Seconds per forward pass, in place of a workload. \\[default: the workload's]",
+        rich_help_panel=COMPUTE,
+    ),
+]
+Backward = Annotated[
+    float | None,
+    typer.Option(
+        metavar="SECONDS",
+        help="Seconds per backward pass, in place of a workload. \\[default: the workload's]",
+        rich_help_panel=COMPUTE,
     ),
 ]
 Jitter = Annotated[
     float,
-    typer.Option(help="Relative standard deviation of a step's compute time."),
+    typer.Option(
+        metavar="X",
+        help="Relative standard deviation of each step's compute time.",
+        rich_help_panel=COMPUTE,
+    ),
+]
+Pace = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WORKLOAD",
+        help="Compute for as long as this workload says: a file, or a built-in model. "
+        "\\[default: as long as the processor takes]",
+        rich_help_panel=COMPUTE,
+    ),
+]
+
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SPEC",
+        help="NAME or NAME:key=value,...; overrides the script's. "
+        "\\[default: the script's, else bsp]",
+        rich_help_panel=TRAINING,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="End the script in its Nth optimizer.step(): code after the training loop does "
+        "not run. \\[default: the script ends by itself]",
+        rich_help_panel=TRAINING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Seed all random generators at the start. \\[default: the script's matter]",
+        rich_help_panel=TRAINING,
+    ),
+]
+
+Output = Annotated[
+    Literal["first", "all"],
+    typer.Option(
+        help="Show what worker 0 prints, or what all print, each line with its rank.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Records = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for per-step records (JSON lines) and a trace. \\[default: none]",
+        rich_help_panel=OUTPUT,
+    ),
+]
+ReportTo = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PLACE",
+        help="Log worker 0's steps while it trains: tensorboard:FOLDER, wandb:PROJECT, "
+        "mlflow:EXPERIMENT or csv:FILE. \\[default: none]",
+        rich_help_panel=OUTPUT,
+    ),
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print one JSON object and nothing else.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 
 

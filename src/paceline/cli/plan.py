@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.progress import Telling, telling
+from paceline.cli.progress import Progress, progress
 from paceline.cli.script_plan import (
     Planned,
     classes,
@@ -95,7 +95,7 @@ def plan(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Predict every method for SCRIPT on a network, and say which are fastest.
+    """Predict the step time of every method on a network and recommend one.
 
     Each runs in virtual time, with tensors that stand in for the model's.
     """
@@ -179,7 +179,7 @@ def _answer_question(asked: _Asked) -> None:
     left = Budget(most)
     with (
         o.standard_output_for_result(True) as true_output,
-        telling(asked.json) as told,
+        progress(asked.json) as told,
         in_processes(processes()) as predict,
     ):
         made = plan_script(
@@ -279,7 +279,7 @@ def _write_page(
     output: Path,
     asked: _Asked,
     answer: _Answer,
-    told: Telling,
+    told: Progress,
     predict: Predict,
     left: Budget,
 ) -> Path:
@@ -307,7 +307,7 @@ def _write_page(
     return write_page(output / NAME, page)
 
 
-def _points(made: Planned, told: Telling, predict: Predict) -> list[ScalingPoint]:
+def _points(made: Planned, told: Progress, predict: Predict) -> list[ScalingPoint]:
     """What more workers and faster links would give, after saying how long that takes."""
     from paceline.tools.plan.what_if import seconds_at_most
     from paceline.tools.plan.what_if import what_if as make_points

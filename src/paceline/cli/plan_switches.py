@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.progress import telling
+from paceline.cli.progress import progress
 from paceline.cluster import Workload, load_cluster
 from paceline.errors import UsageError
 from paceline.units import bytes_per_second
@@ -45,7 +45,7 @@ def plan_switches(
     no_plots: Annotated[bool, typer.Option("--no-plots", help="Draw nothing.")] = False,
     json: o.Json = False,
 ) -> None:
-    """Say which racks' switches to upgrade first, so that they add up what workers send.
+    """Rank racks by the gain of an aggregating switch.
 
     For each number of them: the best order and the throughput of Rina, ATP, a hierarchical
     all-reduce and a ring, predicted.
@@ -58,7 +58,7 @@ def plan_switches(
     from paceline.tools.plan.switch_upgrades import plan_switches as make_plan
     from paceline.tools.plan.switch_upgrades_report import draw_purchase, print_purchase
 
-    with telling(json, "pricing") as told:
+    with progress(json, "pricing") as told:
         found = make_plan(
             described,
             times,

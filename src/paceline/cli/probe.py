@@ -13,7 +13,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.progress import status_lines, telling
+from paceline.cli.progress import progress, status_lines
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
 from paceline.run_options import CLUSTER_VARIABLE, ScriptJob
@@ -29,25 +29,35 @@ SCRIPT = str(Path(__file__).parent.parent / "cluster" / "probe" / "__main__.py")
 def probe(
     context: typer.Context,
     runtime: Annotated[
-        Literal["real", "emulated", "simulated"], typer.Option(help="What to measure.")
+        Literal["real", "emulated", "simulated"],
+        typer.Option(help="Network to measure.", rich_help_panel=o.NETWORK),
     ] = "real",
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
     latency: o.Latency = None,
     dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
-    output: Annotated[Path, typer.Option(help="The cluster file to write.")] = Path(
-        "cluster.toml"
-    ),
     seconds: Annotated[
-        float, typer.Option(help="Seconds for each pair of hosts, each way.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Duration per pair of hosts and direction.",
+            rich_help_panel=o.NETWORK,
+        ),
     ] = 0.1,
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Cluster file to write.", rich_help_panel=o.OUTPUT
+        ),
+    ] = Path("cluster.toml"),
     json: o.Json = False,
 ) -> None:
-    """Measure goodput and latency between hosts, all-reduces, and processors.
+    """Measure bandwidth and latency between hosts; write a cluster file.
 
-    In the real runtime torchrun's options are passed through: run the same command on each
-    machine. The file that is written can be simulated and emulated.
+    It also measures all-reduces and processors. In the real runtime torchrun's options are passed
+    through: run the same command on each machine. simulate, emulate and plan read the file
+    with --cluster.
     """
     from paceline.cluster.probe import ProbeResult, infer_cluster
     from paceline.cluster.probe.tables import comment_on, print_findings
@@ -97,7 +107,7 @@ def probe(
                     with status_lines(json, "measuring the network"):
                         status = EmulatedJob(job, network).run()
             else:
-                with telling(json, "measuring the network"):
+                with progress(json, "measuring the network"):
                     status = _in_virtual_time(Simulation(described), found, seconds)
         if status:
             sys.exit(status)

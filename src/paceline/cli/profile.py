@@ -12,7 +12,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.progress import status_lines, telling
+from paceline.cli.progress import progress, status_lines
 from paceline.cluster import Workload
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions, ScriptJob
@@ -27,30 +27,42 @@ def profile(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Worker processes on this machine. \\[default: 1, which nobody disturbs]"
+            metavar="N",
+            help="Worker processes on this machine. \\[default: 1]",
+            rich_help_panel=o.TRAINING,
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps to run.")] = 20,
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Optimizer steps to run.", rich_help_panel=o.TRAINING
+        ),
+    ] = 20,
+    seed: o.Seed = None,
     compression: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SPEC",
-            help="Also measure this compressor on the model's own gradients; once or more, or all. "
-            "\\[default: none]",
+            help="Also measure this compressor on the model's gradients; repeatable. all: every "
+            "one. \\[default: none]",
+            rich_help_panel=o.TRAINING,
         ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="The file to write. \\[default: SCRIPT.workload.json here]"),
+        typer.Option(
+            metavar="FILE",
+            help="Workload file to write. \\[default: SCRIPT.workload.json in this folder]",
+            rich_help_panel=o.OUTPUT,
+        ),
     ] = None,
-    seed: o.Seed = None,
     json: o.Json = False,
 ) -> None:
-    """Train SCRIPT for some steps in real processes and write its compute times.
+    """Measure compute times per tensor, and compressors; write a workload file.
 
-    Medians over steps, the maximum over workers. simulate --workload FILE uses them.
-    With --compression, a table says what each compressor costs and gains on this model.
-    Options of torchrun are passed through; the script's own stand after --.
+    SCRIPT trains for some steps in real processes. The file has medians over steps, the maximum
+    over workers; simulate and plan read it with --workload. With --compression, a table shows what
+    each compressor costs and gains on this model. torchrun's options are passed through.
     """
     o.check_job(script, None)
     from paceline.cluster.profiling import (
@@ -102,7 +114,7 @@ def profile(
         among = workers if workers is not None and workers > 1 else o.DESCRIBED_WORKERS
         if specs:
             kept = GradientDump(scratch)
-            with telling(json) as told:
+            with progress(json) as told:
                 begun = itertools.count()
 
                 def tell(spec: str) -> None:

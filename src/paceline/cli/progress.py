@@ -1,8 +1,11 @@
-"""What long work is doing, for people who wait at a terminal.
+"""Bars and status lines on standard error, for people who wait.
 
-`telling` and `rows` show bars of this process's own work. `status_lines` prints how far the training
-is that a launcher waits for: a line every ten seconds, as workers write to the same terminal. All are quiet
-under ``--json``, and where standard error is no terminal.
+- `progress` shows what this process works at: a bar at a terminal, else a line every ten seconds.
+- `task_rows` shows a row for each of several child processes.
+- `status_lines` shows how far launched workers have come: a line every ten seconds at a terminal, as
+  workers print there, too.
+
+All are quiet under ``--json``.
 """
 
 from __future__ import annotations
@@ -18,29 +21,21 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import rich.progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.text import Text
 
 from paceline.runtimes.progress import FILE_VARIABLE, WorkerProgress, read
 from paceline.runtimes.temporary_folder import scratch_folder
-from paceline.units import show_seconds
+from paceline.units import show_count, show_seconds
 
 Look = Callable[[], WorkerProgress | None]
 
-_EVERY_SECONDS = 10.0
+EVERY_SECONDS = 10.0
 
 
 def is_shown(json: bool) -> bool:
-    """Whether people look at standard error, and may be shown what moves."""
+    """Whether standard error is a terminal at which bars and lines may move."""
     return (
         not json and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
     )
@@ -50,9 +45,14 @@ def is_shown(json: bool) -> bool:
 def status_lines(
     json: bool, doing: str, steps: int | None = None, look: Look | None = None
 ) -> Iterator[None]:
-    """Within it, print on standard error how far what is launched has come. *doing* says what that is
-    before its first step; *steps*: how many it has at most, if that is known. *look*: how far it
-    is; None: what worker 0 writes."""
+    """Within it, print how far the launched workers have come.
+
+    Args:
+        json: Whether the command prints JSON: then this prints nothing.
+        doing: What happens before the first step.
+        steps: How many steps there are at most, if that is known.
+        look: Returns how far the workers are; None: the file that worker 0 writes.
+    """
     is_launched = FILE_VARIABLE in os.environ  # whoever has launched this prints it
     if not is_shown(json) or (is_launched and look is None):
         yield
@@ -62,8 +62,8 @@ def status_lines(
         file = Path(folder) / "progress"
         if look is None:
             os.environ[FILE_VARIABLE] = str(file)
-        words = (look or partial(read, file), doing, steps, over)
-        thread = threading.Thread(target=_print_until, args=words, name="status lines")
+        arguments = (look or partial(read, file), doing, steps, over)
+        thread = threading.Thread(target=_print_until, args=arguments)
         thread.start()
         try:
             yield
@@ -78,119 +78,128 @@ def _print_until(
     look: Look, doing: str, steps: int | None, over: threading.Event
 ) -> None:
     began = time.monotonic()
-    while not over.wait(_EVERY_SECONDS):
-        progress = look()
-        text = doing if progress is None else describe(progress, steps)
-        elapsed = timedelta(seconds=int(time.monotonic() - began))
-        with suppress(OSError):  # the terminal may be gone
-            sys.stderr.write(f"paceline: {text} · {elapsed}\n")
-            sys.stderr.flush()
+    while not over.wait(EVERY_SECONDS):
+        found = look()
+        _print_line(doing if found is None else describe(found, steps), began)
 
 
-def describe(progress: WorkerProgress, steps: int | None = None) -> str:
-    """In one line how far a training is, what a step takes, and by what plan."""
-    words = [
-        f"step {progress.step}" + f" of {steps}" * bool(steps)
-        if progress.step
+def _print_line(text: str, began: float) -> None:
+    elapsed = timedelta(seconds=int(time.monotonic() - began))
+    with suppress(OSError):  # the terminal may be gone
+        sys.stderr.write(f"paceline: {text} · {elapsed}\n")
+        sys.stderr.flush()
+
+
+def describe(found: WorkerProgress, steps: int | None = None) -> str:
+    """One line: how far a training is, what a step takes, and with which buckets."""
+    parts = [
+        f"step {found.step}" + f" of {steps}" * bool(steps)
+        if found.step
         else "no step yet"
     ]
-    if progress.step_seconds:
-        words.append(
-            f"{_three(progress.step_seconds)} a step, "
-            f"{_three(progress.exposed_seconds)} exposed"
+    if found.step_seconds:
+        step, exposed = (
+            show_seconds(float(f"{seconds:.3g}"))
+            for seconds in (found.step_seconds, found.exposed_seconds)
         )
-    if progress.method:
-        plan = ""
-        if progress.deciding:
-            plan = ", still deciding"
-        elif not progress.settled:
-            plan = ", still planning"
-        elif progress.buckets:
-            plan = f", {progress.buckets} bucket" + "s" * (progress.buckets > 1)
-        words.append(progress.method + plan)
-    words += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]
-    return " · ".join(words)
+        parts.append(f"{step} per step, {exposed} exposed")
+    if found.method:
+        phase = ""
+        if found.deciding:
+            phase = ", choosing a method"
+        elif not found.settled:
+            phase = ", planning buckets"
+        elif found.buckets:
+            phase = f", {show_count(found.buckets, 'bucket')}"
+        parts.append(found.method + phase)
+    parts += [f"{name} {value:.4g}" for name, value in found.metrics.items()]
+    return " · ".join(parts)
 
 
-def _three(seconds: float) -> str:
-    return show_seconds(float(f"{seconds:.3g}"))
+class Progress:
+    """What this process works at; of `progress`."""
 
-
-@dataclass(frozen=True)
-class Telling:
-    """Shows what long work is doing, on standard error; a bar only where that is known."""
-
-    progress: Progress
+    def __init__(self, bar: rich.progress.Progress, prints_lines: bool) -> None:
+        self._bar, self._prints_lines = bar, prints_lines
+        self._began = self._printed = time.monotonic()
 
     def __call__(
         self, what: str, number: int | None = None, count: int | None = None
     ) -> None:
-        """*number* of *count* are done; neither is known of what has no bar."""
-        (task,) = self.progress.task_ids
-        self.progress.update(
+        """Work at *what*, of which *number* of *count* are done; no bar where neither is known."""
+        if self._prints_lines:
+            if time.monotonic() >= self._printed + EVERY_SECONDS:
+                part = f" ({number} of {count})" if count else ""
+                _print_line(what + part, self._began)
+                self._printed = time.monotonic()
+            return
+        (task,) = self._bar.task_ids
+        self._bar.update(
             task, description=what, completed=number or 0, total=count or None
         )
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self.progress.console.print(Text(text), soft_wrap=True)
+        """Print a line that stays."""
+        self._bar.console.print(Text(text), soft_wrap=True)
 
 
 @contextmanager
-def telling(json: bool, what: str = "", *, prints: bool = False) -> Iterator[Telling]:
-    """A `Telling`, within it; at the end nothing of it stays. *prints*: this process prints
-    meanwhile, above it."""
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
+def progress(json: bool, what: str = "", *, prints: bool = False) -> Iterator[Progress]:
+    """A `Progress`, within it; its bar goes at the end. *prints*: this process prints meanwhile, above it."""
+    shown = is_shown(json)
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.BarColumn(),
+        rich.progress.TimeElapsedColumn(),
         console=Console(file=sys.stderr),
         transient=True,
-        disable=not is_shown(json),
+        disable=not shown,
         # Where standard output goes elsewhere, what is printed must go there too.
         redirect_stdout=prints and sys.stdout.isatty(),
         redirect_stderr=prints,
     )
-    with progress:
-        progress.add_task(what, total=None)
-        yield Telling(progress)
+    with bar:
+        bar.add_task(what, total=None)
+        yield Progress(bar, prints_lines=not json and not shown)
 
 
-class _Now(ProgressColumn):
-    """What a task's own function says, asked twice a second."""
+class _Now(rich.progress.ProgressColumn):
+    """What a task's own function returns, twice a second."""
 
     max_refresh = 0.5
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich.progress.Task) -> Text:
         now: Callable[[], str] = task.fields["now"]
         return Text("" if task.finished else now(), style="dim", overflow="ellipsis")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A row for each of several things, as they run; they stay until the end."""
+class TaskRows:
+    """A row for each of several tasks that run; rows stay until the end."""
 
-    progress: Progress
+    bars: rich.progress.Progress
 
     def begin(self, what: str, now: Callable[[], str] = str) -> Callable[[], None]:
-        """*now* says how far it is. Returns what ends it."""
-        task = self.progress.add_task(what, total=1, now=now)
-        return lambda: self.progress.update(task, completed=1)
+        """Add a row; *now* returns how far its task is. Returns what ends it."""
+        task = self.bars.add_task(what, total=1, now=now)
+        return lambda: self.bars.update(task, completed=1)
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self.progress.console.print(Text(text), soft_wrap=True)
+        """Print a line that stays."""
+        self.bars.console.print(Text(text), soft_wrap=True)
 
 
 @contextmanager
-def rows(json: bool) -> Iterator[Rows]:
-    """`Rows`, within it."""
+def task_rows(json: bool) -> Iterator[TaskRows]:
+    """`TaskRows`, within it."""
     columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        TimeElapsedColumn(),
+        rich.progress.SpinnerColumn(),
+        rich.progress.TextColumn("{task.description}", markup=False),
+        rich.progress.TimeElapsedColumn(),
         _Now(),
     )
     console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, disable=not is_shown(json)) as progress:
-        yield Rows(progress)
+    with rich.progress.Progress(
+        *columns, console=console, disable=not is_shown(json)
+    ) as bars:
+        yield TaskRows(bars)

@@ -16,6 +16,8 @@ from paceline.cli.script_run import checked_job, script_run
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 
+SURVIVING = "Surviving failures"
+
 
 def run(
     context: typer.Context,
@@ -26,8 +28,10 @@ def run(
     cluster: Annotated[
         Path | None,
         typer.Option(
-            help="The network that the job is on, as a cluster file: paceline probe measures "
-            "one. \\[default: nothing is known of it]"
+            metavar="FILE",
+            help="Cluster file of the network that the job runs on: paceline probe writes one. "
+            "\\[default: none]",
+            rich_help_panel=o.NETWORK,
         ),
     ] = None,
     steps: o.Steps = None,
@@ -38,45 +42,53 @@ def run(
         bool,
         typer.Option(
             "--survive",
-            help="Go on when a worker dies: it is started again. For methods whose server "
-            "updates (see paceline list methods).",
+            help="Restart workers that die, and go on. For methods whose server updates (see "
+            "paceline list methods).",
+            rich_help_panel=SURVIVING,
         ),
     ] = False,
     snapshot: Annotated[
         Path | None,
         typer.Option(
-            help="With --survive: where the server keeps its parameters, to go on from "
-            "when it dies. \\[default: a file of this job's own, which goes with it]"
+            metavar="FILE",
+            help="With --survive: file of the server's parameters, from which it goes on when "
+            "it dies. \\[default: a temporary file]",
+            rich_help_panel=SURVIVING,
         ),
     ] = None,
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="With --snapshot: go on from the file that is there."
+            "--resume",
+            help="With --snapshot: go on from the file that is there.",
+            rich_help_panel=SURVIVING,
         ),
     ] = False,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="With --survive: be one worker of the server that `paceline serve --survive` has "
-            "started there, so that whatever started this command may start it again. "
-            "\\[default: server and workers are started here]",
+            help="With --survive: run one worker, of the server that `paceline serve --survive` "
+            "runs there. A cluster manager may restart this command. \\[default: start server and "
+            "workers here]",
+            rich_help_panel=SURVIVING,
         ),
     ] = None,
     rank: Annotated[
         int | None,
         typer.Option(
-            help="With --server: which worker, from 0. \\[default: what the launcher's "
-            "variables say]"
+            metavar="N",
+            help="With --server: number of this worker, from 0. \\[default: from the launcher's "
+            "variables]",
+            rich_help_panel=SURVIVING,
         ),
     ] = None,
     json: o.Json = False,
 ) -> None:
-    """Run a script in real processes, and print what a step took.
+    """Train in real processes. torchrun's options are passed through.
 
-    All of torchrun's options are passed through (--nnodes, --node-rank, --rdzv-endpoint,
-    ...): for several machines, run the same command on each.
+    For several machines, run the same command on each, with --nnodes, --node-rank, --rdzv-endpoint
+    and the others of torchrun. The result says what a step took.
     """
     torchrun_options = torchrun_words(context)
     job = checked_job(

@@ -12,16 +12,21 @@ from paceline.errors import UsageError
 
 def serve(
     context: typer.Context,
-    workers: Annotated[int, typer.Option(help="Workers of the job.")],
-    bind: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    workers: Annotated[
+        int, typer.Option(metavar="N", help="Number of workers of the job.")
+    ],
+    bind: Annotated[
+        str, typer.Option(metavar="HOST", help="Address to listen on.")
+    ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="Port to listen on; 0: a free one.")
+        int, typer.Option(metavar="PORT", help="Port to listen on; 0: a free one.")
     ] = 29600,
     liveness_port: Annotated[
         int | None,
         typer.Option(
-            help="Port for liveness connections, by which the server notices ended workers. Let workers "
-            "through to both ports. \\[default: the port after --port]",
+            metavar="PORT",
+            help="Port for liveness connections, by which the server notices workers that ended. "
+            "Workers need both ports. \\[default: the port after --port]",
         ),
     ] = None,
     once: Annotated[
@@ -31,29 +36,31 @@ def serve(
         bool,
         typer.Option(
             "--survive",
-            help="Go on when a worker dies: something starts it again, as paceline run "
-            "--survive --server does. For methods whose server updates.",
+            help="Go on when a worker dies and is started again, as by paceline run --survive "
+            "--server. For methods whose server updates.",
         ),
     ] = False,
     snapshot: Annotated[
         Path | None,
         typer.Option(
-            help="With --survive: where parameters are kept, to go on from when this "
-            "process is started again. \\[default: nowhere, since it could not tell this job's file "
-            "from an earlier one's]"
+            metavar="FILE",
+            help="With --survive: file of the parameters, from which this command goes on when it "
+            "is started again. \\[default: none]",
         ),
     ] = None,
     snapshot_seconds: Annotated[
         float,
         typer.Option(
-            help="With --snapshot: how often.", envvar="PACELINE_SNAPSHOT_SECONDS"
+            metavar="SECONDS",
+            help="With --snapshot: time between two.",
+            envvar="PACELINE_SNAPSHOT_SECONDS",
         ),
     ] = 30.0,
     evict_silent: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="With --survive: take a worker for lost that is silent for so long, and for 30 "
+            help="With --survive: a worker is lost once it is silent for so long, and for 30 "
             "usual steps.",
             envvar="PACELINE_SILENT_SECONDS",
         ),
@@ -62,21 +69,24 @@ def serve(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Tell Prometheus there, at that address alone (PORT: at 127.0.0.1): steps, "
-            "gradients, staleness, workers, bytes, refusals, snapshot's age. \\[default: nowhere]",
+            help="Serve Prometheus metrics at that address (PORT: at 127.0.0.1): steps, "
+            "gradients, staleness, workers, bytes, refusals, snapshot's age. \\[default: none]",
         ),
     ] = None,
 ) -> None:
-    """Serve trainings; their workers say which method each has. Without --survive several may run at once.
+    """Run a parameter server.
 
-    Workers name it: --method NAME:servers=HOST:PORT. Without PACELINE_SECRET it prints a
-    line that exports its token: run that where workers are started, and before further
-    servers of theirs. Servers of groups talk to each other: workers name them so that they reach each
-    other under these names, too. Beyond loopback set PACELINE_SECRET, the same for all, or
-    PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.
+    Workers name it: --method NAME:servers=HOST:PORT. Their method decides what the server does.
+    Without --survive it serves several trainings, also at once.
 
-    With --survive workers and this server may die, and are started again with the same words: see
-    docs/parameter-server.md.
+    Without PACELINE_SECRET it prints a line that exports its token. Run that line where workers
+    are started, and before further servers of theirs. Beyond loopback set PACELINE_SECRET, the
+    same for all, or PACELINE_TRUSTED_NETWORK=1 where nobody else is on the network.
+
+    Group servers talk to each other, under the names by which workers name them.
+
+    With --survive, workers and this server may die and are started again with the same arguments:
+    see docs/parameter-server.md.
     """
     import torch
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from paceline.cli import options as o
-from paceline.cli.progress import describe, telling
+from paceline.cli.progress import describe, progress
 from paceline.cli.script_run import checked_job, script_run
 from paceline.runtimes.progress import WorkerProgress, place
 from paceline.tools.report.run_files import write_run
 
 if TYPE_CHECKING:
     from paceline.runtimes.simulated import ComputeModel
+
+SIMULATION = "Simulation"
 
 
 def simulate(
@@ -38,20 +40,34 @@ def simulate(
         typer.Option(
             "--representatives",
             help="Run two workers of each kind for all: for methods whose workers do the same.",
+            rich_help_panel=SIMULATION,
         ),
     ] = False,
     patience: Annotated[
-        float, typer.Option(help="Real seconds without progress before giving up.")
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Real seconds without progress before giving up.",
+            rich_help_panel=SIMULATION,
+        ),
     ] = 20.0,
     output: o.Output = "first",
     scratch: Annotated[
-        Path, typer.Option(help="Folder for the checkpoints of SCRIPT.")
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the checkpoints of SCRIPT.",
+            rich_help_panel=o.OUTPUT,
+        ),
     ] = o.SCRATCH,
     records: o.Records = None,
     report_to: o.ReportTo = None,
     json: o.Json = False,
 ) -> None:
-    """Run SCRIPT once per simulated worker, in one process, on a virtual clock."""
+    """Train with simulated workers on a virtual clock, in one process.
+
+    SCRIPT runs once per worker, with real data and gradients. Only time is virtual.
+    """
     job = checked_job(
         script,
         script_arguments,
@@ -71,16 +87,16 @@ def simulate(
     compute = o.make_compute(workload, forward, backward, jitter, seed)
     measured = workload is None and forward is None and backward is None
     with script_run(job, json, described) as run:
-        with telling(json, "profiling", prints=True) as told:
+        with progress(json, "profiling", prints=True) as told:
             if measured:
                 compute = profiled(job, described, compute, patience, scratch)
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
-                    progress = WorkerProgress.of(simulation.runtime_of(0).recorder)
-                    told(f"virtual time {now:.3f} s · {describe(progress, steps)}")
+                    found = WorkerProgress.of(simulation.runtime_of(0).recorder)
+                    told(f"virtual time {now:.3f} s · {describe(found, steps)}")
                     if there is not None:
-                        progress.write(there)
+                        found.write(there)
 
                 simulation = Simulation(
                     described,

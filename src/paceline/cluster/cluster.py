@@ -548,7 +548,8 @@ class Cluster:
             rate = units.show_rate(rates[-1])
             if len(rates) > 1:
                 rate = f"{units.show_rate(rates[0])} to {rate}"
-            text = f"{rack.workers} workers, {rate}, {units.show_seconds(rack.latency)}"
+            workers = units.show_count(rack.workers, "worker")
+            text = f"{workers}, {rate}, {units.show_seconds(rack.latency)}"
             if rack.workers_per_host > 1:
                 text += f", {rack.workers_per_host} a host"
             if rack.uplink is not None:

@@ -30,7 +30,7 @@ PLACES = ("auto", "embedded", "per-node", "dedicated")
 _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 
 KEY_VALUES: Sequence[tuple[str, str, Collection[str]]] = (
-    ("compression", "compression", COMPRESSORS),
+    ("compression", "compressor", COMPRESSORS),
     ("collective", "collective", collectives.COLLECTIVES),
     ("buckets", "bucket rule", RULES),
 )
@@ -148,7 +148,7 @@ def parse_method(
         for key, kind, known in KEY_VALUES:
             if read.name in known:
                 raise UsageError(
-                    f"{read.name} is a {kind} and no method: bsp:{key}={read.name}"
+                    f"{read.name} is a {kind}, not a method: bsp:{key}={read.name}"
                 )
     method, rest = methods.make(read, set(spec.field_types(Settings)))
     settings = (settings or Settings()).changed_by(rest)

@@ -13,6 +13,7 @@ import msgspec
 
 from paceline.records import StepRecorder
 from paceline.timeouts import timeouts
+from paceline.units import show_count
 
 
 class StepStats(msgspec.Struct, array_like=True):
@@ -156,9 +157,7 @@ def read_result(path: Path) -> RunResult | None:
 
 
 def _ended_early(asked: int, done: int) -> str:
-    return (
-        f"asked for {asked} steps, and the script ended by itself after {_steps(done)}"
-    )
+    return f"asked for {asked} steps, and the script ended by itself after {show_count(done, 'step')}"
 
 
 def unsettled(steps: int, recorder: StepRecorder) -> str:
@@ -173,20 +172,16 @@ def unsettled(steps: int, recorder: StepRecorder) -> str:
         why = "it was still being found out by which method to train"
     else:
         why = f"the method does what it will from step {recorder.settled_from} on"
-    return f"not settled in {_steps(steps)}: {why}, and the figures are of such steps"
+    return f"not settled in {show_count(steps, 'step')}: {why}, and the figures are of such steps"
 
 
 def _few(settled: int, recorder: StepRecorder) -> str:
-    many = f"figures are of {_steps(settled)}, from step {recorder.settled_from} on"
+    many = f"figures are of {show_count(settled, 'step')}, from step {recorder.settled_from} on"
     period = recorder.period
     wanted = recorder.settled_from - 1 + max(FEW, 4 * period if period > 1 else 0)
     if settled < period:
         many += f", and steps repeat after {period}"
     return f"{many}: train for {wanted} or more"
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _changed(recorder: StepRecorder) -> str:

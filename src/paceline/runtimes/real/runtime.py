@@ -43,6 +43,7 @@ from paceline.runtimes.results import RunResult, StepStats, gather_stats
 from paceline.timeouts import timeouts
 from paceline.tools.report.run_files import WorkerRecords
 from paceline.torch_internals import COLLECTIVES, local_store
+from paceline.units import show_count
 
 
 class HostClock:
@@ -381,7 +382,7 @@ class RealRuntime:
             if torch.cuda.is_available()
             else f"CPU, {threads} thread" + ("s" if threads != 1 else "")
         )
-        workers = "1 worker" if self.size == 1 else f"{self.size} workers"
+        workers = show_count(self.size, "worker")
         return (
             f"measured: medians of {self._profilers[0].profiled_steps} steps, {workers}, "
             f"{processor}"
