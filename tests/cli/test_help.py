@@ -28,7 +28,8 @@ PANELS = {
 
 
 def line_of(verb, option):
-    (line,) = (line for line in HELP[verb].splitlines() if f" {option} " in line[:40])
+    lines = HELP[verb].splitlines()
+    (line,) = (line for line in lines if line.strip("│* ").startswith(f"{option} "))
     return line
 
 

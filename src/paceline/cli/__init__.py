@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -53,7 +54,7 @@ from paceline.runtimes.temporary_folder import LauncherInterrupted, signals
 
 _RUNS_SCRIPTS = str(Path("paceline", "runtimes", "simulated"))
 
-_VERBS = {
+_VERBS: dict[str, dict[Callable[..., None], type[Command]]] = {
     "Choose a method": {
         plan.plan: LaunchCommand,
         compare.compare: Command,
