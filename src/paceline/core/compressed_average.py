@@ -37,12 +37,12 @@ from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes, wir
 
 class CompressedAverage:
     """One worker's averages through the training's compressor, with its state of each tensor,
-    by name. Listeners are told what was compressed and decompressed, see `Compute.coded`."""
+    by name. Listeners are told what was compressed and decompressed, see `Compute.compressed`."""
 
     def __init__(self, context: TrainingContext) -> None:
         self.compression = context.settings.compression
         self._workers, self._rank = context.workers, context.comm.rank
-        self._charge = context.listeners.coded
+        self._charge = context.listeners.compressed
         self.states: dict[str, State] = {}
         self._under_way: dict[str, Pending] = {}
         self._legs: dict[Any, Sequence[Leg]] = {}

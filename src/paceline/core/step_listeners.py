@@ -8,7 +8,7 @@ from typing import Any
 EVENTS = (
     *("step_begins", "forward", "used", "usable"),
     *("gradient", "gradient_ready", "gradient_taken"),
-    *("uses_compressor", "coded"),
+    *("uses_compressor", "compressed"),
     *("bucket_leaves", "means_are_there", "step_is_called"),
     *("update_begins", "step_ended"),
 )
@@ -26,7 +26,7 @@ class StepListeners:
     - ``gradient_ready(index)``: the same, where it is to be sent.
     - ``gradient_taken()``: our own work is done; backward goes on.
     - ``uses_compressor(compressor)``: from now on it may compress what has the model's tensors.
-    - ``coded(compressor, workers, size, stage)``: it has compressed or decompressed so many
+    - ``compressed(compressor, workers, size, stage)``: it has compressed or decompressed so many
       bytes of these.
     - ``bucket_leaves(bucket)``: it is about to be given to the method.
     - ``means_are_there()``: backward is over, and the means are waited for.
@@ -69,7 +69,7 @@ class StepListeners:
     gradient_ready: _Event
     gradient_taken: _Event
     uses_compressor: _Event
-    coded: _Event
+    compressed: _Event
     bucket_leaves: _Event
     means_are_there: _Event
     step_is_called: _Event

@@ -25,8 +25,8 @@ from paceline.interfaces.trainings import TrainingRegistry
 from paceline.records import StepRecorder
 
 __all__ = [
-    "CodingListener",
-    "CodingStage",
+    "CompressionListener",
+    "CompressionStage",
     "Compute",
     "Runtime",
     "RuntimeClock",
@@ -39,15 +39,15 @@ __all__ = [
     "enter_runtime_in_this_thread",
 ]
 
-CodingStage = Literal["encode", "decode"]
+CompressionStage = Literal["encode", "decode"]
 """Until the first code of a bucket is there; and all that follows."""
 
 
-class CodingListener(Protocol):
+class CompressionListener(Protocol):
     """Is told when gradients are compressed, for example to charge time for it."""
 
-    def coded(
-        self, compression: Any, workers: int, size: float, stage: CodingStage
+    def compressed(
+        self, compression: Any, workers: int, size: float, stage: CompressionStage
     ) -> None:
         """Called when some of the model's tensors were compressed or decompressed.
 
@@ -60,7 +60,7 @@ class CodingListener(Protocol):
         ...
 
 
-class Compute(CodingListener, Protocol):
+class Compute(CompressionListener, Protocol):
     """Charges a model's compute time where no real time passes for it, or measures it."""
 
     def forward(self, samples: int | None, training: bool) -> None:

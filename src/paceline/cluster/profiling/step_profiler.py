@@ -18,7 +18,7 @@ from paceline.cluster.profiling.timers import waited_for_processor
 from paceline.cluster.workload import Workload
 from paceline.compression import GradientCompression
 from paceline.errors import UsageError
-from paceline.interfaces import CodingStage, Stopwatch
+from paceline.interfaces import CompressionStage, Stopwatch
 from paceline.interfaces.buckets import stands_in, wire_bytes
 from paceline.torch_internals import Uncopied, notify_before_use, stop_notifying
 
@@ -318,12 +318,12 @@ class StepProfiler:
         if self._keep is not None:  # one gradient, to time it by
             self._keep.wanted = max(1, self._keep.wanted)
 
-    def coded(
+    def compressed(
         self,
         compression: GradientCompression,
         workers: int,
         size: float,
-        stage: CodingStage,
+        stage: CompressionStage,
     ) -> None:
         """It takes its own time."""
 

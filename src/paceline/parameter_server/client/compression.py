@@ -8,7 +8,7 @@ import torch
 
 from paceline.compression import GradientCompression, State
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import CodingListener, CodingStage, SpeedClass
+from paceline.interfaces import CompressionListener, CompressionStage, SpeedClass
 from paceline.interfaces.buckets import (
     Bucket,
     stand_in_for,
@@ -37,7 +37,7 @@ class ClientCompression:
         rank: int,
         partition: Partition,
         replies: Replies,
-        listener: CodingListener | None,
+        listener: CompressionListener | None,
     ) -> None:
         self.compression = check_decodes_per_worker(compression)
         self._replies = check_decodes_per_worker(compression.for_replies())
@@ -135,10 +135,10 @@ class ClientCompression:
         self,
         compression: GradientCompression,
         tensors: torch.Tensor,
-        stage: CodingStage,
+        stage: CompressionStage,
     ) -> None:
         if self._listener is not None:
-            self._listener.coded(compression, 1, wire_bytes(tensors), stage)
+            self._listener.compressed(compression, 1, wire_bytes(tensors), stage)
 
     def _size(self, part: BucketPart, compression: GradientCompression) -> int:
         """The compressed bytes of what a part has, or stands for."""

@@ -17,7 +17,7 @@ import torch
 
 from paceline.compression import GradientCompression
 from paceline.interfaces import (
-    CodingListener,
+    CompressionListener,
     Endpoint,
     PendingReply,
     ServerJob,
@@ -127,7 +127,7 @@ class RemoteModel:
         model: ServedModel,
         buckets: Sequence[Bucket],
         compression: GradientCompression,
-        listener: CodingListener | None = None,
+        listener: CompressionListener | None = None,
     ) -> None:
         check_servers_can_hold(model.optimizer)
         job = model.job

@@ -8,7 +8,7 @@ from statistics import median
 
 from paceline.cluster.workload import Workload
 from paceline.compression import GradientCompression
-from paceline.interfaces import CodingStage
+from paceline.interfaces import CompressionStage
 
 PASSES_KEPT = 200
 """For a median of how late they were."""
@@ -93,12 +93,12 @@ class PacedCompute:
     def uses_compressor(self, compression: GradientCompression) -> None:
         """It takes its own time."""
 
-    def coded(
+    def compressed(
         self,
         compression: GradientCompression,
         workers: int,
         size: float,
-        stage: CodingStage,
+        stage: CompressionStage,
     ) -> None:
         """It takes its own time."""
 

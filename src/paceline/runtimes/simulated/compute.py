@@ -15,7 +15,7 @@ import torch
 from paceline.cluster.workload import Workload
 from paceline.compression import GradientCompression, full_spec
 from paceline.errors import UsageError
-from paceline.interfaces import CodingStage
+from paceline.interfaces import CompressionStage
 from paceline.torch_internals import Uncopied
 from paceline.units import show_seconds
 
@@ -338,12 +338,12 @@ class ModelCompute:
             f"paceline profile SCRIPT --compression {spec} measures it"
         )
 
-    def coded(
+    def compressed(
         self,
         compression: GradientCompression,
         workers: int,
         size: float,
-        stage: CodingStage,
+        stage: CompressionStage,
     ) -> None:
         times = self._workload.coding.get(_spec_of(compression))
         if times is None:
