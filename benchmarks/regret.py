@@ -25,7 +25,8 @@ import torch
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan import plan
-from paceline.tools.plan.predict import SETTLED, Prediction, TrainingJob, predict
+from paceline.tools.plan.estimates import Estimate
+from paceline.tools.plan.predict import SETTLED, TrainingJob, predict
 from paceline.units import bytes_per_second
 
 RESULTS = Path(__file__).parent / "results" / "regret.json"
@@ -109,17 +110,17 @@ def run(name: str, most: float) -> dict[str, object]:
     job = TrainingJob(cluster=cluster, workload=workload, settled=settled, brief=False)
     seconds: dict[str, float] = {}
     used_before = time.process_time()
-    fastest = {q: row.step_seconds for q, row in made.best.items()}
-    for row in made.rows:
-        limit = BEYOND if row.cut else NEAR
+    fastest = {q: row.step_seconds for q, row in made.fastest.items()}
+    for row in made.estimates:
+        limit = BEYOND if row.fidelity == "short" else NEAR
         if row.step_seconds > limit * fastest[row.consistency]:
             continue
         said = predict(job, row.spec)
-        if isinstance(said, Prediction):
+        if isinstance(said, Estimate):
             seconds[row.spec] = said.step_seconds
     regrets = {}
-    for consistency, chosen in made.best.items():
-        specs = [r.spec for r in made.rows if r.consistency == consistency]
+    for consistency, chosen in made.fastest.items():
+        specs = [r.spec for r in made.estimates if r.consistency == consistency]
         mine = {spec: seconds[spec] for spec in specs if spec in seconds}
         best = min(mine, key=mine.__getitem__)
         regrets[consistency] = {
@@ -129,7 +130,7 @@ def run(name: str, most: float) -> dict[str, object]:
         }
     used_at_length = time.process_time() - used_before
     return {
-        "candidates": len(made.rows),
+        "candidates": len(made.estimates),
         "at_length": len(seconds),
         "skipped": made.skipped,
         "plan_seconds": planned,

@@ -74,7 +74,7 @@ def run(name, classes):
     """One cell: what each candidate of *classes* takes in each turn, and the regret of each class."""
     cluster = CELLS[name]
     made = planned(probed(cluster), classes)
-    chosen = {consistency: row.spec for consistency, row in made.best.items()}
+    chosen = {consistency: row.spec for consistency, row in made.fastest.items()}
     candidates = {
         consistency: near(made, consistency, chosen[consistency])
         for consistency in chosen
@@ -90,7 +90,7 @@ def run(name, classes):
             "chosen": picked,
             "best": best,
             "regret": taken[picked] / taken[best],
-            "predicted": made.row(picked).step_seconds,
+            "predicted": made.estimate(picked).step_seconds,
         }
     return {"measured": measured, "regrets": regrets}
 
@@ -111,8 +111,8 @@ def planned(cluster, classes):
 
 def without_servers(made):
     """The plan of those that keep no parameters on servers."""
-    rows = tuple(row for row in made.rows if "servers" not in row.spec)
-    return msgspec.structs.replace(made, rows=rows)
+    rows = tuple(row for row in made.estimates if "servers" not in row.spec)
+    return msgspec.structs.replace(made, estimates=rows)
 
 
 def times_of(codes, cores):
@@ -127,13 +127,13 @@ def times_of(codes, cores):
 
 def near(made, consistency, chosen):
     """The chosen and those predicted to be near it: one of each method and code first."""
-    best = made.row(chosen).step_seconds
+    best = made.estimate(chosen).step_seconds
     rows = [
         row.spec
-        for row in made.rows
+        for row in made.estimates
         if row.consistency == consistency
         and row.step_seconds <= NEAR * best
-        and not (row.cut and row.spec != chosen)
+        and not (row.fidelity == "short" and row.spec != chosen)
     ]
     kinds = {}
     for spec in [chosen, *rows]:

@@ -47,4 +47,4 @@ def test_a_plan_has_rows(tmp_path):
     said = json.loads(
         printed("-m", "paceline", "plan", *words, "--budget", "2", cwd=tmp_path)
     )
-    assert said["rows"]
+    assert said["estimates"]

@@ -116,7 +116,7 @@ def test_a_method_that_the_script_registers_is_a_candidate(
         METHODS.update(before)
     assert ran.exit_code == 0, ran.output
     said = json.loads(capfd.readouterr().out)
-    assert "own" in [one["spec"] for one in said["rows"]]
+    assert "own" in [one["spec"] for one in said["estimates"]]
     assert 0 < said["spent_seconds"] <= FOR_CANDIDATES * 8
     assert "of 8 (--budget" in ran.output
 

@@ -205,17 +205,19 @@ def _planned(
             told=told,
         )
         plan = made.plan
-        if plan.workers == 1:
+        if plan.baseline.workers == 1:
             raise UsageError(
                 "one worker has nothing to compare: give --workers 2 or more"
             )
         told.say(f"plan: {verdict(plan)}")
         for role, spec in _specs(plan).items():
-            row = plan.row(spec)
+            row = plan.estimate(spec)
             if row is None:
                 told.say(f"  {role}: {spec}")
             else:
-                among = sum(one.consistency == row.consistency for one in plan.rows)
+                among = sum(
+                    one.consistency == row.consistency for one in plan.estimates
+                )
                 told.say(
                     f"  {role}: {spec}, {show_seconds(row.step_seconds)} a step"
                     + f", the best of {among}" * (role == row.consistency)
@@ -227,7 +229,7 @@ def _planned(
 
 def _specs(plan: Plan | None) -> dict[str, str]:
     """What a plan has run, by what it is there for: DDP's rule, then the best of each class."""
-    from paceline.tools.plan.suggestions import DDP
+    from paceline.tools.plan.estimates import DDP
 
     best = {} if plan is None else plan.recommended
     return {BASELINE: DDP} | {
@@ -293,7 +295,7 @@ def _print_gains(
 
     rows = []
     for role, (spec, outcome), when in zip(_specs(plan), results, reached, strict=True):
-        row = plan.row(spec)
+        row = plan.estimate(spec)
         rows.append(
             Gain(
                 role=role,
@@ -306,8 +308,8 @@ def _print_gains(
         )
     print_gains(
         rows,
-        plan.workers,
-        plan.one_machine.step_seconds,
+        plan.baseline.workers,
+        plan.baseline.single.step_seconds / plan.baseline.workers,
         goal,
         title=f"{plan.cluster}, {first.runtime} runtime",
     )

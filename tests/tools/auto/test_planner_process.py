@@ -12,7 +12,7 @@ from paceline.tools.auto import planner_process
 from paceline.tools.auto.__main__ import answer, optimizer_like, worth_trying
 from paceline.tools.auto.decision import Predicted, Question
 from paceline.tools.auto.planner_process import PlannerProcess
-from paceline.tools.plan.estimates import Estimate, Plan
+from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from tests.tools.plan.helpers import cluster, layers
 
 
@@ -44,12 +44,14 @@ def plan_of(*rows):
     return Plan(
         cluster="",
         workload="",
-        workers=2,
-        batch=None,
-        one_machine=row("one machine", 1.0),
-        lower_bound_seconds=0.5,
-        rows=tuple(sorted(rows, key=lambda row: row.step_seconds)),
-        left_out=(),
+        baseline=Baseline(
+            workers=2,
+            batch=None,
+            single=row("one machine", 2.0),
+            lower_bound_seconds=0.5,
+        ),
+        estimates=tuple(sorted(rows, key=lambda row: row.step_seconds)),
+        infeasible=(),
     )
 
 
@@ -97,7 +99,7 @@ def test_two_of_one_kind_are_one():
 
 def test_what_was_cut_or_not_allowed_or_not_advised_is_not_tried():
     rows = [
-        row("dear", 0.5, cut=True),
+        row("dear", 0.5, rejected=True),
         row("priority", 0.99),
         row("bsp:compression=top-k", 0.40, "lossy", bytes_sent=1.0),
         row("bsp:compression=int8", 0.45, "lossy", bytes_sent=9.0),
@@ -107,9 +109,9 @@ def test_what_was_cut_or_not_allowed_or_not_advised_is_not_tried():
 
 
 def test_where_the_budget_was_too_small_for_a_class_its_short_runs_count():
-    rows = [row("bsp:compression=int8", 0.4, "lossy", cut=True), row("dear", 0.99)]
+    rows = [row("bsp:compression=int8", 0.4, "lossy", rejected=True), row("dear", 0.99)]
     assert chosen(rows) == ["bsp:compression=int8"]
-    hopeful = row("osp", 0.5, "lossy", cut=True, hopeful=True)
+    hopeful = row("osp", 0.5, "lossy", fidelity="short")
     rows = [hopeful, row("bsp:compression=int8", 0.6, "lossy"), row("dear", 0.99)]
     assert chosen(rows) == ["osp"]
 

@@ -13,8 +13,9 @@ from paceline.collectives.registry import COLLECTIVES
 from paceline.errors import UsageError
 from paceline.tools.plan import Plan, plan
 from paceline.tools.plan.candidate_order import fewer, rough
-from paceline.tools.plan.candidates import first
-from paceline.tools.plan.predict import Prediction, Refused, TrainingJob
+from paceline.tools.plan.candidates import candidate, first
+from paceline.tools.plan.estimates import Infeasible
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.prediction_cost import Budget, cost, messages, usual_seconds
 from paceline.tools.plan.predictor import in_this_process
 from paceline.tools.plan.search import HOPELESS, _by_promise, _Search
@@ -61,10 +62,10 @@ def test_a_small_budget_goes_to_what_is_promising():
     job = cluster(16, "100mbit"), layers(2, megabytes=8.0)
     small = plan(*job, allowed=("lossy",), budget_seconds=2.5)
     assert small.skipped
-    best = small.best["lossy"].step_seconds
+    best = small.fastest["lossy"].step_seconds
     whole = plan(*job, allowed=("lossy",), budget_seconds=1000.0)
-    assert best <= 1.1 * whole.best["lossy"].step_seconds
-    earliest = whole.row("bsp:compression=bf16")
+    assert best <= 1.1 * whole.fastest["lossy"].step_seconds
+    earliest = whole.estimate("bsp:compression=bf16")
     assert earliest is not None
     assert best < 0.5 * earliest.step_seconds
 
@@ -162,7 +163,7 @@ def test_a_collective_that_fails_is_no_collective_without_messages(monkeypatch):
 def test_a_spec_that_four_workers_refuse_is_priced_and_refused(spec):
     job = TrainingJob(cluster=cluster(4), workload=layers(2))
     (said,) = in_this_process(job, [spec], short=True)
-    assert isinstance(said, Refused)
+    assert isinstance(said, Infeasible)
     assert cost(job, spec, short=True) < cost(job, "bsp", short=True)
 
 
@@ -180,21 +181,26 @@ def test_the_best_of_a_class_is_its_fastest_whatever_the_budget_had_time_for():
     def said(job, specs, *, short):
         prices = [cost(whole, spec, short=False) for spec in specs]
         seconds = [2 - price / (1 + price) for price in prices]  # the dear are fast
-        rest = {"compute_seconds": 0.1, "exposed_seconds": 0.5, "bytes_sent": 1e6}
-        return iter([Prediction(step_seconds=s, buckets=4, **rest) for s in seconds])
+        return iter(
+            [
+                row(spec, candidate(spec).consistency, seconds)
+                for spec, seconds in zip(specs, seconds, strict=True)
+            ]
+        )
 
     made = plan(whole.cluster, whole.workload, budget_seconds=7.0, predict=said)
-    hopeful = [one for one in made.rows if one.hopeful]
-    assert hopeful
-    assert all(one.cut for one in hopeful)
-    for consistency, best in made.best.items():
-        mine = [one for one in made.rows if one.consistency == consistency]
+    assert any(one.fidelity == "short" and not one.rejected for one in made.estimates)
+    for consistency, best in made.fastest.items():
+        mine = [one for one in made.estimates if one.consistency == consistency]
         assert best.step_seconds == min(one.step_seconds for one in mine)
         for one in mine:
             slow = one.step_seconds > HOPELESS * best.step_seconds
-            assert one.hopeful == (one.cut and not slow)
+            assert one.rejected == (one.fidelity == "short" and slow)
     enough = plan(whole.cluster, whole.workload, budget_seconds=1e3, predict=said)
-    assert not any(one.hopeful for one in enough.rows)
+    assert all(one.rejected for one in enough.estimates if one.fidelity == "short")
+
+
+NOT_RUN = Infeasible(spec="", consistency="exact", reason="not run")
 
 
 class Counts:
@@ -205,7 +211,7 @@ class Counts:
 
     def each(self, asked, *, short=False):
         self.asked += [(job, spec) for job, spec in asked]
-        return iter([Refused("not run")] * len(asked))
+        return iter([NOT_RUN] * len(asked))
 
     def map(self, function, asked, prices):
         self.asked += asked
@@ -214,7 +220,7 @@ class Counts:
 
 def test_what_follows_the_candidates_keeps_to_what_they_have_left():
     job = TrainingJob(cluster=cluster(8), workload=layers(4))
-    plan_ = made(row("bsp"), row("bsp:buckets=ddp"), row("osp", "delayed"))
+    plan_ = made(row("bsp"), row("bsp:buckets=ddp", seconds=0.2), row("osp", "delayed"))
     nothing, counts = Budget(0.0), Counts()
     found = helps(plan_, job, counts, nothing)
     assert (found.break_even, found.helps) == ((), ())

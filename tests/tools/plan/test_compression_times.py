@@ -20,8 +20,9 @@ from paceline.tools.plan.compression_times import (
     revised,
     seconds_of,
 )
+from paceline.tools.plan.estimates import Infeasible
 from paceline.tools.plan.merged_tensors import FEW
-from paceline.tools.plan.predict import Prediction, Refused, TrainingJob, predict
+from paceline.tools.plan.predict import TrainingJob, predict
 from paceline.tools.plan.prediction_cost import Budget
 from tests.tools.plan.helpers import cluster, layers
 from tests.tools.plan.test_more import made, row
@@ -44,22 +45,19 @@ def test_a_slow_code_falls_behind_once_it_is_measured():
     job = TrainingJob(cluster=cluster(2), workload=layers(1))
     made = plan(job.cluster, job.workload, allowed=("lossy",), budget_seconds=2.0)
     codes = codes_in_front(made)
-    front = made.best["lossy"]
+    front = made.fastest["lossy"]
     assert codes[0] == code_of(front.spec)
-    assert front.estimated_compressors
+    assert front.estimated_compression
     slow = {codes[0]: CompressorTimes(encode=1.0, decode=1.0, decode_per_worker=0.0)}
     again, knowing = revised(made, job, slow)
-    row = again.row(front.spec)
+    row = again.estimate(front.spec)
     assert row is not None
-    assert not row.estimated_compressors
+    assert not row.estimated_compression
     assert row.step_seconds > 2
-    assert row.speedup * row.step_seconds == pytest.approx(
-        front.speedup * front.step_seconds
-    )
-    assert again.best["lossy"].spec != front.spec
-    seconds = [one.step_seconds for one in again.rows]
+    assert again.fastest["lossy"].spec != front.spec
+    seconds = [one.step_seconds for one in again.estimates]
     assert seconds == sorted(seconds)
-    said = predict(knowing, front.spec, short=row.cut)
+    said = predict(knowing, front.spec, row.fidelity)
     assert said.step_seconds == row.step_seconds
     assert knowing == replace(job, workload=replace(job.workload, coding=slow))
 
@@ -105,7 +103,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     """And what they are predicted again for is counted, in the plan and in the budget."""
     job = TrainingJob(cluster=cluster(2), workload=layers(2))
     first, second, third = (
-        row(f"bsp:compression={name}", "lossy", estimated_compressors=True)
+        row(f"bsp:compression={name}", "lossy", estimated_compression=True)
         for name in ("int8", "int4", "ef-sign")
     )
     plan_ = made(first, second, third)
@@ -119,8 +117,7 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
         return dict.fromkeys(codes, free)
 
     def predict_(job, specs, *, short):
-        told = {"step_seconds": 0.1, "compute_seconds": 0.1, "exposed_seconds": 0.0}
-        return iter([Prediction(**told, bytes_sent=0.0, buckets=1) for _ in specs])
+        return iter([row(spec, "lossy") for spec in specs])
 
     monkeypatch.setattr(profile_cache, "measure_compressors", measure)
     budget = Budget(sum(prices[:2]) + 0.5 * min(prices))
@@ -130,13 +127,15 @@ def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
     assert measured == codes[:2]
     assert budget.left == pytest.approx(0.5 * min(prices))
     assert again.spent_seconds == pytest.approx(sum(prices[:2]))
-    assert [one.estimated_compressors for one in again.rows].count(True) == 1
+    assert [one.estimated_compression for one in again.estimates].count(True) == 1
 
 
 def test_rows_that_were_cut_stay_those_of_few_tensors():
     job = TrainingJob(cluster=cluster(2), workload=layers(2 * FEW))
-    cut = row("bsp:compression=int8", "lossy", cut=True, estimated_compressors=True)
-    full = row("bsp:buckets=wfbp,compression=int8", "lossy", estimated_compressors=True)
+    cut = row(
+        "bsp:compression=int8", "lossy", fidelity="short", estimated_compression=True
+    )
+    full = row("bsp:buckets=wfbp,compression=int8", "lossy", estimated_compression=True)
     coding = {
         code_of(cut.spec): CompressorTimes(
             encode=0.0, decode=0.0, decode_per_worker=0.0
@@ -146,7 +145,9 @@ def test_rows_that_were_cut_stay_those_of_few_tensors():
 
     def predict(job, specs, *, short):
         asked[short] = len(job.workload.names), list(specs)
-        return iter([Refused("not run")] * len(specs))
+        return iter(
+            [Infeasible(spec="", consistency="lossy", reason="not run")] * len(specs)
+        )
 
     revised(made(cut, full), job, coding, predict)
     assert asked == {True: (FEW, [cut.spec]), False: (2 * FEW, [full.spec])}

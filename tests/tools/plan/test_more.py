@@ -7,7 +7,7 @@ import torch
 from paceline.errors import UsageError
 from paceline.records import StepRecord
 from paceline.tools.compare.goal import Goal
-from paceline.tools.plan.estimates import Estimate, Plan
+from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from paceline.tools.plan.pictures import write_pictures
 from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.what_if import seconds_at_most, shortlist, what_if
@@ -15,15 +15,14 @@ from tests.tools.plan.helpers import cluster, layers
 
 
 def row(spec, consistency="exact", seconds=0.09, **others):
+    figures = {
+        "compute_seconds": 0.09,
+        "exposed_seconds": seconds - 0.09,
+        "bytes_sent": 0.0,
+        "buckets": 1,
+    }
     return Estimate(
-        spec=spec,
-        consistency=consistency,
-        step_seconds=seconds,
-        compute_seconds=0.09,
-        exposed_seconds=seconds - 0.09,
-        bytes_sent=0.0,
-        buckets=1,
-        **others,
+        spec=spec, consistency=consistency, step_seconds=seconds, **(figures | others)
     )
 
 
@@ -31,22 +30,24 @@ def made(*rows):
     return Plan(
         cluster="4 workers",
         workload="layers",
-        workers=4,
-        batch=8.0,
-        one_machine=row("one machine"),
-        lower_bound_seconds=0.2,
-        rows=rows,
-        left_out=(),
+        baseline=Baseline(
+            workers=4,
+            batch=32.0,
+            single=row("one machine", seconds=4 * 0.09),
+            lower_bound_seconds=0.2,
+        ),
+        estimates=rows,
+        infeasible=(),
     )
 
 
-def test_a_row_that_was_cut_is_best_only_where_no_other_is():
-    cut = row("dear", seconds=0.1, cut=True)
-    assert made(cut, row("bsp", seconds=0.2)).best["exact"].spec == "bsp"
-    assert made(cut).best["exact"].spec == "dear"
-    hopeful = row("dear", seconds=0.1, cut=True, hopeful=True)
-    plan = made(hopeful, row("bsp", seconds=0.2))
-    assert plan.best["exact"].spec == plan.recommended["exact"].spec == "dear"
+def test_a_rejected_method_is_the_fastest_only_where_no_other_is():
+    rejected = row("dear", seconds=0.1, fidelity="short", rejected=True)
+    assert made(rejected, row("bsp", seconds=0.2)).fastest["exact"].spec == "bsp"
+    assert made(rejected).fastest["exact"].spec == "dear"
+    short = row("dear", seconds=0.1, fidelity="short")
+    plan = made(short, row("bsp", seconds=0.2))
+    assert plan.fastest["exact"].spec == plan.recommended["exact"].spec == "dear"
     assert shortlist(plan) == {"exact": ["dear", "bsp"]}
 
 
@@ -137,6 +138,10 @@ def test_a_plan_is_json():
 
     nothing = Suggestions(break_even=(), helps=())
     content = msgspec.json.decode(to_json(made(row("bsp")), nothing, ()))
-    assert content["best"] == {"exact": "bsp"}
-    assert content["rows"][0]["step_seconds"] == 0.09
+    assert content["fastest"] == {"exact": "bsp"}
+    (one,) = content["estimates"]
+    assert one["step_seconds"] == 0.09
+    assert one["speedup"] == pytest.approx(4)
+    assert one["samples_per_second"] == pytest.approx(32 / 0.09)
+    assert content["baseline"]["single"]["step_seconds"] == pytest.approx(0.36)
     assert content["scaling"] == []

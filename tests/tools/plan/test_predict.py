@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from paceline.cluster import Cluster, Rack, Workload
-from paceline.tools.plan.lower_bound import lower_bound_seconds
+from paceline.tools.plan.estimates import Estimate, Infeasible, lower_bound_seconds
 from paceline.tools.plan.merged_tensors import FEW, coarse
 from paceline.tools.plan.predict import (
     SHORTENED,
-    Prediction,
-    Refused,
     TrainingJob,
     predict,
 )
@@ -21,10 +19,10 @@ from paceline.tools.plan.predictor import in_processes, in_this_process
 from tests.tools.plan.helpers import cluster, layers
 
 
-def predicted(spec, *, short=False, **job):
+def predicted(spec, fidelity="full", **job):
     made = {"cluster": cluster(), "workload": layers()} | job
-    found = predict(TrainingJob(**made), spec, short=short)
-    assert isinstance(found, Prediction), found
+    found = predict(TrainingJob(**made), spec, fidelity)
+    assert isinstance(found, Estimate), found
     return found
 
 
@@ -141,10 +139,10 @@ def test_what_cannot_run_says_why():
 
     job = TrainingJob(cluster=cluster(), workload=layers(), optimizer=momentum)
     found = predict(job, "bsp:compression=dgc")
-    assert isinstance(found, Refused)
-    assert "momentum" in found.why
+    assert isinstance(found, Infeasible)
+    assert "momentum" in found.reason
     assert isinstance(
-        predict(job, "bsp:compression=dgc,compression.momentum=0"), Prediction
+        predict(job, "bsp:compression=dgc,compression.momentum=0"), Estimate
     )
 
 
@@ -160,7 +158,7 @@ def test_accumulated_passes_are_computed_and_sent_once():
 
 def test_a_larger_batch_takes_longer_also_where_nobody_knows_how_large_it_is():
     unknown = replace(layers(), batch=None)
-    twice = predicted("bsp:buckets=ddp", workload=unknown, batches=2, short=True)
+    twice = predicted("bsp:buckets=ddp", "short", workload=unknown, batches=2)
     assert twice.compute_seconds == pytest.approx(2 * 0.09, rel=1e-6)
 
 
@@ -194,7 +192,7 @@ def test_predictions_in_other_processes_are_the_same():
     with in_processes(2) as predict_all:
         elsewhere = list(predict_all(job, specs, short=True))
     assert elsewhere == list(in_this_process(job, specs, short=True))
-    assert isinstance(elsewhere[1], Refused)
+    assert isinstance(elsewhere[1], Infeasible)
 
 
 def test_who_waits_for_its_batch_makes_all_wait():

@@ -14,8 +14,8 @@ from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.launch import run_script
 from paceline.runtimes.simulated.profile_cache import profile_script
 from paceline.tools.auto.step_watch import with_all
-from paceline.tools.plan.lower_bound import alone, lower_bound_seconds
-from paceline.tools.plan.predict import Prediction, TrainingJob, predict
+from paceline.tools.plan.estimates import Estimate, lower_bound_seconds
+from paceline.tools.plan.predict import TrainingJob, predict, predict_single
 from paceline.tools.plan.script import analyze_script
 from tests.tools.plan.helpers import cluster, layers
 
@@ -93,7 +93,7 @@ def test_a_prediction_is_what_the_script_itself_takes(
     )
     recorder = run_script(simulation, script, [str(passes), clips]).recorders[0]
     taken = StepStats.of(recorder)
-    assert isinstance(said, Prediction)
+    assert isinstance(said, Estimate)
     assert said.step_seconds == pytest.approx(taken.step_seconds, rel=2e-3)
     assert said.compute_seconds == pytest.approx(0.06 * passes)
 
@@ -115,9 +115,7 @@ def test_a_workloads_passes_are_a_jobs_unless_it_says_others():
     assert replace(job, workload=layers()).passes == 1  # as of files that do not say it
     found = predict(job, "bsp:buckets=single")
     assert found.compute_seconds == pytest.approx(3 * 0.09)
-    one = alone(job)
-    assert one.step_seconds == pytest.approx(3 * 0.09)
-    assert one.samples_per_second == pytest.approx(8 / 0.09)
+    assert predict_single(job).step_seconds == pytest.approx(4 * 3 * 0.09)
     fast = uniform_cluster(4, "100gbit", "0s")
     assert lower_bound_seconds(fast, job.workload) == pytest.approx(3 * 0.09)
 

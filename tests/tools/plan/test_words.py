@@ -5,9 +5,10 @@ import msgspec
 from paceline.runtimes.results import FailedRun, RunResult
 from paceline.tools.compare.gains import Gain, gains, print_gains
 from paceline.tools.compare.goal import Goal
+from paceline.tools.plan.estimates import DDP
 from paceline.tools.plan.headline import command, commands, reasons, summary, verdict
 from paceline.tools.plan.report import plan_page
-from paceline.tools.plan.suggestions import DDP, BreakEven, Suggestion, Suggestions
+from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
 from paceline.tools.plan.tables import print_plan, to_json
 from tests.tools.plan.helpers import cluster
 from tests.tools.plan.test_more import made, row
@@ -17,8 +18,7 @@ NOTHING = Suggestions(break_even=(), helps=())
 
 def sped(spec, consistency="exact", seconds=0.1, sent=1e6, **others):
     """Four workers, 90 ms alone."""
-    made_row = row(spec, consistency, seconds, speedup=4 * 0.09 / seconds, **others)
-    return msgspec.structs.replace(made_row, bytes_sent=sent)
+    return row(spec, consistency, seconds, bytes_sent=sent, **others)
 
 
 def test_the_verdict_says_what_exact_means_give_and_what_less_would():
@@ -54,7 +54,7 @@ def test_what_is_hardly_faster_than_ddps_rule_is_no_reason_to_change():
         "lossy": "paceline run x.py --method bsp:compression=int8",
     }
     assert [spec for _, spec in to_json_advised(plan)] == [DDP, "bsp:compression=int8"]
-    assert plan.best["exact"].spec == "dear"  # the table still shows it
+    assert plan.fastest["exact"].spec == "dear"  # the table still shows it
     clearly = made(sped("dear", seconds=0.17), *rows[1:])
     assert "1.06 x as fast as with DDP's rule" in verdict(clearly, NOTHING)
     assert commands(clearly, "x.py")["exact"].endswith("--method dear")
@@ -118,13 +118,14 @@ def test_of_what_loses_something_the_one_that_sends_most_is_advised():
         sped("int4:buckets=wfbp", "lossy", 0.119, sent=9e5),
         sped("delayed", "delayed", 0.1, sent=1e3),
         sped("later", "delayed", 0.101, sent=9e5),
-        sped("cut", "lossy", 0.110, sent=9e9, cut=True),
+        sped("cut", "lossy", 0.110, sent=9e9, rejected=True),
     )
-    assert plan.best["lossy"].spec == "random"
+    assert plan.fastest["lossy"].spec == "random"
     assert plan.recommended["lossy"].spec == "int4"
     assert plan.recommended["delayed"].spec == "delayed"
     only = made(
-        sped("cut", "lossy", cut=True), sped("too", "lossy", 0.11, 9e9, cut=True)
+        sped("cut", "lossy", rejected=True),
+        sped("too", "lossy", 0.11, 9e9, rejected=True),
     )
     assert only.recommended["lossy"].spec == "too"
 
@@ -159,10 +160,10 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
     from paceline.tools.plan.estimates import Infeasible
 
     outs = tuple(
-        Infeasible(spec=f"x{i}", consistency="delayed", why=why)
+        Infeasible(spec=f"x{i}", consistency="delayed", reason=why)
         for i, why in enumerate(("needs a switch", "it clips", "it clips"))
     )
-    plan = msgspec.structs.replace(made(sped("bsp"), sped(DDP)), left_out=outs)
+    plan = msgspec.structs.replace(made(sped("bsp"), sped(DDP)), infeasible=outs)
     assert list(reasons(plan)) == ["it clips", "needs a switch"]
     print_plan(plan, NOTHING, cluster(4), "train.py")
     lines = capsys.readouterr().out.splitlines()
@@ -200,9 +201,9 @@ def test_the_answer_stands_first_and_what_cannot_run_only_where_asked(capsys):
 def test_each_reason_for_a_brief_look_has_its_own_line(capsys):
     plan = made(
         sped("bsp"),
-        sped("priority", seconds=0.11, cut=True, hopeful=True),
-        sped("slow", seconds=0.5, cut=True),
-        sped("slower", seconds=0.6, cut=True),
+        sped("priority", seconds=0.11, fidelity="short"),
+        sped("slow", seconds=0.5, fidelity="short", rejected=True),
+        sped("slower", seconds=0.6, fidelity="short", rejected=True),
     )
     plan = msgspec.structs.replace(plan, skipped=5)
     print_plan(plan, NOTHING, cluster(4), "train.py")

@@ -26,7 +26,6 @@ from paceline.tools.auto.decision import Answer, Predicted, Question
 from paceline.tools.plan.estimates import LOSSLESS, Estimate, Plan
 from paceline.tools.plan.predict import (
     MakeOptimizer,
-    Prediction,
     TrainingJob,
     plain_sgd,
     predict,
@@ -70,22 +69,19 @@ def answer(question: Question) -> Answer:
         next=_predicted(recommended[following[0]])
         if set(following) & set(recommended)
         else None,
-        candidates=len(made.rows),
-        limit=made.lower_bound_seconds,
-        one_machine=made.one_machine.step_seconds,
+        candidates=len(made.estimates),
+        limit=made.baseline.lower_bound_seconds,
+        one_machine=made.baseline.single.step_seconds / made.baseline.workers,
     )
 
 
 def present_of(made: Plan, spec: str, job: TrainingJob) -> Predicted | None:
     """What runs, predicted: its row, or else on its own; None where it cannot run there."""
-    row = made.row(spec)
-    if row is not None and not row.cut:
+    row = made.estimate(spec)
+    if row is not None and row.fidelity == "full":
         return _predicted(row)
     found = predict(job, spec)
-    if not isinstance(found, Prediction):
-        return None
-    consistency: Consistency = "exact" if row is None else row.consistency
-    return Predicted(spec=spec, consistency=consistency, seconds=found.step_seconds)
+    return _predicted(found) if isinstance(found, Estimate) else None
 
 
 def worth_trying(
@@ -95,20 +91,20 @@ def worth_trying(
     are not of one kind: another bucket rule alone makes no other candidate. Of classes that lose something
     only what is recommended."""
     most = float("inf") if present is None else WORTH_IT * present.seconds
-    recommended, best = made.recommended, made.best
+    recommended, fastest = made.recommended, made.fastest
     usable = [
         row
-        for row in made.rows
+        for row in made.estimates
         if row.consistency in allowed
         # What the budget was too small for counts, too.
-        and row.counts >= best[row.consistency].counts
+        and row.rejected <= fastest[row.consistency].rejected
         and row.step_seconds < most
-        and (row.consistency in LOSSLESS or row == recommended[row.consistency])
+        and (row.consistency in LOSSLESS or row == recommended.get(row.consistency))
     ]
     chosen: list[Estimate] = []
     while usable and len(chosen) < TRIED:
-        fastest = min(row.step_seconds for row in usable)
-        near = [row for row in usable if row.step_seconds <= ALIKE * fastest]
+        least = min(row.step_seconds for row in usable)
+        near = [row for row in usable if row.step_seconds <= ALIKE * least]
         first = min(near, key=lambda row: CONSISTENCIES.index(row.consistency))
         chosen.append(first)
         usable = [row for row in usable if _kind(row.spec) != _kind(first.spec)]

@@ -39,7 +39,7 @@ from paceline.tools.doctor.worker_faults import (
     slow_host,
     threads,
 )
-from paceline.tools.plan.lower_bound import alone
+from paceline.tools.plan.predict import predict_single
 
 FAULTS: tuple[FaultKind, ...] = (
     FaultKind(
@@ -305,7 +305,9 @@ def _diagnosis(picture: NetworkModel, visit: _Visit) -> Diagnosis:
         step_seconds=step,
         predicted_seconds=predicted,
         mended_seconds=None if off else visit.mended(visit.found).step_seconds(),
-        alone_seconds=alone(patient.job).step_seconds if picture.trains else None,
+        alone_seconds=predict_single(patient.job).step_seconds / len(patient.hosts)
+        if picture.trains
+        else None,
         lower_bound_seconds=patient.lower_bound_seconds,
         notes=tuple(notes),
     )

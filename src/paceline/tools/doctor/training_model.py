@@ -18,9 +18,9 @@ from paceline.errors import UsageError
 from paceline.spec import parse
 from paceline.tools.doctor.network_model import IN, OUT, NetworkModel
 from paceline.tools.doctor.thresholds import VARIES
-from paceline.tools.plan.lower_bound import lower_bound_seconds
+from paceline.tools.plan.estimates import Infeasible, lower_bound_seconds
 from paceline.tools.plan.merged_tensors import FEW, coarse
-from paceline.tools.plan.predict import Refused, TrainingJob, predict
+from paceline.tools.plan.predict import TrainingJob, predict
 
 SAME = 0.03
 """Figures that differ by less are one, their median's."""
@@ -152,13 +152,13 @@ class TrainingModel:
         """With *spec*, or with its own, whose buckets are planned as in a training; None where that
         cannot run there."""
         found = predict(self.job, spec or self.spec)
-        return None if isinstance(found, Refused) else found.step_seconds
+        return None if isinstance(found, Infeasible) else found.step_seconds
 
     def about_seconds(self, spec: str) -> float | None:
         """As `step_seconds`, in a short run of few tensors: to be compared with others of these."""
         job = replace(self.job, workload=coarse(self.workload))
-        found = predict(job, spec, short=True)
-        return None if isinstance(found, Refused) else found.step_seconds
+        found = predict(job, spec, "short")
+        return None if isinstance(found, Infeasible) else found.step_seconds
 
     @property
     def lower_bound_seconds(self) -> float:

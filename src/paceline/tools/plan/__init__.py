@@ -9,8 +9,8 @@ of its own.
 - `predict`: one candidate in virtual time; `predictor`: many of them, in several processes.
 - `prediction_cost`, `merged_tensors`: keep predictions quick.
 - `compression_times`: measured compression times of the best candidates.
-- `lower_bound`, `break_even`: limits of any method, and of the network.
-- `estimates`, `estimate_rows`: a plan as data.
+- `break_even`: the network that makes all workers as fast as one machine.
+- `estimates`: a plan as data, its lower bound, and which methods it recommends.
 - `suggestions`, `what_if`: what other options, more workers or faster links would give.
 - `script`: what a script trains.
 - `traced_step`: a step of a candidate, moment by moment.

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from paceline.cluster import Cluster
+from paceline.tools.plan.estimates import Infeasible
 from paceline.tools.plan.merged_tensors import coarse, unplanned
-from paceline.tools.plan.predict import Refused, TrainingJob
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 from paceline.units import show_rate
@@ -150,7 +151,7 @@ def break_evens(
             search.learn(
                 scale,
                 min(
-                    math.inf if isinstance(one, Refused) else one.step_seconds
+                    math.inf if isinstance(one, Infeasible) else one.step_seconds
                     for one in answers
                 ),
             )

@@ -57,6 +57,17 @@ def consistency_of(method: Method, settings: Settings) -> Consistency:
     return weaker(weaker(own, how), settings.compression.code.consistency)
 
 
+def declared_consistency(text: str) -> Consistency:
+    """The class of a spec, whether it can be trained with or not."""
+    try:
+        return candidate(text).consistency
+    except UsageError:
+        spec = parse(text)
+        row = METHODS.get(spec.name)
+        own: Consistency = getattr(row, "consistency", "asynchronous")
+        return weaker(own, "lossy") if "compression" in spec.values else own
+
+
 def first(cluster: Cluster) -> tuple[list[Candidate], list[Infeasible]]:
     """The candidates of the first round: bsp first, so that it wins where all are alike."""
     names = ["bsp", *(name for name in METHODS if name != "bsp")]
@@ -122,19 +133,17 @@ def _candidates(
         try:
             made = candidate(_placed(spec, cluster))
         except UsageError as error:
-            own: Consistency = getattr(
-                METHODS[spec.name], "consistency", "asynchronous"
-            )
-            consistency = weaker(own, "lossy") if "compression" in spec.values else own
+            text = str(spec)
+            consistency = declared_consistency(text)
             left.append(
-                Infeasible(spec=str(spec), consistency=consistency, why=str(error))
+                Infeasible(spec=text, consistency=consistency, reason=str(error))
             )
             continue
         needs = None if collective is None else collective.needs
         if needs == "aggregators" and not _aggregates(cluster):
-            why = "no rack of this cluster has an aggregator (aggregates = true)"
+            reason = "no rack of this cluster has an aggregator (aggregates = true)"
             left.append(
-                Infeasible(spec=made.spec, consistency=made.consistency, why=why)
+                Infeasible(spec=made.spec, consistency=made.consistency, reason=reason)
             )
         else:
             found.append(made)

@@ -10,10 +10,9 @@ import msgspec
 from paceline.cluster.workload import CompressorTimes
 from paceline.compression import full_spec
 from paceline.core.settings import parse_method
-from paceline.tools.plan.estimate_rows import Scale
 from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.merged_tensors import coarse
-from paceline.tools.plan.predict import Prediction, TrainingJob
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.prediction_cost import cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 
@@ -31,11 +30,11 @@ def code_of(spec: str) -> str:
 
 def codes_in_front(plan: Plan) -> list[str]:
     """Compressors whose times are estimated, of the rows in front of their class."""
-    best = plan.best
+    best = plan.fastest
     rows = [
         row
-        for row in plan.rows
-        if row.estimated_compressors
+        for row in plan.estimates
+        if row.estimated_compression
         and row.step_seconds <= IN_FRONT * best[row.consistency].step_seconds
     ]
     return list(dict.fromkeys(code_of(row.spec) for row in rows))[:MOST]
@@ -53,28 +52,27 @@ def revised(
     known = {**job.workload.coding, **coding}
     job = replace(job, workload=replace(job.workload, coding=known))
     mine = _coded(plan, coding)
-    one = plan.one_machine.step_seconds
-    scale = Scale(plan.workers, plan.batch, one, plan.lower_bound_seconds)
     new: dict[str, Estimate] = {}
     for short in (True, False):
-        rows = [row for row in mine if row.cut == short]
+        rows = [row for row in mine if (row.fidelity == "short") == short]
         said = predict(_as_run(job, short), [row.spec for row in rows], short=short)
         for row, answer in zip(rows, said, strict=True):
-            if isinstance(answer, Prediction):
-                new[row.spec] = scale.row(
-                    row.spec, row.consistency, answer, cut=row.cut, hopeful=row.hopeful
+            if isinstance(answer, Estimate):
+                new[row.spec] = msgspec.structs.replace(
+                    answer, fidelity=row.fidelity, rejected=row.rejected
                 )
-    rows = [new.get(row.spec, row) for row in plan.rows]
+    rows = [new.get(row.spec, row) for row in plan.estimates]
     rows.sort(key=lambda row: row.step_seconds)
-    plan = msgspec.structs.replace(plan, rows=tuple(rows), spent_seconds=spent)
+    plan = msgspec.structs.replace(plan, estimates=tuple(rows), spent_seconds=spent)
     return plan, job
 
 
 def seconds_of(plan: Plan, job: TrainingJob, codes: Collection[str]) -> float:
     """About how many seconds of a core `revised` takes with the times of *codes*."""
     return sum(
-        cost(_as_run(job, row.cut), row.spec, short=row.cut)
+        cost(_as_run(job, short), row.spec, short=short)
         for row in _coded(plan, codes)
+        for short in [row.fidelity == "short"]
     )
 
 
@@ -86,6 +84,6 @@ def _as_run(job: TrainingJob, short: bool) -> TrainingJob:
 def _coded(plan: Plan, codes: Collection[str]) -> list[Estimate]:
     return [
         row
-        for row in plan.rows
-        if row.estimated_compressors and code_of(row.spec) in codes
+        for row in plan.estimates
+        if row.estimated_compression and code_of(row.spec) in codes
     ]

@@ -1,30 +1,51 @@
-"""What a plan says: plain data, equal on all who make it of the same cluster and workload."""
+"""Predicted step times as data, and which methods they recommend.
+
+`recommend` is the only rule of recommendation: plan, compare, auto and doctor call it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from typing import Literal
+
 import msgspec
 
+from paceline.cluster import Cluster, Workload
 from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 
+DDP = "bsp:buckets=ddp"
+"""What PyTorch's DDP does: the baseline of every comparison."""
+Fidelity = Literal["full", "short"]
+
 LOSSLESS: tuple[Consistency, ...] = ("exact", "delayed")
-"""Classes in which every gradient is applied, as it is."""
+"""Classes in which every gradient is applied unchanged."""
 GENTLE = 1.2
-"""Times the fastest of its class: so much longer may a step take that tells the others more."""
-ABOUT = 0.9
-"""Of the most that is sent: as much, and then the faster one is taken."""
+"""Times the fastest of its class: so much longer may a step take that sends more of the gradient."""
+AS_MUCH = 0.9
+"""Of the most bytes that such methods send: of those that send as much, the fastest is taken."""
+CLEARLY = 1.02
+"""Times as fast as DDP: a method that gains less is not worth a change."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
-    """One candidate, predicted: *spec* is what `distribute` takes.
+    """The predicted step of one method.
 
-    *step_seconds* are those in which as many gradients are computed as there are workers:
-    of asynchronous methods the mean over workers that are not equally fast, by their rates.
-    *exposed_seconds* of them wait for the network. *bytes_sent*: by a worker, a step. *bound_ratio*: the step over the physical limit of an exact mean (below 1 where
-    less is sent). *speedup* and *samples_per_second* (None: nobody knows a batch) are over, and as, those of one machine.
-    *cut*: predicted in a short run alone, as hopeless in its class; or, where it is *hopeful*, as the
-    budget had no time for a full one. *estimated_compressors*: the time of its compressor is estimated from bytes, and not measured. *steady_after*: steps of a training before those that
-    it tells of (0: not known). *notes* are what the training said.
+    Attributes:
+        spec: The method, as `paceline.distribute` takes it.
+        consistency: Its class.
+        step_seconds: Time for one global batch in steady state. Workers of an asynchronous
+            method have rates of their own: these are added up.
+        compute_seconds: The part of it that computes, averaged over workers.
+        exposed_seconds: The part of it that waits for communication.
+        bytes_sent: By each worker, for each step.
+        buckets: In how many pieces the gradient travels.
+        fidelity: ``"short"``: of few steps, fewer tensors and without planned buckets.
+        rejected: The short run was too slow in its class for a full one.
+        steady_after: Steps of a training before its steps take this long (0: not known).
+        estimated_compression: The compressor's time is derived from bytes, not measured.
+        events: Simulator events that the prediction took.
+        notes: What the training logged.
     """
 
     spec: str
@@ -34,85 +55,172 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
     exposed_seconds: float
     bytes_sent: float
     buckets: int
-    bound_ratio: float = 0.0
-    speedup: float = 0.0
-    samples_per_second: float | None = None
-    cut: bool = False
-    hopeful: bool = False
-    estimated_compressors: bool = False
+    fidelity: Fidelity = "full"
+    rejected: bool = False
     steady_after: int = 0
+    estimated_compression: bool = False
+    events: int = 0
     notes: tuple[str, ...] = ()
-
-    @property
-    def counts(self) -> bool:
-        """Whether its class may be judged by it: a cheap run of what is slower says no more."""
-        return self.hopeful or not self.cut
 
 
 class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate that cannot run there, and *why*."""
+    """A method that cannot run on this cluster or with this script, and the reason."""
 
     spec: str
     consistency: Consistency
-    why: str
+    reason: str
+
+
+class Baseline(msgspec.Struct, frozen=True, kw_only=True):
+    """What estimates of one plan are compared with.
+
+    Attributes:
+        workers: How many there are.
+        batch: Samples of the global batch (None: not known).
+        single: One machine that computes the same global batch alone, part after part.
+        lower_bound_seconds: No exact average of all gradients makes a step shorter.
+    """
+
+    workers: int
+    batch: float | None
+    single: Estimate
+    lower_bound_seconds: float
+
+    def speedup(self, estimate: Estimate) -> float:
+        """Samples per second relative to one machine."""
+        return self.single.step_seconds / estimate.step_seconds
+
+    def samples_per_second(self, estimate: Estimate) -> float | None:
+        """Samples per second; None where nobody knows a batch."""
+        return None if self.batch is None else self.batch / estimate.step_seconds
+
+    def bound_ratio(self, estimate: Estimate) -> float:
+        """The step over `lower_bound_seconds`; below 1 where less than the gradient is sent."""
+        return estimate.step_seconds / self.lower_bound_seconds
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Every candidate on one cluster with one workload: *rows* from the fastest to the
-    slowest.
+    """Estimates of every candidate on one cluster with one workload.
 
-    *batch*: samples of a worker's step, of all its passes (None: nobody knows it). *one_machine* is a worker
-    alone, with its own part of the batch. *lower_bound_seconds*: no exact mean of
-    all gradients makes a step shorter. *skipped*: how many candidates the budget left no
-    time for; *spent_seconds* of it, of a core, is what predictions were counted as.
+    Attributes:
+        cluster: The network, described.
+        workload: Where the compute times come from.
+        baseline: What estimates are compared with.
+        estimates: From the fastest to the slowest.
+        infeasible: Candidates that cannot run.
+        skipped: How many candidates the budget left no time for.
+        spent_seconds: Of the budget.
     """
 
     cluster: str
     workload: str
-    workers: int
-    batch: float | None
-    one_machine: Estimate
-    lower_bound_seconds: float
-    rows: tuple[Estimate, ...]
-    left_out: tuple[Infeasible, ...]
+    baseline: Baseline
+    estimates: tuple[Estimate, ...]
+    infeasible: tuple[Infeasible, ...]
     skipped: int = 0
     spent_seconds: float = 0.0
 
     @property
-    def best(self) -> dict[Consistency, Estimate]:
-        """Of each class that has a row the fastest one that was not cut as hopeless, from the
-        strongest promise to the weakest."""
-        found: dict[Consistency, Estimate] = {}
-        # Those that count first, else in their order.
-        for row in sorted(self.rows, key=lambda row: not row.counts):
-            found.setdefault(row.consistency, row)
-        return {q: found[q] for q in CONSISTENCIES if q in found}
+    def fastest(self) -> dict[Consistency, Estimate]:
+        """The fastest method of each class that was not rejected, the strongest class first."""
+        return fastest(self.estimates)
 
     @property
     def recommended(self) -> dict[Consistency, Estimate]:
-        """Of each class the one to take: the fastest where nothing is lost. Elsewhere what is not sent
-        is not learned from, or later: the one that sends most, of those that are `GENTLE` times as
-        slow as the fastest at most."""
-        found = self.best
-        for consistency, best in found.items():
-            if consistency in LOSSLESS:
-                continue
-            near: dict[tuple[str, object], Estimate] = {}
-            for row in self.rows:
-                if (
-                    row.consistency == consistency
-                    and row.counts >= best.counts
-                    and row.step_seconds <= GENTLE * best.step_seconds
-                ):
-                    # Another collective or bucket rule sends the same in another way.
-                    spec = parse(row.spec)
-                    near.setdefault((spec.name, spec.values.get("compression")), row)
-            most = max(row.bytes_sent for row in near.values())
-            found[consistency] = next(
-                row for row in near.values() if row.bytes_sent >= ABOUT * most
-            )
+        """See `recommend`."""
+        return recommend(self.estimates)
+
+    def estimate(self, spec: str) -> Estimate | None:
+        """The estimate of that spec."""
+        return next((one for one in self.estimates if one.spec == spec), None)
+
+
+def fastest(
+    estimates: Sequence[Estimate], allowed: Collection[Consistency] = CONSISTENCIES
+) -> dict[Consistency, Estimate]:
+    """The fastest estimate of each allowed class, the strongest class first. A rejected one
+    counts only in a class that has no other."""
+    found: dict[Consistency, Estimate] = {}
+    for one in sorted(estimates, key=lambda one: (one.rejected, one.step_seconds)):
+        found.setdefault(one.consistency, one)
+    return {c: found[c] for c in CONSISTENCIES if c in found and c in allowed}
+
+
+def recommend(
+    estimates: Sequence[Estimate], allowed: Collection[Consistency] = CONSISTENCIES
+) -> dict[Consistency, Estimate]:
+    """The method to use in each class, the strongest class first.
+
+    - Where no gradient is lost (`LOSSLESS`): the fastest.
+    - In other classes, what is not sent is not learned from. Of the methods whose step takes at
+      most `GENTLE` times the fastest one's, the one that sends most.
+    - DDP's rule stands for its class where that has nothing that is `CLEARLY` faster. Then a
+      weaker class is recommended only if it is clearly faster than DDP.
+
+    Args:
+        estimates: Of one cluster and workload.
+        allowed: Classes that may be recommended.
+
+    Returns:
+        At most one estimate for each allowed class. The first one is of the strongest class.
+    """
+    found = {
+        consistency: best if consistency in LOSSLESS else _sends_most(estimates, best)
+        for consistency, best in fastest(estimates, allowed).items()
+    }
+    ddp = next((one for one in estimates if one.spec == DDP), None)
+    if ddp is None or ddp.consistency not in found:
         return found
 
-    def row(self, spec: str) -> Estimate | None:
-        """The row of that spec."""
-        return next((row for row in self.rows if row.spec == spec), None)
+    def gains(one: Estimate) -> bool:
+        return ddp.step_seconds >= CLEARLY * one.step_seconds
+
+    if gains(found[ddp.consistency]):
+        return found
+    weaker = {c: one for c, one in found.items() if c != ddp.consistency}
+    return {ddp.consistency: ddp} | {c: one for c, one in weaker.items() if gains(one)}
+
+
+def _sends_most(estimates: Sequence[Estimate], best: Estimate) -> Estimate:
+    near: dict[tuple[str, object], Estimate] = {}
+    for one in sorted(estimates, key=lambda one: one.step_seconds):
+        if (
+            one.consistency == best.consistency
+            and one.rejected <= best.rejected
+            and one.step_seconds <= GENTLE * best.step_seconds
+        ):
+            # Another collective or bucket rule sends the same in another way.
+            spec = parse(one.spec)
+            near.setdefault((spec.name, spec.values.get("compression")), one)
+    most = max(one.bytes_sent for one in near.values())
+    return next(one for one in near.values() if one.bytes_sent >= AS_MUCH * most)
+
+
+def lower_bound_seconds(cluster: Cluster, workload: Workload) -> float:
+    """The shortest step of any exact average of all uncompressed gradients.
+
+    The slowest worker computes, and meanwhile
+
+    - every link that parts some workers from the others passes the sum of either side, S bytes;
+    - where only workers add up, they send 2 (n - 1) S in all, over all their links.
+
+    What links let through at once after a pause (`Rack.burst`) takes no time.
+    """
+    slowest = workload.compute_seconds / min(cluster.speeds)
+    burst = max(rack.burst for rack in cluster.racks)
+    return max(slowest, _network_seconds(cluster, sum(workload.sizes)) - burst)
+
+
+def _network_seconds(cluster: Cluster, size: float) -> float:
+    if cluster.hosts == 1:
+        return 0.0
+    links = [rate for rack in cluster.racks for rate in rack.links]
+    bounds = [size / min(links)]
+    if len(cluster.racks) > 1:
+        bounds += [size / rack.uplink for rack in cluster.racks if rack.uplink]
+    helped = cluster.servers or any(
+        getattr(rack, "aggregates", False) for rack in cluster.racks
+    )
+    if not helped:
+        bounds.append(2 * (cluster.hosts - 1) * size / sum(links))
+    return max(bounds)

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 from paceline.cluster import Cluster
 from paceline.interfaces import Consistency
-from paceline.tools.plan.estimates import Estimate, Plan
-from paceline.tools.plan.suggestions import DDP, Suggestions
+from paceline.tools.plan.estimates import CLEARLY, DDP, LOSSLESS, Estimate, Plan
+from paceline.tools.plan.suggestions import Suggestions
 from paceline.units import show_bytes, show_rate, show_seconds
 
-ALIKE = 1.02
-"""Times as fast: less is as fast."""
 WORTH = 1.1
 """Times as fast as all that promise more: else a weaker promise is not worth a word."""
 MANY_STEPS = 50
@@ -23,34 +21,37 @@ SHOWN = 0.01
 
 def verdict(plan: Plan, found: Suggestions | None = None) -> str:
     """The answer to "which method, here?" in one sentence, or two."""
-    if plan.workers == 1:
+    baseline = plan.baseline
+    workers = baseline.workers
+    if workers == 1:
         return "One worker is one machine: it waits for nobody, whatever the method."
     consistency, row = strongest(plan)
-    ddp = _as_good_ddp(plan, row)
-    if row.speedup >= ALIKE and ddp is not None:
+    speedup = baseline.speedup(row)
+    if speedup >= CLEARLY and row.spec == DDP:
+        best = plan.fastest[consistency]
         text = (
-            f"{plan.workers} workers train {times(ddp.speedup)} as fast as one machine "
-            f"with DDP's rule: stay with DDP{_hardly_faster(ddp, consistency, row)}"
+            f"{workers} workers train {times(speedup)} as fast as one machine "
+            f"with DDP's rule: stay with DDP{_hardly_faster(row, consistency, best)}"
         )
-    elif row.speedup >= ALIKE:
+    elif speedup >= CLEARLY:
         text = (
-            f"{plan.workers} workers train {times(row.speedup)} as fast as one machine "
+            f"{workers} workers train {times(speedup)} as fast as one machine "
             f"with {row.spec} ({consistency}){_against_ddp(plan, row)}"
         )
     else:
-        how = "slower than" if row.speedup < 1 / ALIKE else "no faster than"
+        how = "slower than" if speedup < 1 / CLEARLY else "no faster than"
         text = (
-            f"{plan.workers} workers are {how} one machine with every {consistency} method "
-            f"({times(row.speedup)} as fast with {row.spec}{_rate(found, row)})"
+            f"{workers} workers are {how} one machine with every {consistency} method "
+            f"({times(speedup)} as fast with {row.spec}{_rate(found, row)})"
         )
     weaker = _worth_it(plan, row)
     if weaker:
         words = [
-            f"{times(one.speedup)} with {one.spec} ({one.consistency})"
+            f"{times(baseline.speedup(one))} with {one.spec} ({one.consistency})"
             for one in weaker
         ]
         text += "; where less than that will do, " + ", ".join(words)
-    if max(one.speedup for one in plan.recommended.values()) < ALIKE:
+    if max(baseline.speedup(one) for one in plan.recommended.values()) < CLEARLY:
         text += ". No class is faster here than one machine alone"
     return text + "."
 
@@ -66,33 +67,11 @@ def times(factor: float) -> str:
 
 
 def _against_ddp(plan: Plan, row: Estimate) -> str:
-    ddp = plan.row(DDP)
+    ddp = plan.estimate(DDP)
     if ddp is None:
         return ""
     factor = ddp.step_seconds / row.step_seconds
     return f", {times(factor)} as fast as with DDP's rule"
-
-
-def to_take(plan: Plan) -> dict[Consistency, Estimate]:
-    """What is recommended of each class. Where the strongest one's best is hardly faster than DDP's rule, that
-    rule stands for it, and the others are those that are faster: a change is to be worth it."""
-    found = plan.recommended
-    if not found:
-        return found
-    consistency, row = strongest(plan)
-    ddp = _as_good_ddp(plan, row)
-    if ddp is None:
-        return found
-    kept = {q: one for q, one in found.items() if _as_good_ddp(plan, one) is None}
-    return {consistency: ddp} | kept
-
-
-def _as_good_ddp(plan: Plan, row: Estimate) -> Estimate | None:
-    """The row of DDP's rule, if *row* is not `ALIKE` times as fast."""
-    ddp = plan.row(DDP)
-    if ddp is None or ddp.step_seconds >= ALIKE * row.step_seconds:
-        return None
-    return ddp
 
 
 def _hardly_faster(ddp: Estimate, consistency: Consistency, row: Estimate) -> str:
@@ -122,31 +101,31 @@ def _worth_it(plan: Plan, first: Estimate) -> list[Estimate]:
 
 def summary(plan: Plan, cluster: Cluster, found: Suggestions) -> list[tuple[str, str]]:
     """Lines with their names: one machine, all workers, why, the limit, what would help."""
-    one, workers = plan.one_machine.step_seconds, plan.workers
-    alone = f"{show_seconds(one)} a batch of its own"
+    workers, single = plan.baseline.workers, plan.baseline.single.step_seconds
+    alone = f"{show_seconds(single / workers)} a batch of its own"
     if workers == 1:
         return [("one machine", alone)]
-    row = next(iter(to_take(plan).values()))
+    row = next(iter(plan.recommended.values()))
     together = (
         f"{show_seconds(row.step_seconds)} a step = {show_seconds(row.compute_seconds)} "
         f"computing + {show_seconds(row.exposed_seconds)} waiting, with {row.spec}: "
-        f"{times(row.speedup)} one machine"
+        f"{times(plan.baseline.speedup(row))} one machine"
     )
     lines = [
         (
             "one machine",
-            f"{alone}, {show_seconds(workers * one)} for as many samples as {workers} take",
+            f"{alone}, {show_seconds(single)} for as many samples as {workers} take",
         ),
         (f"{workers} workers", together),
         ("why", _why(row, cluster)),
     ]
-    ddp = plan.row(DDP)
+    ddp = plan.estimate(DDP)
     if ddp is not None and ddp is not row:
         lines.append(
             (
                 "",
                 f"DDP's rule: {show_seconds(ddp.step_seconds)}; no exact mean is faster "
-                f"than {show_seconds(plan.lower_bound_seconds)}",
+                f"than {show_seconds(plan.baseline.lower_bound_seconds)}",
             )
         )
     lines += [("links", f"{each.words} with {each.spec}") for each in found.break_even]
@@ -186,8 +165,8 @@ def passed_over(plan: Plan) -> str:
     recommended = plan.recommended
     faster = [
         f"{row.spec} ({consistency}, {show_seconds(row.step_seconds)})"
-        for consistency, row in plan.best.items()
-        if recommended[consistency] is not row
+        for consistency, row in plan.fastest.items()
+        if consistency not in LOSSLESS and recommended.get(consistency, row) is not row
     ]
     if not faster:
         return ""
@@ -202,7 +181,7 @@ def slow_starts(plan: Plan) -> str:
     where none does."""
     late = [
         f"{row.spec} (from step {row.steady_after + 1} on)"
-        for row in to_take(plan).values()
+        for row in plan.recommended.values()
         if row.steady_after >= MANY_STEPS
     ]
     return f"not as fast from the start: {', '.join(late)}" if late else ""
@@ -211,18 +190,18 @@ def slow_starts(plan: Plan) -> str:
 def reasons(plan: Plan) -> dict[str, list[str]]:
     """Why candidates were left out, each reason with their specs; what most share first."""
     found: dict[str, list[str]] = {}
-    for one in plan.left_out:
-        found.setdefault(one.why, []).append(one.spec)
+    for one in plan.infeasible:
+        found.setdefault(one.reason, []).append(one.spec)
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
 
 def commands(
     plan: Plan, script: str, arguments: Sequence[str] = ()
 ) -> dict[Consistency, str]:
-    """What trains by the best of each class, as recommended, or by DDP's rule (`to_take`)."""
+    """What trains by the best of each class, as recommended."""
     return {
         consistency: command(row.spec, script, arguments)
-        for consistency, row in to_take(plan).items()
+        for consistency, row in plan.recommended.items()
     }
 
 

@@ -10,8 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter
 
 from paceline.interfaces import CONSISTENCIES
-from paceline.tools.plan.estimates import Estimate, Plan
-from paceline.tools.plan.suggestions import DDP
+from paceline.tools.plan.estimates import DDP, Estimate, Plan
 from paceline.tools.plan.what_if import ScalingPoint
 from paceline.tools.report.colours import COLOURS, GROUND, INK
 from paceline.tools.report.pictures import Picture, house_style, write
@@ -45,9 +44,9 @@ def write_pictures(
 def bars_of(plan: Plan) -> list[tuple[str, Estimate]]:
     """What is drawn, and what each is called: one machine first, then what DDP does where that is
     not recommended anyway."""
-    ddp = plan.row(DDP)
+    ddp = plan.estimate(DDP)
     recommended = list(plan.recommended.items())
-    rows: list[tuple[str, Estimate]] = [("one machine", plan.one_machine)]
+    rows: list[tuple[str, Estimate]] = [("one machine", plan.baseline.single)]
     if ddp is not None and all(row is not ddp for _, row in recommended):
         rows.append(("DDP", ddp))
     return [*rows, *recommended]
@@ -75,7 +74,7 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
         )
         words = show_seconds(row.step_seconds)
         if place:
-            words += f", {row.speedup:.2f} x one machine"
+            words += f", {plan.baseline.speedup(row):.2f} x one machine"
         axes.annotate(
             words,
             (row.step_seconds * scale, place),
@@ -95,9 +94,9 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
         Patch(color=INK, label="compute"),
         Patch(facecolor="none", edgecolor=INK, hatch="////", label="exposed"),
     ]
-    if most * _SMALLEST_PART < plan.lower_bound_seconds <= 1.5 * most:
+    if most * _SMALLEST_PART < plan.baseline.lower_bound_seconds <= 1.5 * most:
         limit = axes.axvline(
-            plan.lower_bound_seconds * scale,
+            plan.baseline.lower_bound_seconds * scale,
             label="no exact mean is faster",
             color=INK,
             linewidth=0.8,
@@ -108,7 +107,7 @@ def draw_plan(plan: Plan) -> tuple[Figure, str]:
     figure.legend(handles=handles, loc="outside upper left", ncols=3)
     return figure, (
         f"{plan.cluster}. Dotted: no exact mean is faster "
-        f"({show_seconds(plan.lower_bound_seconds)} a step)."
+        f"({show_seconds(plan.baseline.lower_bound_seconds)} a step)."
     )
 
 

@@ -26,11 +26,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-import msgspec
 import torch
 
 from paceline.bucketing.rules import MEASURED
-from paceline.cluster import Cluster, Workload
+from paceline.cluster import Cluster, Rack, Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import GradientCompression, warm_up_message
@@ -45,6 +44,8 @@ from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.spec import convert_fields
+from paceline.tools.plan.candidates import declared_consistency
+from paceline.tools.plan.estimates import Estimate, Fidelity, Infeasible
 
 SHORTENED, SHORTENED_IN_SHORT = 16, 8
 """Steps of a round that are run, where there are more."""
@@ -93,26 +94,6 @@ class TrainingJob:
         return self.accumulate or self.workload.passes or 1
 
 
-class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of one step; see `Estimate`. *estimated_compressors*: no workload has measured the time of its compressor. *steady_after*: steps
-    of a training until its steps are such (0: a short run does not tell)."""
-
-    step_seconds: float
-    compute_seconds: float
-    exposed_seconds: float
-    bytes_sent: float
-    buckets: int
-    notes: tuple[str, ...] = ()
-    estimated_compressors: bool = False
-    steady_after: int = 0
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """It cannot run, and *why*."""
-
-    why: str
-
-
 @dataclass(frozen=True)
 class _Run:
     """A method as it is run, by how many steps its rounds are shorter, whether few steps are
@@ -131,32 +112,74 @@ class _Run:
 
 
 def predict(
-    job: TrainingJob, spec: str, *, short: bool = False
-) -> Prediction | Refused:
-    """What a step takes. *short*: without planning buckets from measured times; DDP's rule
-    stands for those that would be."""
+    job: TrainingJob, spec: str, fidelity: Fidelity = "full"
+) -> Estimate | Infeasible:
+    """Predict the steady-state step of one method.
+
+    Args:
+        job: What is trained, and where.
+        spec: The method.
+        fidelity: ``"short"`` runs few steps, and DDP's rule instead of planned buckets.
+
+    Returns:
+        The estimate; `Infeasible` where the method refuses the job.
+    """
     with _no_collection():
-        return _predicted(job, spec, short)
+        return _predicted(job, spec, fidelity)
 
 
-def _predicted(job: TrainingJob, spec: str, short: bool) -> Prediction | Refused:
-    try:
-        run = _as_run(spec, short, job.brief)
-        outcome = _simulate(job, run)
-    except WorkerFailedError as error:
-        cause = error.__cause__
-        if isinstance(cause, PacelineError):
-            return Refused(str(cause))
-        return Refused(str(error))
-    except PacelineError as error:
-        return Refused(str(error))
-    found = _figures(
-        outcome.by_worker(outcome.recorders),
-        run,
-        estimated_compressors=bool(outcome.estimated_compressors),
+def predict_single(job: TrainingJob) -> Estimate:
+    """One machine, the fastest, that computes the global batch of all workers alone.
+
+    Raises:
+        UsageError: If it cannot run.
+    """
+    fastest = max(job.cluster.speeds)
+    rack = Rack(workers=1, link=125e6, latency=0.0, speed=(fastest,))
+    found = predict(replace(job, cluster=Cluster((rack,))), "bsp", "short")
+    if isinstance(found, Infeasible):
+        raise UsageError(found.reason)
+    workers = job.cluster.workers
+    return Estimate(
+        spec="one machine",
+        consistency="exact",
+        step_seconds=workers * found.step_seconds,
+        compute_seconds=workers * found.compute_seconds,
+        exposed_seconds=workers * found.exposed_seconds,
+        bytes_sent=0.0,
+        buckets=found.buckets,
     )
-    note = _warm_up(job, spec)
-    return msgspec.structs.replace(found, notes=(*found.notes, note)) if note else found
+
+
+def _predicted(
+    job: TrainingJob, spec: str, fidelity: Fidelity
+) -> Estimate | Infeasible:
+    consistency = declared_consistency(spec)
+    try:
+        run = _as_run(spec, fidelity == "short", job.brief)
+        outcome = _simulate(job, run)
+    except PacelineError as error:
+        cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
+        reason = cause if isinstance(cause, PacelineError) else error
+        return Infeasible(spec=spec, consistency=consistency, reason=str(reason))
+    recorders = outcome.by_worker(outcome.recorders)
+    step, compute, exposed, sent = _figures(recorders, run)
+    steady = 0 if run.short else recorders[0].method_settled_after
+    warm_up = _warm_up(job, spec)
+    return Estimate(
+        spec=spec,
+        consistency=consistency,
+        step_seconds=step,
+        compute_seconds=compute,
+        exposed_seconds=exposed,
+        bytes_sent=sent,
+        buckets=recorders[0].buckets,
+        fidelity=fidelity,
+        steady_after=steady + run.learns_longer if steady else 0,
+        estimated_compression=bool(outcome.estimated_compressors),
+        events=outcome.switches,
+        notes=(*recorders[0].notes, *([warm_up] if warm_up else [])),
+    )
 
 
 def _warm_up(job: TrainingJob, spec: str) -> str:
@@ -362,41 +385,24 @@ def drifting_steps(short: bool, workers: int) -> int:
     return steps if workers <= FEW_DRIFT else max(DRIFTING_IN_SHORT, steps // 2)
 
 
-def _figures(
-    recorders: Sequence[StepRecorder], run: _Run, *, estimated_compressors: bool
-) -> Prediction:
-    notes = tuple(recorders[0].notes)
-    buckets = recorders[0].buckets
-    steady = 0 if run.short else recorders[0].method_settled_after
-    if run.drifts:
-        step, compute, exposed, sent = _drifting(recorders)
-    else:
-        summaries = [StepStats.of(recorder) for recorder in recorders]
-        step = fmean(s.step_seconds for s in summaries)
-        compute = fmean(s.compute_seconds for s in summaries)
-        exposed = fmean(s.exposed_communication_seconds for s in summaries)
-        sent = fmean(s.bytes_sent for s in summaries)
-        if run.missing:
-            step, compute, exposed, sent = _lengthened(
-                recorders, (step, compute, exposed, sent), run.missing
-            )
-    return Prediction(
-        step_seconds=step,
-        compute_seconds=compute,
-        exposed_seconds=exposed,
-        bytes_sent=sent,
-        buckets=buckets,
-        notes=notes,
-        estimated_compressors=estimated_compressors,
-        steady_after=steady + run.learns_longer if steady else 0,
-    )
-
-
 Figures = tuple[float, float, float, float]
 _FIELDS = (
     *("step_seconds", "compute_seconds"),
     *("exposed_communication_seconds", "bytes_sent"),
 )
+
+
+def _figures(recorders: Sequence[StepRecorder], run: _Run) -> Figures:
+    if run.drifts:
+        return _drifting(recorders)
+    stats = [StepStats.of(recorder) for recorder in recorders]
+    step = fmean(s.step_seconds for s in stats)
+    compute = fmean(s.compute_seconds for s in stats)
+    exposed = fmean(s.exposed_communication_seconds for s in stats)
+    sent = fmean(s.bytes_sent for s in stats)
+    if run.missing:
+        return _lengthened(recorders, (step, compute, exposed, sent), run.missing)
+    return step, compute, exposed, sent
 
 
 def _lengthened(

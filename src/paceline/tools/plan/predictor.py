@@ -16,7 +16,8 @@ from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.runtimes.python_internals import end_pool
-from paceline.tools.plan.predict import Prediction, Refused, TrainingJob, predict
+from paceline.tools.plan.estimates import Estimate, Infeasible
+from paceline.tools.plan.predict import TrainingJob, predict
 from paceline.tools.plan.prediction_cost import cost
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
@@ -29,13 +30,13 @@ class Predict(Protocol):
 
     def __call__(
         self, job: TrainingJob, specs: Sequence[str], *, short: bool
-    ) -> Iterator[Prediction | Refused]:
+    ) -> Iterator[Estimate | Infeasible]:
         """Of one job by each of *specs*."""
         ...
 
     def each(
         self, asked: Sequence[tuple[TrainingJob, str]], *, short: bool = False
-    ) -> Iterator[Prediction | Refused]:
+    ) -> Iterator[Estimate | Infeasible]:
         """Of jobs, each by its spec."""
         ...
 
@@ -52,12 +53,12 @@ class _InThisProcess:
 
     def __call__(
         self, job: TrainingJob, specs: Sequence[str], *, short: bool
-    ) -> Iterator[Prediction | Refused]:
+    ) -> Iterator[Estimate | Infeasible]:
         return self.each([(job, spec) for spec in specs], short=short)
 
     def each(
         self, asked: Sequence[tuple[TrainingJob, str]], *, short: bool = False
-    ) -> Iterator[Prediction | Refused]:
+    ) -> Iterator[Estimate | Infeasible]:
         prices = [cost(job, spec, short=short) for job, spec in asked]
         return self.map(partial(_predict, short=short), asked, prices)
 
@@ -113,8 +114,8 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def _predict(asked: tuple[TrainingJob, str], *, short: bool) -> Prediction | Refused:
-    return predict(*asked, short=short)
+def _predict(asked: tuple[TrainingJob, str], *, short: bool) -> Estimate | Infeasible:
+    return predict(*asked, "short" if short else "full")
 
 
 @contextmanager

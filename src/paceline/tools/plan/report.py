@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.cluster import Cluster
 from paceline.interfaces import CONSISTENCIES
-from paceline.tools.plan.estimates import Estimate, Plan
+from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from paceline.tools.plan.headline import (
     commands,
     passed_over,
@@ -113,12 +113,14 @@ def _best(plan: Plan) -> BarChart:
                 name=f"{name}: {row.spec}" if place else name,
                 values=(row.compute_seconds, row.exposed_seconds),
                 text=show_seconds(row.step_seconds)
-                + (f", {row.speedup:.2f} x one machine" if place else ""),
+                + (
+                    f", {plan.baseline.speedup(row):.2f} x one machine" if place else ""
+                ),
                 colour=CONSISTENCIES.index(row.consistency) if place else _GREY,
             )
             for place, (name, row) in enumerate(rows)
         ],
-        limit=plan.lower_bound_seconds,
+        limit=plan.baseline.lower_bound_seconds,
         limit_name="no exact mean is faster",
         caption="; ".join(
             f"{consistency}: {MEANS[consistency]}" for consistency in plan.recommended
@@ -135,9 +137,9 @@ def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Text | None:
 
 def _candidates(plan: Plan) -> Table:
     colours = {consistency: place for place, consistency in enumerate(CONSISTENCIES)}
-    estimated_compressors = any(row.estimated_compressors for row in plan.rows)
+    estimated_compression = any(row.estimated_compression for row in plan.estimates)
     caption = LEGEND
-    if estimated_compressors:
+    if estimated_compression:
         caption += (
             " What codes take is an estimate from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it."
@@ -145,34 +147,35 @@ def _candidates(plan: Plan) -> Table:
     if plan.skipped:
         caption += f" {plan.skipped} were not looked at: --budget is spent."
     return Table(
-        title=f"All {len(plan.rows)} candidates",
+        title=f"All {len(plan.estimates)} candidates",
         headings=(
             *("method", "consistency", "step", "compute", "exposed"),
             *("sent", "buckets", "vs. bound", "vs. 1 machine", "samples/s"),
         ),
-        rows=[_figures(row) for row in plan.rows],
+        rows=[_figures(row, plan.baseline) for row in plan.estimates],
         sort=2,
         caption=caption,
-        colours=[colours[row.consistency] for row in plan.rows],
+        colours=[colours[row.consistency] for row in plan.estimates],
     )
 
 
-def _figures(row: Estimate) -> list[Cell]:
-    rate = row.samples_per_second
+def _figures(row: Estimate, baseline: Baseline) -> list[Cell]:
+    rate = baseline.samples_per_second(row)
+    ratio, speedup = baseline.bound_ratio(row), baseline.speedup(row)
     return [
         row.spec,
         row.consistency,
         Number(
             row.step_seconds,
-            ("~ " if row.cut else "") + show_seconds(row.step_seconds),
+            ("~ " if row.fidelity == "short" else "") + show_seconds(row.step_seconds),
             title="; ".join(row.notes),
         ),
         _seconds(row.compute_seconds),
         _seconds(row.exposed_seconds),
         Number(row.bytes_sent, show_bytes(row.bytes_sent)),
         Number(row.buckets, str(row.buckets)),
-        Number(row.bound_ratio, f"{row.bound_ratio:.2f}"),
-        Number(row.speedup, f"{row.speedup:.2f}"),
+        Number(ratio, f"{ratio:.2f}"),
+        Number(speedup, f"{speedup:.2f}"),
         None
         if rate is None
         else Number(rate, f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"),
@@ -180,7 +183,7 @@ def _figures(row: Estimate) -> list[Cell]:
 
 
 def _left_out(plan: Plan) -> Table | None:
-    if not plan.left_out:
+    if not plan.infeasible:
         return None
     return Table(
         title="Left out, and why",

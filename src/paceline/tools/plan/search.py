@@ -28,21 +28,24 @@ from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 from paceline.tools.plan.candidate_order import rough
 from paceline.tools.plan.candidates import Candidate, crossed, first
-from paceline.tools.plan.estimate_rows import Scale
-from paceline.tools.plan.estimates import Infeasible, Plan
-from paceline.tools.plan.lower_bound import alone, lower_bound_seconds
+from paceline.tools.plan.estimates import (
+    DDP,
+    Baseline,
+    Estimate,
+    Infeasible,
+    Plan,
+    lower_bound_seconds,
+)
 from paceline.tools.plan.merged_tensors import coarse
 from paceline.tools.plan.predict import (
     MakeOptimizer,
-    Prediction,
-    Refused,
     TrainingJob,
     plain_sgd,
+    predict_single,
     says_more_in_full,
 )
 from paceline.tools.plan.prediction_cost import Budget, cost, usual_seconds
 from paceline.tools.plan.predictor import Predict, in_processes
-from paceline.tools.plan.suggestions import DDP
 
 HOPELESS = 1.5
 """Times the best step of its class, in a short run: planning its buckets does not mend that."""
@@ -65,10 +68,10 @@ class _Search:
     predict: Predict
     told: Callable[[str, int, int], None]
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    found: dict[str, Prediction] = field(default_factory=dict)
+    found: dict[str, Estimate] = field(default_factory=dict)
     left_out: dict[str, Infeasible] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
-    hopeful: set[str] = field(default_factory=set)
+    rejected: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
 
     def look(
@@ -99,11 +102,10 @@ class _Search:
             self.told(one.spec, number, len(wanted))
             self._keep(one, next(said), short)
 
-    def _keep(self, one: Candidate, said: Prediction | Refused, short: bool) -> None:
+    def _keep(self, one: Candidate, said: Estimate | Infeasible, short: bool) -> None:
         self.skipped.discard(one.spec)
-        if isinstance(said, Refused):
-            out = Infeasible(spec=one.spec, consistency=one.consistency, why=said.why)
-            self.left_out[one.spec] = out
+        if isinstance(said, Infeasible):
+            self.left_out[one.spec] = said
             self.found.pop(one.spec, None)
             return
         self.candidates[one.spec] = one
@@ -143,8 +145,7 @@ class _Search:
             # What others are held against is run in any case.
             if spec in self.whole or (self.seconds(spec) > slowest and spec != DDP):
                 continue
-            said = msgspec.structs.replace(self.found[spec], notes=())
-            key = parse(spec).name, says_more_in_full(spec), said
+            key = parse(spec).name, says_more_in_full(spec), _figures(self.found[spec])
             ranked.append((seen[key], self.candidates[spec]))
             seen[key] += 1
         return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
@@ -159,6 +160,13 @@ class _Search:
 
     def seconds(self, spec: str) -> float:
         return self.found[spec].step_seconds
+
+
+def _figures(one: Estimate) -> tuple[object, ...]:
+    return (
+        *(one.step_seconds, one.compute_seconds, one.exposed_seconds),
+        *(one.bytes_sent, one.buckets, one.estimated_compression),
+    )
 
 
 def plan(
@@ -221,12 +229,9 @@ def _search(search: _Search, refused: Mapping[str, str]) -> None:
     search.look(_by_turns(usable(among)), left_out, short=True, keep=keep)
     hopeful = search.for_a_full_run()
     search.look(_by_turns(hopeful), short=False)
-    # The budget had no time for the others.
-    search.hopeful |= {
-        one.spec
-        for one in hopeful
-        if one.spec in search.found and one.spec not in search.whole
-    }
+    # What is neither rejected nor full, the budget had no time for.
+    among_hopeful = {one.spec for one in hopeful}
+    search.rejected = search.found.keys() - search.whole - among_hopeful
 
 
 def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
@@ -243,7 +248,7 @@ def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
     said = list(search.predict(job, [one.spec for one in among], short=True))
     # What cannot run so may run with more; it comes last.
     seconds = {
-        one.spec: math.inf if isinstance(answer, Refused) else answer.step_seconds
+        one.spec: math.inf if isinstance(answer, Infeasible) else answer.step_seconds
         for one, answer in zip(among, said, strict=True)
     }
     return _by_turns(sorted(among, key=lambda one: seconds[one.spec]))
@@ -270,7 +275,7 @@ def _without(
             usable.append(one)
         elif one.consistency in search.allowed:
             search.left_out[one.spec] = Infeasible(
-                spec=one.spec, consistency=one.consistency, why=why
+                spec=one.spec, consistency=one.consistency, reason=why
             )
     return usable
 
@@ -282,7 +287,7 @@ def _nothing(search: _Search) -> str:
             f"the budget of the plan is too small for one prediction of {classes}: give "
             "it more (--budget)"
         )
-    reasons = "; ".join(f"{one.spec}: {one.why}" for one in search.left_out.values())
+    reasons = "; ".join(f"{one.spec}: {one.reason}" for one in search.left_out.values())
     return (
         f"no candidate of the allowed classes ({classes}) can run here; allow more of them. "
         f"{reasons}"
@@ -291,30 +296,28 @@ def _nothing(search: _Search) -> str:
 
 def _plan(search: _Search) -> Plan:
     job = search.job
-    single = alone(job)
-    limit = lower_bound_seconds(job.cluster, job.workload)
     cluster, batch = job.cluster, job.workload.batch
     if batch is not None:
-        batch *= job.passes
-    scale = Scale(cluster.workers, batch, single.step_seconds, limit)
-    rows = [
-        scale.row(
-            spec,
-            search.candidates[spec].consistency,
+        batch *= cluster.workers * job.passes
+    baseline = Baseline(
+        workers=cluster.workers,
+        batch=batch,
+        single=predict_single(job),
+        lower_bound_seconds=lower_bound_seconds(cluster, job.workload),
+    )
+    estimates = [
+        msgspec.structs.replace(
             search.found[spec],
-            cut=spec not in search.whole,
-            hopeful=spec in search.hopeful,
+            fidelity="full" if spec in search.whole else "short",
+            rejected=spec in search.rejected,
         )
         for spec in sorted(search.found, key=search.seconds)
     ]
     return Plan(
         cluster=cluster.describe(),
         workload=job.workload.source,
-        workers=cluster.workers,
-        batch=batch,
-        one_machine=single,
-        lower_bound_seconds=limit,
-        rows=tuple(rows),
-        left_out=tuple(search.left_out.values()),
+        baseline=baseline,
+        estimates=tuple(estimates),
+        infeasible=tuple(search.left_out.values()),
         skipped=len(search.skipped),
     )

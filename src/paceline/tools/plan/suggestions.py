@@ -13,13 +13,12 @@ import msgspec
 
 from paceline.cluster import Cluster, Rack
 from paceline.tools.plan.break_even import BreakEven, break_evens
-from paceline.tools.plan.estimates import Plan
+from paceline.tools.plan.estimates import DDP, Infeasible, Plan
 from paceline.tools.plan.merged_tensors import coarse
-from paceline.tools.plan.predict import Refused, TrainingJob
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 
-DDP = "bsp:buckets=ddp"
 PASSES = (4, 16)
 """Passes that an update takes, or times the batch."""
 
@@ -61,10 +60,11 @@ def helps(
     if not plan.recommended:
         return Suggestions(break_even=(), helps=())
     row = next(iter(plan.recommended.values()))
-    one, spec = plan.one_machine.step_seconds, row.spec
+    baseline, spec = plan.baseline, row.spec
+    one = baseline.single.step_seconds / baseline.workers
     if job.cluster.workers > MANY:
         job = replace(job, workload=coarse(job.workload))
-    usual = [DDP] if plan.row(DDP) is not None else []
+    usual = [DDP] if plan.estimate(DDP) is not None else []
     links = list(dict.fromkeys((*usual, spec)))
     even = break_evens(job, links, one, predict, budget)
     wanted = [*_larger(job), *_fewer(job)]
@@ -76,12 +76,12 @@ def helps(
     said = predict.each([(more, spec) for _, more in asked])
     found = []
     for (what, more), answer in zip(asked, said, strict=True):
-        if isinstance(answer, Refused):
+        if isinstance(answer, Infeasible):
             continue
         seconds, workers = answer.step_seconds, more.cluster.workers
         passes = more.passes / job.passes
         speedup = passes * more.batches * workers * one / seconds
-        if speedup >= HELPS * row.speedup:
+        if speedup >= HELPS * baseline.speedup(row):
             found.append(
                 Suggestion(what=what, spec=spec, step_seconds=seconds, speedup=speedup)
             )

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cluster import Cluster
-from paceline.tools.plan.estimates import Estimate, Plan
+from paceline.tools.plan.estimates import DDP, Estimate, Plan
 from paceline.tools.plan.headline import (
     command,
     commands,
@@ -19,10 +19,9 @@ from paceline.tools.plan.headline import (
     reasons,
     slow_starts,
     summary,
-    to_take,
     verdict,
 )
-from paceline.tools.plan.suggestions import DDP, Suggestions
+from paceline.tools.plan.suggestions import Suggestions
 from paceline.tools.plan.what_if import ScalingPoint
 from paceline.tools.report.terminal import console_for_tables
 from paceline.units import show_bytes, show_rate, show_seconds
@@ -74,7 +73,7 @@ def print_plan(
     for consistency, line in lines:
         console.print(Text(f"  {consistency:{width}}  {line}"), soft_wrap=True)
     if lines and network is not None:
-        row = next(iter(to_take(plan).values()))
+        row = next(iter(plan.recommended.values()))
         where = "on this machine"
         if stand_in is not None:
             script, arguments = STAND_IN, [stand_in, "--steps", "100"]
@@ -85,7 +84,9 @@ def print_plan(
 
 def _promises(plan: Plan) -> Text:
     return Text(
-        "; ".join(f"{consistency}: {MEANS[consistency]}" for consistency in plan.best)
+        "; ".join(
+            f"{consistency}: {MEANS[consistency]}" for consistency in plan.fastest
+        )
     )
 
 
@@ -102,7 +103,7 @@ def _print_everything(plan: Plan, console: Console) -> None:
         "step = compute + exposed communication. vs. bound: over the shortest step of any exact "
         "average. vs. 1 machine: samples per second relative to one machine"
     )
-    if plan.left_out:
+    if plan.infeasible:
         table = Table(title="left out")
         table.add_column("method", overflow="fold")
         table.add_column("why", overflow="fold")
@@ -113,16 +114,18 @@ def _print_everything(plan: Plan, console: Console) -> None:
 
 def _small_print(plan: Plan, everything: bool) -> list[str]:
     """How many there were, and what of them is a guess."""
-    if not plan.rows:
+    if not plan.estimates:
         return []
-    text = f"{len(plan.rows)} candidates ran"
-    if plan.left_out:
-        text += f"; {len(plan.left_out)} cannot run here"
+    text = f"{len(plan.estimates)} candidates ran"
+    if plan.infeasible:
+        text += f"; {len(plan.infeasible)} cannot run here"
     said = [text + ("" if everything else ": --all lists each, and why")]
-    slow = sum(not row.counts for row in plan.rows)
+    slow = sum(row.rejected for row in plan.estimates)
     if slow:
         said.append(f"{slow} of them ran briefly (~): too slow in their class")
-    hopeful = sum(row.hopeful for row in plan.rows)
+    hopeful = sum(
+        row.fidelity == "short" and not row.rejected for row in plan.estimates
+    )
     if hopeful:
         said.append(
             f"{hopeful} of them ran briefly (~): candidates' part of --budget had no time "
@@ -136,7 +139,7 @@ def _small_print(plan: Plan, everything: bool) -> list[str]:
         said.append(passed_over(plan))
     if slow_starts(plan):
         said.append(slow_starts(plan))
-    if any(row.estimated_compressors for row in plan.rows):
+    if any(row.estimated_compression for row in plan.estimates):
         said.append(
             "what codes take is an estimate from bytes where the workload does not say it: "
             "paceline profile SCRIPT --compression NAME measures it"
@@ -180,13 +183,13 @@ def _best(plan: Plan) -> Table:
     table = Table(title=f"best of each class: {plan.cluster}")
     table.add_column("consistency")
     table.add_column("method", overflow="fold")
-    ddp = plan.row(DDP)
+    ddp = plan.estimate(DDP)
     headings = ["step", "exposed", "vs. bound", "vs. 1 machine"]
     headings += ["vs. DDP"] if ddp is not None else []
-    headings += ["samples/s"] if plan.batch is not None else []
+    headings += ["samples/s"] if plan.baseline.batch is not None else []
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_row(*_cells(plan.one_machine, plan, "-"))
+    table.add_row(*_cells(plan.baseline.single, plan, "-"))
     if ddp is not None and ddp is not plan.recommended.get("exact"):
         table.add_row(*_cells(ddp, plan, "DDP"))
     for consistency, row in plan.recommended.items():
@@ -195,39 +198,39 @@ def _best(plan: Plan) -> Table:
 
 
 def _cells(row: Estimate, plan: Plan, consistency: str) -> list[str]:
-    alone, ddp = row is plan.one_machine, plan.row(DDP)
+    alone, ddp = row is plan.baseline.single, plan.estimate(DDP)
     cells = [
         consistency,
         row.spec,
-        ("~ " if row.cut else "") + show_seconds(row.step_seconds),
+        ("~ " if row.fidelity == "short" else "") + show_seconds(row.step_seconds),
         show_seconds(row.exposed_seconds),
-        "-" if alone else f"{row.bound_ratio:.2f}",
-        f"{row.speedup:.2f}",
+        "-" if alone else f"{plan.baseline.bound_ratio(row):.2f}",
+        f"{plan.baseline.speedup(row):.2f}",
     ]
     if ddp is not None:
         over = ddp.step_seconds / row.step_seconds
         cells.append("-" if alone else f"{over:.2f}")
-    if plan.batch is not None:
-        cells.append(f"{row.samples_per_second or math.nan:.4g}")
+    if plan.baseline.batch is not None:
+        cells.append(f"{plan.baseline.samples_per_second(row) or math.nan:.4g}")
     return cells
 
 
 def _all(plan: Plan) -> Table:
-    table = Table(title=f"all {len(plan.rows)} candidates")
+    table = Table(title=f"all {len(plan.estimates)} candidates")
     table.add_column("method", overflow="fold")
     table.add_column("consistency")
     for heading in ("step", "compute", "exposed", "sent", "vs. bound", "vs. 1 machine"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in plan.rows:
+    for row in plan.estimates:
         table.add_row(
             Text(row.spec),
             row.consistency,
-            ("~ " if row.cut else "") + show_seconds(row.step_seconds),
+            ("~ " if row.fidelity == "short" else "") + show_seconds(row.step_seconds),
             show_seconds(row.compute_seconds),
             show_seconds(row.exposed_seconds),
             show_bytes(row.bytes_sent),
-            f"{row.bound_ratio:.2f}",
-            f"{row.speedup:.2f}",
+            f"{plan.baseline.bound_ratio(row):.2f}",
+            f"{plan.baseline.speedup(row):.2f}",
         )
     return table
 
@@ -239,13 +242,19 @@ def to_json(
     script: str = "SCRIPT",
     arguments: Sequence[str] = (),
 ) -> str:
-    """One object: the plan's fields, the fastest spec of each class (*best*), the one to take (*recommended*) and the *commands* that run it, the
-    *verdict*, what would help, and *scaling*, empty where nobody asked."""
+    """One object: the plan's fields, the *fastest* spec of each class, the *recommended* one and the *commands* that run it, the
+    *verdict*, what would help, and *scaling*, empty where nobody asked. Each estimate has *speedup*, *bound_ratio* and *samples_per_second* with it."""
     content = msgspec.to_builtins(plan)
+    for one, estimate in zip(content["estimates"], plan.estimates, strict=True):
+        one["speedup"] = plan.baseline.speedup(estimate)
+        one["bound_ratio"] = plan.baseline.bound_ratio(estimate)
+        one["samples_per_second"] = plan.baseline.samples_per_second(estimate)
     content["verdict"] = verdict(plan, found)
-    content["best"] = {consistency: row.spec for consistency, row in plan.best.items()}
+    content["fastest"] = {
+        consistency: row.spec for consistency, row in plan.fastest.items()
+    }
     content["recommended"] = {
-        consistency: row.spec for consistency, row in to_take(plan).items()
+        consistency: row.spec for consistency, row in plan.recommended.items()
     }
     content["commands"] = commands(plan, script, arguments)
     content |= msgspec.to_builtins(found)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.errors import PacelineError
-from paceline.tools.plan.estimates import Plan
+from paceline.tools.plan.estimates import DDP, Plan
 from paceline.tools.plan.predict import TrainingJob, traced
 from paceline.tools.plan.prediction_cost import UNBOUNDED, Budget, cost
 from paceline.tools.plan.predictor import Predict, in_this_process
-from paceline.tools.plan.suggestions import DDP
 from paceline.tools.report.timeline import Step, step_of
 
 
@@ -26,7 +25,7 @@ def steps_of(
     specs = dict.fromkeys(row.spec for row in plan.recommended.values())
     first, *rest = [*specs, DDP]
     names = list(dict.fromkeys([first, DDP, *rest]))
-    if plan.row(DDP) is None:  # it was not allowed, or cannot run
+    if plan.estimate(DDP) is None:  # it was not allowed, or cannot run
         names.remove(DDP)
     prices = {spec: cost(job, spec, short=False) for spec in names}
     names = [spec for spec in names if budget.takes(prices[spec])]

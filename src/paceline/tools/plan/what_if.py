@@ -12,7 +12,7 @@ from paceline.interfaces import Consistency
 from paceline.spec import parse
 from paceline.tools.plan.estimates import Estimate, Plan
 from paceline.tools.plan.merged_tensors import coarse, unplanned
-from paceline.tools.plan.predict import Prediction, TrainingJob
+from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.prediction_cost import cost
 from paceline.tools.plan.predictor import Predict, in_this_process
 from paceline.tools.plan.search import NOTHING
@@ -46,7 +46,7 @@ def shortlist(plan: Plan) -> dict[Consistency, list[str]]:
     found: dict[Consistency, dict[tuple[str, object], str]] = {}
     rows: list[Estimate] = [
         *plan.recommended.values(),
-        *(row for row in plan.rows if row.counts),
+        *(row for row in plan.estimates if not row.rejected),
     ]
     for row in rows:
         mine = found.setdefault(row.consistency, {})
@@ -135,7 +135,7 @@ def _go_on(
     """One point more for each that can still gain."""
     open_ = [spec for spec, curve in curves.items() if not _settled(curve)]
     for spec, said in zip(open_, predict(job, open_, short=True), strict=True):
-        if isinstance(said, Prediction):
+        if isinstance(said, Estimate):
             curves[spec].append((rate, said.step_seconds))
 
 
@@ -156,7 +156,8 @@ def _best(
     workers: int,
     rate: float,
 ) -> Iterator[ScalingPoint]:
-    one = plan.one_machine.step_seconds
+    baseline = plan.baseline
+    one = baseline.single.step_seconds / baseline.workers
     for consistency, among in shortlist(plan).items():
         found = [("one machine", one)] if workers == 1 else []
         found += [
@@ -175,6 +176,6 @@ def _best(
                 speedup=workers * one / seconds,
                 efficiency=one / seconds,
                 samples_per_second=None
-                if plan.batch is None
-                else workers * plan.batch / seconds,
+                if baseline.batch is None
+                else workers * baseline.batch / baseline.workers / seconds,
             )

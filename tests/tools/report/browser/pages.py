@@ -10,7 +10,7 @@ from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.tools.compare.report import write_report
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
 from paceline.tools.doctor.report import doctor_page
-from paceline.tools.plan.estimates import Estimate, Infeasible, Plan
+from paceline.tools.plan.estimates import Baseline, Estimate, Fidelity, Infeasible, Plan
 from paceline.tools.plan.report import plan_page
 from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
 from paceline.tools.plan.what_if import RATES, WORKERS, ScalingPoint
@@ -39,25 +39,27 @@ def compared(folder: Path) -> Path:
 
 
 def planned(folder: Path) -> Path:
-    """A row of each class; one was cut, one does not know its samples."""
+    """A row of each class; one is of a short run."""
     rows = [
         row("bsp", "exact", 0.2),
         row("bsp:buckets=ddp", "exact", 0.3),
         row("osp", "delayed", 0.1),
-        row(LONG, "lossy", 0.08, samples=None),
+        row(LONG, "lossy", 0.08),
         row("diloco", "local", 0.05),
-        row("asp", "asynchronous", 1.0, cut=True),
+        row("asp", "asynchronous", 1.0, "short"),
     ]
     plan = Plan(
         cluster="8 workers, 100 Mbit/s, 50 us",
         workload="layers",
-        workers=8,
-        batch=8.0,
-        one_machine=row("one machine", "exact", 0.04),
-        lower_bound_seconds=0.15,
-        rows=tuple(sorted(rows, key=lambda one: one.step_seconds)),
-        left_out=(
-            Infeasible(spec="r2sp", consistency="asynchronous", why="it <clips>"),
+        baseline=Baseline(
+            workers=8,
+            batch=64.0,
+            single=row("one machine", "exact", 0.32),
+            lower_bound_seconds=0.15,
+        ),
+        estimates=tuple(sorted(rows, key=lambda one: one.step_seconds)),
+        infeasible=(
+            Infeasible(spec="r2sp", consistency="asynchronous", reason="it <clips>"),
         ),
     )
     helps = Suggestions(
@@ -108,9 +110,7 @@ def row(
     spec: str,
     consistency: str,
     seconds: float,
-    *,
-    cut: bool = False,
-    samples: float | None = 100.0,
+    fidelity: Fidelity = "full",
 ) -> Estimate:
     return Estimate(
         spec=spec,
@@ -120,10 +120,7 @@ def row(
         exposed_seconds=seconds - 0.04,
         bytes_sent=1e6 / seconds,
         buckets=3,
-        bound_ratio=seconds / 0.15,
-        speedup=8 * 0.04 / seconds,
-        samples_per_second=samples,
-        cut=cut,
+        fidelity=fidelity,
     )
 
 
