@@ -3,7 +3,7 @@
     python benchmarks/doctor.py --virtual            # no clock of this machine counts: about 8 minutes
     python benchmarks/doctor.py --emulated           # an idle machine, root: about 12 minutes
     python benchmarks/doctor.py                      # both
-    python benchmarks/doctor.py --only "slow link" --runs 1
+    python benchmarks/doctor.py --only slow-link --runs 1
 
 Each run is `paceline doctor SCRIPT` as a user starts it, on another place, or of another size. What is
 done stands in --output and is not done again. Right is: this fault and no other, where it is.
@@ -27,12 +27,11 @@ RUNS, HEALTHY_RUNS = 5, 10
 
 @dataclass
 class Case:
-    """A cluster file's text, and what runs on it. *names*: faults that are right; *where*: what each
-    one's place says. *made*: variables of the environment, or what `doctor_in_namespaces` is to make."""
+    """A cluster file's text, and what runs on it. *names*: faults that are right; *location*: theirs. *made*: variables of the environment, or what `doctor_in_namespaces` is to make."""
 
     cluster: str
     names: tuple[str, ...] = ()
-    where: str = ""
+    location: str = ""
     script: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     made: dict = field(default_factory=dict)
@@ -64,8 +63,8 @@ def slow_link(rnd):
     count, mbit = rnd.choice((4, 6, 8)), rnd.choice((200, 400, 1000))
     bad = rnd.randrange(count)
     links = [mbit // rnd.choice((4, 10)) if i == bad else mbit for i in range(count)]
-    where, script = f"the link of worker {bad}", ("--megabytes", str(mbit / 100))
-    return Case(rack(count, rates(links)), ("slow link",), where, script)
+    where, script = f"worker {bad}", ("--megabytes", str(mbit / 100))
+    return Case(rack(count, rates(links)), ("slow-link",), where, script)
 
 
 def one_direction(rnd):
@@ -73,9 +72,9 @@ def one_direction(rnd):
     bad, way = rnd.randrange(count), rnd.choice(("out", "in"))
     slow = f'throttle = "worker {bad} {way}"'
     text = rack(count, mbit) + rule(slow, 0, f'rate = "{mbit // 5} Mbit/s"')
-    words = {"out": "out of", "in": "into"}[way]
+    word = {"out": "outgoing", "in": "incoming"}[way]
     script = ("--megabytes", str(mbit / 100))
-    return Case(text, ("slow link",), f"the link {words} worker {bad}", script)
+    return Case(text, ("slow-link",), f"{word} link of worker {bad}", script)
 
 
 def slow_path(rnd):
@@ -86,12 +85,12 @@ def slow_path(rnd):
     text = rack(count, mbit) + rule(
         f'throttle = "worker {one} to worker {other}"', 0, rate
     )
-    where = f"from worker {one} to worker {other}"
+    where = f"worker {one} to worker {other}"
     if rnd.random() < 0.5:
         text += rule(f'throttle = "worker {other} to worker {one}"', 0, rate)
         where = f"between worker {min(one, other)} and worker {max(one, other)}"
     script = ("--megabytes", str(mbit / 100))
-    return Case(text, ("slow path",), where, script)
+    return Case(text, ("slow-path",), where, script)
 
 
 def scarce_uplink(rnd):
@@ -100,7 +99,7 @@ def scarce_uplink(rnd):
     text = rack(each, mbit, uplink) * 2
     script = ("--megabytes", str(mbit / 80))
     where = f"between workers 0 to {each - 1} and workers {each} to {2 * each - 1}"
-    return Case(text, ("scarce uplink",), where, script)
+    return Case(text, ("scarce-uplink",), where, script)
 
 
 def contention(rnd):
@@ -113,7 +112,7 @@ def contention(rnd):
             rules += rule(slow, at, f'rate = "{rate:g} Mbit/s"')
             at += rnd.uniform(0.3, 0.9)
     script = ("--megabytes", str(mbit / 100))
-    where = f"the link of worker {bad}"
+    where = f"worker {bad}"
     return Case(rack(count, mbit) + rules, ("contention",), where, script)
 
 
@@ -121,22 +120,22 @@ def slow_host(rnd):
     count = rnd.choice((4, 6, 8))
     bad, factor = rnd.randrange(count), rnd.choice((0.5, 0.7))
     speeds = [factor if i == bad else 1.0 for i in range(count)]
-    return Case(rack(count, 1000, f"speed = {speeds}"), ("slow host",), f"worker {bad}")
+    return Case(rack(count, 1000, f"speed = {speeds}"), ("slow-host",), f"worker {bad}")
 
 
-def input_starves(rnd):
+def slow_input(rnd):
     count = rnd.choice((2, 4, 8))
     bad, seconds = rnd.randrange(count), rnd.choice((0.05, 0.1, 0.3))
     script = ("--wait", str(bad), "--seconds", str(seconds))
-    return Case(rack(count, 1000), ("input starves",), f"worker {bad}", script)
+    return Case(rack(count, 1000), ("slow-input",), f"worker {bad}", script)
 
 
-def start_up(rnd):
+def message_overhead(rnd):
     count = rnd.choice((4, 6))
     script = ("--layers", str(rnd.choice((32, 48))), "--megabytes", "2")
     text = rack(count, 1000, latency=f"{rnd.choice((2, 4))} ms")
     options = ("--method", "bsp:buckets=wfbp")
-    return Case(text, ("start-up",), "every worker", script, options)
+    return Case(text, ("message-overhead",), "every worker", script, options)
 
 
 def slow_method(rnd):
@@ -144,34 +143,36 @@ def slow_method(rnd):
     count, mbit = rnd.choice((4, 6)), rnd.choice((400, 1000))
     script = ("--megabytes", str(mbit / 100))
     options = ("--method", rnd.choice(("osp", "bsp:collective=parameter-server")))
-    return Case(rack(count, mbit), ("slow method",), "every worker", script, options)
+    return Case(rack(count, mbit), ("slow-method",), "every worker", script, options)
 
 
 def no_overlap(rnd):
     count, mbit = rnd.choice((4, 8)), rnd.choice((400, 1000))
     script = ("--at-end", "--megabytes", str(mbit / 100))
-    return Case(rack(count, mbit), ("no overlap",), "every worker", script)
+    return Case(rack(count, mbit), ("no-overlap",), "every worker", script)
 
 
-def too_slow(rnd):
+def network_too_slow(rnd):
     count, mbit = rnd.choice((2, 4)), rnd.choice((20, 50))
-    return Case(rack(count, mbit), ("too slow for exact",), "the whole network")
+    return Case(rack(count, mbit), ("network-too-slow",), "the whole network")
 
 
-def threads(rnd):
+def cpu_oversubscription(rnd):
     """Two workers a host, each with a thread for each core. One alone cannot have too many by that
     variable: torch takes no more than there are cores."""
     text = rack(2 * rnd.choice((2, 3)), 200, "workers_per_host = 2")
     made = {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    return Case(text, ("threads",), "every host", EMULATED, (), made, "emulated")
+    return Case(
+        text, ("cpu-oversubscription",), "every host", EMULATED, (), made, "emulated"
+    )
 
 
-def loss(rnd):
+def packet_loss(rnd):
     """A link that loses some packets, one way."""
     per_cent = rnd.choice((2, 3, 4))
     made = {"mbit": rnd.choice((100, 200)), "per_cent": per_cent}
-    where = "from worker 0 to worker 1"
-    return Case("", ("loss",), where, EMULATED, (), made, "namespaces")
+    where = "worker 0 to worker 1"
+    return Case("", ("packet-loss",), where, EMULATED, (), made, "namespaces")
 
 
 def contention_emulated(rnd):
@@ -184,7 +185,7 @@ def wrong_interface(rnd):
     """A bridge at a tenth of the cable's rate."""
     made = {"interface": "br0", "mbit": rnd.choice((300, 500))}
     where, script = "every host", EMULATED
-    return Case("", ("wrong interface",), where, script, (), made, "namespaces")
+    return Case("", ("wrong-interface",), where, script, (), made, "namespaces")
 
 
 EMULATED = ("--megabytes", "4", "--steps", "16")
@@ -217,26 +218,26 @@ def even_emulated(rnd):
 
 
 VIRTUAL = {
-    "slow link": slow_link,
+    "slow-link": slow_link,
     "one direction": one_direction,
-    "slow path": slow_path,
-    "scarce uplink": scarce_uplink,
+    "slow-path": slow_path,
+    "scarce-uplink": scarce_uplink,
     "contention": contention,
-    "slow host": slow_host,
-    "input starves": input_starves,
-    "start-up": start_up,
-    "slow method": slow_method,
-    "no overlap": no_overlap,
-    "too slow for exact": too_slow,
+    "slow-host": slow_host,
+    "slow-input": slow_input,
+    "message-overhead": message_overhead,
+    "slow-method": slow_method,
+    "no-overlap": no_overlap,
+    "network-too-slow": network_too_slow,
     "healthy, even": even,
     "healthy, uneven": uneven,
     "healthy, two racks": two_racks,
 }
 REALTIME = {
-    "threads": threads,
-    "loss": loss,
+    "cpu-oversubscription": cpu_oversubscription,
+    "packet-loss": packet_loss,
     "contention, emulated": contention_emulated,
-    "wrong interface": wrong_interface,
+    "wrong-interface": wrong_interface,
     "healthy, emulated": even_emulated,
 }
 
@@ -280,7 +281,7 @@ def is_right(case, found):
     """Whether it names what was made, where, and nothing else."""
     faults = found["faults"]
     names = tuple(fault["name"] for fault in faults)
-    return names == case.names and all(f["where"] == case.where for f in faults)
+    return names == case.names and all(f["location"] == case.location for f in faults)
 
 
 def main():
@@ -317,7 +318,7 @@ def main():
             with arguments.output.open("a") as stream:
                 stream.write(json.dumps(line) + "\n")
             done[name, number] = line
-            said = "; ".join(f"{f['name']}, {f['where']}" for f in found["faults"])
+            said = "; ".join(f"{f['name']}, {f['location']}" for f in found["faults"])
             print(f"{name} {number}: {'right' if line['right'] else 'WRONG'}: {said}")
     show(cases, done)
 

@@ -1,4 +1,4 @@
-"""``paceline doctor``: what slows a training down, by name."""
+"""``paceline doctor``: find what slows a training down."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -16,6 +16,7 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.progress import progress, status_lines
+from paceline.cli.script_plan import processes
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import CLUSTER_VARIABLE, RunOptions, ScriptJob
 from paceline.runtimes.temporary_folder import scratch_folder
@@ -23,14 +24,15 @@ from paceline.runtimes.temporary_folder import scratch_folder
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.tools.doctor import Diagnosis, Evidence
+    from paceline.tools.report.model import Report
 
 SCRIPT = str(Path(__file__).parent.parent / "tools" / "doctor" / "__main__.py")
 NO_ANSWER = 2
-"""Exit status where nothing was found out: 0 is healthy, 1 are faults."""
+"""Exit status where the examination failed: 0 is healthy, 1 are faults."""
 
 
 class DoctorCommand(LaunchCommand):
-    """A verb whose exit status 1 means something."""
+    """Exits with 2 on errors, as 1 means that there are faults."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _no_answer():
@@ -56,13 +58,14 @@ def doctor(
         Path | None,
         typer.Argument(
             metavar="[SCRIPT]",
-            help="A training script. Without one, network and machines are measured.",
+            help="A training script. Without one, network and hosts are measured.",
             show_default=False,
         ),
     ] = None,
     script_arguments: o.ScriptArguments = None,
     runtime: Annotated[
-        Literal["real", "emulated", "simulated"], typer.Option(help="What to examine.")
+        Literal["real", "emulated", "simulated"],
+        typer.Option(help="Runtime to examine."),
     ] = "real",
     workers: o.WorkersOrProcesses = None,
     link: o.Link = None,
@@ -70,21 +73,23 @@ def doctor(
     dedicated_servers: o.DedicatedServers = None,
     cluster: o.ClusterFile = None,
     method: o.Method = None,
-    steps: Annotated[int, typer.Option(help="Steps of SCRIPT that are watched.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of SCRIPT to watch.")] = 24,
     workload: o.WorkloadFile = None,
     seconds: Annotated[
-        float, typer.Option(help="Seconds for each pair of hosts, each way.")
+        float, typer.Option(help="Seconds per pair of hosts and direction.")
     ] = 0.1,
-    output: Annotated[Path, typer.Option(help="Folder for the page.")] = Path(
+    output: Annotated[Path, typer.Option(help="Folder for the HTML report.")] = Path(
         "paceline-doctor"
     ),
-    no_page: Annotated[bool, typer.Option("--no-page", help="Write no page.")] = False,
+    no_page: Annotated[
+        bool, typer.Option("--no-page", help="Write no HTML report.")
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Find what slows a job down: network, hosts, input or method.
 
     In the real runtime torchrun's options are passed through: run the same command on each
-    machine. Exit status: 0 healthy, 1 faults, 2 nothing was found out.
+    machine. Exit status: 0 healthy, 1 faults, 2 error.
     """
     if not seconds > 0:
         raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
@@ -117,30 +122,64 @@ def doctor(
         if script is not None and evidence.workers[0].step is None:
             print(
                 f"paceline: {script} took no step of an optimizer from paceline.distribute: "
-                "only network and machines were examined",
+                "only network and hosts were examined",
                 file=sys.stderr,
             )
         from paceline.tools.doctor import diagnose
-        from paceline.tools.doctor.text import lines_of
+        from paceline.tools.doctor.report import doctor_report
+        from paceline.tools.report.terminal import print_report
 
-        with progress(json, "predicting what each remedy gains"):
-            diagnosis = diagnose(evidence)
-        with open(true_output, "w", closefd=False) as stream:
-            text = "\n".join(lines_of(diagnosis))
-            print(_json(diagnosis, evidence) if json else text, file=stream)
+        with progress(json, "predicting what each fix saves"):
+            diagnosis = diagnose(evidence, processes=processes())
+        command = shlex.join(["paceline", *sys.argv[1:]])
+        following = _next_command(evidence, context, workers, link, latency, cluster)
+        report = doctor_report(diagnosis, evidence, command, following)
+        with (
+            open(true_output, "w", closefd=False) as stream,
+            redirect_stdout(stream),
+        ):
+            if json:
+                print(_json(diagnosis, evidence))
+            else:
+                print_report(report)
         if not no_page:
-            _write_page(output, diagnosis, evidence)
+            _write_page(output, report)
     sys.exit(0 if diagnosis.healthy else 1)
 
 
-def _write_page(folder: Path, diagnosis: Diagnosis, evidence: Evidence) -> None:
-    """What was found out is told already: a folder that cannot be written is no reason to fail."""
-    from paceline.tools.doctor.report import doctor_page
+def _next_command(
+    evidence: Evidence,
+    context: typer.Context,
+    workers: int | None,
+    link: str | None,
+    latency: str | None,
+    cluster: Path | None,
+) -> str:
+    """What to run where nothing is wrong."""
+    if not evidence.script:
+        return "paceline doctor SCRIPT (it also measures where each step goes)"
+    words = ["paceline", "plan", evidence.script]
+    if evidence.runtime == "real":
+        words += ["--probe", *torchrun_words(context)]
+    options = {
+        "--workers": workers,
+        "--link": link,
+        "--latency": latency,
+        "--cluster": cluster,
+    }
+    for name, value in options.items():
+        words += [] if value is None else [name, str(value)]
+    return shlex.join(
+        [*words, *(["--", *evidence.arguments] if evidence.arguments else [])]
+    )
+
+
+def _write_page(folder: Path, report: Report) -> None:
+    """Write the page; a folder that cannot be written is no reason to fail."""
     from paceline.tools.report.html import NAME, write_page
 
-    command = shlex.join(["paceline", *sys.argv[1:]])
     try:
-        page = write_page(folder / NAME, doctor_page(diagnosis, evidence, command))
+        page = write_page(folder / NAME, report)
         print(f"page: {page}", file=sys.stderr)
     except UsageError as error:
         print(f"paceline: {error}", file=sys.stderr)
@@ -156,7 +195,7 @@ def _json(diagnosis: Diagnosis, evidence: Evidence) -> str:
 
 
 class _Job:
-    """What is examined, whatever the runtime."""
+    """The job that is examined, in any runtime."""
 
     def __init__(
         self,
@@ -188,7 +227,7 @@ class _Job:
                     f"{name} describes what this measures: leave it out, or say --runtime "
                     "emulated or simulated"
                 )
-        os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
+        os.environ.pop(CLUSTER_VARIABLE, None)  # the cluster is to be measured
         words = torchrun_words(context)
         workers = o.real_workers(workers, words)
         if workers == 1 and not words and o.NODES_VARIABLE not in os.environ:
@@ -219,11 +258,14 @@ class _Job:
     def simulated(self, network: Cluster, workload: str | None) -> Evidence | None:
         from paceline.cli.compute_times import profiled, run_or_profile_anew
         from paceline.runtimes.simulated import Simulation
-        from paceline.tools.doctor.simulated import examined, examined_network
+        from paceline.tools.doctor.measure import (
+            examine_simulated_network,
+            examine_simulation,
+        )
 
         if self._script is None:
             with progress(self._json, "measuring the links"):
-                return examined_network(network, self._seconds)
+                return examine_simulated_network(network, self._seconds)
         compute = o.make_compute(workload, None, None, 0.0, None)
         job = ScriptJob(str(self._script), self._arguments, self._options)
         if workload is None:
@@ -234,7 +276,7 @@ class _Job:
             simulation = Simulation(
                 network, options=self._options, compute=compute, output="first"
             )
-            examined(simulation, found.append, self._seconds)
+            examine_simulation(simulation, found.append, self._seconds)
             return simulation
 
         run_or_profile_anew(make, job, network, compute)
@@ -244,7 +286,7 @@ class _Job:
         return status_lines(self._json, "measuring", self._options.steps)
 
     def _examiner(self, file: Path, pace: str | None = None) -> ScriptJob:
-        """What runs in each worker's process, around the script."""
+        """The program of each worker's process, which runs the script."""
         words = [f"--output={file}", f"--seconds-per-pair={self._seconds}"]
         if self._script is not None:
             words += [str(self._script), *self._arguments]

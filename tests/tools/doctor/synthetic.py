@@ -4,20 +4,19 @@ import random
 from dataclasses import dataclass, field
 
 from paceline.cluster import Workload
+from paceline.cluster.profiling.step_phases import Measured, StepPhases
 from paceline.tools.doctor.evidence import (
+    ConcurrentFlows,
     Evidence,
     Interface,
-    Measured,
     PathEvidence,
-    StepEvidence,
-    TogetherEvidence,
     WorkerEvidence,
 )
 from tests.tools.plan.helpers import layers
 
 GIGABIT = 125e6
 ETHERNET = Interface(name="eth0", kind="ethernet", rate=GIGABIT, network="10.0.0.0/24")
-BRIDGE = Interface(name="docker0", kind="simulated", network="172.17.0.0/16")
+BRIDGE = Interface(name="docker0", kind="virtual", network="172.17.0.0/16")
 LOST = 2e-2
 REPEATS = 6
 
@@ -69,7 +68,7 @@ class _Measures:
             runtime="real",
             workers=tuple(map(self.worker, range(site.hosts * site.each))),
             paths=tuple(self.path(a, b) for a, b in pairs),
-            together=tuple(map(self.together, range(1, site.hosts))),
+            concurrent=tuple(map(self.concurrent, range(1, site.hosts))),
             workload=site.workload,
             spec=site.spec,
             script="train.py",
@@ -105,7 +104,7 @@ class _Measures:
             + self.random.choice((0, 0, 0, 5e-4)),
         )
 
-    def together(self, shift):
+    def concurrent(self, shift):
         hosts = range(self.site.hosts)
         targets = [(host + shift) % self.site.hosts for host in hosts]
         rates = []
@@ -119,7 +118,7 @@ class _Measures:
                 )
                 share = min(share, self.site.uplink / beside)
             rates.append(self.noisy(share * self.site.oversubscription))
-        return TogetherEvidence(
+        return ConcurrentFlows(
             sources=tuple(hosts), targets=tuple(targets), rates=tuple(rates)
         )
 
@@ -156,7 +155,7 @@ class _Measures:
         parts = [*site.slow.values(), *site.paths.values(), *site.varying.values()]
         least = min(parts, default=1.0)
         whole += 2 * sum(work.sizes) / (site.link * least)
-        return StepEvidence(
+        return StepPhases(
             steps=16,
             step=measured(whole),
             input=wait,

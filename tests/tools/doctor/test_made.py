@@ -1,4 +1,4 @@
-"""Faults that are made in virtual time are measured there, and named: one of each kind that fits in seconds.
+"""Faults that are made in simulated time are measured there, and named: one of each kind that fits in seconds.
 `benchmarks/doctor.py` makes all of them, five times each."""
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from paceline.cluster.cluster import throttle
 from paceline.interfaces import current_runtime
 from paceline.runtimes.simulated import Simulation
 from paceline.tools.doctor import diagnose
-from paceline.tools.doctor.simulated import examined
+from paceline.tools.doctor.measure import examine_simulation
 from tests.tools.plan.helpers import layers
 
 WORK = layers(4, 4.0, 0.03, 0.06)
@@ -41,7 +41,7 @@ def evidence_of(
             optimizer.step()
 
     simulation = Simulation(cluster)
-    examined(simulation, found.append, 0.02)
+    examine_simulation(simulation, found.append, 0.02)
     simulation.run(body)
     return found[0]
 
@@ -73,35 +73,35 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("name", "where", "cluster", "workload", "waits"),
+    ("name", "location", "cluster", "workload", "waits"),
     [
-        ("slow link", "the link out of worker 1", slower("worker 1 out"), WORK, None),
+        ("slow-link", "outgoing link of worker 1", slower("worker 1 out"), WORK, None),
         ("", "", ONE, WORK, {0: 0.002}),
-        ("slow path", "between worker 1 and worker 2", BOTH, WORK, None),
+        ("slow-path", "between worker 1 and worker 2", BOTH, WORK, None),
         pytest.param(
-            *("slow path", "from worker 3 to worker 0", ONE_WAY, WORK, None),
+            *("slow-path", "worker 3 to worker 0", ONE_WAY, WORK, None),
             marks=slow,
         ),
         pytest.param("", "", APART, WORK, None, marks=slow),
-        pytest.param("input starves", "worker 3", ONE, WORK, {3: 0.05}, marks=slow),
-        pytest.param("slow host", "worker 2", UNEVEN, WORK, None, marks=slow),
-        pytest.param("no overlap", "every worker", ONE, LATE, None, marks=slow),
+        pytest.param("slow-input", "worker 3", ONE, WORK, {3: 0.05}, marks=slow),
+        pytest.param("slow-host", "worker 2", UNEVEN, WORK, None, marks=slow),
+        pytest.param("no-overlap", "every worker", ONE, LATE, None, marks=slow),
         pytest.param(
-            *("scarce uplink", "between workers 0 to 2 and workers 3 to 5"),
+            *("scarce-uplink", "between workers 0 to 2 and workers 3 to 5"),
             *(Cluster(RACKS), WORK, None),
             marks=slow,
         ),
     ],
 )
-def test_what_was_made_is_named(name, where, cluster, workload, waits):
+def test_what_was_made_is_named(name, location, cluster, workload, waits):
     found = examine(cluster, workload, waits)
-    assert [(one.name, one.where) for one in found.faults] == (
-        [(name, where)][: len(name)]
+    assert [(one.name, one.location) for one in found.faults] == (
+        [(name, location)][: len(name)]
     )
     # What was measured is what is predicted of its parts.
     assert found.predicted_seconds == pytest.approx(found.step_seconds, rel=0.03)
     if name:
-        assert found.faults[0].gains_seconds > 0.05 * found.step_seconds
+        assert found.faults[0].gain_seconds > 0.05 * found.step_seconds
 
 
 MANY = layers(40, 40 * 24e-3, 0.02, 0.04)
@@ -121,10 +121,10 @@ def test_what_is_predicted_is_what_ran(passes):
     for found in (slow, equal):
         assert found.predicted_seconds == pytest.approx(found.step_seconds, rel=0.01)
     assert equal.healthy
-    assert [one.name for one in slow.faults] == ["slow host"]
-    assert slow.mended_seconds == pytest.approx(equal.step_seconds, rel=0.01)
+    assert [one.name for one in slow.faults] == ["slow-host"]
+    assert slow.fixed_seconds == pytest.approx(equal.step_seconds, rel=0.01)
     gains = slow.step_seconds - equal.step_seconds
-    assert slow.faults[0].gains_seconds == pytest.approx(gains, rel=0.02)
+    assert slow.faults[0].gain_seconds == pytest.approx(gains, rel=0.02)
 
 
 @pytest.mark.slow

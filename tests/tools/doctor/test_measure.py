@@ -1,4 +1,4 @@
-"""What an examination finds in virtual time, where the truth is known."""
+"""What an examination finds in simulated time, where the truth is known."""
 
 import pytest
 import torch
@@ -6,11 +6,14 @@ import torch
 import paceline
 from paceline.cluster import Cluster, Rack
 from paceline.cluster.cluster import throttle
+from paceline.cluster.profiling.step_phases import StepWatch
 from paceline.core import broadcast
 from paceline.errors import UsageError
 from paceline.runtimes.simulated import ComputeModel, Simulation
-from paceline.tools.doctor.simulated import examined, examined_network
-from paceline.tools.doctor.step_phases import StepWatch
+from paceline.tools.doctor.measure import (
+    examine_simulated_network,
+    examine_simulation,
+)
 
 LINK = 25e6
 
@@ -23,7 +26,7 @@ def examine(cluster, body, **compute):
     """The evidence of a training, and nothing else."""
     found = []
     simulation = Simulation(cluster, compute=ComputeModel(**compute))
-    examined(simulation, found.append, 0.05)
+    examine_simulation(simulation, found.append, 0.05)
     simulation.run(body)
     return found[0]
 
@@ -47,7 +50,7 @@ def trains(steps=8, layers=4, width=64, method="bsp:buckets=wfbp", before=None):
 
 def test_links_are_measured_both_ways_and_again_and_again():
     slow = throttle("worker 2 out", LINK / 5, at=0.0)
-    evidence = examined_network(Cluster((rack(3),), rules=(slow,)), 0.05)
+    evidence = examine_simulated_network(Cluster((rack(3),), rules=(slow,)), 0.05)
     assert {(p.source, p.target) for p in evidence.paths} == {
         (a, b) for a in range(3) for b in range(3) if a != b
     }
@@ -64,7 +67,7 @@ def test_contention_that_changes_shows_in_the_repeats():
         throttle("worker 1", LINK / (4 if turn % 2 else 1), at=0.3 * turn)
         for turn in range(40)
     )
-    evidence = examined_network(Cluster((rack(3),), rules=rules), 0.05)
+    evidence = examine_simulated_network(Cluster((rack(3),), rules=rules), 0.05)
     touched = [p for p in evidence.paths if 1 in (p.source, p.target)]
     assert max(max(p.rates) / min(p.rates) for p in touched) > 2
     others = [p for p in evidence.paths if p not in touched]
@@ -73,10 +76,10 @@ def test_contention_that_changes_shows_in_the_repeats():
 
 def test_a_scarce_uplink_shows_where_all_send_at_once_though_each_pair_is_fast():
     racks = tuple(rack(2, uplink=1.5 * LINK) for _ in range(2))
-    evidence = examined_network(Cluster(racks), 0.05)
+    evidence = examine_simulated_network(Cluster(racks), 0.05)
     assert all(min(p.rates) > 0.95 * LINK for p in evidence.paths)
-    assert len(evidence.together) == 3
-    for one in evidence.together:
+    assert len(evidence.concurrent) == 3
+    for one in evidence.concurrent:
         crossing = [
             rate
             for source, target, rate in zip(
@@ -142,12 +145,12 @@ def test_parts_make_up_the_step_wherever_a_method_waits(spec):
         runtime.registry.watchers.append(watcher(runtime))
     simulation.run(trains(steps=9, method=spec))
     for watch in watches:
-        found = watch.evidence()
+        found = watch.phases()
         parts = sum(getattr(found, name).median for name in PARTS)
         # Of a method's rounds these are means, which add up; waits differ from round to round.
         assert parts == pytest.approx(found.step.median, rel=0.05)
         assert found.forward.median > 0
-    (count,) = {watch.evidence().steps for watch in watches}
+    (count,) = {watch.phases().steps for watch in watches}
     assert count >= 6
 
 

@@ -9,7 +9,7 @@ import pytest
 import paceline.tools.doctor
 from paceline.cluster.probe.pairs import LinkMeasurement
 from paceline.cluster.probe.tcp_counters import connections
-from paceline.tools.doctor import host_measurement
+from paceline.tools.doctor import host
 from paceline.tools.doctor.evidence import Evidence
 from tests.support import forked
 
@@ -78,7 +78,7 @@ def test_without_a_script(tmp_path):
     evidence = examine(tmp_path)
     assert [worker.step for worker in evidence.workers] == [None, None]
     assert len(evidence.paths) == 2
-    assert len(evidence.together) == 1
+    assert len(evidence.concurrent) == 1
 
 
 @pytest.mark.slow
@@ -113,45 +113,47 @@ def test_a_machine_knows_its_own_interfaces():
             left = 100_000
             while left:
                 left -= len(theirs.recv(left))
-            used, others = host_measurement.interfaces()
+            used, others = host.interfaces()
     assert (used.name, used.kind, used.network) == ("lo", "loopback", "127.0.0.0/8")
     assert "lo" not in [one.name for one in others]
-    assert host_measurement.cores() >= 1
-    assert 0 <= host_measurement.busy_cores(0.05) <= 1000
+    assert host.cores() >= 1
+    assert 0 <= host.busy_cores(0.05) <= 1000
+
+
+class Link(dict):
+    """A link as netlink describes it."""
+
+    def get_attr(self, name):
+        return self.get(name)
 
 
 @pytest.mark.parametrize(
-    ("files", "kind"),
+    ("files", "driver", "kind"),
     [
-        ({"device/vendor": "1"}, "ethernet"),
-        ({"device/vendor": "1", "wireless/status": "0"}, "wireless"),
-        ({"bridge/bridge_id": "1"}, "virtual"),
-        ({"tun_flags": "0x1001"}, "virtual"),
-        ({"iflink": "9"}, "container"),
-        ({"iflink": "9", "lower_eth0/ifindex": "9"}, "virtual"),
-        (
-            {
-                "iflink": "9",
-                "lower_eth0/ifindex": "9",
-                "uevent": "DEVTYPE=vlan\nINTERFACE=eth0.5",
-            },
-            "ethernet",
-        ),
-        ({"bonding/mode": "802.3ad 4"}, "ethernet"),
+        (["device/vendor"], None, "ethernet"),
+        (["device/vendor", "wireless/status"], None, "wireless"),
+        ([], "bridge", "virtual"),
+        ([], "tun", "virtual"),
+        ([], "veth", "container"),
+        ([], "macvlan", "container"),
+        ([], "vlan", "ethernet"),
+        ([], "bond", "ethernet"),
+        ([], None, "virtual"),
     ],
 )
-def test_kinds_of_interfaces(files, kind, tmp_path, monkeypatch):
-    for name, text in (
-        {"ifindex": "7", "iflink": "7", "speed": "1000"} | files
-    ).items():
-        file = tmp_path / "net0" / name
+def test_kinds_of_interfaces(files, driver, kind, tmp_path, monkeypatch):
+    folder = tmp_path / "net0"
+    for name in ("ifindex", "speed", *files):
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.setattr(host_measurement, "_INTERFACES", tmp_path)
-    monkeypatch.setattr(host_measurement.socket, "if_nametoindex", lambda name: 7)
-    assert host_measurement._kind("net0", 0) == kind
-    assert host_measurement._rate("net0") == 125e6
-    # The files tell of another network than this process's.
-    monkeypatch.setattr(host_measurement.socket, "if_nametoindex", lambda name: 8)
-    assert host_measurement._kind("net0", 0) == "container"
-    assert host_measurement._rate("net0") is None
+        file.write_text({"ifindex": "7", "speed": "1000"}.get(name, "1"))
+    monkeypatch.setattr(host, "_INTERFACES", tmp_path)
+    link = Link(index=7, flags=1, IFLA_IFNAME="net0")
+    if driver is not None:
+        link["IFLA_LINKINFO"] = Link(IFLA_INFO_KIND=driver)
+    assert host._kind(link) == kind
+    assert host._rate(link) == 125e6
+    # The files describe another network namespace than this process's.
+    apart = Link(link, index=8)
+    assert host._kind(apart) == (kind if driver else "container")
+    assert host._rate(apart) is None

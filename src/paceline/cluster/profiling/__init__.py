@@ -2,6 +2,7 @@
 
 - `step_profiler`: compute times of a training step, tensor by tensor; what a script does in each
   step beside computing; real gradients of some steps, in files.
+- `step_phases`: input, forward, backward, exposed communication and update of each step.
 - `compressors`: the time to compress a gradient, alone and while all cores do so, and what each
   compressor costs and gains on one model.
 - `timers`: times on the host's clock or in a CUDA stream.

@@ -1,17 +1,16 @@
 """What slows a training down, by name: measured (`evidence`), then concluded (`diagnose`).
 
-`diagnose` is a pure function of the evidence. What mending a fault gains is predicted by virtual
-runs, which take the process for themselves.
+`diagnose` is a pure function of the evidence. Simulated runs predict what fixing a fault saves; they take the
+process for themselves.
 
-- `__main__`: the script that ``paceline doctor`` launches on every worker.
-- `measure`, `measure_network`, `step_phases`, `host_measurement`: one worker's measurements.
-- `simulated`: the same in virtual time.
+- `faults`: the table of all faults, and those of the training; start here.
+- `system_faults`: faults of network and hosts.
+- `diagnosis`: which faults cost something, and what fixing them saves.
+- `network_model`, `training_model`: links and racks, and the training, as the evidence shows them.
+- `measure`: collects the evidence on every worker. `host`: cores and interfaces of one worker's host.
 - `evidence`: all measurements as data.
-- `diagnosis`: faults by name, and what they cost; start here.
-- `fault_kinds`, `thresholds`: what a fault is, and from where on.
-- `network_faults`, `worker_faults`, `training_faults`: the faults.
-- `network_model`, `training_model`, `racks`: what they are found in.
-- `report`, `text`: a diagnosis as a page, and in ten lines.
+- `report`: a diagnosis for people.
+- `__main__`: the script that ``paceline doctor`` launches on every worker.
 """
 
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault, diagnose

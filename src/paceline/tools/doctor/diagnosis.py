@@ -1,339 +1,307 @@
-"""What the evidence says: faults by name, and what they cost.
+"""What slows a training down: faults by name, and what fixing each of them saves.
 
-1. `FAULTS` are asked in turn, root causes first; a fault that explains others takes its hosts from
-   them: a host whose packets are lost has a slow link, and only the first is named.
-2. Each mends a `TrainingModel`, and virtual time says what that gains; a fault that gains too little is
-   none (`thresholds`), but for those of `CERTAIN`, of which virtual time knows nothing.
-3. `LATER` are asked of the patient that is left when all those are mended, if anybody can know it.
+1. The system faults of `FAULTS` are detected, root causes first. A fault that explains others takes its
+   hosts from them: where packets are lost the link is slow, and only the loss is named.
+2. Each fix changes a `TrainingModel`, and the simulated runtime predicts what that saves. A fault that saves
+   too little is none (`GAIN`), unless the runtime does not model it (`FaultKind.always_report`).
+3. The training's faults are detected in what is left, if anybody can know that.
 
-Gains add up: each is what its mending gains once the faults above it are mended.
+Gains add up: each is what fixing the fault saves once the faults above it are fixed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from statistics import harmonic_mean
 
 import msgspec
 
 from paceline.tools.doctor.evidence import Evidence
-from paceline.tools.doctor.fault_kinds import Detection, FaultKind, Hosts, LateRow
-from paceline.tools.doctor.network_faults import (
-    contention,
-    loss,
-    scarce_uplink,
-    slow_link,
-    slow_path,
-    wrong_interface,
-)
+from paceline.tools.doctor.faults import FAULTS, GAIN
 from paceline.tools.doctor.network_model import NetworkModel
-from paceline.tools.doctor.thresholds import GAIN, UNLIKE
-from paceline.tools.doctor.training_faults import slow_method, start_up, too_slow
-from paceline.tools.doctor.training_model import TrainingModel, patient_of
-from paceline.tools.doctor.worker_faults import (
-    input_starves,
-    no_overlap,
-    slow_host,
-    threads,
-)
-from paceline.tools.plan.predict import predict_single
+from paceline.tools.doctor.system_faults import Detection, Hosts, Observed
+from paceline.tools.doctor.training_model import TrainingModel
 
-FAULTS: tuple[FaultKind, ...] = (
-    FaultKind(
-        name="threads",
-        seen="threads of all workers of a host, and its cores",
-        do="`OMP_NUM_THREADS`: cores divided by workers; torchrun sets 1 where nothing is said",
-        find=threads,
-        # Processors that are short also hold up what is sent and received.
-        explains=("slow host", "input starves", "contention"),
-    ),
-    FaultKind(
-        name="wrong interface",
-        seen="the interface that carries the collectives, and the others that are up",
-        do="`GLOO_SOCKET_IFNAME` (NCCL: `NCCL_SOCKET_IFNAME`), and an address of that network as `MASTER_ADDR`",
-        find=wrong_interface,
-        explains=("loss", "contention", "slow link", "slow path"),
-    ),
-    FaultKind(
-        name="loss",
-        seen="segments that are sent again, on each path",
-        do="cable, port, driver, radio",
-        find=loss,
-        explains=("contention", "slow link", "slow path"),
-    ),
-    FaultKind(
-        name="contention",
-        seen="goodput of each path, several times, apart in time",
-        do="another link, or another hour, for whoever else uses it",
-        find=contention,
-        explains=("slow link", "slow path"),
-    ),
-    FaultKind(
-        name="scarce uplink",
-        seen="what hosts get that all send at once, in rounds, against alone",
-        do="a faster uplink, or `collective=hierarchical`",
-        find=scarce_uplink,
-    ),
-    FaultKind(
-        name="slow link",
-        seen="goodput between each two hosts, each direction; a link is as its best paths",
-        do="cable, port, duplex; or train without that host",
-        find=slow_link,
-    ),
-    FaultKind(
-        name="slow path",
-        seen="goodput between two hosts that both reach others faster",
-        do="what only they share: route, cable between switches, member of a bundle (LAG); or other neighbours in the ring",
-        find=slow_path,
-    ),
-    FaultKind(
-        name="slow host",
-        seen="forward and backward on each worker, without waits",
-        do="end other programs there, or give it a smaller part: `paceline.Sampler(shares=...)`",
-        find=slow_host,
-    ),
-    FaultKind(
-        name="input starves",
-        seen="time from a step's end to the next forward pass, on each worker",
-        do="more loader processes that run ahead; less work between steps",
-        find=input_starves,
-    ),
-    FaultKind(
-        name="no overlap",
-        seen="when in backward gradients' bytes become ready; whether the model is compiled whole",
-        do="compile blocks: `for block in model.blocks: block.compile()`",
-        find=no_overlap,
-    ),
-)
-"""Root causes first."""
+UNLIKE = 0.15
+"""Part of a measured step: where a prediction of it is farther off, no gain is predicted."""
 
-LATER: tuple[LateRow, ...] = (
-    LateRow(
-        name="start-up",
-        seen="a step in virtual time, with messages as measured and with ones that begin at no cost",
-        do="another bucket rule or collective, which it names",
-        find=start_up,
-    ),
-    LateRow(
-        name="slow method",
-        seen="a step in virtual time by the method in use, against others that promise as much or more",
-        do="the method that it names, or a server on each host",
-        find=slow_method,
-    ),
-    LateRow(
-        name="too slow for exact",
-        seen="the shortest step of any exact mean, against computing",
-        do="the class that helps, with the command; or faster links",
-        find=too_slow,
-    ),
-)
-"""Asked when the others are mended."""
-
-CERTAIN = ("threads", "loss")
-"""Wrong whatever virtual time says: it runs no threads and loses no packets."""
-
-UNSEEN = "loss"
-"""What a step takes beyond its prediction is this one's doing: retransmissions wait."""
+_KINDS = {row.name: row for row in FAULTS}
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """*name*: of the registry. *where*: which host, link or rack. *because*: what was measured.
-    *do*: what to do, *command*: what to run, if that is to be run. *gains_seconds*: by how much a step is shorter
-    then, predicted (None: nobody can know, or the step itself was predicted wrongly)."""
+    """A fault that costs something.
+
+    Attributes:
+        name: As in the table of faults.
+        location: Host, link, path or rack.
+        cause: What was measured there.
+        advice: What to do.
+        command: What to run, where a command fixes it.
+        gain_seconds: Seconds that fixing it takes off a step, predicted. None where nobody can
+            know, or where the step itself was predicted wrongly.
+        hosts: Hosts that have the fault.
+    """
 
     name: str
-    where: str
-    because: str
-    do: str
+    location: str
+    cause: str
+    advice: str
     command: str = ""
-    gains_seconds: float | None = None
+    gain_seconds: float | None = None
+    hosts: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The fault's name for readers."""
+        return _KINDS[self.name].title
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """*faults*, from what is to be done first. *step_seconds* as measured, *predicted_seconds* of the job as its
-    parts were measured, *mended_seconds* without its faults (None: nobody can know); *alone_seconds*: one machine's, *lower_bound_seconds*: of any
-    exact mean on the network as it is. Where no script *ran* they are those of an all-reduce of 64 MiB, and there is no step. *notes* say
-    why figures tell little, if they do."""
+    """What is wrong with a training, or with a network where no script ran.
+
+    Attributes:
+        faults: From the one to be fixed first.
+        harmless: Deviations that cost less than `GAIN` of a step.
+        checked: What was checked.
+        runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
+        workers: How many there are.
+        spec: The method in use.
+        trained: Whether a script ran. Without one, figures are those of an all-reduce of 64 MiB.
+        step_seconds: Measured; None where no script ran.
+        predicted_seconds: Predicted from the measured parts.
+        fixed_seconds: Predicted without the faults; None where nobody can know.
+        single_seconds: One machine's step with the same global batch.
+        lower_bound_seconds: No exact method is faster on this network, with its faults.
+        notes: Reasons why the figures may mislead.
+    """
 
     faults: tuple[Fault, ...]
+    harmless: tuple[Fault, ...] = ()
+    checked: tuple[str, ...] = ()
     runtime: str
     workers: int
     spec: str
-    ran: bool
+    trained: bool
     predicted_seconds: float | None
-    mended_seconds: float | None
+    fixed_seconds: float | None
     lower_bound_seconds: float
     step_seconds: float | None = None
-    alone_seconds: float | None = None
+    single_seconds: float | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
         return not self.faults
 
+    @property
+    def unexplained_seconds(self) -> float | None:
+        """What a step takes beyond its prediction; negative where it takes less."""
+        if self.step_seconds is None or self.predicted_seconds is None:
+            return None
+        return self.step_seconds - self.predicted_seconds
+
     def to_json(self) -> str:
         return msgspec.json.encode(self).decode()
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
-    """Name what is wrong, and predict what mending it gains: a pure function, to the bit, which
-    takes the process for its simulations. Raises `UsageError` for evidence that cannot be."""
-    picture = NetworkModel(evidence)
-    visit = _Visit(patient_of(picture), suspected(picture))
-    visit.leave_out_what_gains_nothing()
-    known = all(found.mend is not None for found in visit.found.values())
-    for late in LATER if known else ():
-        found = late.find(picture, visit.mended(visit.found))
-        if found is not None:
-            visit.found[late.name] = found
-    visit.leave_out_what_gains_nothing()
-    return _diagnosis(picture, visit)
+def diagnose(evidence: Evidence, *, processes: int = 1) -> Diagnosis:
+    """Name what is wrong, and predict what fixing it saves.
+
+    Equal evidence gives equal diagnoses, to the bit. Simulations take the process for themselves.
+
+    Args:
+        evidence: What was measured.
+        processes: How many predictions of other methods run at a time.
+
+    Raises:
+        UsageError: The evidence is incomplete.
+    """
+    network = NetworkModel(evidence)
+    training = TrainingModel.of(network)
+    estimator = GainEstimator(training, detect_faults(network, training))
+    estimator.remove_harmless()
+    checked = [row for row in FAULTS if row.stage == "system"]
+    if all(found.fix is not None for found in estimator.found.values()):
+        for row in FAULTS:
+            if row.stage == "training":
+                left = estimator.fixed(estimator.found)
+                found = row.detect(Observed(network, left, processes=processes))
+                checked.append(row)
+                if found is not None:
+                    estimator.found[row.name] = found
+    estimator.remove_harmless()
+    seen = [one.checks for one in checked if network.trains or not one.needs_script]
+    return _diagnosis(network, estimator, seen)
 
 
-def suspected(picture: NetworkModel) -> dict[str, Detection]:
-    """What of `FAULTS` is to be seen, whatever it costs; root causes first. Mending one mends its
-    symptoms, on its hosts."""
+def detect_faults(
+    network: NetworkModel, training: TrainingModel
+) -> dict[str, Detection]:
+    """Detect the system's faults, whatever they cost; root causes first.
+
+    Fixing a fault fixes its symptoms, on its hosts.
+    """
     explained: dict[str, dict[str, Hosts]] = defaultdict(dict)  # by symptom and cause
-    suspects: dict[str, Detection] = {}
+    detected: dict[str, Detection] = {}
     for row in FAULTS:
+        if row.stage != "system":
+            continue
         causes = explained[row.name]
+        seen = Observed(network, training)
         spared = frozenset[int]().union(*causes.values())
-        found = row.find(picture, spared)
+        found = row.detect(replaced(seen, explained=spared))
         theirs: dict[str, Hosts] = {}
         if found is not None:
-            suspects[row.name] = found
+            detected[row.name] = found
             theirs[row.name] = found.hosts
-        everywhere = row.find(picture, frozenset()) if spared else None
+        everywhere = row.detect(seen) if spared else None
         if everywhere is not None:
             for cause, hosts in causes.items():
-                suspects[cause] = suspects[cause].with_symptom(everywhere, hosts)
+                detected[cause] = detected[cause].with_symptom(everywhere, hosts)
                 # A symptom's symptoms are the cause's.
                 theirs[cause] = everywhere.hosts & hosts
-        for name in row.explains:
+        for name in row.symptoms:
             for cause, hosts in theirs.items():
                 known = explained[name].get(cause, frozenset())
                 explained[name][cause] = known | hosts
-    return suspects
+    return detected
 
 
 @dataclass
-class _Visit:
-    """A patient, what was *found*, and steps in virtual time with some of it mended."""
+class GainEstimator:
+    """Predicts steps of *training* without some of the faults that were *found*."""
 
-    patient: TrainingModel
+    training: TrainingModel
     found: dict[str, Detection]
+    harmless: dict[str, Detection] = field(default_factory=dict)
     _steps: dict[tuple[str, ...], float | None] = field(default_factory=dict)
 
-    def mended(self, names: Sequence[str] | dict[str, Detection]) -> TrainingModel:
-        """Without these faults."""
-        patient = self.patient
+    def fixed(self, names: Iterable[str]) -> TrainingModel:
+        """The training without these faults."""
+        names, training = set(names), self.training
         for name, found in self.found.items():
-            if name in names and found.mend is not None:
-                patient = found.mend(patient)
-        return patient
+            if name in names and found.fix is not None:
+                training = found.fix(training)
+        return training
 
-    def step(self, names: Sequence[str]) -> float:
-        """Seconds of a step without these faults."""
+    def step_seconds(self, names: Collection[str]) -> float:
+        """A step without these faults; infinite where it cannot be predicted."""
         key = tuple(name for name in self.found if name in names)
         if key not in self._steps:
-            self._steps[key] = self.mended(key).step_seconds()
+            self._steps[key] = self.fixed(key).step_seconds()
         return self._steps[key] or math.inf
 
-    def leave_out_what_gains_nothing(self) -> None:
-        """One fault may hide another: what gains neither alone nor last is none."""
+    def remove_harmless(self) -> None:
+        """Remove faults that save nothing: neither alone, nor once all others are fixed.
+
+        One fault may hide another.
+        """
         for name, found in list(self.found.items()):
-            if name in CERTAIN or found.mend is None:
+            if _KINDS[name].always_report or found.fix is None:
                 continue
             others = [other for other in self.found if other != name]
-            alone = 1 - self.step([name]) / self.step(())
-            last = 1 - self.step([*self.found]) / self.step(others)
+            alone = 1 - self.step_seconds([name]) / self.step_seconds(())
+            last = 1 - self.step_seconds([*self.found]) / self.step_seconds(others)
             if max(alone, last) < GAIN:
-                del self.found[name]
+                self.harmless[name] = self.found.pop(name)
                 self._steps.clear()
 
     def ranked(self) -> list[tuple[str, float | None]]:
-        """Faults, each the one that gains most once those before it are mended, and what; those of
-        `LATER` last."""
+        """Faults and their gains: next is always the one that saves most now.
+
+        Faults of the training come last; faults whose gain is unknown come first.
+        """
         done: list[str] = []
         ranked: list[tuple[str, float | None]] = []
-        later = [row.name for row in LATER]
-        left = [name for name, found in self.found.items() if found.mend is not None]
+        left = [name for name, found in self.found.items() if found.fix is not None]
         while left:
-            now = self.step(done)
+            now = self.step_seconds(done)
             best = max(
                 left,
-                key=lambda name: (name not in later, now - self.step([*done, name])),
+                key=lambda name: (
+                    _KINDS[name].stage == "system",
+                    now - self.step_seconds([*done, name]),
+                ),
             )
-            gains = now - self.step([*done, best])
-            ranked.append((best, gains if math.isfinite(gains) else None))
+            gain = now - self.step_seconds([*done, best])
+            ranked.append((best, gain if math.isfinite(gain) else None))
             done.append(best)
             left.remove(best)
-        unknown = [name for name, found in self.found.items() if found.mend is None]
+        unknown = [name for name, found in self.found.items() if found.fix is None]
         return [(name, None) for name in unknown] + ranked
 
 
-def _diagnosis(picture: NetworkModel, visit: _Visit) -> Diagnosis:
-    evidence, patient = picture.evidence, visit.patient
+def _diagnosis(
+    network: NetworkModel, estimator: GainEstimator, checked: Iterable[str]
+) -> Diagnosis:
+    evidence, training = network.evidence, estimator.training
     measured = [one.step.step.median for one in evidence.workers if one.step]
-    # Workers that wait for nobody do different numbers of steps: their rates add up.
-    step = harmonic_mean(measured) if picture.trains else None
-    predicted = patient.step_seconds()
-    notes = list(evidence.notes)
-    off = _off(step, predicted, losing=UNSEEN in visit.found)
-    if off:
-        notes.append(off)
+    # Workers that do not wait for each other do different numbers of steps: their rates add up.
+    step = harmonic_mean(measured) if network.trains else None
+    predicted = training.step_seconds()
+    unmodelled = [name for name in estimator.found if _KINDS[name].gain_is_unmodelled]
+    off = _why_no_gains(step, predicted, losing=bool(unmodelled))
+    beyond = 0.0
+    if unmodelled and step is not None and predicted is not None:
+        beyond = step - predicted if step - predicted > GAIN * step else 0.0
     faults = [
-        Fault(
-            name=name,
-            where=visit.found[name].where,
-            because=visit.found[name].because,
-            do=visit.found[name].do,
-            command=visit.found[name].command,
-            gains_seconds=None if off else _with_unseen(name, gains, step, predicted),
+        _fault(
+            name,
+            estimator.found[name],
+            None
+            if off
+            else (gain or 0.0) + beyond
+            if name in unmodelled and beyond
+            else gain,
         )
-        for name, gains in visit.ranked()
+        for name, gain in estimator.ranked()
     ]
     return Diagnosis(
         faults=tuple(faults),
+        harmless=tuple(_fault(*one, None) for one in estimator.harmless.items()),
+        checked=tuple(checked),
         runtime=evidence.runtime,
         workers=len(evidence.workers),
         spec=evidence.spec,
-        ran=picture.trains,
+        trained=network.trains,
         step_seconds=step,
         predicted_seconds=predicted,
-        mended_seconds=None if off else visit.mended(visit.found).step_seconds(),
-        alone_seconds=predict_single(patient.job).step_seconds / len(patient.hosts)
-        if picture.trains
-        else None,
-        lower_bound_seconds=patient.lower_bound_seconds,
-        notes=tuple(notes),
+        fixed_seconds=None if off else estimator.fixed(estimator.found).step_seconds(),
+        single_seconds=training.single_seconds if network.trains else None,
+        lower_bound_seconds=training.lower_bound_seconds,
+        notes=(*evidence.notes, *([off] if off else [])),
     )
 
 
-def _off(step: float | None, predicted: float | None, *, losing: bool) -> str:
-    """Why nothing that is predicted of this step is to be believed, or nothing. What a step takes longer
-    where packets are lost is known: retransmissions."""
+def _fault(name: str, found: Detection, gain: float | None) -> Fault:
+    return Fault(
+        name=name,
+        location=found.location,
+        cause=found.cause,
+        advice=found.advice,
+        command=found.command,
+        gain_seconds=gain,
+        hosts=tuple(sorted(found.hosts)),
+    )
+
+
+def _why_no_gains(step: float | None, predicted: float | None, *, losing: bool) -> str:
+    """Why no gain of this step can be predicted; empty where it can.
+
+    Where packets are lost, it is known why a step takes longer: retransmissions.
+    """
     if step is None or (losing and predicted is not None and step > predicted):
         return ""
     if predicted is None:
-        return "this step cannot be predicted from its parts, and so no gain can"
+        return "This step cannot be predicted from its parts, so no gain is predicted."
     part = abs(step - predicted) / step
     if part <= UNLIKE:
         return ""
     return (
-        f"the step was predicted {100 * part:.0f} % off what was measured: so no gain is "
-        "predicted"
+        f"The prediction is {100 * part:.0f} % off the measured step, so no gain is "
+        "predicted."
     )
-
-
-def _with_unseen(
-    name: str, gains: float | None, step: float | None, predicted: float | None
-) -> float | None:
-    """With what a step took beyond its prediction, where that is this fault's doing."""
-    if name != UNSEEN or step is None or predicted is None:
-        return gains
-    beyond = max(0.0, step - predicted)
-    return (gains or 0.0) + beyond if beyond > GAIN * step else gains

@@ -1,6 +1,6 @@
-"""What a doctor has measured, before anything is concluded from it: plain data, JSON both ways.
+"""Everything that ``paceline doctor`` measures, before any conclusion: plain data, JSON both ways.
 
-Seconds, bytes, and bytes per second, as everywhere.
+Times are seconds, sizes bytes, rates bytes per second.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from typing import Literal
 import msgspec
 
 from paceline.cluster import Workload
+from paceline.cluster.profiling.step_phases import StepPhases
 
 Kind = Literal["ethernet", "container", "wireless", "virtual", "loopback"]
-"""Of a network interface: what has a device of its own, the one that a container (or an emulated
-host) is given, what is made of others (bridges, tunnels), and the machine's own."""
-
-
-class Measured(msgspec.Struct, frozen=True):
-    """The *median* of several measures, and the median of their distances to it."""
-
-    median: float
-    spread: float = 0.0
+"""Kind of a network interface. *ethernet* has a device of its own, *container* is a container's (or an
+emulated host's) end of a pair, *virtual* is made of others (bridge, tunnel)."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
-    """A network interface that is up and has an address; *rate*: what the system says it can do, in
-    bytes per second (None: it does not say). *network*: that of the address, such as
-    ``"10.0.0.0/24"`` (empty: not found out)."""
+    """A network interface that is up and has an address.
+
+    Attributes:
+        name: Such as ``"eth0"``.
+        kind: What it is made of.
+        rate: Bytes per second, as the system reports it; None where it does not.
+        network: Network of its IPv4 address, such as ``"10.0.0.0/24"``; empty where unknown.
+    """
 
     name: str
     kind: Kind
@@ -34,42 +33,20 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     network: str = ""
 
 
-class StepEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker's step goes: seconds, over so many *steps*: those in steady state, as its
-    recorder tells them; not *steady*: there were none, and these are of the warm-up.
-
-    *input*: from the end of a step to the first forward pass. *first_wait*: from the end of a step
-    to the first wait for the network: a straggler makes all steps alike, and not this.
-    *backward* without waits, *exposed* are all waits. *messages* and *bytes_sent*: of a step, this worker's.
-    *at_end*: the part of the gradients' bytes that became ready in the last tenth of the
-    backward pass. *compiled_whole*: the whole model is one compiled graph. *passes*: forward and
-    backward passes of a step, which is more than one where gradients are accumulated.
-    """
-
-    steps: int
-    step: Measured
-    input: Measured
-    forward: Measured
-    backward: Measured
-    update: Measured
-    first_wait: Measured
-    exposed: Measured
-    messages: float
-    bytes_sent: float
-    at_end: float = 0.0
-    compiled_whole: bool = False
-    passes: int = 1
-    steady: bool = True
-
-
 class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker and what it runs on.
+    """One worker and the host that it runs on.
 
-    *host* is a number, as in the cluster, *name* what the host calls itself. *threads* compute in this
-    worker, on *cores* that its host has for all its workers (in virtual time as many as threads);
-    *other_load* of these are kept busy
-    by other programs. *interface* carries the collectives (None: not found out), *others* could. *step*: None
-    where no script ran. *speed*: of a product of matrices, relative to the fastest worker.
+    Attributes:
+        rank: Its rank.
+        host: The host's number, as in the cluster.
+        name: The host's own name.
+        threads: Threads that compute in this worker.
+        cores: Cores that the host has for all its workers. Simulated hosts have one per thread.
+        other_load: How many of these cores other programs keep busy.
+        speed: Speed of a matrix product, relative to the fastest worker.
+        interface: Carries the collectives; None where unknown.
+        others: The other interfaces that are up.
+        step: Phases of its steps; None where no script ran.
     """
 
     rank: int
@@ -81,15 +58,19 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     speed: float = 1.0
     interface: Interface | None = None
     others: tuple[Interface, ...] = ()
-    step: StepEvidence | None = None
+    step: StepPhases | None = None
 
 
 class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """From one host to another, nothing else under way.
+    """The path from one host to another, measured while nothing else is sent.
 
-    *rates*: goodput, bytes per second, measured several times, apart in time. *latency*: one-way seconds of a message
-    without content. *retransmitted*: of the segments sent, the part that was sent again (None: the
-    system does not count them); best while little is sent, as a queue that is full loses some on any network.
+    Attributes:
+        source: Number of the sending host.
+        target: Number of the receiving host.
+        rates: Goodput in bytes per second, of several measurements that are apart in time.
+        latency: One-way seconds of a message without content.
+        retransmitted: Part of the segments that was sent again; None where the system does not
+            count. It is measured while little is sent, as a full queue loses some on any network.
     """
 
     source: int
@@ -99,9 +80,14 @@ class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
     retransmitted: float | None = None
 
 
-class TogetherEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """Several hosts sending at once: from *sources* to *targets*, each host in either at most
-    once, and what each flow got, in bytes per second."""
+class ConcurrentFlows(msgspec.Struct, frozen=True, kw_only=True):
+    """A round in which several hosts send at the same time.
+
+    Attributes:
+        sources: Sending hosts, each at most once.
+        targets: Receiving hosts, each at most once.
+        rates: Bytes per second of each flow.
+    """
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -109,16 +95,27 @@ class TogetherEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """All of it. *runtime*: real, emulated or simulated. *cluster*: as the probe inferred it, a cluster file's
-    text: latency, processors, workers of a host are taken from there. *workload* and *spec*: what was trained, and
-    how; None and bsp where no script ran. *script* and *arguments*: for the commands that are recommended. *shared_cores*: cores that all hosts share, as emulated ones
-    do.
+    """All measurements of one examination.
+
+    Attributes:
+        runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
+        workers: One entry per worker.
+        paths: Every path between two hosts.
+        concurrent: Rounds in which all hosts send at the same time.
+        cluster: Text of the cluster file that the probe inferred. Latency, processors and
+            workers per host are taken from it.
+        workload: What was trained; None where no script ran.
+        spec: The method that was used.
+        script: The script's file, for the commands that are recommended.
+        arguments: Its arguments.
+        shared_cores: Cores that all hosts share, as emulated hosts do.
+        notes: Reasons why the figures may mislead.
     """
 
     runtime: str
     workers: tuple[WorkerEvidence, ...]
     paths: tuple[PathEvidence, ...]
-    together: tuple[TogetherEvidence, ...] = ()
+    concurrent: tuple[ConcurrentFlows, ...] = ()
     cluster: str = ""
     workload: Workload | None = None
     spec: str = "bsp"
@@ -129,7 +126,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, text: bytes) -> Evidence:
-        """From JSON. Raises `msgspec.MsgspecError`."""
+        """Read JSON.
+
+        Raises:
+            msgspec.MsgspecError: The text is not evidence.
+        """
         return msgspec.json.decode(text, type=cls)
 
     def to_json(self) -> bytes:

@@ -1,32 +1,51 @@
-"""One worker's side of an examination: watches what its script trains, then measures network and
-machine together with the others."""
+"""Collects evidence on every worker, in all runtimes.
+
+`Examination` watches what a script trains; when the script has ended it measures network and hosts
+together with the other workers. `examine_simulation` and `examine_simulated_network` do so in simulated
+time, `main` in the process of a real or emulated worker.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import argparse
+import os
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from types import ModuleType
 
 import msgspec
 import torch
 
-from paceline.cluster import Workload, cluster_toml
-from paceline.cluster.probe import infer_cluster
+from paceline.cluster import Cluster, Workload, cluster_toml
+from paceline.cluster.probe import ProbeResult, infer_cluster, measure
+from paceline.cluster.probe.infer import find_racks
+from paceline.cluster.probe.pairs import MOST_BYTES, TRIES, PairProbe
 from paceline.cluster.profiling import StepProfiler
+from paceline.cluster.profiling.step_phases import StepWatch
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
+from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import unsettled
-from paceline.tools.doctor import host_measurement
-from paceline.tools.doctor.evidence import Evidence, WorkerEvidence
-from paceline.tools.doctor.measure_network import NetworkFound, examine_network
-from paceline.tools.doctor.step_phases import StepWatch
+from paceline.runtimes.simulated import Simulation
+from paceline.tools.doctor.evidence import (
+    ConcurrentFlows,
+    Evidence,
+    PathEvidence,
+    WorkerEvidence,
+)
+from paceline.tools.doctor.host import busy_cores, cores, interfaces
+from paceline.tools.doctor.network_model import SLOW_LINK
 
 IDLE_SECONDS = 0.5
 CPU = torch.device("cpu")
 
 
-class _Said(msgspec.Struct):
-    """What a worker tells rank 0: *busy* cores of its machine, while no worker does anything."""
+class _WorkerReport(msgspec.Struct):
+    """What a worker sends to rank 0; *busy* are cores of its host while no worker does anything."""
 
     worker: WorkerEvidence
     busy: float
@@ -35,8 +54,13 @@ class _Said(msgspec.Struct):
 
 
 class Examination:
-    """Begins with the runtime, before the script; *deliver* is given the evidence, on rank 0, once the script
-    has ended well. *seconds*: for each pair of hosts, each way. *say*: is told what begins, on rank 0.
+    """One worker's side of an examination. It begins with the runtime, before the script.
+
+    Args:
+        runtime: This worker's.
+        deliver: Is called on rank 0 with the evidence, once the script has ended well.
+        seconds: For each pair of hosts and direction.
+        say: Is called on rank 0 with what begins.
     """
 
     def __init__(
@@ -67,47 +91,47 @@ class Examination:
             self._profiler = StepProfiler(model, parameters, stopwatch)
             self._watch = StepWatch(self._runtime, model, parameters)
         if self._model is not model:
-            return ()  # the first model tells enough
+            return ()  # the first model is enough
         return [one for one in (self._profiler, self._watch) if one is not None]
 
     def _examine(self) -> None:
-        """Collective: the script has ended on all workers."""
+        """Measure. Collective: the script has ended on all workers."""
         runtime, say = self._runtime, self._say
         threads = torch.get_num_threads()
         runtime.connect()
-        found = examine_network(
+        found = measure_network(
             runtime,
             self._seconds,
             lambda text: say(text) if runtime.rank == 0 else None,
         )
         said = [
-            msgspec.json.decode(text, type=_Said)
-            for text in gather_bytes(msgspec.json.encode(self._say_own(threads)), CPU)
+            msgspec.json.decode(text, type=_WorkerReport)
+            for text in gather_bytes(msgspec.json.encode(self._report(threads)), CPU)
         ]
         if runtime.rank == 0:
             self._deliver(_evidence(runtime, found, said))
         self.is_over = True
 
-    def _say_own(self, threads: int) -> _Said:
+    def _report(self, threads: int) -> _WorkerReport:
         runtime = self._runtime
         simulated = runtime.clock.is_virtual
-        step = None if self._watch is None else self._watch.evidence()
-        used, others = (None, ()) if simulated else host_measurement.interfaces()
-        cores = host_measurement.cores()
+        step = None if self._watch is None else self._watch.phases()
+        used, others = (None, ()) if simulated else interfaces()
+        own_cores = cores()
         if simulated and runtime.cluster is not None:
             rack = runtime.cluster.racks[runtime.cluster.rack_of(runtime.rank)]
-            cores = max(rack.cores, rack.workers_per_host)
-        return _Said(
+            own_cores = max(rack.cores, rack.workers_per_host)
+        return _WorkerReport(
             worker=WorkerEvidence(
                 rank=runtime.rank,
                 host=0,
                 threads=threads,
-                cores=cores,
+                cores=own_cores,
                 interface=used,
                 others=others,
                 step=step,
             ),
-            busy=0.0 if simulated else host_measurement.busy_cores(IDLE_SECONDS),
+            busy=0.0 if simulated else busy_cores(IDLE_SECONDS),
             workload=self._workload() if step is not None else None,
             spec=runtime.recorder.method or "bsp",
         )
@@ -125,16 +149,18 @@ class Examination:
             return None  # the model itself was never called
 
 
-def _evidence(runtime: Runtime, found: NetworkFound, said: Sequence[_Said]) -> Evidence:
-    findings = found.findings
-    names = findings.names or [""] * runtime.size
+def _evidence(
+    runtime: Runtime, found: NetworkEvidence, said: Sequence[_WorkerReport]
+) -> Evidence:
+    probe = found.probe
+    names = probe.names or [""] * runtime.size
     workers = tuple(
         msgspec.structs.replace(
             one.worker,
             rank=rank,
-            host=findings.hosts[rank],
+            host=probe.hosts[rank],
             name=names[rank],
-            speed=findings.speeds[rank],
+            speed=probe.speeds[rank],
             other_load=one.busy,
         )
         for rank, one in enumerate(said)
@@ -143,25 +169,274 @@ def _evidence(runtime: Runtime, found: NetworkFound, said: Sequence[_Said]) -> E
         runtime=runtime.name,
         workers=workers,
         paths=found.paths,
-        together=found.together,
-        cluster=cluster_toml(infer_cluster(findings)),
-        workload=_of_the_usual(said),
+        concurrent=found.concurrent,
+        cluster=cluster_toml(infer_cluster(probe)),
+        workload=_median_workload(said),
         spec=said[0].spec,
-        shared_cores=findings.shared_cores,
+        shared_cores=probe.shared_cores,
         notes=_cautions(runtime, said),
     )
 
 
-def _cautions(runtime: Runtime, said: Sequence[_Said]) -> tuple[str, ...]:
-    """Why the steps that were watched tell little about later ones, if they do."""
+def _cautions(runtime: Runtime, said: Sequence[_WorkerReport]) -> tuple[str, ...]:
+    """Why the watched steps say little about later ones, if they do."""
     step = said[0].worker.step
     if step is None or step.steady:
         return ()
     return (unsettled(runtime.recorder.step_count, runtime.recorder),)
 
 
-def _of_the_usual(said: Sequence[_Said]) -> Workload | None:
-    """The workload of the worker that has the median time."""
+def _median_workload(said: Sequence[_WorkerReport]) -> Workload | None:
+    """The workload of the worker with the median time."""
     known = [one.workload for one in said if one.workload is not None]
     known.sort(key=lambda one: one.forward_seconds + one.backward_seconds + one.update)
     return known[len(known) // 2] if known else None
+
+
+# ---- network ----
+REPEATS = 4
+"""Rounds after the first."""
+MOST_REPEATED = 64
+"""Paths that are measured again. Of more paths, those between ranks that are near each other."""
+MOST_DOUBTFUL = 16
+"""Other paths that are measured again, as they looked slow."""
+MOST_SHIFTS = 8
+"""Rounds in which all hosts send at the same time."""
+
+
+@dataclass(frozen=True)
+class NetworkEvidence:
+    """The network between hosts.
+
+    Attributes:
+        probe: As ``paceline probe`` measures it.
+        paths: Every path between two hosts.
+        concurrent: Rounds in which all hosts send at the same time.
+    """
+
+    probe: ProbeResult
+    paths: tuple[PathEvidence, ...]
+    concurrent: tuple[ConcurrentFlows, ...]
+
+
+def measure_network(
+    runtime: Runtime, seconds: float, say: Callable[[str], None]
+) -> NetworkEvidence:
+    """Measure the network between the workers' hosts. Collective; the same on every rank.
+
+    Args:
+        runtime: This worker's.
+        seconds: For each pair of hosts and direction, in the first round.
+        say: Is called with what begins.
+
+    Raises:
+        UsageError: There is only one worker.
+    """
+    probe = measure(runtime, seconds_per_pair=seconds, say=say)
+    hosts = list(dict.fromkeys(probe.hosts))
+    leaders = [probe.hosts.index(host) for host in hosts]
+    pairs = PairProbe(runtime, seconds)
+    rates: dict[tuple[int, int], list[float]] = {
+        (a, b): [probe.goodput[a][b]] for a in leaders for b in leaders if a != b
+    }
+    sent = dict.fromkeys(rates, 0.0)
+    lost = dict.fromkeys(rates, 0.0)
+    concurrent: list[ConcurrentFlows] = []
+    shifts = _shifts(len(leaders))
+    repeated = _repeated(leaders)
+    flows = [*repeated, *_doubtful(rates, repeated)]
+    for number in range(REPEATS):
+        say(f"links again, round {number + 2} of {REPEATS + 1}")
+        found = pairs.remeasure(flows, [rates[flow][0] for flow in flows])
+        for (a, b), one in zip(flows, found, strict=True):
+            rates[a, b].append(one.rate)
+            sent[a, b] += one.sent
+            lost[a, b] += one.lost
+            sent[b, a] += one.sent_back
+            lost[b, a] += one.lost_back
+        for shift in shifts[number::REPEATS]:
+            concurrent.append(
+                _concurrent_flows(pairs, leaders, hosts, shift, rates, seconds)
+            )
+    paths = tuple(
+        PathEvidence(
+            source=probe.hosts[a],
+            target=probe.hosts[b],
+            rates=tuple(several),
+            latency=probe.latency[a][b],
+            retransmitted=lost[a, b] / sent[a, b] if sent[a, b] else None,
+        )
+        for (a, b), several in rates.items()
+    )
+    return NetworkEvidence(_by_medians(probe, rates), paths, tuple(concurrent))
+
+
+def _by_medians(
+    probe: ProbeResult, rates: dict[tuple[int, int], list[float]]
+) -> ProbeResult:
+    """The probe, with the medians of all rounds."""
+    hosts = probe.hosts
+    first = {host: hosts.index(host) for host in hosts}
+    usual = {flow: median(several) for flow, several in rates.items()}
+    goodput = [[usual.get((first[a], first[b]), 0.0) for b in hosts] for a in hosts]
+    racks = find_racks(goodput, probe.latency, hosts)
+    return msgspec.structs.replace(
+        probe,
+        goodput=goodput,
+        racks=racks,
+        # They were measured between the racks of the first round.
+        uplinks=probe.uplinks if racks == probe.racks else [],
+    )
+
+
+def _repeated(leaders: Sequence[int]) -> list[tuple[int, int]]:
+    count = len(leaders)
+    reach = count - 1
+    while reach > 1 and count * reach > MOST_REPEATED:
+        reach -= 1
+    near = [
+        (i, (i + sign * distance) % count)
+        for distance in range(1, reach // 2 + 1)
+        for i in range(count)
+        for sign in (1, -1)
+    ]
+    if reach == count - 1:  # all of them
+        near = [(i, j) for i in range(count) for j in range(count) if i != j]
+    return [(leaders[i], leaders[j]) for i, j in near]
+
+
+def _doubtful(
+    rates: Mapping[tuple[int, int], Sequence[float]],
+    repeated: Collection[tuple[int, int]],
+) -> list[tuple[int, int]]:
+    """The slowest of the other paths, compared with their hosts' best: one measurement may mislead."""
+    again = set(repeated)
+    best_out: dict[int, float] = {}
+    best_into: dict[int, float] = {}
+    for (a, b), (rate, *_) in rates.items():
+        best_out[a] = max(rate, best_out.get(a, 0.0))
+        best_into[b] = max(rate, best_into.get(b, 0.0))
+    parts = {
+        (a, b): rate / min(best_out[a], best_into[b])
+        for (a, b), (rate, *_) in rates.items()
+        if (a, b) not in again
+    }
+    slow = [pair for pair, part in parts.items() if part < SLOW_LINK]
+    return sorted(slow, key=lambda pair: (parts[pair], pair))[:MOST_DOUBTFUL]
+
+
+def _shifts(count: int) -> list[int]:
+    """How many ranks further each host sends, by round: all distances, or some spread over all."""
+    every = list(range(1, count))
+    if len(every) <= MOST_SHIFTS:
+        return every
+    step = (count - 1) / MOST_SHIFTS
+    spread = {round(1 + i * step) for i in range(MOST_SHIFTS - 1)}
+    return sorted({1, count // 2, *spread})
+
+
+def _concurrent_flows(
+    pairs: PairProbe,
+    leaders: Sequence[int],
+    hosts: Sequence[int],
+    shift: int,
+    rates: dict[tuple[int, int], list[float]],
+    seconds: float,
+) -> ConcurrentFlows:
+    """All hosts send *shift* ranks further, each as much as it could alone in that time."""
+    count = len(leaders)
+    flows = [(leaders[i], leaders[(i + shift) % count]) for i in range(count)]
+    sizes = [min(MOST_BYTES, int(median(rates[flow]) * seconds)) for flow in flows]
+    found = pairs.at_once(flows, sizes, TRIES)
+    return ConcurrentFlows(
+        sources=tuple(hosts),
+        targets=tuple(hosts[(i + shift) % count] for i in range(count)),
+        rates=tuple(found),
+    )
+
+
+# ---- simulated runtime ----
+
+
+def examine_simulation(
+    simulation: Simulation, deliver: Callable[[Evidence], None], seconds: float = 0.1
+) -> None:
+    """Let a simulation that has not run examine what its workers train.
+
+    Args:
+        simulation: Runs afterwards.
+        deliver: Is called with the evidence.
+        seconds: For each pair of hosts and direction.
+    """
+    for rank in range(simulation.cluster.workers):
+        Examination(simulation.runtime_of(rank), deliver, seconds=seconds)
+
+
+def examine_simulated_network(cluster: Cluster, seconds: float = 0.1) -> Evidence:
+    """The evidence of a simulated network, without a training."""
+    found: list[Evidence] = []
+    simulation = Simulation(cluster)
+    examine_simulation(simulation, found.append, seconds)
+
+    def body(rank: int) -> None:
+        runtime = join_runtime()
+        runtime.connect()
+        runtime.recorder.begin(
+            "bsp"
+        )  # rules of the cluster count from the start of a training
+
+    simulation.run(body)
+    return found[-1]
+
+
+# ---- real and emulated runtime ----
+
+
+def main() -> None:
+    """Join the job, run the script if there is one, and let rank 0 write the evidence."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seconds-per-pair", type=float, default=0.1)
+    parser.add_argument("script", nargs="?")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    runtime = join_runtime()
+    runtime.registry.options = replace(runtime.registry.options, tells=False)
+
+    def write(evidence: Evidence) -> None:
+        # A reader finds the whole file or none.
+        part = options.output.with_suffix(".part")
+        part.write_bytes(evidence.to_json())
+        os.replace(part, options.output)
+
+    def say(text: str) -> None:
+        print(f"doctor: {text}", file=sys.stderr, flush=True)
+
+    examination = Examination(runtime, write, seconds=options.seconds_per_pair, say=say)
+    if options.script is None:
+        runtime.connect()
+        # Rules of the cluster count from the start of a training.
+        runtime.recorder.begin("bsp")
+        return
+    try:
+        run_as_main(options.script, options.arguments)
+    except SystemExit as end:
+        if end.code:
+            raise
+    if not examination.is_over:
+        runtime.connect()  # the examination runs at the end of a job, so there must be one
+
+
+def run_as_main(script: str, arguments: list[str]) -> None:
+    """Do what ``python SCRIPT ARGUMENTS`` does, in this process."""
+    try:
+        code = compile(Path(script).read_bytes(), script, "exec")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"the script {script} cannot be run: {error}") from error
+    module = ModuleType("__main__")
+    module.__file__ = script
+    module.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    sys.modules["__main__"] = module
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    exec(code, module.__dict__)

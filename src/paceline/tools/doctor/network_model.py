@@ -1,41 +1,68 @@
-"""What the evidence says of each host and link, before anything is called a fault.
+"""What the evidence says of each host, link and rack, before anything is called a fault.
 
-A path is no faster than its two hosts' links. So a host's link, each direction for itself, is as
-good as its best paths: what is slow at the other end makes some paths slow, not these. By the same
-argument a host loses as little as its best paths do.
+A path is no faster than its two hosts' links. So a link, each direction for itself, is as good as its
+best paths: a slow host at the other end makes some paths slow, but not these. By the same argument a
+host loses no more than its best paths do.
+
+Racks follow from rounds in which all hosts send at the same time, as a single flow may not fill an
+uplink (`RackInference`).
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median, median_high
+from typing import Literal
 
-from paceline.tools.doctor.evidence import Evidence, WorkerEvidence
-from paceline.tools.doctor.racks import Pair, Rounds
-from paceline.tools.doctor.thresholds import (
-    FEW_PATHS,
-    FEWEST_REPEATS,
-    LOST,
-    SLOW_LINK,
-    VARIES,
-)
+from paceline.tools.doctor.evidence import ConcurrentFlows, Evidence, WorkerEvidence
 
-Direction = str
-"""``"out"`` or ``"in"``."""
-OUT, IN = "out", "in"
+SLOW_LINK = 0.7
+"""Part of the median host's link. Repeated measurements of goodput differ by a tenth on shared machines. Links
+that are slow for a cause (100 Mbit/s on a gigabit port, half duplex, a worn cable) differ by half and more."""
+
+FEW_PATHS = 0.25
+"""Part of a host's paths, or one of them, that may be slow by themselves. Between two racks that nobody has
+recognized half of them are slow, and at a slow link all."""
+
+VARIES = 0.6
+"""Slowest over fastest measurement, on the median path of a host. Where two jobs share a link in turns it is a
+half or less; a shaped or idle link stays above 0.8."""
+
+FEWEST_REPEATS = 3
+"""Measurements of a path from which its variation can be told."""
+
+LOST = 0.005
+"""Part of the segments, while little is sent. An idle network loses none in thousands; from here on a step of
+some hundred segments waits for a retransmission every time."""
+
+CROWDED = 0.7
+"""Part of the rate alone that flows get which leave a group of hosts at once: less is an uplink's doing. Both
+figures carry the noise of `SLOW_LINK`."""
+
+EXPLAINS = 0.4
+"""Part of the squared error of one rack without uplinks: racks that leave more are a coincidence. Where there
+are racks, the rest is noise."""
+
+Direction = Literal["out", "in"]
+OUT: Direction = "out"
+IN: Direction = "in"
+Pair = tuple[int, int]
+Racks = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """*evidence*, with what follows from it by host."""
+    """Links, paths, racks and workers, by host, as *evidence* shows them."""
 
     evidence: Evidence
 
     @cached_property
     def hosts(self) -> tuple[int, ...]:
-        """All hosts' numbers."""
+        """Numbers of all hosts."""
         numbers = {one.host for one in self.evidence.workers}
         for path in self.evidence.paths:
             numbers |= {path.source, path.target}
@@ -46,7 +73,7 @@ class NetworkModel:
         return [one for one in self.evidence.workers if one.host == host]
 
     def label(self, host: int) -> str:
-        """What people call a host."""
+        """A host's name for readers: ``"worker 2"``, ``"node7 (host 2)"``."""
         mine = self.on(host)
         names = {one.host: one.name for one in self.evidence.workers}
         named = len(set(names.values())) == len(names) and names.get(host)
@@ -57,13 +84,15 @@ class NetworkModel:
 
     @cached_property
     def rates(self) -> Mapping[Pair, float]:
-        """Goodput by path: the median of its repeats."""
+        """Goodput by path: the median of its measurements."""
         return self._by_path(lambda rates: median(rates))
 
     @cached_property
     def steadiness(self) -> Mapping[Pair, float]:
-        """The least repeat of a path over the most, where there are enough; of two hosts, whose one
-        path an accident may meet, the second ones."""
+        """Slowest over fastest measurement by path; 1 where there are too few.
+
+        Of two hosts, whose only path one accident may hit, the second slowest and second fastest count.
+        """
         pairs = len(self.hosts) > 2
 
         def of(rates: Sequence[float]) -> float:
@@ -81,7 +110,7 @@ class NetworkModel:
 
     @cached_property
     def lost(self) -> Mapping[Pair, float]:
-        """The part of segments that were sent again, by path; nothing where nobody counts."""
+        """Part of the segments that were retransmitted, by path; empty where the system does not count."""
         return {
             (p.source, p.target): p.retransmitted
             for p in self.evidence.paths
@@ -89,13 +118,16 @@ class NetworkModel:
         }
 
     def paths_of(self, host: int, direction: Direction) -> list[Pair]:
-        """Those that leave, or reach, a host."""
+        """Paths that leave, or reach, a host."""
         end = 0 if direction == OUT else 1
         return [pair for pair in self.rates if pair[end] == host]
 
     def link(self, host: int, direction: Direction) -> float:
-        """Bytes per second of a host's link: as its best paths, of many not the very best; those
-        in its rack and those beyond, each for themselves."""
+        """Bytes per second of a host's link.
+
+        It is as good as the link's best paths, of many not the very best. Paths within its rack and paths beyond
+        are ranked separately.
+        """
         rack = next((rack for rack in self.racks if host in rack), self.hosts)
         end = 1 if direction == OUT else 0
         kinds: tuple[list[float], list[float]] = ([], [])
@@ -145,32 +177,31 @@ class NetworkModel:
         )
 
     def loss(self, host: int, direction: Direction) -> float:
-        """As on its best paths."""
+        """Part of the segments that a link loses: as on its best paths."""
         mine = [self.lost.get(pair, 0.0) for pair in self.paths_of(host, direction)]
         return _near_best(mine, reverse=False)
 
     def steady(self, host: int, direction: Direction) -> float:
-        """As on its median path."""
+        """Slowest over fastest measurement of a link: as on its median path."""
         mine = [self.steadiness[pair] for pair in self.paths_of(host, direction)]
         return median_high(mine) if mine else 1.0
 
     def heights(self, host: int, direction: Direction) -> tuple[float, float]:
-        """The mean of a host's repeats, and the most of them, on the median path."""
+        """Mean and maximum of a link's measurements, on its median path."""
         paths = {(p.source, p.target): p.rates for p in self.evidence.paths}
         mine = [paths[pair] for pair in self.paths_of(host, direction)]
         return median(map(fmean, mine)), median(map(max, mine))
 
     @cached_property
     def usual_link(self) -> float:
-        """The median host's, in its better direction."""
+        """Bytes per second of the median host's link, in its better direction."""
         links = [max(self.link(h, OUT), self.link(h, IN)) for h in self.hosts]
         return median(links) if self.evidence.paths else 0.0
 
     # ---- racks ----
 
     @cached_property
-    def rounds(self) -> Rounds:
-        """What hosts get that all send at once, and alone."""
+    def _rack_inference(self) -> RackInference:
         best = {
             host: (
                 max((self.rates[pair] for pair in self.paths_of(host, OUT)), default=0),
@@ -183,18 +214,20 @@ class NetworkModel:
             for host in self.hosts
             if min(self.steady(host, OUT), self.steady(host, IN)) < VARIES
         )
-        together = self.evidence.together
-        return Rounds(self.hosts, together, self.rates, best, restless)
+        flows = self.evidence.concurrent
+        return RackInference(self.hosts, flows, self.rates, best, restless)
 
     @cached_property
     def racks(self) -> tuple[tuple[int, ...], ...]:
-        """Hosts in groups that have a scarce link between them; one group where none is scarce."""
-        return self.rounds.racks()
+        """Hosts by rack: groups with a scarce uplink between them; one group where no uplink is scarce."""
+        return self._rack_inference.racks()
 
     def uplink(self, rack: Sequence[int]) -> tuple[float, float] | None:
-        """What all hosts of a rack get together beyond it, and what they could; None where that
-        is hardly less."""
-        return self.rounds.uplink(rack) if len(self.racks) > 1 else None
+        """Bytes per second that a rack's hosts get together beyond it, and that they could send.
+
+        None where the uplink is not scarce.
+        """
+        return self._rack_inference.uplink(rack) if len(self.racks) > 1 else None
 
     # ---- workers ----
 
@@ -205,7 +238,7 @@ class NetworkModel:
 
     @cached_property
     def passes(self) -> Mapping[int, float]:
-        """Seconds of forward and backward in a step, by rank."""
+        """Forward and backward seconds of a step, by rank."""
         return {
             one.rank: one.step.forward.median + one.step.backward.median
             for one in self.evidence.workers
@@ -214,13 +247,13 @@ class NetworkModel:
 
     @cached_property
     def passes_a_step(self) -> int:
-        """Forward and backward passes of a step: more than one where gradients are accumulated."""
+        """Passes of a step: more than one where gradients are accumulated."""
         steps = [one.step for one in self.evidence.workers if one.step is not None]
         return max((step.passes for step in steps), default=1)
 
     @cached_property
     def inputs(self) -> Mapping[int, float]:
-        """Seconds before the first pass of a step, by rank."""
+        """Input seconds of a step, by rank."""
         return {
             one.rank: one.step.input.median
             for one in self.evidence.workers
@@ -229,6 +262,132 @@ class NetworkModel:
 
 
 def _near_best(values: Sequence[float], *, reverse: bool) -> float:
-    """The best, or of four and more the second, and so on: a lucky measure is no link."""
+    """The best value, or of four and more the second best, and so on: one lucky measurement is no link."""
     ranked = sorted(values, reverse=reverse)
     return ranked[(len(ranked) - 1) // 4] if ranked else 0.0
+
+
+@dataclass(frozen=True)
+class RackInference:
+    """Racks behind a scarce uplink, inferred from rounds in which all hosts send at the same time.
+
+    In the round in which host i sends to host i + s, s decides how many flows cross an uplink. Each partition of the
+    hosts predicts every flow's rate: within a rack its rate alone, beyond it its part of what all flows
+    got that crossed there in the fullest round. The partition nearest to the measured rates is taken, if it
+    explains most of the error of a single rack.
+
+    Attributes:
+        hosts: All hosts.
+        concurrent: The rounds.
+        rates: Rate of each path alone.
+        best: By host, the highest rate that leaves it and that reaches it.
+        restless: Hosts whose links vary, which says nothing of racks.
+    """
+
+    hosts: tuple[int, ...]
+    concurrent: tuple[ConcurrentFlows, ...]
+    rates: Mapping[Pair, float]
+    best: Mapping[int, tuple[float, float]]
+    restless: frozenset[int] = frozenset()
+
+    def racks(self) -> Racks:
+        """Hosts by rack; all in one where no uplink is scarce."""
+        one = (self.hosts,)
+        if not self._flows:
+            return one
+        scarce = [racks for racks in self._partitions() if self._is_scarce(racks)]
+        best = min(scarce, key=self._error, default=one)
+        return best if self._error(best) < EXPLAINS * self._error(one) else one
+
+    def uplink(self, rack: Sequence[int]) -> tuple[float, float] | None:
+        """See `NetworkModel.uplink`; of the worse direction."""
+        found = [
+            (got, could)
+            for end in (0, 1)
+            for got, could in [self._crossing(rack, end)]
+            if got < CROWDED * self._usual * could
+        ]
+        return min(found, default=None)
+
+    @cached_property
+    def _flows(self) -> list[list[tuple[Pair, float]]]:
+        """Paths and rates of each round."""
+        return [
+            [
+                ((a, b), rate)
+                for a, b, rate in zip(one.sources, one.targets, one.rates, strict=True)
+                if self.rates.get((a, b))
+            ]
+            for one in self.concurrent
+        ]
+
+    @cached_property
+    def _usual(self) -> float:
+        """Part of its rate alone that a flow keeps which shares no link: shared processors slow all alike."""
+        shares = sorted(
+            rate / self.rates[pair] for flows in self._flows for pair, rate in flows
+        )
+        return min(1.0, shares[9 * len(shares) // 10]) if shares else 1.0
+
+    def _partitions(self) -> list[Racks]:
+        """Partitions of the hosts: in two anywhere, in equal blocks, in turns."""
+        hosts, count = self.hosts, len(self.hosts)
+        ways: list[Racks] = [(hosts[:cut], hosts[cut:]) for cut in range(1, count)]
+        for parts in range(2, count // 2 + 1):
+            if count % parts == 0:
+                each = count // parts
+                ways.append(tuple(hosts[i : i + each] for i in range(0, count, each)))
+                ways.append(tuple(hosts[i::parts] for i in range(parts)))
+        return list(dict.fromkeys(ways))
+
+    def _is_scarce(self, racks: Racks) -> bool:
+        return any(self.uplink(rack) for rack in racks if len(rack) > 1)
+
+    def _error(self, racks: Racks) -> float:
+        """Sum of squared relative errors of the rates that a partition predicts."""
+        rack_of = {host: number for number, rack in enumerate(racks) for host in rack}
+        caps = [tuple(self._crossing(rack, end)[0] for end in (0, 1)) for rack in racks]
+        error = 0.0
+        for flows in self._flows:
+            ends = [
+                (rack_of[a], rack_of[b])
+                for (a, b), _ in flows
+                if rack_of[a] != rack_of[b]
+            ]
+            leave, reach = Counter(a for a, _ in ends), Counter(b for _, b in ends)
+            for (a, b), rate in flows:
+                if a in self.restless or b in self.restless:
+                    continue
+                alone = self._usual * self.rates[a, b]
+                said, here, there = alone, rack_of[a], rack_of[b]
+                if here != there:
+                    said = min(
+                        alone,
+                        caps[here][0] / leave[here],
+                        caps[there][1] / reach[there],
+                    )
+                error += ((rate - said) / self.rates[a, b]) ** 2
+        return error
+
+    def _crossing(self, rack: Sequence[int], end: int) -> tuple[float, float]:
+        """Rates of the flows that leave (*end* 0) or reach (1) a rack, and of their links, summed.
+
+        Of the rounds in which most flows do; infinite where no two ever do at the same time.
+        """
+        inside = set(rack)
+        sums: list[tuple[int, float, float]] = []
+        for flows in self._flows:
+            mine = [
+                (rate, min(self.best[pair[0]][0], self.best[pair[1]][1]))
+                for pair, rate in flows
+                if pair[end] in inside and pair[1 - end] not in inside
+            ]
+            got, could = sum(one for one, _ in mine), sum(one for _, one in mine)
+            sums.append((len(mine), got, could))
+        most = max(count for count, _, _ in sums)
+        if most < 2:
+            return math.inf, math.inf
+        return (
+            median(got for count, got, _ in sums if count == most),
+            median(could for count, _, could in sums if count == most),
+        )

@@ -1,4 +1,4 @@
-"""What a doctor found, as a page: the answer, its faults, links both ways, where each step goes."""
+"""A diagnosis as a `Report`: the terminal and the page show the same."""
 
 from __future__ import annotations
 
@@ -6,22 +6,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from statistics import median
 
-from paceline.tools.doctor.diagnosis import Diagnosis, Fault, suspected
-from paceline.tools.doctor.evidence import (
-    Evidence,
-    PathEvidence,
-    StepEvidence,
-    WorkerEvidence,
-)
-from paceline.tools.doctor.network_model import NetworkModel
-from paceline.tools.doctor.text import (
-    capitalised,
-    limit_of,
-    lines_of,
-    lines_of_fault,
-    what_is_left,
-)
-from paceline.tools.doctor.thresholds import LOST, SLOW_LINK
+from paceline.cluster.profiling.step_phases import StepPhases
+from paceline.tools.doctor.diagnosis import UNLIKE, Diagnosis, Fault
+from paceline.tools.doctor.evidence import Evidence, PathEvidence, WorkerEvidence
+from paceline.tools.doctor.network_model import LOST, SLOW_LINK
 from paceline.tools.report.model import (
     Bar,
     BarChart,
@@ -35,58 +23,136 @@ from paceline.tools.report.model import (
 from paceline.units import show_bytes, show_rate, show_seconds
 
 MOST_BARS = 32
-"""Workers whose steps are drawn; a table has all."""
-PARTS = ("input", "forward", "backward", "exposed", "update")
+"""Workers whose steps are drawn."""
+MOST_ROWS = 8
+"""Workers whose steps the summary shows; a table among the details has all."""
+EQUAL = 0.005
+"""Part of a step by which a prediction may differ from it and be called equal."""
+PHASES = ("input", "forward", "backward", "exposed", "update")
 
 
-def doctor_page(found: Diagnosis, evidence: Evidence, command: str) -> Report:
-    """The page of a diagnosis and of what was measured for it."""
-    what = evidence.script or "network and machines"
-    many = "worker" if found.workers == 1 else "workers"
+def doctor_report(
+    found: Diagnosis, evidence: Evidence, command: str, next_command: str = ""
+) -> Report:
+    """The report of a diagnosis and of what was measured for it.
+
+    Args:
+        found: The diagnosis.
+        evidence: What it was made from.
+        command: The command that ran.
+        next_command: The command that is worth running next; none by default.
+    """
+    what = evidence.script or "network and hosts"
+    phases = _phase_table(found, evidence)
+    faults = _faults(found, next_command)
     sections: list[Section | None] = [
-        _words(found),
+        *((phases, faults) if found.healthy else (faults, phases)),
         _commands(found.faults),
         _costs(found),
         _steps(evidence.workers),
         *_links(evidence, found),
-        _together(evidence),
+        _concurrent(evidence),
         _step_table(evidence.workers),
-        _machines(evidence.workers),
+        _hosts(evidence.workers),
         *_all_faults(found),
     ]
     return Report(
-        title=f"{what}: {found.workers} {many}, {found.runtime} runtime",
-        answer=_answer(found),
-        details=(lines_of(found)[0], *found.notes),
+        title=f"{what}: {_workers(found)}, {found.runtime} runtime",
+        answer=_headline(found, evidence),
+        details=found.notes,
         command=command,
-        notes=(("method", found.spec),) if found.ran else (),
+        notes=(("method", found.spec),) if found.trained else (),
         sections=[section for section in sections if section is not None],
     )
 
 
-def _answer(found: Diagnosis) -> str:
-    if found.healthy:
-        return "No fault was found."
-    first = found.faults[0]
-    text = f"{capitalised(first.name)}, {first.where}: {first.because}."
-    if first.gains_seconds is not None and found.predicted_seconds:
-        part = first.gains_seconds / found.predicted_seconds
-        if math.isfinite(part):
-            text += f" Mending it makes a step {100 * min(1.0, part):.0f} % shorter, predicted."
-    more = len(found.faults) - 1
-    return text + (f" And {more} more fault{'s' * (more > 1)}." if more else "")
+# ---- the answer ----
 
 
-def _words(found: Diagnosis) -> Text:
-    """What to do."""
-    if found.healthy:
-        left = capitalised(what_is_left(found))
-        return Text(title="Next step", lines=[left], kind="paragraphs")
-    return Text(
-        title="What is wrong, and what to do",
-        lines=["\n".join(lines_of_fault(fault)) for fault in found.faults],
-        kind="numbered",
+def _headline(found: Diagnosis, evidence: Evidence) -> str:
+    """What a step takes, and would take without the faults."""
+    where = f"{_workers(found)}, {found.runtime}{' runtime' * found.healthy}"
+    text = f"{where}: averaging 64 MiB takes {_seconds(found.predicted_seconds)} (predicted)"
+    if found.step_seconds is not None:
+        text = f"{where}, {found.spec}: {_seconds(found.step_seconds)} per step"
+        if found.single_seconds:
+            text += f", {found.single_seconds / found.step_seconds:.2f}x one machine"
+    if not found.healthy and found.fixed_seconds is not None:
+        count = len(found.faults)
+        these = "this fault" if count == 1 else f"these {count} faults"
+        return f"{text}. Without {these}: {_seconds(found.fixed_seconds)} (predicted)"
+    steps = [one.step for one in evidence.workers if one.step is not None]
+    if not steps:
+        return text
+    kind = "steady-state" if steps[0].steady else "warm-up"
+    many = "step" if steps[0].steps == 1 else "steps"
+    return f"{text} ({steps[0].steps} {kind} {many})"
+
+
+def _workers(found: Diagnosis) -> str:
+    return f"{found.workers} worker{'s' * (found.workers != 1)}"
+
+
+def _faults(found: Diagnosis, next_command: str) -> Text:
+    """Faults, with what to do; where there are none, what was checked."""
+    if not found.healthy:
+        return Text(
+            title="Faults",
+            lines=[_fault(found, number) for number in range(len(found.faults))],
+            kind="numbered",
+            level="summary",
+        )
+    lines = [f"Checked: {', '.join(found.checked)}."]
+    if found.harmless:
+        causes = "; ".join(
+            f"{one.title.lower()}, {one.cause}" for one in found.harmless
+        )
+        lines.append(
+            f"Not a bottleneck: {causes} (fixing it saves less than 5 % of a step)."
+        )
+    if next_command:
+        lines.append(f"Next: {next_command}")
+    return Text(title="No fault found", lines=lines, kind="paragraphs", level="summary")
+
+
+def _fault(found: Diagnosis, number: int) -> str:
+    """One fault: what it is and what fixing it saves; then what to do."""
+    fault = found.faults[number]
+    gain = "What fixing it saves cannot be predicted."
+    if fault.gain_seconds is not None:
+        each = "another " if number else ""
+        unit = "" if number else " per step"
+        part = _part(fault.gain_seconds, found)
+        gain = f"Fixing it saves {each}{_seconds(fault.gain_seconds)}{unit}{part}."
+    return f"{fault.title}: {fault.cause}. {gain}\n{fault.advice}"
+
+
+def _part(gain: float, found: Diagnosis) -> str:
+    whole = found.step_seconds or found.predicted_seconds
+    return f" ({100 * min(1.0, gain / whole):.0f} %)" if whole else ""
+
+
+def _explained(found: Diagnosis, evidence: Evidence) -> str:
+    """How much of the measured step the prediction from its parts explains."""
+    step, predicted = found.step_seconds, found.predicted_seconds
+    beyond = found.unexplained_seconds
+    if step is None or predicted is None or beyond is None:
+        return ""
+    part = f"{100 * abs(beyond) / step:.0f} %"
+    if abs(beyond) < EQUAL * step:
+        return "The step predicted from these parts equals the measured one."
+    if beyond < 0:
+        return (
+            f"The model predicts {_seconds(predicted)} per step; "
+            f"{_seconds(step)} were measured ({part} less)."
+        )
+    text = (
+        f"The model explains {_seconds(predicted)} of {_seconds(step)} per step; "
+        f"{_seconds(beyond)} ({part}) are unexplained"
     )
+    if beyond > UNLIKE * step and evidence.shared_cores is not None:
+        text += " (short steps on shared cores vary by this much)"
+    return f"{text}."
 
 
 def _commands(faults: Sequence[Fault]) -> Text | None:
@@ -100,41 +166,42 @@ def _all_faults(found: Diagnosis) -> list[Section]:
     return [
         Table(
             title="All faults",
-            headings=("fault", "where", "because", "do", "gains"),
+            headings=("fault", "location", "cause", "advice", "gain"),
             rows=[
                 (
-                    fault.name,
-                    fault.where,
-                    fault.because,
-                    fault.do,
-                    _seconds(fault.gains_seconds),
+                    fault.title,
+                    fault.location,
+                    fault.cause,
+                    fault.advice,
+                    _cell(fault.gain_seconds),
                 )
                 for fault in found.faults
             ],
-            caption="Each gain is predicted in virtual time, and is what mending gives once "
-            "the faults that gain more are mended.",
+            caption="Each gain is predicted, and is what fixing the fault saves once the "
+            "faults above it are fixed.",
             folded=True,
         )
     ]
 
 
 def _costs(found: Diagnosis) -> BarChart:
-    """A step as it is, as it would be, and what no exact mean goes below."""
+    """A step as measured, as predicted, without the faults, and its lower bound."""
+    bound = "lower bound for exact averaging"
     rows = [
-        ("a step, measured", found.step_seconds),
-        ("predicted from its parts", found.predicted_seconds),
-        ("without these faults, predicted", None)
-        if found.healthy
-        else ("without these faults, predicted", found.mended_seconds),
-        ("one machine alone, its own part", found.alone_seconds),
-        (limit_of(found).rstrip(","), found.lower_bound_seconds),
+        ("measured", found.step_seconds),
+        ("predicted", found.predicted_seconds),
+        ("predicted without faults", None if found.healthy else found.fixed_seconds),
+        ("one machine, same global batch", found.single_seconds),
+        (
+            bound if found.healthy else f"{bound}, with these faults",
+            found.lower_bound_seconds,
+        ),
     ]
-    what = "a step costs" if found.ran else "the sum of 64 MiB costs"
     return BarChart(
-        title=f"What {what}",
+        title="Step time" if found.trained else "Time to average 64 MiB",
         parts=("seconds",),
         rows=[
-            Bar(name=name, values=(value,), text=show_seconds(float(f"{value:.3g}")))
+            Bar(name=name, values=(value,), text=_seconds(value))
             for name, value in rows
             if value is not None and math.isfinite(value)
         ],
@@ -144,11 +211,22 @@ def _costs(found: Diagnosis) -> BarChart:
 # ---- steps ----
 
 
-def _parts(step: StepEvidence) -> tuple[float, ...]:
+def _phases(step: StepPhases) -> tuple[float, ...]:
     return tuple(
         one.median
         for one in (step.input, step.forward, step.backward, step.exposed, step.update)
     )
+
+
+def _with_steps(
+    workers: Sequence[WorkerEvidence], most: int | None = None
+) -> list[tuple[WorkerEvidence, StepPhases]]:
+    """Workers and their steps; of more than *most*, those that compute longest."""
+    have = [(worker, worker.step) for worker in workers if worker.step is not None]
+    if most is not None and len(have) > most:
+        have.sort(key=lambda pair: pair[1].exposed.median - pair[1].step.median)
+        have = sorted(have[:most], key=lambda pair: pair[0].rank)
+    return have
 
 
 def _name(worker: WorkerEvidence) -> str:
@@ -159,26 +237,50 @@ def _host(number: int, name: str) -> str:
     return f"host {number}" + (f" ({name})" if name else "")
 
 
-def _steps(workers: Sequence[WorkerEvidence]) -> BarChart | None:
-    have = [(worker, worker.step) for worker in workers if worker.step is not None]
+def _phase_table(found: Diagnosis, evidence: Evidence) -> Table | None:
+    """Where each worker's step goes, on the terminal too."""
+    have = _with_steps(evidence.workers, MOST_ROWS)
     if not have:
         return None
-    caption = "Medians over a worker's steps in steady state."
+    caption = _explained(found, evidence)
+    if len(have) < len(evidence.workers):
+        caption += (
+            f" These {len(have)} of {len(evidence.workers)} workers compute longest."
+        )
+    return Table(
+        title="Step time by worker",
+        headings=("worker", *PHASES, "step"),
+        rows=[
+            (
+                f"worker {worker.rank}",
+                *(_cell(part) for part in _phases(step)),
+                _cell(step.step.median),
+            )
+            for worker, step in have
+        ],
+        caption=caption.strip(),
+        level="summary",
+    )
+
+
+def _steps(workers: Sequence[WorkerEvidence]) -> BarChart | None:
+    have = _with_steps(workers, MOST_BARS)
+    if not have:
+        return None
+    caption = "Medians over a worker's steady-state steps."
     if not all(step.steady for _, step in have):
-        caption = "Medians over steps of the warm-up: none was in steady state."
-    if len(have) > MOST_BARS:
-        caption += f" The {MOST_BARS} of {len(have)} workers that compute longest."
-        have.sort(key=lambda pair: pair[1].exposed.median - pair[1].step.median)
-        have = sorted(have[:MOST_BARS], key=lambda pair: pair[0].rank)
+        caption = "Medians over warm-up steps: no step was in steady state."
+    if len(have) < len(workers):
+        caption += f" The {MOST_BARS} of {len(workers)} workers that compute longest."
     return BarChart(
         title="Where a step goes",
-        parts=PARTS,
+        parts=PHASES,
         rows=[
             Bar(
                 name=_name(worker),
-                values=_parts(step),
-                text=f"{_said(step.step.median)}, first wait after "
-                f"{_said(step.first_wait.median)}",
+                values=_phases(step),
+                text=f"{_seconds(step.step.median)}, first wait after "
+                f"{_seconds(step.first_wait.median)}",
             )
             for worker, step in have
         ],
@@ -187,31 +289,31 @@ def _steps(workers: Sequence[WorkerEvidence]) -> BarChart | None:
 
 
 def _step_table(workers: Sequence[WorkerEvidence]) -> Table | None:
-    have = [(worker, worker.step) for worker in workers if worker.step is not None]
+    have = _with_steps(workers)
     if not have:
         return None
     return Table(
         title="Steps of each worker",
         headings=(
-            *("worker", "step", "spread", *PARTS, "first wait"),
+            *("worker", "step", "spread", *PHASES, "first wait"),
             *("messages", "sent", "at the end"),
         ),
         rows=[
             (
                 _name(worker),
-                _seconds(step.step.median),
-                _seconds(step.step.spread),
-                *(_seconds(part) for part in _parts(step)),
-                _seconds(step.first_wait.median),
-                Number(step.messages, f"{step.messages:.4g}"),
-                Number(step.bytes_sent, show_bytes(step.bytes_sent)),
+                _cell(step.step.median),
+                _cell(step.step.spread),
+                *(_cell(part) for part in _phases(step)),
+                _cell(step.first_wait.median),
+                Number(step.messages, f"{step.messages:.3g}"),
+                Number(step.bytes_sent, show_bytes(float(f"{step.bytes_sent:.3g}"))),
                 Number(step.at_end, f"{100 * step.at_end:.0f} %"),
             )
             for worker, step in have
         ],
-        caption="first wait: from a step's end to the first wait for the network, which is "
-        "long where a worker is slow. at the end: the part of the gradients' bytes that is "
-        "ready in the last tenth of backward only.",
+        caption="first wait: time from a step's end to the first wait for the network; it is "
+        "long where a worker is slow. at the end: part of the gradients' bytes that becomes "
+        "ready in the last tenth of backward.",
         folded=len(have) > 8,
     )
 
@@ -220,39 +322,36 @@ def _step_table(workers: Sequence[WorkerEvidence]) -> Table | None:
 
 
 def _links(evidence: Evidence, found: Diagnosis) -> list[Section]:
-    """From each host to each other one: goodput, latency, and what was sent again. What is marked is
-    the diagnosis's: at hosts of the faults that it names."""
+    """Goodput, latency and losses between hosts; only hosts with a fault are marked."""
     if not evidence.paths:
         return []
     usual = median(median(path.rates) for path in evidence.paths)
-    seen = suspected(NetworkModel(evidence))
-    named = [seen[fault.name] for fault in found.faults if fault.name in seen]
-    hosts = frozenset[int]().union(*(one.hosts for one in named))
+    hosts = {host for fault in found.faults for host in fault.hosts}
     sections: list[Section] = [
         _matrix(
             evidence,
-            "Links, both ways",
+            "Links",
             lambda path: _rate(path, usual, hosts),
-            caption="Goodput from each host to each other one, nothing else under way: the "
-            f"median of its measures. Marked: below {100 * SLOW_LINK:.0f} % of the median path, "
-            "at a host with a fault.",
+            caption="Goodput from each host to each other host while nothing else is sent: the "
+            f"median of its measurements. Marked: below {100 * SLOW_LINK:.0f} % of the median "
+            "path, at a host with a fault.",
         ),
         _matrix(
             evidence,
             "Latency",
-            lambda path: Number(path.latency, _said(path.latency)),
+            lambda path: _cell(path.latency),
             low_is_bad=False,
-            caption="One way, of a message without content.",
+            caption="One-way time of a message without content.",
         ),
     ]
     if any(path.retransmitted for path in evidence.paths):
         sections.append(
             _matrix(
                 evidence,
-                "Sent again",
+                "Retransmitted segments",
                 lambda path: _lost(path, hosts),
                 low_is_bad=False,
-                caption="Of the segments sent while little is sent. Marked: above "
+                caption="Part of the segments, while little is sent. Marked: above "
                 f"{100 * LOST:.1f} %, at a host with a fault.",
                 least=2 * LOST,
             )
@@ -266,7 +365,7 @@ def _rate(path: PathEvidence, usual: float, hosts: Collection[int]) -> Number:
         rate,
         _short_rate(rate),
         title=f"{_short_rate(min(path.rates))} to "
-        f"{_short_rate(max(path.rates))} in {len(path.rates)} measures",
+        f"{_short_rate(max(path.rates))} in {len(path.rates)} measurements",
         bad=rate < SLOW_LINK * usual and _is_at(path, hosts),
     )
 
@@ -316,39 +415,39 @@ def _matrix(
     )
 
 
-def _together(evidence: Evidence) -> Table | None:
-    if not evidence.together:
+def _concurrent(evidence: Evidence) -> Table | None:
+    if not evidence.concurrent:
         return None
     return Table(
-        title="Many at once",
+        title="Concurrent flows",
         headings=("flow", "hosts", "slowest", "median", "fastest"),
         rows=[
             (
-                f"{one.sources[0]} to {one.targets[0]}, and so on",
+                f"host {one.sources[0]} to host {one.targets[0]}, and so on",
                 Number(len(one.sources), str(len(one.sources))),
                 *(
                     Number(rate, _short_rate(rate))
                     for rate in (min(one.rates), median(one.rates), max(one.rates))
                 ),
             )
-            for one in evidence.together
+            for one in evidence.concurrent
             if one.rates
         ],
-        caption="What each flow gets while several hosts send at once: less than alone where "
-        "an uplink is scarce.",
+        caption="Rates of the flows while all hosts send at the same time. They are lower than alone "
+        "where an uplink is scarce.",
         folded=True,
     )
 
 
-# ---- machines ----
+# ---- hosts ----
 
 
-def _machines(workers: Sequence[WorkerEvidence]) -> Table:
+def _hosts(workers: Sequence[WorkerEvidence]) -> Table:
     return Table(
-        title="Machines",
+        title="Hosts",
         headings=(
-            *("worker", "threads", "cores", "busy with others", "speed"),
-            *("interface", "its rate", "others"),
+            *("worker", "threads", "cores", "busy cores", "speed"),
+            *("interface", "rate", "other interfaces"),
         ),
         rows=[
             (
@@ -365,16 +464,17 @@ def _machines(workers: Sequence[WorkerEvidence]) -> Table:
             )
             for worker in workers
         ],
-        caption="speed: of a product of matrices, over the fastest worker's.",
+        caption="busy cores: kept busy by other programs. speed: of a matrix product, relative to "
+        "the fastest worker.",
         folded=len(workers) > 16,
     )
 
 
-def _seconds(value: float | None) -> Number | None:
+def _cell(value: float | None) -> Number | None:
     if value is None or not math.isfinite(value):
         return None
-    return Number(value, _said(value))
+    return Number(value, _seconds(value))
 
 
-def _said(value: float) -> str:
-    return show_seconds(float(f"{value:.3g}"))
+def _seconds(value: float | None) -> str:
+    return "?" if value is None else show_seconds(float(f"{value:.3g}"))

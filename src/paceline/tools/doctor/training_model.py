@@ -1,7 +1,7 @@
-"""The evidence as a job that virtual time can run, and that can be mended.
+"""The examined training as a job that the simulated runtime can run, with or without its faults.
 
-Links, uplinks, speeds, waits for input and the model are each as they were measured; `replace`
-mends one of them. Equal evidence makes equal jobs, and equal jobs take equal times, to the bit.
+Links, uplinks, speeds, waits for input and the model are each as they were measured; `replace` fixes one
+of them. Equal evidence gives equal jobs, and equal jobs take equal times, to the bit.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from paceline.cluster import Cluster, Processor, Rack, Workload, parse_cluster
 from paceline.cluster.cluster import Rule, throttle
 from paceline.errors import UsageError
 from paceline.spec import parse
-from paceline.tools.doctor.network_model import IN, OUT, NetworkModel
-from paceline.tools.doctor.thresholds import VARIES
+from paceline.tools.doctor.network_model import IN, OUT, VARIES, Direction, NetworkModel
 from paceline.tools.plan.estimates import Infeasible, lower_bound_seconds
 from paceline.tools.plan.merged_tensors import FEW, coarse
-from paceline.tools.plan.predict import TrainingJob, predict
+from paceline.tools.plan.predict import TrainingJob, predict, predict_single
 
 SAME = 0.03
-"""Figures that differ by less are one, their median's."""
+"""Figures that differ by less count as equal."""
 
 MOST_TENSORS = 1000
-"""On all workers together that a run has; larger models run with some of theirs merged."""
+"""Of all workers together; larger models run with some tensors merged."""
 
 NO_SCRIPT = Workload(
     names=tuple(f"part{number}" for number in range(16)),
@@ -34,15 +33,30 @@ NO_SCRIPT = Workload(
     forward=(0.0,) * 16,
     backward=(0.0,) * 16,
 )
-"""What stands for a step where no script ran: 64 MiB of gradients, and nothing to compute."""
+"""Stands for a step where no script ran: 64 MiB of gradients, and nothing to compute."""
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """*out*, *into*: bytes per second of each host's link; *racks*: hosts; *uplink*: bytes per second
-    between racks (None: never the limit). *hosts*: of each worker; *speeds*, *inputs*: of each worker,
-    these of a whole step. *burst*: as all racks have it. *workload*: of a pass, of which a step has *passes*.
-    *paths*: from which host to which one less goes than over their links, and how much."""
+    """A training on a cluster, as it was measured or without some of its faults.
+
+    Attributes:
+        out: Bytes per second that leave each host.
+        into: Bytes per second that reach each host.
+        racks: Hosts by rack.
+        uplink: Bytes per second between racks; None where it is never the limit.
+        latency: One-way seconds within a rack.
+        uplink_latency: Seconds that each end adds beyond its rack.
+        processor: What messages cost processors; None where that is not modelled.
+        hosts: Host of each worker.
+        speeds: Speed of each worker.
+        inputs: Seconds per step that each worker waits for its batch.
+        workload: The model, of one pass.
+        spec: The method.
+        paths: Source, target and bytes per second of paths that are slower than their links.
+        passes: Forward and backward passes of a step.
+        burst: Bytes that links let through at once after a pause.
+    """
 
     out: tuple[float, ...]
     into: tuple[float, ...]
@@ -60,9 +74,23 @@ class TrainingModel:
     passes: int = 1
     burst: float = 0.0
 
-    def as_in(self, other: TrainingModel, hosts: Collection[int]) -> TrainingModel:
-        """With *hosts*, and what runs there, as they are in *other*: their links, speeds and waits for
-        input, and paths that begin or end there."""
+    @classmethod
+    def of(cls, network: NetworkModel) -> TrainingModel:
+        """The training as it was measured.
+
+        Raises:
+            UsageError: There are fewer than two hosts, paths that nobody measured, or different
+                numbers of workers on hosts.
+        """
+        return _measured(network)
+
+    def with_hosts_of(
+        self, other: TrainingModel, hosts: Collection[int]
+    ) -> TrainingModel:
+        """This training with *hosts* as they are in *other*.
+
+        Their links, speeds and inputs, and the paths that begin or end there, come from *other*.
+        """
 
         def rows(
             mine: Sequence[float], theirs: Sequence[float], of: Sequence[int]
@@ -85,6 +113,14 @@ class TrainingModel:
             paths=tuple(sorted(paths)),
         )
 
+    def with_links(self, rate: float) -> TrainingModel:
+        """This training with links of at least *rate*."""
+        return replace(
+            self,
+            out=tuple(max(rate, one) for one in self.out),
+            into=tuple(max(rate, one) for one in self.into),
+        )
+
     @cached_property
     def _order(self) -> list[int]:
         """Hosts, rack by rack, as the cluster numbers them."""
@@ -99,8 +135,7 @@ class TrainingModel:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """With the better direction of each link, and a rule that slows the other one down; and one
-        for each path."""
+        """Links by their better direction, and rules that slow the other direction and slow paths down."""
         rules: list[Rule] = []
         for number, host in enumerate(self._order):
             best = max(self.out[host], self.into[host])
@@ -134,7 +169,7 @@ class TrainingModel:
 
     @cached_property
     def job(self) -> TrainingJob:
-        """What runs."""
+        """What the simulated runtime runs."""
         workload = self.workload
         if (
             parse(self.spec).values.get("buckets") != "wfbp"
@@ -149,20 +184,13 @@ class TrainingModel:
         )
 
     def step_seconds(self, spec: str = "") -> float | None:
-        """With *spec*, or with its own, whose buckets are planned as in a training; None where that
-        cannot run there."""
+        """Seconds of a step with *spec* (its own by default); None where it cannot run there."""
         found = predict(self.job, spec or self.spec)
-        return None if isinstance(found, Infeasible) else found.step_seconds
-
-    def about_seconds(self, spec: str) -> float | None:
-        """As `step_seconds`, in a short run of few tensors: to be compared with others of these."""
-        job = replace(self.job, workload=coarse(self.workload))
-        found = predict(job, spec, "short")
         return None if isinstance(found, Infeasible) else found.step_seconds
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Of any exact mean."""
+        """Seconds below which no exact method can bring a step."""
         racks = tuple(
             replace(rack, link=tuple(min(self.out[h], self.into[h]) for h in hosts))
             for rack, hosts in zip(self.cluster.racks, self.racks, strict=True)
@@ -170,14 +198,19 @@ class TrainingModel:
         network = lower_bound_seconds(Cluster(racks), self.workload)
         return max(self.compute_seconds, network)
 
+    @cached_property
+    def single_seconds(self) -> float:
+        """Seconds that one machine needs for the global batch."""
+        return predict_single(self.job).step_seconds
+
     @property
     def compute_seconds(self) -> float:
-        """The slowest worker's, alone."""
+        """Seconds of a step of the slowest worker, alone."""
         return max(self._computing())
 
     @property
-    def least_seconds(self) -> float:
-        """The fastest worker's, alone."""
+    def fastest_worker_seconds(self) -> float:
+        """Seconds of a step of the fastest worker, alone."""
         return min(self._computing())
 
     def _computing(self) -> list[float]:
@@ -189,52 +222,50 @@ class TrainingModel:
         ]
 
 
-def patient_of(picture: NetworkModel) -> TrainingModel:
-    """As it was measured. Raises `UsageError` for evidence of fewer than two hosts, with paths
-    that nobody measured, or with workers that are not spread evenly."""
-    evidence, hosts = picture.evidence, picture.hosts
+def _measured(network: NetworkModel) -> TrainingModel:
+    evidence, hosts = network.evidence, network.hosts
     workers = sorted(evidence.workers, key=lambda one: one.rank)
-    _check(picture, [one.rank for one in workers], [one.host for one in workers])
-    out = [_mean_link(picture, host, OUT) for host in hosts]
-    into = [_mean_link(picture, host, IN) for host in hosts]
+    _check(network, [one.rank for one in workers], [one.host for one in workers])
+    out = [_mean_link(network, host, OUT) for host in hosts]
+    into = [_mean_link(network, host, IN) for host in hosts]
     flat = _flat([*out, *into])
-    uplinks = [seen[0] for rack in picture.racks if (seen := picture.uplink(rack))]
+    uplinks = [seen[0] for rack in network.racks if (seen := network.uplink(rack))]
     base = parse_cluster(evidence.cluster) if evidence.cluster else None
-    within, beyond = _latencies(picture)
+    within, beyond = _latencies(network)
     if base is not None and base.processor is not None:
         within = base.racks[0].latency
     return TrainingModel(
         out=flat[: len(hosts)],
         into=flat[len(hosts) :],
-        racks=picture.racks,
+        racks=network.racks,
         uplink=min(uplinks, default=None),
         latency=within,
-        uplink_latency=beyond if len(picture.racks) > 1 else 0.0,
+        uplink_latency=beyond if len(network.racks) > 1 else 0.0,
         processor=None if base is None else base.processor,
         hosts=tuple(one.host for one in workers),
-        speeds=_speeds(picture),
-        inputs=tuple(picture.inputs.get(rank, 0.0) for rank in range(len(workers))),
+        speeds=_speeds(network),
+        inputs=tuple(network.inputs.get(rank, 0.0) for rank in range(len(workers))),
         # A workload that was named may be of another script.
         # Input is measured, of each worker.
-        workload=replace(evidence.workload, passes=picture.passes_a_step, input=0.0)
-        if evidence.workload and picture.trains
+        workload=replace(evidence.workload, passes=network.passes_a_step, input=0.0)
+        if evidence.workload and network.trains
         else NO_SCRIPT,
         spec=evidence.spec,
-        paths=tuple((*pair, picture.rates[pair]) for pair in picture.slow_paths),
-        passes=picture.passes_a_step,
+        paths=tuple((*pair, network.rates[pair]) for pair in network.slow_paths),
+        passes=network.passes_a_step,
         burst=0.0 if base is None else base.racks[0].burst,
     )
 
 
-def _check(picture: NetworkModel, ranks: Sequence[int], placed: Sequence[int]) -> None:
-    hosts = picture.hosts
+def _check(network: NetworkModel, ranks: Sequence[int], placed: Sequence[int]) -> None:
+    hosts = network.hosts
     if ranks != list(range(len(ranks))) or hosts != tuple(range(len(hosts))):
         raise UsageError(
             f"the evidence: expected ranks and hosts numbered from 0, got ranks {ranks} on "
             f"hosts {list(hosts)}"
         )
     missing = [
-        (a, b) for a in hosts for b in hosts if a != b and (a, b) not in picture.rates
+        (a, b) for a in hosts for b in hosts if a != b and (a, b) not in network.rates
     ]
     if len(hosts) < 2 or missing:
         raise UsageError(
@@ -249,40 +280,40 @@ def _check(picture: NetworkModel, ranks: Sequence[int], placed: Sequence[int]) -
         )
 
 
-def _mean_link(picture: NetworkModel, host: int, way: str) -> float:
-    """A host's link; where it varies, what it gives on average."""
-    if picture.steady(host, way) < VARIES:
-        return picture.heights(host, way)[0]
-    return picture.link(host, way)
+def _mean_link(network: NetworkModel, host: int, way: Direction) -> float:
+    """Bytes per second of a host's link; the mean where it varies."""
+    if network.steady(host, way) < VARIES:
+        return network.heights(host, way)[0]
+    return network.link(host, way)
 
 
-def _latencies(picture: NetworkModel) -> tuple[float, float]:
-    """One-way seconds in a rack, and what each end adds beyond it."""
+def _latencies(network: NetworkModel) -> tuple[float, float]:
+    """One-way seconds within a rack, and what each end adds beyond it."""
     near: list[float] = []
     far: list[float] = []
-    rack_of = {host: rack for rack in picture.racks for host in rack}
-    for path in picture.evidence.paths:
+    rack_of = {host: rack for rack in network.racks for host in rack}
+    for path in network.evidence.paths:
         same = rack_of[path.source] is rack_of[path.target]
         (near if same else far).append(path.latency)
     within = median(near or far)
     return within, max(0.0, (median(far) - within) / 2) if far else 0.0
 
 
-def _speeds(picture: NetworkModel) -> tuple[float, ...]:
-    """Over those that the workload is charged at; without a script, as products of matrices say."""
-    evidence = picture.evidence
+def _speeds(network: NetworkModel) -> tuple[float, ...]:
+    """Relative to the workload's times; without a script, those of matrix products."""
+    evidence = network.evidence
     workers = sorted(evidence.workers, key=lambda one: one.rank)
-    if not picture.trains or evidence.workload is None:
+    if not network.trains or evidence.workload is None:
         return tuple(one.speed for one in workers)
     usual = evidence.workload.forward_seconds + evidence.workload.backward_seconds
-    usual *= picture.passes_a_step
-    if not usual or not all(picture.passes.values()):
+    usual *= network.passes_a_step
+    if not usual or not all(network.passes.values()):
         return (1.0,) * len(workers)
-    return _flat([usual / picture.passes[one.rank] for one in workers], 2 * SAME)
+    return _flat([usual / network.passes[one.rank] for one in workers], 2 * SAME)
 
 
 def _flat(values: list[float], same: float = SAME) -> tuple[float, ...]:
-    """Those that are near the median are alike: so the noise of each is not simulated."""
+    """Values near the median become equal, so that noise is not simulated."""
     middle = median(values)
     near = [value for value in values if abs(value / middle - 1) < same]
     mean = fmean(near) if near else middle

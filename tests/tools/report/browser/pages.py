@@ -9,8 +9,8 @@ from paceline.interfaces import CONSISTENCIES
 from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.tools.compare.report import write_report
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
-from paceline.tools.doctor.report import doctor_page
-from paceline.tools.plan.estimates import Baseline, Estimate, Fidelity, Infeasible, Plan
+from paceline.tools.doctor.report import doctor_report
+from paceline.tools.plan.estimates import Baseline, Estimate, Infeasible, Plan
 from paceline.tools.plan.report import plan_page
 from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
 from paceline.tools.plan.what_if import RATES, WORKERS, ScalingPoint
@@ -39,14 +39,14 @@ def compared(folder: Path) -> Path:
 
 
 def planned(folder: Path) -> Path:
-    """A row of each class; one is of a short run."""
+    """A row of each class; one was cut, one does not know its samples."""
     rows = [
         row("bsp", "exact", 0.2),
         row("bsp:buckets=ddp", "exact", 0.3),
         row("osp", "delayed", 0.1),
-        row(LONG, "lossy", 0.08),
+        row(LONG, "lossy", 0.08, samples=None),
         row("diloco", "local", 0.05),
-        row("asp", "asynchronous", 1.0, "short"),
+        row("asp", "asynchronous", 1.0, cut=True),
     ]
     plan = Plan(
         cluster="8 workers, 100 Mbit/s, 50 us",
@@ -82,27 +82,28 @@ def doctored(folder: Path) -> Path:
     """A slow link of eight hosts."""
     evidence = Site(slow={(2, "out"): 0.2}).evidence()
     fault = Fault(
-        name="slow link",
-        where="the link out of worker 2",
-        because="200 Mbit/s, where 1 Gbit/s is usual",
-        do="look at it",
+        name="slow-link",
+        location="outgoing link of worker 2",
+        cause="outgoing link of worker 2 has 200 Mbit/s, the median is 1 Gbit/s",
+        advice="Check the cable.",
         command="paceline doctor",
-        gains_seconds=0.5,
+        gain_seconds=0.5,
+        hosts=(2,),
     )
     found = Diagnosis(
         faults=(fault,),
         runtime="real",
         workers=8,
         spec="bsp",
-        ran=True,
+        trained=True,
         predicted_seconds=1.0,
-        mended_seconds=0.5,
+        fixed_seconds=0.5,
         lower_bound_seconds=0.4,
         step_seconds=1.1,
-        alone_seconds=0.3,
+        single_seconds=0.3,
     )
     return write_page(
-        folder / NAME, doctor_page(found, evidence, f"paceline doctor '{WILD}'")
+        folder / NAME, doctor_report(found, evidence, f"paceline doctor '{WILD}'")
     )
 
 
@@ -110,7 +111,9 @@ def row(
     spec: str,
     consistency: str,
     seconds: float,
-    fidelity: Fidelity = "full",
+    *,
+    cut: bool = False,
+    samples: float | None = 100.0,
 ) -> Estimate:
     return Estimate(
         spec=spec,
@@ -120,7 +123,10 @@ def row(
         exposed_seconds=seconds - 0.04,
         bytes_sent=1e6 / seconds,
         buckets=3,
-        fidelity=fidelity,
+        bound_ratio=seconds / 0.15,
+        speedup=8 * 0.04 / seconds,
+        samples_per_second=samples,
+        cut=cut,
     )
 
 

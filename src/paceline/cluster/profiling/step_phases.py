@@ -1,4 +1,8 @@
-"""Where one worker's step goes: watched from outside of the method, in every runtime."""
+"""Phases of one worker's steps: input, forward, backward, exposed communication, update.
+
+`StepWatch` observes a training from outside the method, in every runtime. `StepPhases` are its
+figures.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +11,72 @@ from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
 import torch
 
 from paceline.interfaces import Runtime
 from paceline.interfaces.buckets import wire_bytes
 from paceline.records import Span, StepRecord
-from paceline.tools.doctor.evidence import Measured, StepEvidence
 from paceline.torch_internals import Uncopied, is_compiled_whole
 
 MOST_STEPS = 200
-"""What is kept: the last ones."""
+"""Last steps that are kept."""
 LATE = 0.9
-"""What becomes ready after this part of backward is ready at the end."""
+"""Gradients that become ready after this part of backward are ready at its end."""
 TIMES = (
     *("step", "input", "forward", "backward", "update"),
     *("first_wait", "exposed"),
 )
 
 
-class StepWatch:
-    """Is told a training's events (`paceline.core.step_listeners`), and its recorder's waits.
+class Measured(msgspec.Struct, frozen=True):
+    """The *median* of several measurements; *spread* is the median distance to it."""
 
-    A step is from the end of the one before to its own end. *Forward* is from a call of the model to
-    its return, *backward* from there to the last gradient, so the loss is in it; *input* is what
-    comes before them, and *update* what comes after, and waits for the network are in none of these. On a CUDA device each
-    of these moments waits for the device, so that its work counts where it was asked for.
+    median: float
+    spread: float = 0.0
+
+
+class StepPhases(msgspec.Struct, frozen=True, kw_only=True):
+    """Phases of one worker's steps, in seconds: medians over its steady-state steps.
+
+    Attributes:
+        steps: How many steps these are.
+        step: From the end of a step to the end of the next.
+        input: From the end of a step to its first forward pass.
+        forward: From the call of the model to its return, without waits.
+        backward: From there to the last gradient, without waits; the loss is in it.
+        update: From there to the end of the step, without waits.
+        first_wait: From the end of a step to the first wait for the network. A straggler makes all
+            workers' steps equal, but not this.
+        exposed: All waits for the network.
+        messages: Messages of a step, of this worker.
+        bytes_sent: Bytes of a step, of this worker.
+        at_end: Part of the gradients' bytes that becomes ready in the last tenth of backward.
+        compiled_whole: The whole model is one compiled graph.
+        passes: Forward and backward passes of a step; more than one where gradients are accumulated.
+        steady: Whether steps were in steady state; else they are of the warm-up.
+    """
+
+    steps: int
+    step: Measured
+    input: Measured
+    forward: Measured
+    backward: Measured
+    update: Measured
+    first_wait: Measured
+    exposed: Measured
+    messages: float
+    bytes_sent: float
+    at_end: float = 0.0
+    compiled_whole: bool = False
+    passes: int = 1
+    steady: bool = True
+
+
+class StepWatch:
+    """Observes a training's events (`paceline.core.step_listeners`) and its recorder's waits.
+
+    On a CUDA device each moment waits for the device, so that its work counts where it was launched.
     """
 
     def __init__(
@@ -56,7 +101,7 @@ class StepWatch:
         model.register_forward_hook(Uncopied(self._forward_ended))
         runtime.recorder.subscribe(self)
 
-    # ---- what the training tells ----
+    # ---- events of the training ----
 
     def step_begins(self) -> None:
         self._passes.append(_Pass(begin=self._now()))
@@ -106,7 +151,7 @@ class StepWatch:
             torch.cuda.synchronize(self._device)
         return self._runtime.clock.now()
 
-    # ---- what it makes of it ----
+    # ---- figures ----
 
     def _note(self, before: float, end: float, record: StepRecord) -> dict[str, float]:
         ends = [
@@ -163,8 +208,8 @@ class StepWatch:
         ]
         return sum(late) / sum(sizes)
 
-    def evidence(self) -> StepEvidence | None:
-        """Medians over the recorder's steps in steady state, or over all where it has none; where workers do
+    def phases(self) -> StepPhases | None:
+        """Medians over the steady-state steps, or over all where there are none. Where workers do
         not communicate in each step alike, over means of as many as it takes to repeat. None where
         there was no step."""
         steps = self._recorder.usual_of(self._steps)
@@ -178,7 +223,7 @@ class StepWatch:
         def means(name: str) -> list[float]:
             return [fmean(step[name] for step in one) for one in rounds]
 
-        return StepEvidence(
+        return StepPhases(
             steps=len(steps),
             **{name: measured(means(name)) for name in TIMES},
             messages=median(means("messages")),

@@ -1,0 +1,296 @@
+"""The table of all faults (`FAULTS`), and those of the training: start here.
+
+Faults of the system are in `paceline.tools.doctor.system_faults`. Faults of the training are looked for once
+those are fixed. Their detectors ask the simulated runtime for other steps: with messages that begin at no
+cost, or with other methods. What they advise is what ``paceline plan`` recommends for the same job.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Collection
+from dataclasses import replace
+
+from paceline.bucketing.rules import FIXED
+from paceline.cluster import Processor
+from paceline.collectives.registry import COLLECTIVES
+from paceline.core.settings import parse_method, short_spec
+from paceline.errors import UsageError
+from paceline.interfaces import CONSISTENCIES, Consistency, weaker
+from paceline.spec import Spec, parse
+from paceline.tools.doctor.evidence import Evidence
+from paceline.tools.doctor.system_faults import (
+    SYSTEM_FAULTS,
+    Detection,
+    FaultKind,
+    Observed,
+)
+from paceline.tools.doctor.training_model import TrainingModel
+from paceline.tools.plan.candidates import consistency_of
+from paceline.tools.plan.estimates import Estimate, recommend
+from paceline.tools.plan.search import plan
+from paceline.units import show_bytes, show_rate, show_seconds
+
+GAIN = 0.05
+"""Part of a step that fixing a fault must save, by prediction. Simulated steps are within a few percent of real
+ones, and for less nobody walks to a machine."""
+
+
+def _recommended(
+    seen: Observed, allowed: Collection[Consistency]
+) -> dict[Consistency, Estimate]:
+    """What ``paceline plan`` recommends for the training; nothing where nothing can run."""
+    job = seen.training.job
+    try:
+        found = plan(
+            job.cluster,
+            seen.training.workload,
+            allowed=allowed,
+            processes=seen.processes,
+        )
+    except UsageError:
+        return {}
+    return recommend(found.estimates, allowed)
+
+
+def _as_strong(own: Consistency) -> list[Consistency]:
+    """Classes that promise as much as *own*, or more."""
+    return [one for one in CONSISTENCIES if weaker(one, own) == own]
+
+
+# ---- messages ----
+
+MESSAGE_OVERHEAD = 0.1
+"""Part of a step that would be saved if messages began at no cost."""
+
+
+def message_overhead(seen: Observed) -> Detection | None:
+    """Steps that are long because many messages begin, one after another.
+
+    Other buckets or another collective have fewer of them, or shorter chains.
+    """
+    training = seen.training
+    steps = [one.step for one in seen.network.evidence.workers if one.step is not None]
+    now, free = training.step_seconds(), _without_overhead(training).step_seconds()
+    if not steps or now is None or free is None or now - free < MESSAGE_OVERHEAD * now:
+        return None
+    enough = (1 - GAIN) * now
+    known = [(training.step_seconds(spec), spec) for spec in _variations(training.spec)]
+    faster = [(took, spec) for took, spec in known if took and took < enough]
+    if not faster:
+        return None
+    best, spec = min(faster)
+    own = consistency_of(*parse_method(training.spec))
+    for one in _recommended(seen, _as_strong(own)).values():
+        if one.step_seconds <= best:
+            spec = one.spec
+            break
+    messages = max(1.0, steps[0].messages)
+    each = show_bytes(float(f"{steps[0].bytes_sent / messages:.2g}"))
+    return Detection(
+        location="every worker",
+        cause=f"a step has {messages:.0f} messages of {each}, and starting them takes "
+        f"{_seconds(now - free)}",
+        advice=f"Use fewer messages or shorter chains of them: --method {spec}.",
+        fix=lambda training: replace(training, spec=spec),
+        command=_run(seen.network.evidence, spec),
+    )
+
+
+def _without_overhead(training: TrainingModel) -> TrainingModel:
+    """With messages that cost only their bytes."""
+    processor = training.processor
+    if processor is not None:
+        processor = Processor(byte=processor.byte, cores=processor.cores)
+    return replace(training, latency=0.0, uplink_latency=0.0, processor=processor)
+
+
+def _variations(text: str) -> list[str]:
+    """The method with each fixed bucket rule, and with each collective that any network has."""
+    spec = parse(text)
+    changes: list[dict[str, str]] = [{"buckets": rule} for rule in FIXED]
+    changes += [
+        {"buckets": "ddp", "collective": name}
+        for name, row in COLLECTIVES.items()
+        if row.needs == "nothing" and name != "ring"
+    ]
+    specs = [str(Spec(spec.name, spec.values | change)) for change in changes]
+    return [one for one in dict.fromkeys(specs) if one != text]
+
+
+# ---- methods ----
+
+SLOW_METHOD = 1.5
+"""Times the step of another method that promises as much, or more. Methods of a class differ by less where
+each is used as it is meant."""
+
+ON_RANK_0 = ("auto", "embedded")
+"""Settings that start one server beside worker 0, unless the cluster has hosts for servers."""
+
+
+def slow_method(seen: Observed) -> Detection | None:
+    """A method whose step takes far longer than one of a method that promises as much, or more."""
+    training = seen.training
+    if not seen.network.trains:
+        return None
+    now = training.step_seconds()
+    if now is None:  # such as a method that only the script registers
+        return None
+    method, settings = parse_method(training.spec)
+    name, own = short_spec(method, settings), consistency_of(method, settings)
+    bound = (
+        training.lower_bound_seconds
+        if own == "exact"
+        else training.fastest_worker_seconds
+    )
+    if now <= SLOW_METHOD * bound:
+        return None
+    better = [
+        one
+        for one in _recommended(seen, _as_strong(own)).values()
+        if now > SLOW_METHOD * one.step_seconds
+    ]
+    if not better:
+        return None
+    best = better[0]  # of the strongest class
+    spec = best.spec
+    cause = (
+        f"{name} takes {_seconds(now)} per step here, {spec} ({best.consistency}) "
+        f"{_seconds(best.step_seconds)} (predicted)"
+    )
+    advice = f"Use --method {spec}"
+    if _on_one_server(training):
+        cause += "; all gradients go through the server beside worker 0"
+        spread = parse(name)
+        spread = Spec(spread.name, spread.values | {"servers": "per-node"})
+        there = training.step_seconds(str(spread))
+        if there is not None and now > SLOW_METHOD * there:
+            advice += f", or a server on each host: {spread} ({_seconds(there)})"
+    return Detection(
+        location="every worker",
+        cause=cause,
+        advice=f"{advice}.",
+        fix=lambda training: replace(training, spec=spec),
+        command=_run(seen.network.evidence, spec),
+    )
+
+
+def _on_one_server(training: TrainingModel) -> bool:
+    method, settings = parse_method(training.spec)
+    served = COLLECTIVES[settings.collective].needs == "servers"
+    return (
+        (method.updates_on == "server" or served)
+        and settings.servers in ON_RANK_0
+        and not training.cluster.servers
+    )
+
+
+# ---- exact averaging ----
+
+TOO_SLOW = 2.0
+"""Times a worker's own computing. Where no exact method has a shorter step, more than half of every machine is
+lost whatever method sends whole gradients."""
+
+WEAKER: dict[Consistency, str] = {
+    "delayed": "delayed averages",
+    "lossy": "compression",
+    "local": "local updates",
+}
+"""Classes that are recommended where exact methods cannot be fast enough, for readers."""
+
+
+def network_too_slow(seen: Observed) -> Detection | None:
+    """A network on which the shortest step of any exact method is far longer than computing."""
+    training = seen.training
+    limit, compute = training.lower_bound_seconds, training.compute_seconds
+    now = training.step_seconds()
+    own = consistency_of(*parse_method(training.spec)) if seen.network.trains else ""
+    if now is None or own != "exact" or limit <= TOO_SLOW * compute:
+        return None
+    rate = seen.network.usual_link * limit / (TOO_SLOW * compute)
+    rate = float(f"{8 * rate:.2g}") / 8
+    faster = [
+        one
+        for one in _recommended(seen, WEAKER).values()
+        if one.step_seconds < (1 - GAIN) * now
+    ]
+    faster.sort(key=lambda one: one.step_seconds)
+    single = training.single_seconds
+    use = ", ".join(
+        f"{WEAKER[one.consistency]} ({one.spec}: {_seconds(one.step_seconds)}, "
+        f"{single / one.step_seconds:.1f}x one machine)"
+        for one in faster
+    )
+    links = f"links of {show_rate(rate)} or more"
+    spec = faster[0].spec if faster else ""
+    return Detection(
+        location="the whole network",
+        cause=f"no exact method can take less than {_at_least(limit)} per step; computing "
+        f"takes {_seconds(compute)}",
+        advice=f"Use {use}, or {links}." if use else f"Use {links}.",
+        fix=(lambda training: replace(training, spec=spec))
+        if spec
+        else (lambda training: training.with_links(rate)),
+        command=_run(seen.network.evidence, spec) if spec else "",
+    )
+
+
+def _run(evidence: Evidence, spec: str) -> str:
+    """The command that runs the script with another method."""
+    words = ["paceline", "run", evidence.script or "SCRIPT", "--method", spec]
+    more = ["--", *evidence.arguments] if evidence.arguments else []
+    return shlex.join([*words, *more])
+
+
+def _seconds(value: float) -> str:
+    return show_seconds(float(f"{value:.3g}"))
+
+
+def _at_least(value: float) -> str:
+    """Rounded down: a bound is never above what was measured beside it."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return _seconds(math.floor(value / unit) * unit)
+
+
+FAULTS: tuple[FaultKind, ...] = (
+    *SYSTEM_FAULTS,
+    FaultKind(
+        name="message-overhead",
+        title="Message overhead",
+        checks="message overhead",
+        measured_by="a simulated step with messages as measured, and with ones that begin at no cost",
+        remedy="other buckets, another collective or another method, which it names",
+        detect=message_overhead,
+        stage="training",
+        needs_script=True,
+    ),
+    FaultKind(
+        name="slow-method",
+        title="Slow method",
+        checks="method",
+        measured_by="a simulated step of the method in use, against methods that promise as much or more",
+        remedy="the method that it names, or a server on each host",
+        detect=slow_method,
+        stage="training",
+        needs_script=True,
+    ),
+    FaultKind(
+        name="network-too-slow",
+        title="Network too slow for exact averaging",
+        checks="bandwidth",
+        measured_by="the shortest step of any exact method, against computing",
+        remedy="a method of another consistency, which it names; or faster links",
+        detect=network_too_slow,
+        stage="training",
+        needs_script=True,
+    ),
+)
+"""All faults, root causes first."""
+
+
+def faults_table() -> str:
+    """The table of docs/doctor.md."""
+    lines = ["| fault | measured by | remedy |", "|---|---|---|"]
+    lines += [f"| {row.name} | {row.measured_by} | {row.remedy} |" for row in FAULTS]
+    return "\n".join(lines)
