@@ -92,11 +92,12 @@ def show_rate(rate: float) -> str:
 
 
 def show_seconds(value: float) -> str:
-    """A time in seconds, as people write it."""
+    """A time in seconds, as people write it: three significant digits."""
+    value = _three_digits(value)
     for name, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(value) >= size:
-            return f"{value / size:.4g} {name}"
-    return f"{value:.4g} s" if value else "0 s"
+            return f"{_three_digits(value / size):g} {name}"
+    return f"{value:g} s" if value else "0 s"
 
 
 def show_age(seconds: float) -> str:
@@ -109,13 +110,18 @@ def show_age(seconds: float) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """A size in bytes, as people write it."""
+    """A size in bytes, as people write it: three significant digits."""
+    value = _three_digits(value)
     for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
-            return f"{value / size:.4g} {name}"
-    return f"{value:.4g} B"
+            return f"{_three_digits(value / size):g} {name}"
+    return f"{value:g} B"
 
 
 def show_count(number: int, noun: str) -> str:
     """A number of things: ``"1 worker"``, ``"2 workers"``."""
     return f"{number} {noun}" + "s" * (number != 1)
+
+
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")

@@ -126,8 +126,8 @@ def test_short_form() -> None:
 
 def test_description_says_what_people_wrote() -> None:
     assert parse_cluster(GOOD).describe() == (
-        "4 workers, 1 Gbit/s, 50 us, uplink 400 Mbit/s, 3 ms at once after a pause, "
-        "speeds 1 1 1 0.5; 2 workers, 100 Mbit/s, 0 s"
+        "4 workers, 1 Gbit/s, 50 us latency, uplink 400 Mbit/s, 3 ms at once after a pause, "
+        "speeds 1 1 1 0.5; 2 workers, 100 Mbit/s, 0 s latency"
     )
 
 
@@ -205,7 +205,7 @@ def test_groups_are_numbered_as_they_are_named() -> None:
     for text in (by_rack, by_worker):
         cluster = parse_cluster(text)
         assert parse_cluster(cluster_toml(cluster, exact=True)) == cluster
-    assert "50 us, in slow; 2 workers" in parse_cluster(by_rack).describe()
+    assert "50 us latency, in slow; 2 workers" in parse_cluster(by_rack).describe()
 
 
 def test_each_link_of_a_rack_has_its_burst() -> None:
@@ -213,7 +213,7 @@ def test_each_link_of_a_rack_has_its_burst() -> None:
     cluster = parse_cluster("".join(racks) + "[[server]]\nrack = 0\n")
     # Host 0's, rack 0's uplink and downlink, and the server's, each both ways.
     assert cluster.bursts == dict.fromkeys((0, 1, 4, 5, 8, 9), 0.002)
-    assert "50 us, 2 ms at once after a pause; 1 worker" in cluster.describe()
+    assert "50 us latency, 2 ms at once after a pause; 1 worker," in cluster.describe()
     for exact in (False, True):
         assert parse_cluster(cluster_toml(cluster, exact=exact)) == cluster
 

@@ -549,7 +549,7 @@ class Cluster:
             if len(rates) > 1:
                 rate = f"{units.show_rate(rates[0])} to {rate}"
             workers = units.show_count(rack.workers, "worker")
-            text = f"{workers}, {rate}, {units.show_seconds(rack.latency)}"
+            text = f"{workers}, {rate}, {units.show_seconds(rack.latency)} latency"
             if rack.workers_per_host > 1:
                 text += f", {rack.workers_per_host} a host"
             if rack.uplink is not None:

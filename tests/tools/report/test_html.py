@@ -301,7 +301,7 @@ def test_compare_writes_the_page_and_names_it(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "page: paceline-runs/index.html"
     page = Report((tmp_path / "paceline-runs" / "index.html").read_text())
-    assert "2 workers, 1 Gbit/s, 50 us" in page.text
+    assert "2 workers, 1 Gbit/s, 50 us latency" in page.text
     assert "--method bsp:buckets=wfbp" in page.text
     assert f"{LAYERS}: 1 variant" in page.text
     assert (tmp_path / "paceline-runs" / "metric-loss.svg").is_file()
