@@ -141,7 +141,7 @@ def start(tmp_path, request):
         ("run --workers 2 sleeps.py", "ready"),
         ("emulate sleeps.py --workers 2", "ready"),
         ("compare paced.py --method bsp --method dear --forward 1", "ready"),
-        ("plan short.py --no-plots", "spawn_main"),  # which import torch by then
+        ("plan short.py --no-html", "spawn_main"),  # which import torch by then
         ("doctor endless.py --steps 1000000", "ready"),
         ("probe --seconds 1000", "cluster/probe/__main__.py"),
         ("profile endless.py --steps 1000000", "ready"),
@@ -169,7 +169,7 @@ def test_control_c_ends_a_verb_in_one_line(start, words, place):
         "emulate prints.py --workers 2",
         "emulate prints.py --workers 2 --output all",
         "compare short.py --method bsp --forward 1 --no-plots",
-        "plan short.py --workers 2 --forward 0.1 --no-plots",
+        "plan short.py --workers 2 --forward 0.1 --no-html",
         "doctor --runtime simulated",
         "probe --runtime simulated",
         "profile short.py",

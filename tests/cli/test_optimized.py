@@ -40,7 +40,7 @@ def test_a_plan_has_rows(tmp_path):
         "--workers",
         "2",
         "--json",
-        "--no-plots",
+        "--no-html",
         "--consistency",
         "exact",
     )

@@ -1,19 +1,21 @@
 """``paceline plan``: what it refuses, and one small plan from a script to JSON."""
 
 import json
+import signal
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.cli import plan as plan_command
-from paceline.cli.plan import _spent
+from paceline.cli.plan import _says_what_ended, _spent
 from paceline.cli.script_plan import FOR_CANDIDATES
 from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.runtimes.simulated.profile_cache import paced_workload
+from paceline.runtimes.temporary_folder import LauncherInterrupted
 from paceline.tools.plan.prediction_cost import Budget
-from paceline.tools.plan.suggestions import Suggestions
 
 SCRIPT = """
 import torch, paceline
@@ -65,7 +67,7 @@ def test_what_a_script_paces_is_the_workload(script):
 
 def test_one_worker_is_one_machine(script):
     ran = CliRunner().invoke(
-        app, ["plan", script, "--workers", "1", "--json", "--no-plots"]
+        app, ["plan", script, "--workers", "1", "--json", "--no-html"]
     )
     assert ran.exit_code == 0, ran.output
 
@@ -90,9 +92,9 @@ def test_a_page_does_not_replace_another_one_in_silence(script):
         for folder in ("here", "there", "here")
     ]
     assert [one.exit_code for one in said] == [0, 0, 0], said[-1].output
-    replaced = ["replaces the page" in one.stderr for one in said]
+    replaced = ["replaces the page" in one.stdout for one in said]
     assert replaced == [False, False, True]
-    assert "--output" in said[-1].stderr
+    assert "--output" in said[-1].stdout
 
 
 @pytest.mark.slow
@@ -108,7 +110,7 @@ def test_a_method_that_the_script_registers_is_a_candidate(
             app,
             [
                 *("plan", script, "--workers", "2", "--consistency", "exact"),
-                *("--json", "--no-plots", "--budget", "8"),
+                *("--json", "--no-html", "--budget", "8"),
             ],
         )
     finally:
@@ -118,15 +120,19 @@ def test_a_method_that_the_script_registers_is_a_candidate(
     said = json.loads(capfd.readouterr().out)
     assert "own" in [one["spec"] for one in said["estimates"]]
     assert 0 < said["spent_seconds"] <= FOR_CANDIDATES * 8
-    assert "of 8 (--budget" in ran.output
+    assert "of --budget 8" in ran.output
 
 
-def test_the_last_line_says_what_is_not_of_the_budget():
-    helps = Suggestions(break_even=(), helps=())
+def test_the_last_line_says_what_part_of_the_budget_is_used():
     plain, more = (
-        _spent(0.0, 60.0, Budget(20.0), helps, what_if) for what_if in (False, True)
+        _spent(0.0, 60.0, Budget(20.0), scaling=scaling) for scaling in (False, True)
     )
-    assert plain.endswith(
-        "counted as 40.0 s of a core, of 60 (--budget, three quarters of it for candidates)"
-    )
-    assert more.endswith(", without those of --scaling")
+    assert "67 % of --budget 60" in plain
+    assert "--scaling" not in plain
+    assert "--scaling" in more
+
+
+def test_a_signal_is_answered_with_what_it_ended(capsys):
+    with pytest.raises(LauncherInterrupted), _says_what_ended(Path("train.py")):
+        raise LauncherInterrupted(signal.SIGINT)
+    assert "train.py" in capsys.readouterr().err

@@ -29,6 +29,5 @@ def test_a_stand_in_is_emulated_where_workers_outnumber_cores(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.workload.json").touch()
     monkeypatch.setattr(verb, "this_machines_cores", lambda: cores)
-    asked = SimpleNamespace(cluster=uniform_cluster(4, "1gbit", "0s"), workload=named)
     made = SimpleNamespace(compute=compute)
-    assert verb._stand_in(asked, made) == expected
+    assert verb._stand_in(uniform_cluster(4, "1gbit", "0s"), named, made) == expected

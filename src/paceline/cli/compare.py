@@ -191,8 +191,8 @@ def _planned(
     json: bool,
 ) -> Plan:
     """The plan; says which will run, and why, on standard error."""
-    from paceline.tools.plan.headline import passed_over, verdict
     from paceline.tools.plan.prediction_cost import Budget, usual_seconds
+    from paceline.tools.plan.report import faster_but_not_recommended, headline
 
     with o.standard_output_for_result(True), progress(json) as told:
         made = plan_script(
@@ -209,7 +209,7 @@ def _planned(
             raise UsageError(
                 "one worker has nothing to compare: give --workers 2 or more"
             )
-        told.say(f"plan: {verdict(plan)}")
+        told.say(f"plan: {' '.join(headline(plan))}")
         for role, spec in _specs(plan).items():
             row = plan.estimate(spec)
             if row is None:
@@ -222,8 +222,8 @@ def _planned(
                     f"  {role}: {spec}, {show_seconds(row.step_seconds)} a step"
                     + f", the best of {among}" * (role == row.consistency)
                 )
-        if passed_over(plan):
-            told.say(f"  {passed_over(plan)}")
+        if faster := faster_but_not_recommended(plan):
+            told.say(f"  {faster}")
     return plan
 
 

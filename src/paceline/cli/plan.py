@@ -1,13 +1,15 @@
-"""``paceline plan``: which method is fastest here, of those that promise enough."""
+"""``paceline plan``: predict every method on a network and recommend one."""
 
 from __future__ import annotations
 
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,16 +25,19 @@ from paceline.cli.script_plan import (
 )
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
-from paceline.runtimes.temporary_folder import scratch_folder
+from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from paceline.units import show_age, show_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.interfaces import Consistency
     from paceline.tools.plan.prediction_cost import Budget
     from paceline.tools.plan.predictor import Predict
+    from paceline.tools.plan.report import Question
     from paceline.tools.plan.suggestions import Suggestions
     from paceline.tools.plan.what_if import ScalingPoint
+
+SEARCH = "Search"
+"""A panel of ``--help``."""
 
 
 def plan(
@@ -48,8 +53,9 @@ def plan(
         bool,
         typer.Option(
             "--probe",
-            help="Measure the network now, as paceline probe does: torchrun's options are "
-            "passed through, run the same command on each machine.",
+            help="Measure the network first. Run the same command on every machine, with "
+            "torchrun's options.",
+            rich_help_panel=o.NETWORK,
         ),
     ] = False,
     workload: o.WorkloadFile = None,
@@ -58,47 +64,61 @@ def plan(
     consistency: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="CONSISTENCY",
-            help="Only candidates of this class: exact, delayed, lossy, local or asynchronous; "
-            "once or more. \\[default: all]",
+            metavar="CLASS",
+            help="exact, delayed, lossy, local or asynchronous; repeatable. \\[default: all]",
+            rich_help_panel=SEARCH,
         ),
     ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            help="About how many seconds of a core predictions may take, those of the page too, and "
-            "without those of --scaling; counted, and not timed, so that equal questions have equal answers. "
-            "\\[default: 60, and 8 more for each worker beyond 16]"
+            metavar="SECONDS",
+            help="Stop after about this many seconds of a core, counted from simulated work. "
+            "\\[default: 60, and 8 for each worker beyond 16]",
+            rich_help_panel=SEARCH,
         ),
     ] = None,
     scaling: Annotated[
         bool,
         typer.Option(
             "--scaling",
-            help="Predict 1 to 64 workers with links of 0.1 to 25 Gbit/s, too.",
+            help="Also predict 1 to 64 workers at 0.1 to 25 Gbit/s.",
+            rich_help_panel=SEARCH,
         ),
     ] = False,
     everything: Annotated[
         bool,
         typer.Option(
-            "--all", help="Print all candidates, and why the others cannot run, too."
+            "--all",
+            help="Also print every candidate and why the others are infeasible.",
+            rich_help_panel=o.OUTPUT,
         ),
     ] = False,
     output: Annotated[
         Path,
         typer.Option(
-            help="Folder for the page and its pictures; those of the plan before are replaced."
+            metavar="DIR",
+            help="Folder for the HTML report.",
+            rich_help_panel=o.OUTPUT,
         ),
     ] = Path("paceline-plan"),
-    no_plots: Annotated[
-        bool, typer.Option("--no-plots", help="Draw nothing, and write no page.")
+    no_html: Annotated[
+        bool,
+        typer.Option(
+            "--no-html", help="Write no HTML report.", rich_help_panel=o.OUTPUT
+        ),
     ] = False,
     json: o.Json = False,
 ) -> None:
     """Predict the step time of every method on a network and recommend one.
 
-    Each runs in virtual time, with tensors that stand in for the model's.
+    Each method runs in virtual time, with tensors that stand in for the model's.
+
+    Consistency classes: exact = DDP's result up to rounding; delayed = every gradient is applied once,
+    at most one step late; lossy = compressed gradients, the error is fed back or small; local =
+    parameters are averaged every few steps; asynchronous = workers do not wait for all others.
     """
+    began = time.perf_counter()
     o.check_job(script, None)
     if budget is not None and not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
@@ -113,154 +133,133 @@ def plan(
         for word in torchrun_words(context)[:1]:
             raise UsageError(f"{word} means nothing without --probe; leave it out")
         described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
-    words = {
+    network = {
         "--cluster": cluster,
         "--workers": workers,
         "--link": link,
         "--latency": latency,
         "--dedicated-servers": dedicated_servers,
     }
-    said = [f"{name}={value}" for name, value in words.items() if value is not None]
-    asked = _Asked(
-        script=script,
-        arguments=script_arguments or [],
-        cluster=described,
-        network=None if probe else said,
-        workload=workload,
-        forward=forward,
-        backward=backward,
-        allowed=allowed,
-        budget=budget,
-        scaling=scaling,
-        everything=everything,
-        output=None if no_plots else output,
-        json=json,
-    )
-    _answer_question(asked)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What the command line says. *network*: the options that describe it (None: it was probed). *output*:
-    the page's folder (None: no page)."""
-
-    script: Path
-    arguments: list[str]
-    cluster: Cluster
-    network: list[str] | None
-    workload: str | None
-    forward: float | None
-    backward: float | None
-    allowed: tuple[Consistency, ...]
-    budget: float | None
-    scaling: bool
-    everything: bool
-    output: Path | None
-    json: bool
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What came of it."""
-
-    made: Planned
-    helps: Suggestions
-    points: list[ScalingPoint]
-
-
-def _answer_question(asked: _Asked) -> None:
-    """Plan, write the page, and print what was found."""
-    began = time.perf_counter()
+    compute = {"--workload": workload, "--forward": forward, "--backward": backward}
+    arguments = script_arguments or []
     from paceline.tools.plan.prediction_cost import Budget, usual_seconds
     from paceline.tools.plan.predictor import in_processes
+    from paceline.tools.plan.report import Question, plan_report, to_json
     from paceline.tools.plan.suggestions import helps
 
-    most = usual_seconds(asked.cluster) if asked.budget is None else asked.budget
+    most = usual_seconds(described) if budget is None else budget
     left = Budget(most)
+    page = ""
     with (
+        _says_what_ended(script),
         o.standard_output_for_result(True) as true_output,
-        progress(asked.json) as told,
+        progress(json) as told,
         in_processes(processes()) as predict,
     ):
         made = plan_script(
-            asked.script,
-            asked.arguments,
-            asked.cluster,
-            workload=asked.workload,
-            forward=asked.forward,
-            backward=asked.backward,
-            allowed=asked.allowed,
+            script,
+            arguments,
+            described,
+            workload=workload,
+            forward=forward,
+            backward=backward,
+            allowed=allowed,
             budget=left,
             told=told,
             predict=predict,
         )
-        told("what would help")
-        more = helps(made.plan, made.job, predict, left)
-        points = _points(made, told, predict) if asked.scaling else []
-        answer = _Answer(made, more, points)
-        print(f"network: {asked.cluster.describe()}", file=sys.stderr)
+        question = Question(
+            cluster=described,
+            workload=made.job.workload,
+            script=str(script),
+            arguments=arguments,
+            command=shlex.join(["paceline", *sys.argv[1:]]),
+            network=None if probe else _options(network),
+            compute=_options(compute),
+            stand_in=_stand_in(described, workload, made),
+        )
+        told("other ways to gain")
+        answer = _Answer(
+            question,
+            made,
+            helps(made.plan, made.job, predict, left),
+            _points(made, told, predict) if scaling else [],
+        )
         print(f"compute: {made.job.workload.source}", file=sys.stderr)
-        if asked.output is not None:
-            before = _page_before(asked.output)
-            page = _write_page(asked.output, asked, answer, told, predict, left)
-            print(f"page: {page}{before}", file=sys.stderr)
-        spent = _spent(began, most, left, more, asked.scaling)
-        if asked.json:
+        if not no_html:
+            page = _write_page(output, answer, told, predict, left)
+        if json:
+            text = to_json(made.plan, answer.suggestions, question, answer.points)
             with open(true_output, "w", closefd=False) as stream:
-                _print(asked, answer, stream)
-    if not asked.json:
-        _print(asked, answer)
-    print(spent, file=sys.stderr)
+                print(text, file=stream)
+    if not json:
+        from paceline.tools.report.terminal import print_report
+
+        print(question, end="\n\n")
+        report = plan_report(
+            made.plan, answer.suggestions, question, points=answer.points
+        )
+        print_report(report, everything=everything)
+    _print_counts(made, page, json=json)
+    print(_spent(began, most, left, scaling=scaling), file=sys.stderr)
 
 
-def _print(asked: _Asked, answer: _Answer, stream: TextIO | None = None) -> None:
-    """The result: as one object where JSON is asked for, on *stream*, else as tables."""
-    from paceline.tools.plan import tables
-
-    plan, more, points = answer.made.plan, answer.helps, answer.points
-    script, arguments = str(asked.script), asked.arguments
-    if asked.json:
-        text = tables.to_json(plan, more, points, script, arguments)
-        print(text, file=stream)
-        return
-    if points:
-        tables.print_points(points)
-    tables.print_plan(
-        plan,
-        more,
-        asked.cluster,
-        script,
-        arguments,
-        network=asked.network,
-        stand_in=_stand_in(asked, answer.made),
-        everything=asked.everything,
-    )
+@contextmanager
+def _says_what_ended(script: Path) -> Iterator[None]:
+    """Within it, a signal to end is answered at once: predictions take seconds to end."""
+    try:
+        yield
+    except LauncherInterrupted:
+        print(
+            f"paceline: the plan of {script} was ended; no report is written",
+            file=sys.stderr,
+        )
+        raise
 
 
-def _stand_in(asked: _Asked, made: Planned) -> str | None:
+@dataclass(frozen=True)
+class _Answer:
+    """What was asked, and what came of it."""
+
+    question: Question
+    made: Planned
+    suggestions: Suggestions
+    points: list[ScalingPoint]
+
+
+def _options(values: Mapping[str, object]) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
+
+
+def _stand_in(cluster: Cluster, workload: str | None, made: Planned) -> str | None:
     """The workload to emulate instead of the script, where this machine has fewer cores than
     workers would compute on; None where it has enough, or there is none by that name."""
-    if asked.cluster.workers <= this_machines_cores() or made.compute.workload is None:
+    if cluster.workers <= this_machines_cores() or made.compute.workload is None:
         return None
     what = made.compute.what
-    return what if what == asked.workload or Path(what).exists() else None
+    return what if what == workload or Path(what).exists() else None
 
 
-def _spent(
-    began: float, most: float, left: Budget, more: Suggestions, scaling: bool
-) -> str:
-    """What it took by the clock, and of the budget, which is *most* seconds."""
+def _print_counts(made: Planned, page: str, *, json: bool) -> None:
+    """How many candidates there were, and where the page is: the result's last line."""
+    from paceline.tools.plan.report import counts
+
+    texts = [counts(made.plan)] if made.plan.estimates else []
+    if page:
+        texts.append(f"Page: {page}")
+    if texts and json:
+        print(" ".join(texts), file=sys.stderr)
+    elif texts:
+        print(f"\n{' '.join(texts)}")
+
+
+def _spent(began: float, most: float, left: Budget, *, scaling: bool) -> str:
+    """Time by the clock, and the part of the budget that is used."""
     text = (
-        f"took {show_seconds(time.perf_counter() - began)}; predictions are counted as "
-        f"{most - left.left:.1f} s of a core, of {most:g} (--budget, three quarters of it for candidates)"
+        f"took {show_seconds(time.perf_counter() - began)}; used "
+        f"{100 * (most - left.left) / most:.0f} % of --budget {most:g}"
     )
-    if scaling:
-        text += ", without those of --scaling"
-    if more.untried:
-        text += (
-            f"; of what might help {more.untried} were not tried, as the rest is spent"
-        )
-    return text
+    return text + " (not counting --scaling)" * scaling
 
 
 def _page_before(output: Path) -> str:
@@ -276,39 +275,27 @@ def _page_before(output: Path) -> str:
 
 
 def _write_page(
-    output: Path,
-    asked: _Asked,
-    answer: _Answer,
-    told: Progress,
-    predict: Predict,
-    left: Budget,
-) -> Path:
-    """The page, and its pictures as files beside it."""
-    from paceline.tools.plan.pictures import write_pictures  # matplotlib takes a second
-    from paceline.tools.plan.report import plan_page
+    output: Path, answer: _Answer, told: Progress, predict: Predict, left: Budget
+) -> str:
+    """Write the page; returns its path, and whether it replaces another one."""
+    from paceline.tools.plan.report import plan_report
     from paceline.tools.plan.traced_step import steps_of
     from paceline.tools.report.html import NAME, write_page
 
-    made, points = answer.made, answer.points
-    steps = steps_of(made.plan, made.job, told, predict, left)
-    pictures = write_pictures(str(output), made.plan, points)
-    page = plan_page(
-        *(made.plan, answer.helps, points, steps),
-        cluster=made.job.cluster,
-        script=str(asked.script),
-        arguments=asked.arguments,
-        command=shlex.join(["paceline", *sys.argv[1:]]),
-        notes=[
-            ("network", made.job.cluster.describe()),
-            ("compute", made.job.workload.source),
-        ],
-        files=[f"{one.name}.{kind}" for one in pictures for kind in ("svg", "png")],
+    plan, job = answer.made.plan, answer.made.job
+    before = _page_before(output)
+    report = plan_report(
+        plan,
+        answer.suggestions,
+        answer.question,
+        points=answer.points,
+        steps=steps_of(plan, job, told, predict, left),
     )
-    return write_page(output / NAME, page)
+    return f"{write_page(output / NAME, report)}{before}"
 
 
 def _points(made: Planned, told: Progress, predict: Predict) -> list[ScalingPoint]:
-    """What more workers and faster links would give, after saying how long that takes."""
+    """More workers and faster links, after saying how long that takes."""
     from paceline.tools.plan.what_if import seconds_at_most
     from paceline.tools.plan.what_if import what_if as make_points
 
@@ -320,7 +307,7 @@ def _points(made: Planned, told: Progress, predict: Predict) -> list[ScalingPoin
 def _probed(
     context: typer.Context, workers: int | None, described: object
 ) -> Cluster | None:
-    """The network as it is found to be now."""
+    """The network as measured now."""
     if described is not None:
         raise UsageError(
             "--probe measures the network: leave --cluster, --link, --latency and "

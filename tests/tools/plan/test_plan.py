@@ -16,8 +16,8 @@ from paceline.spec import parse
 from paceline.tools.plan import Plan, plan
 from paceline.tools.plan.candidates import candidate, first
 from paceline.tools.plan.estimates import Estimate
-from paceline.tools.plan.headline import MANY_STEPS
 from paceline.tools.plan.predict import TrainingJob, predict
+from paceline.tools.plan.report import MANY_STEPS
 from tests.tools.plan.helpers import cluster, layers
 from tests.tools.plan.test_more import row
 

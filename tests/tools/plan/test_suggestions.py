@@ -89,13 +89,13 @@ def test_what_would_help_is_what_it_gives_when_it_runs():
     whole = plan(job.cluster, job.workload, allowed=("exact",))
     found = helps(whole, job)
     by_name = {one.what: one for one in found.helps}
-    sixteen = by_name["accumulate 16 batches an update"]
+    sixteen = by_name["gradient accumulation over 16 batches"]
     said = predict(
         TrainingJob(cluster=job.cluster, workload=job.workload, accumulate=16),
         sixteen.spec,
     )
     assert sixteen.speedup == pytest.approx(4 * 16 * 0.09 / said.step_seconds)
-    assert sixteen.speedup > by_name["accumulate 4 batches an update"].speedup
+    assert sixteen.speedup > by_name["gradient accumulation over 4 batches"].speedup
     assert "2 workers instead of 4" not in by_name  # less than four give
     assert found.tried > len(found.helps)
     now = whole.baseline.speedup(whole.recommended["exact"])
@@ -111,7 +111,7 @@ def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
     found = helps(plan_, job)
     assert [one.spec for one in found.break_even] == [spec]
     assert {one.spec for one in found.helps} == {spec}
-    assert "batches 16 times as large" in [one.what for one in found.helps]
+    assert "16x larger batches" in [one.what for one in found.helps]
 
 
 def test_a_script_that_accumulates_is_not_told_to_accumulate_as_much():
@@ -120,8 +120,8 @@ def test_a_script_that_accumulates_is_not_told_to_accumulate_as_much():
         made(row("bsp", seconds=3.6)), TrainingJob(cluster=cluster(2), workload=work)
     )
     said = [one.what for one in found.helps]
-    assert "accumulate 16 batches an update" in said
-    assert "accumulate 4 batches an update" not in said
+    assert "gradient accumulation over 16 batches" in said
+    assert "gradient accumulation over 4 batches" not in said
 
 
 def test_the_slowest_host_is_left_out_first():

@@ -14,7 +14,7 @@ of its own.
 - `suggestions`, `what_if`: what other options, more workers or faster links would give.
 - `script`: what a script trains.
 - `traced_step`: a step of a candidate, moment by moment.
-- `report`, `headline`, `tables`, `pictures`: a plan for people.
+- `report`: a plan for people, in the terminal, on a page and as JSON.
 - `switch_upgrades`, `switch_upgrades_report`: which switches to upgrade first.
 """
 

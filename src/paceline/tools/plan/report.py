@@ -1,23 +1,19 @@
-"""A plan as a page: the answer, the best of each class, every candidate, a step of two of them."""
+"""A plan as a report: the answer, the best method of each class, why, and what to run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
-from paceline.cluster import Cluster
-from paceline.interfaces import CONSISTENCIES
-from paceline.tools.plan.estimates import Baseline, Estimate, Plan
-from paceline.tools.plan.headline import (
-    commands,
-    passed_over,
-    reasons,
-    slow_starts,
-    summary,
-    verdict,
-)
-from paceline.tools.plan.pictures import bars_of
-from paceline.tools.plan.suggestions import Suggestions
-from paceline.tools.plan.tables import MEANS
+import msgspec
+
+from paceline.cluster import Cluster, Workload
+from paceline.interfaces import CONSISTENCIES, Consistency
+from paceline.spec import parse
+from paceline.tools.plan.estimates import DDP, Estimate, Plan
+from paceline.tools.plan.suggestions import Suggestion, Suggestions
 from paceline.tools.plan.what_if import ScalingPoint
 from paceline.tools.report.colours import COLOURS
 from paceline.tools.report.model import (
@@ -25,7 +21,6 @@ from paceline.tools.report.model import (
     BarChart,
     Cell,
     LineChart,
-    Links,
     Number,
     Panel,
     Report,
@@ -36,208 +31,722 @@ from paceline.tools.report.model import (
     TimelineSection,
 )
 from paceline.tools.report.timeline import Step
-from paceline.units import show_bytes, show_rate, show_seconds
+from paceline.units import show_bytes, show_count, show_rate, show_seconds
 
+FASTER = 1.02
+"""Times as fast as one machine: a smaller gain is none."""
+WORTH = 1.1
+"""Times as fast as all stronger classes: a weaker class that gains less is not in the answer."""
+MANY_STEPS = 50
+"""A method that needs more steps to become as fast as predicted has a note."""
+VISIBLE = 0.01
+"""Part of a step: less communication is not worth a word."""
+MOST_WEAKER = 3
+"""Weaker classes in the answer, which has at most five lines."""
+STAND_IN = "examples/workload.py"
+"""Trains a workload's tensors, and sleeps where a model computes."""
+EXAMPLE_GOAL = "accuracy=0.95"
+
+CONSISTENCY_MEANS: dict[Consistency, str] = {
+    "exact": "DDP's result up to rounding",
+    "delayed": "every gradient is applied once, at most one step late",
+    "lossy": "compressed gradients, the error is fed back or small",
+    "local": "parameters are averaged every few steps",
+    "asynchronous": "workers do not wait for all others",
+}
+_WITH: dict[Consistency, str] = {
+    "exact": "With exact averaging",
+    "delayed": "With delayed gradients",
+    "lossy": "With compressed gradients",
+    "local": "With local updates",
+    "asynchronous": "With asynchronous updates",
+}
 _GREY = len(COLOURS) - 1
-LEGEND = (
-    "step = compute + exposed communication. vs. bound: over the shortest step of any exact "
-    "average. vs. 1 machine: samples per second relative to one machine. ~: from a short run "
-    "only, since it is too slow in its class, or the budget is spent."
-)
 
 
-def plan_page(
-    plan: Plan,
-    found: Suggestions,
-    points: Sequence[ScalingPoint],
-    steps: Sequence[Step],
-    *,
-    cluster: Cluster,
-    script: str,
-    arguments: Sequence[str] = (),
-    command: str = "",
-    notes: Sequence[tuple[str, str]] = (),
-    files: Sequence[str] = (),
-) -> Report:
-    """The page of a plan and what else was asked; *files* are pictures beside it."""
-    sections: list[Section | None] = [
-        _best(plan),
-        _commands(plan, script, arguments),
-        TimelineSection(
-            title="A step, moment by moment",
-            steps=steps,
-            caption="One settled step of each, in virtual time.",
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What was planned, and how it was asked.
+
+    Attributes:
+        cluster: The network.
+        workload: The compute times.
+        script: What trains, and its `arguments`.
+        command: The command line of the plan.
+        network: Options that describe the network (None: it was probed).
+        compute: Options that give compute times.
+        stand_in: A workload to emulate in place of the script, where this machine has fewer cores
+            than workers.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    script: str = "SCRIPT"
+    arguments: Sequence[str] = ()
+    command: str = ""
+    network: Sequence[str] | None = None
+    compute: Sequence[str] = ()
+    stand_in: str | None = None
+
+    def __str__(self) -> str:
+        """The network and what a worker computes, in one line."""
+        work = self.workload
+        text = (
+            f"{self.cluster.describe()}; {show_seconds(work.forward_seconds)} forward + "
+            f"{show_seconds(work.backward_seconds)} backward per worker"
         )
-        if steps
-        else None,
-        _helps(found),
-        *_what_if(points),
-        _candidates(plan),
-        _left_out(plan),
-        Links(title="Pictures", files=[(name, name) for name in files])
-        if files
-        else None,
-    ]
+        if work.passes is not None and work.passes > 1:
+            text += f", {work.passes} passes per update"
+        if "FLOPs counted" in work.source:
+            text += " (FLOP count, not measured)"
+        return text
+
+
+def plan_report(
+    plan: Plan,
+    suggestions: Suggestions,
+    question: Question,
+    *,
+    points: Sequence[ScalingPoint] = (),
+    steps: Sequence[Step] = (),
+) -> Report:
+    """The report of a plan.
+
+    Args:
+        plan: Predictions of all candidates.
+        suggestions: Break-even links and other ways to gain.
+        question: What was planned.
+        points: More workers and faster links.
+        steps: A traced step of some candidates.
+    """
+    answer, *more = headline(plan, suggestions, question.cluster)
+    sections: list[Section | None] = []
+    if plan.estimates:
+        sections = [
+            _best(plan, question),
+            bar_chart(plan),
+            _why(plan, question.cluster),
+            _break_even(suggestions),
+            _also(suggestions),
+            _train_to_compare(plan, question),
+            _commands(plan, question),
+            _trial(plan, question),
+            *_scaling(points),
+            _timeline(steps),
+            _suggestions(suggestions),
+            _faster_but_not_recommended(plan),
+            _candidates(plan),
+            _infeasible(plan),
+        ]
     return Report(
-        title=f"{script}: {plan.cluster}",
-        answer=verdict(plan, found),
-        details=_details(plan, found, cluster),
-        command=command,
-        notes=notes,
+        title=f"{question.script}: {question}",
+        answer=answer,
+        details=more,
+        command=question.command,
+        notes=[
+            ("network", plan.cluster),
+            ("compute", plan.workload),
+        ],
         sections=[section for section in sections if section is not None],
     )
 
 
-def _details(plan: Plan, found: Suggestions, cluster: Cluster) -> list[str]:
-    """Why; what would help has a table of its own."""
-    lines: list[str] = []
-    named = ""
-    for name, text in summary(plan, cluster, found):
-        named = name or named
-        if named == "would help":
-            continue
-        if name:
-            lines.append(f"{name}: {text}")
-        else:
-            lines[-1] += f"; {text}"
-    return [*lines, *filter(None, (passed_over(plan), slow_starts(plan)))]
+# ---- the answer ----
 
 
-def _best(plan: Plan) -> BarChart:
-    rows = bars_of(plan)
-    return BarChart(
-        title="Best of each class",
-        parts=("compute", "exposed"),
-        rows=[
-            Bar(
-                name=f"{name}: {row.spec}" if place else name,
-                values=(row.compute_seconds, row.exposed_seconds),
-                text=show_seconds(row.step_seconds)
-                + (
-                    f", {plan.baseline.speedup(row):.2f} x one machine" if place else ""
-                ),
-                colour=CONSISTENCIES.index(row.consistency) if place else _GREY,
-            )
-            for place, (name, row) in enumerate(rows)
-        ],
-        limit=plan.baseline.lower_bound_seconds,
-        limit_name="no exact mean is faster",
-        caption="; ".join(
-            f"{consistency}: {MEANS[consistency]}" for consistency in plan.recommended
-        ),
+def headline(
+    plan: Plan, suggestions: Suggestions | None = None, cluster: Cluster | None = None
+) -> list[str]:
+    """The answer to "which method, here?", in at most five lines."""
+    baseline = plan.baseline
+    if not plan.estimates:
+        return ["1 worker is one machine: it sends nothing, whatever the method."]
+    consistency, best = _strongest(plan)
+    if baseline.speedup(best) < FASTER:
+        return _slower_than_one(plan, suggestions, cluster)
+    ddp = plan.estimate(DDP)
+    workers = show_count(baseline.workers, "worker")
+    shown = best if ddp is None else ddp
+    name = shown.spec if ddp is None else "DDP"
+    lines = [
+        f"{workers} with {name} train {times(baseline.speedup(shown))} as fast as one machine: a "
+        f"step takes {show_seconds(shown.step_seconds)}, of which "
+        f"{show_seconds(shown.exposed_seconds)} are exposed communication."
+    ]
+    if ddp is best:
+        lines.append(_stay_with_ddp(plan, consistency))
+    elif ddp is not None:
+        lines.append(f"Same result, best method: {_figures(plan, best)}.")
+    lines += [
+        f"{_WITH[one.consistency]}: {_figures(plan, one)}." for one in _weaker(plan)
+    ]
+    return lines
+
+
+def _strongest(plan: Plan) -> tuple[Consistency, Estimate]:
+    """What is recommended of the strongest class."""
+    return next(iter(plan.recommended.items()))
+
+
+def _stay_with_ddp(plan: Plan, consistency: Consistency) -> str:
+    fastest = plan.fastest[consistency]
+    if fastest.spec == DDP:
+        return f"Stay with DDP: no {consistency} method is faster."
+    gain = 100 * (_over_ddp(plan, fastest) - 1)
+    return (
+        f"Stay with DDP: {fastest.spec}, the best {consistency} method, is only "
+        f"{gain:.1g} % faster."
     )
 
 
-def _commands(plan: Plan, script: str, arguments: Sequence[str]) -> Text | None:
-    lines = list(commands(plan, script, arguments).values())
-    if not lines:
-        return None
-    return Text(title="Commands that run them", lines=lines, kind="code")
+def _figures(plan: Plan, estimate: Estimate) -> str:
+    text = f"{estimate.spec}, {show_seconds(estimate.step_seconds)}"
+    if plan.estimate(DDP) is None:
+        return f"{text} ({times(plan.baseline.speedup(estimate))} one machine)"
+    return f"{text} ({times(_over_ddp(plan, estimate))} DDP)"
 
 
-def _candidates(plan: Plan) -> Table:
-    colours = {consistency: place for place, consistency in enumerate(CONSISTENCIES)}
-    estimated_compression = any(row.estimated_compression for row in plan.estimates)
-    caption = LEGEND
-    if estimated_compression:
-        caption += (
-            " What codes take is an estimate from bytes where the workload does not say it: "
-            "paceline profile SCRIPT --compression NAME measures it."
+def _over_ddp(plan: Plan, estimate: Estimate) -> float:
+    ddp = plan.estimate(DDP)
+    return float("nan") if ddp is None else ddp.step_seconds / estimate.step_seconds
+
+
+def _weaker(plan: Plan) -> list[Estimate]:
+    """The recommended methods of weaker classes that are `WORTH` it; the fastest ones if many are."""
+    _, best = _strongest(plan)
+    found, seconds = [], best.step_seconds
+    for one in plan.recommended.values():
+        if one.step_seconds * WORTH <= seconds:
+            seconds = one.step_seconds
+            found.append(one)
+    return found[-MOST_WEAKER:]
+
+
+def _slower_than_one(
+    plan: Plan, suggestions: Suggestions | None, cluster: Cluster | None
+) -> list[str]:
+    """The answer where the strongest class gains nothing over one machine."""
+    baseline = plan.baseline
+    consistency, best = _strongest(plan)
+    what = (
+        "a second machine" if baseline.workers == 2 else f"{baseline.workers} workers"
+    )
+    article = "an" if consistency[0] in "aeiou" else "a"
+    lines = [
+        f"Do not use {what} with {article} {consistency} method: the best one ({best.spec}, "
+        f"{show_seconds(best.step_seconds)}) reaches {times(baseline.speedup(best))} of one machine."
+    ]
+    sends = f"A step must send {show_bytes(best.bytes_sent)}"
+    if cluster is not None and _one_worker_a_host(cluster):
+        rate = _slowest_link(cluster)
+        sends += (
+            f", which takes {show_seconds(best.bytes_sent / rate)} at {show_rate(rate)}"
         )
-    if plan.skipped:
-        caption += f" {plan.skipped} were not looked at: --budget is spent."
-    return Table(
-        title=f"All {len(plan.estimates)} candidates",
-        headings=(
-            *("method", "consistency", "step", "compute", "exposed"),
-            *("sent", "buckets", "vs. bound", "vs. 1 machine", "samples/s"),
-        ),
-        rows=[_figures(row, plan.baseline) for row in plan.estimates],
-        sort=2,
-        caption=caption,
-        colours=[colours[row.consistency] for row in plan.estimates],
+    lines.append(f"{sends}; computing takes {show_seconds(best.compute_seconds)}.")
+    faster = sorted(
+        (one for one in plan.recommended.values() if baseline.speedup(one) >= FASTER),
+        key=lambda one: one.step_seconds,
     )
+    ways = [
+        f"{one.spec} {times(baseline.speedup(one))} ({_class_name(one.consistency)})"
+        for one in faster
+    ]
+    if suggestions is not None:
+        ways += [
+            f"links above {_two_digits(one.rate)} with {one.spec}"
+            for one in suggestions.break_even
+            if one.spec == best.spec and one.rate is not None
+        ]
+        ways += [
+            f"{one.what} ({times(one.speedup)})"
+            for one in _smallest_of_each_kind(suggestions)
+            if one.speedup >= FASTER
+        ]
+    if ways:
+        lines.append(f"Faster than one machine: {_or(ways)}.")
+    if not faster:
+        lines.append("No class of methods is faster here than one machine.")
+    return lines
 
 
-def _figures(row: Estimate, baseline: Baseline) -> list[Cell]:
-    rate = baseline.samples_per_second(row)
-    ratio, speedup = baseline.bound_ratio(row), baseline.speedup(row)
+def _or(words: Sequence[str]) -> str:
+    if len(words) < 3:
+        return " or ".join(words)
+    return f"{', '.join(words[:-1])}, or {words[-1]}"
+
+
+def _class_name(consistency: Consistency) -> str:
+    return "local updates" if consistency == "local" else consistency
+
+
+def times(factor: float) -> str:
+    """``2.4x``: three significant digits, and two decimals at most."""
+    return f"{factor:.2f}x" if factor < 10 else f"{factor:.3g}x"
+
+
+def _two_digits(rate: float) -> str:
+    return show_rate(float(f"{rate * 8:.2g}") / 8)
+
+
+def _one_worker_a_host(cluster: Cluster) -> bool:
+    return all(rack.workers_per_host == 1 for rack in cluster.racks)
+
+
+def _slowest_link(cluster: Cluster) -> float:
+    return min(rate for rack in cluster.racks for rate in rack.links)
+
+
+# ---- tables of estimates ----
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column of all tables of estimates; *cell* is of a plan's estimate."""
+
+    heading: str
+    cell: Callable[[Plan, Estimate], Cell]
+    brief: bool = False
+
+
+def _seconds(value: float) -> Number:
+    return Number(value, show_seconds(value))
+
+
+def _ratio(value: float) -> Number:
+    return Number(value, times(value))
+
+
+def _step(plan: Plan, one: Estimate) -> Number:
+    short = "~ " if one.fidelity == "short" and one is not plan.baseline.single else ""
+    text = short + show_seconds(one.step_seconds)
+    return Number(one.step_seconds, text, title="; ".join(one.notes))
+
+
+def _exposed(plan: Plan, one: Estimate) -> Number | None:
+    return None if one is plan.baseline.single else _seconds(one.exposed_seconds)
+
+
+def _sent(plan: Plan, one: Estimate) -> Number | None:
+    if one is plan.baseline.single:
+        return None
+    return Number(one.bytes_sent, show_bytes(one.bytes_sent))
+
+
+def _vs_bound(plan: Plan, one: Estimate) -> Number | None:
+    if one is plan.baseline.single:
+        return None
+    return _ratio(plan.baseline.bound_ratio(one))
+
+
+def _samples(plan: Plan, one: Estimate) -> Number | None:
+    rate = plan.baseline.samples_per_second(one)
+    return None if rate is None else Number(rate, f"{float(f'{rate:.3g}'):,g}")
+
+
+_COLUMNS = (
+    _Column("step", _step, True),
+    _Column("compute", lambda _, one: _seconds(one.compute_seconds)),
+    _Column("exposed", _exposed, True),
+    _Column("sent", _sent),
+    _Column("vs. bound", _vs_bound),
+    _Column("vs. DDP", lambda plan, one: _ratio(_over_ddp(plan, one)), True),
+    _Column(
+        "vs. 1 machine", lambda plan, one: _ratio(plan.baseline.speedup(one)), True
+    ),
+    _Column("samples/s", _samples),
+)
+LEGEND = (
+    "step: time for one global batch in steady state, compute + exposed communication. "
+    "vs. bound: over the shortest step of any exact averaging. "
+    "~: from a short run only."
+)
+
+
+def _columns(plan: Plan, *, brief: bool) -> list[_Column]:
+    """Those that have figures in this plan."""
+    empty = set()
+    if plan.estimate(DDP) is None:
+        empty.add("vs. DDP")
+    if plan.baseline.batch is None:
+        empty.add("samples/s")
     return [
-        row.spec,
-        row.consistency,
-        Number(
-            row.step_seconds,
-            ("~ " if row.fidelity == "short" else "") + show_seconds(row.step_seconds),
-            title="; ".join(row.notes),
-        ),
-        _seconds(row.compute_seconds),
-        _seconds(row.exposed_seconds),
-        Number(row.bytes_sent, show_bytes(row.bytes_sent)),
-        Number(row.buckets, str(row.buckets)),
-        Number(ratio, f"{ratio:.2f}"),
-        Number(speedup, f"{speedup:.2f}"),
-        None
-        if rate is None
-        else Number(rate, f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}"),
+        one for one in _COLUMNS if one.heading not in empty and (one.brief or not brief)
     ]
 
 
-def _left_out(plan: Plan) -> Table | None:
+@dataclass
+class _Footnotes:
+    """Numbered notes below a table, each once."""
+
+    texts: list[str] = field(default_factory=list)
+
+    def mark(self, text: str) -> str:
+        if text not in self.texts:
+            self.texts.append(text)
+        return f" [{self.texts.index(text) + 1}]"
+
+
+def _best(plan: Plan, question: Question) -> Table:
+    """One machine, DDP, and the best method of each class."""
+    columns = _columns(plan, brief=True)
+    notes = _Footnotes()
+    shown = best_of_each_class(plan)
+    estimated = _estimated_compression([one for _, _, one in shown], question.script)
+    rows: list[list[Cell]] = []
+    for consistency, name, one in shown:
+        marks = ""
+        if one.steady_after >= MANY_STEPS:
+            marks += notes.mark(f"reached after about {one.steady_after + 1} steps")
+        if one.estimated_compression:
+            marks += notes.mark(estimated)
+        cells = [column.cell(plan, one) for column in columns]
+        rows.append([consistency, name + marks, *cells])
+    return Table(
+        title="Best of each class",
+        headings=("consistency", "method", *(one.heading for one in columns)),
+        rows=rows,
+        notes=notes.texts,
+        level="summary",
+    )
+
+
+def best_of_each_class(plan: Plan) -> list[tuple[str, str, Estimate]]:
+    """Class, name and estimate: one machine first, then DDP, then what is recommended of each class.
+    A class in which nothing is recommended is shown with its fastest method."""
+    found = [("-", "one machine, same global batch", plan.baseline.single)]
+    ddp, recommended = plan.estimate(DDP), plan.recommended
+    if ddp is not None:
+        found.append((ddp.consistency, f"DDP ({DDP})", ddp))
+    for consistency, fastest in plan.fastest.items():
+        one = recommended.get(consistency, fastest)
+        if one is ddp:
+            one = fastest
+        if one is not ddp:
+            found.append((_class_name(consistency), one.spec, one))
+    return found
+
+
+def _estimated_compression(estimates: Sequence[Estimate], script: str) -> str:
+    codes = (
+        str(parse(one.spec).values.get("compression", "NAME"))
+        for one in estimates
+        if one.estimated_compression
+    )
+    options = [
+        word for code in dict.fromkeys(codes) for word in ("--compression", code)
+    ]
+    measure = shlex.join(["paceline", "profile", script, *options])
+    return f"compression time estimated: {measure}"
+
+
+def _candidates(plan: Plan) -> Table:
+    """All estimates; those with equal figures share a row."""
+    columns = _columns(plan, brief=False)
+    groups: dict[tuple[object, ...], list[Estimate]] = {}
+    for one in plan.estimates:
+        cells = [column.cell(plan, one) for column in columns]
+        texts = [cell.text if isinstance(cell, Number) else cell for cell in cells]
+        groups.setdefault((one.consistency, *texts), []).append(one)
+    notes = _Footnotes()
+    rows: list[list[Cell]] = []
+    for first, *equal in groups.values():
+        name = first.spec
+        if equal:
+            specs = ", ".join(one.spec for one in equal)
+            name += f" and {show_count(len(equal), 'equal variant')}"
+            name += notes.mark(f"equal to {first.spec}: {specs}")
+        cells = [column.cell(plan, first) for column in columns]
+        rows.append([name, first.consistency, *cells])
+    place = {consistency: number for number, consistency in enumerate(CONSISTENCIES)}
+    return Table(
+        title=f"All {len(plan.estimates)} candidates",
+        headings=("method", "consistency", *(one.heading for one in columns)),
+        rows=rows,
+        sort=2,
+        caption=f"{LEGEND} {counts(plan)}",
+        colours=[place[group[0].consistency] for group in groups.values()],
+        notes=notes.texts,
+    )
+
+
+def counts(plan: Plan) -> str:
+    """How many candidates were predicted, how well, and how many were not."""
+    text = show_count(len(plan.estimates), "candidate") + " predicted"
+    if plan.infeasible:
+        text += f", {len(plan.infeasible)} infeasible"
+    text += " (--all)."
+    rejected = sum(one.rejected for one in plan.estimates)
+    short = sum(one.fidelity == "short" for one in plan.estimates) - rejected
+    if rejected:
+        text += f" {rejected} too slow in their class for a full run (~)."
+    if short:
+        text += f" {short} in a short run only (~): --budget is used up."
+    if plan.skipped:
+        text += f" {plan.skipped} more not predicted: --budget is used up."
+    return text
+
+
+def _infeasible(plan: Plan) -> Table | None:
     if not plan.infeasible:
         return None
+    reasons: dict[str, list[str]] = {}
+    for one in plan.infeasible:
+        reasons.setdefault(one.reason, []).append(one.spec)
     return Table(
-        title="Left out, and why",
-        headings=("why", "methods"),
-        rows=[(why, ", ".join(specs)) for why, specs in reasons(plan).items()],
+        title=f"{len(plan.infeasible)} infeasible candidates",
+        headings=("reason", "methods"),
+        rows=[
+            (reason, ", ".join(specs))
+            for reason, specs in sorted(reasons.items(), key=lambda item: -len(item[1]))
+        ],
         folded=True,
     )
 
 
-def _helps(found: Suggestions) -> Table | None:
-    if not found.helps:
+def bar_chart(plan: Plan) -> BarChart:
+    """Compute and exposed communication of one machine, DDP and the best method of each class."""
+    baseline = plan.baseline
+    bars = []
+    for consistency, name, one in best_of_each_class(plan):
+        alone = one is baseline.single
+        gain = "" if alone else f", {times(baseline.speedup(one))} one machine"
+        bars.append(
+            Bar(
+                name=name if alone else f"{consistency}: {name}",
+                values=(one.compute_seconds, one.exposed_seconds),
+                text=show_seconds(one.step_seconds) + gain,
+                colour=_GREY if alone else CONSISTENCIES.index(one.consistency),
+            )
+        )
+    return BarChart(
+        title="Where a step's time goes",
+        parts=("compute", "exposed"),
+        rows=bars,
+        limit=baseline.lower_bound_seconds,
+        limit_name="lower bound for exact averaging",
+        caption=". ".join(
+            f"{_class_name(one).capitalize()}: {CONSISTENCY_MEANS[one]}"
+            for one in plan.fastest
+        )
+        + ".",
+    )
+
+
+# ---- why, and what else ----
+
+
+def _why(plan: Plan, cluster: Cluster) -> Text:
+    _, best = _strongest(plan)
+    text = f"Each worker sends {show_bytes(best.bytes_sent)} per step"
+    if _one_worker_a_host(cluster):
+        rate = _slowest_link(cluster)
+        seconds = best.bytes_sent / rate
+        text += f": {show_seconds(seconds)} at {show_rate(rate)}"
+        hidden = seconds - best.exposed_seconds
+        if hidden > VISIBLE * best.step_seconds:
+            text += f", {show_seconds(hidden)} of it hidden behind backward"
+    bound = show_seconds(plan.baseline.lower_bound_seconds)
+    return Text(
+        title="Why",
+        lines=[f"{text}.", f"No exact method can be faster than {bound}."],
+        level="summary",
+    )
+
+
+def _break_even(suggestions: Suggestions) -> Text | None:
+    if not suggestions.break_even:
+        return None
+    named = {one.spec: one for one in suggestions.break_even}
+    ddp = named.get(DDP)
+    *_, best = suggestions.break_even
+    lines = []
+    if best.rate is None:
+        lines.append(f"{best.spec}: {best.words}.")
+    else:
+        text = f"Below {_two_digits(best.rate)} one machine is faster than {best.spec}"
+        if ddp is not None and ddp is not best and ddp.rate is not None:
+            text += f" ({_two_digits(ddp.rate)} with DDP)"
+        lines.append(f"{text}.")
+    if ddp is not None and ddp is not best and (ddp.rate is None or best.rate is None):
+        words = ddp.words if ddp.rate is None else f"{_two_digits(ddp.rate)}"
+        lines.append(f"DDP: {words}.")
+    return Text(title="Break-even", lines=lines, level="summary")
+
+
+def _also(suggestions: Suggestions) -> Text | None:
+    """Other ways to gain, each kind once."""
+    found = _smallest_of_each_kind(suggestions)
+    if found:
+        each = ", ".join(f"{one.what} {times(one.speedup)}" for one in found)
+        verb = {1: "This changes", 2: "Both change"}.get(len(found), "All change")
+        line = f"{each} one machine. {verb} the global batch."
+    elif suggestions.tried:
+        line = f"None of {suggestions.tried} other changes is faster."
+    else:
+        return None
+    lines = [line[0].upper() + line[1:]]
+    if suggestions.untried:
+        lines.append(
+            f"{show_count(suggestions.untried, 'other change')} not predicted: --budget is used up."
+        )
+    return Text(title="Also", lines=lines, level="summary")
+
+
+def _smallest_of_each_kind(suggestions: Suggestions) -> list[Suggestion]:
+    """Of suggestions that differ in a number only, the smallest change that gains."""
+    found: dict[str, Suggestion] = {}
+    for one in suggestions.helps:  # the largest gain first
+        found[re.sub(r"\d+", "", one.what)] = one
+    return sorted(found.values(), key=lambda one: -one.speedup)
+
+
+def _suggestions(suggestions: Suggestions) -> Table | None:
+    if not suggestions.helps:
         return None
     return Table(
-        title="What would help",
-        headings=("do", "step", "vs. 1 machine"),
+        title="Other ways to gain",
+        headings=("change", "step", "vs. 1 machine"),
         rows=[
-            (
-                each.what,
-                _seconds(each.step_seconds),
-                Number(each.speedup, f"{each.speedup:.2f}"),
-            )
-            for each in found.helps
+            (one.what, _seconds(one.step_seconds), _ratio(one.speedup))
+            for one in suggestions.helps
         ],
-        caption=f"Each run with {found.helps[0].spec}. Larger batches are another training: "
-        "whether they learn as well, nobody has asked.",
+        caption=f"Each predicted with {suggestions.helps[0].spec}. Larger batches may need another "
+        "learning rate; accuracy was not tested.",
     )
 
 
-# ---- what if ----
+def _faster_but_not_recommended(plan: Plan) -> Text | None:
+    text = faster_but_not_recommended(plan)
+    if not text:
+        return None
+    return Text(title="Faster, but not recommended", lines=[text])
 
 
-def _what_if(points: Sequence[ScalingPoint]) -> list[Section]:
+def faster_but_not_recommended(plan: Plan) -> str:
+    """Which methods are faster than the recommended one of their class; empty if none is."""
+    recommended = plan.recommended
+    faster = [
+        f"{one.spec} ({consistency}, {show_seconds(one.step_seconds)})"
+        for consistency, one in plan.fastest.items()
+        if consistency in recommended
+        and recommended[consistency].bytes_sent > one.bytes_sent
+    ]
+    if not faster:
+        return ""
+    return (
+        "Faster by at most a fifth of a step, but not recommended because they send less of the "
+        f"gradient: {', '.join(faster)}."
+    )
+
+
+def _timeline(steps: Sequence[Step]) -> TimelineSection | None:
+    if not steps:
+        return None
+    return TimelineSection(
+        title="Timeline of a step",
+        steps=steps,
+        caption="One steady-state step of each method, in virtual time.",
+    )
+
+
+# ---- commands ----
+
+
+def commands(
+    plan: Plan, script: str, arguments: Sequence[str] = ()
+) -> dict[Consistency, str]:
+    """The command that trains with the recommended method of each class."""
+    return {
+        consistency: command(one.spec, script, arguments)
+        for consistency, one in plan.recommended.items()
+    }
+
+
+def command(
+    spec: str,
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    verb: str = "run",
+    options: Sequence[str] = (),
+) -> str:
+    """A command that runs a script with a method."""
+    words = ["paceline", verb, script, *options, "--method", spec]
+    return shlex.join([*words, *(["--", *arguments] if arguments else [])])
+
+
+def _commands(plan: Plan, question: Question) -> Text:
+    lines = commands(plan, question.script, question.arguments)
+    return Text(
+        title=f"Run ({', '.join(lines)})",
+        lines=list(lines.values()),
+        kind="code",
+        caption="On several machines, run the command on each with torchrun's options.",
+        level="summary",
+    )
+
+
+def _train_to_compare(plan: Plan, question: Question) -> Text | None:
+    weak = [c for c in plan.recommended if c in ("lossy", "local", "asynchronous")]
+    if not weak or question.network is None:
+        return None
+    options = [*question.network, *question.compute, "--until", EXAMPLE_GOAL]
+    words = ["paceline", "compare", question.script, *options]
+    rest = ["--", *question.arguments] if question.arguments else []
+    return Text(
+        title="Step time is not training time: lossy, local and asynchronous methods may need "
+        "more steps. Train to compare",
+        lines=[shlex.join([*words, *rest])],
+        kind="code",
+        level="summary",
+    )
+
+
+def _trial(plan: Plan, question: Question) -> Text | None:
+    """A run of the recommended method in real processes on this machine."""
+    if question.network is None:
+        return None
+    script, arguments, caption = question.script, question.arguments, ""
+    if question.stand_in is not None:
+        script, arguments = STAND_IN, [question.stand_in, "--steps", "100"]
+        caption = "This machine has fewer cores than workers: the stand-in sleeps for the compute times."
+    _, best = _strongest(plan)
+    line = command(
+        best.spec, script, arguments, verb="emulate", options=question.network
+    )
+    return Text(
+        title="Try one first on this machine",
+        lines=[line],
+        kind="code",
+        caption=caption,
+        level="summary",
+    )
+
+
+# ---- more workers, faster links ----
+
+
+def _scaling(points: Sequence[ScalingPoint]) -> list[Section]:
     if not points:
         return []
-    counts = sorted({float(point.workers) for point in points})
-    caption = (
-        "The best of each class by the number of workers, each with a part of the batch as "
-        "large as here, on one switch."
-    )
+    workers = sorted({float(point.workers) for point in points})
     return [
         LineChart(
-            title="What more workers and faster links give",
-            panels=_panels(points, "speedup", 1.0, dotted=(counts, counts)),
+            title="Speedup with more workers and faster links",
+            panels=_panels(points, "speedup", 1.0, dotted=(workers, workers)),
             x="workers",
-            y="times one machine",
+            y="vs. 1 machine",
             log="xy",
-            caption=f"{caption} Dotted: as many times one machine as there are workers.",
+            caption="The best method of each class, with the same batch per worker, on one switch. "
+            "From short runs. Dotted: linear speedup.",
             table=_points(points),
+            level="summary",
         ),
         LineChart(
             title="Efficiency",
             panels=_panels(points, "efficiency", 100.0),
             x="workers",
-            y="per cent of as many machines as there are workers",
+            y="% of linear speedup",
             log="x",
             top=100.0,
         ),
@@ -246,7 +755,7 @@ def _what_if(points: Sequence[ScalingPoint]) -> list[Section]:
 
 def _panels(
     points: Sequence[ScalingPoint],
-    field: str,
+    attribute: str,
     factor: float,
     dotted: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> list[Panel]:
@@ -261,7 +770,7 @@ def _panels(
             )
             if mine:
                 xs = [float(point.workers) for point in mine]
-                ys = [factor * getattr(point, field) for point in mine]
+                ys = [factor * getattr(point, attribute) for point in mine]
                 series.append(Series(consistency, xs, ys, number))
         panels.append(Panel(show_rate(rate), series, dotted))
     return panels
@@ -274,27 +783,41 @@ def _points(points: Sequence[ScalingPoint]) -> Table:
     for point in points:
         rows.setdefault((point.consistency, point.workers), {})[point.rate] = point
     return Table(
-        title="Times one machine",
+        title="vs. 1 machine (efficiency), the best method of each class",
         headings=("consistency", "workers", *map(show_rate, rates)),
         rows=[
             [
                 consistency,
                 Number(workers, str(workers)),
-                *(
-                    Number(
-                        by_rate[rate].speedup,
-                        f"{by_rate[rate].speedup:.2f}",
-                        title=by_rate[rate].spec,
-                    )
-                    if rate in by_rate
-                    else None
-                    for rate in rates
-                ),
+                *(_point(by_rate.get(rate)) for rate in rates),
             ]
             for (consistency, workers), by_rate in rows.items()
         ],
     )
 
 
-def _seconds(value: float) -> Number:
-    return Number(value, show_seconds(value))
+def _point(point: ScalingPoint | None) -> Number | None:
+    if point is None:
+        return None
+    text = f"{times(point.speedup)} ({point.efficiency:.0%})"
+    return Number(point.speedup, text, title=point.spec)
+
+
+# ---- JSON ----
+
+
+def to_json(
+    plan: Plan,
+    suggestions: Suggestions,
+    question: Question,
+    points: Sequence[ScalingPoint] = (),
+) -> str:
+    """One object: the plan's keys and the suggestions', the `headline`, the `fastest` and
+    `recommended` spec and the `commands` by class, and `scaling`."""
+    content = msgspec.to_builtins(plan) | msgspec.to_builtins(suggestions)
+    content["headline"] = headline(plan, suggestions, question.cluster)
+    content["fastest"] = {c: one.spec for c, one in plan.fastest.items()}
+    content["recommended"] = {c: one.spec for c, one in plan.recommended.items()}
+    content["commands"] = commands(plan, question.script, question.arguments)
+    content["scaling"] = msgspec.to_builtins(points)
+    return msgspec.json.encode(content).decode()

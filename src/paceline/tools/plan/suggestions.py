@@ -99,8 +99,8 @@ def _larger(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     for count in PASSES:
         if count > job.passes:
             more = replace(job, accumulate=count)
-            yield f"accumulate {count} batches an update", more
-        yield f"batches {count} times as large", replace(job, batches=count)
+            yield f"gradient accumulation over {count} batches", more
+        yield f"{count}x larger batches", replace(job, batches=count)
 
 
 def _fewer(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cluster import uniform_cluster
+from paceline.cluster import Workload, uniform_cluster
 from paceline.interfaces import CONSISTENCIES
 from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.tools.compare.report import write_report
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
 from paceline.tools.doctor.report import doctor_report
 from paceline.tools.plan.estimates import Baseline, Estimate, Infeasible, Plan
-from paceline.tools.plan.report import plan_page
+from paceline.tools.plan.report import Question, plan_report
 from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
 from paceline.tools.plan.what_if import RATES, WORKERS, ScalingPoint
 from paceline.tools.report.html import NAME, write_page
@@ -68,12 +68,19 @@ def planned(folder: Path) -> Path:
             Suggestion(what="4 workers", spec="bsp", step_seconds=0.1, speedup=1.5),
         ),
     )
-    page = plan_page(
-        *(plan, helps, points()),
-        [step(spec, 0.1 * (3 - i)) for i, spec in enumerate((WILD, LONG, "osp"))],
+    question = Question(
         cluster=uniform_cluster(8, "100mbit", "50us"),
+        workload=Workload.spread(("w",), (4000,), 0.01, 0.02),
         script=WILD,
         command=f"paceline plan '{WILD}'",
+        network=["--workers=8"],
+    )
+    page = plan_report(
+        plan,
+        helps,
+        question,
+        points=points(),
+        steps=[step(spec, 0.1 * (3 - i)) for i, spec in enumerate((WILD, LONG, "osp"))],
     )
     return write_page(folder / NAME, page)
 
