@@ -1,7 +1,8 @@
-"""``paceline plan-switches``: which switches to upgrade first, and what each is worth."""
+"""``paceline plan-switches``: rank racks by the gain of an aggregating switch."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,9 @@ from paceline.cluster import Workload, load_cluster
 from paceline.errors import UsageError
 from paceline.units import bytes_per_second
 
+SWITCHES = "Upgraded switches"
+"""A panel of ``--help``."""
+
 
 def plan_switches(
     cluster: Annotated[
@@ -23,61 +27,86 @@ def plan_switches(
     workload: Annotated[
         str,
         typer.Option(
-            metavar="WORKLOAD", help="What is trained: a file, or a built-in name."
+            metavar="WORKLOAD",
+            help="What is trained: a workload file, or a built-in model.",
+            rich_help_panel=o.COMPUTE,
         ),
     ] = "resnet50",
     rate: Annotated[
         str | None,
         typer.Option(
+            metavar="RATE",
             help="What an upgraded switch takes in of all its workers together. "
-            "\\[default: all that comes]"
+            "\\[default: no limit]",
+            rich_help_panel=SWITCHES,
         ),
     ] = None,
     slots: Annotated[
         int | None,
         typer.Option(
-            help="Packets whose sums an upgraded switch has under way. \\[default: enough]"
+            metavar="N",
+            help="Packets whose sums an upgraded switch holds. \\[default: no limit]",
+            rich_help_panel=SWITCHES,
         ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path(
-        "paceline-runs"
-    ),
-    no_plots: Annotated[bool, typer.Option("--no-plots", help="Draw nothing.")] = False,
+    output: Annotated[
+        Path,
+        typer.Option(
+            metavar="DIR",
+            help="Folder for the HTML report.",
+            rich_help_panel=o.OUTPUT,
+        ),
+    ] = Path("paceline-switches"),
+    no_html: Annotated[
+        bool,
+        typer.Option(
+            "--no-html", help="Write no HTML report.", rich_help_panel=o.OUTPUT
+        ),
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Rank racks by the gain of an aggregating switch.
 
-    For each number of them: the best order and the throughput of Rina, ATP, a hierarchical
-    all-reduce and a ring, predicted.
+    For each number of upgraded switches: the best order, and the predicted throughput of Rina, ATP, a
+    hierarchical all-reduce and a ring.
     """
     described = load_cluster(cluster)
     if slots is not None and slots < 1:
         raise UsageError(f"--slots: expected 1 or more, got {slots}")
     times = Workload.load(workload)
-    from paceline.tools.plan.switch_upgrades import Upgrade
-    from paceline.tools.plan.switch_upgrades import plan_switches as make_plan
-    from paceline.tools.plan.switch_upgrades_report import draw_purchase, print_purchase
+    upgrade_rate = _rate(rate)
+    from paceline.tools.plan.switch_upgrades import (
+        Upgrade,
+        plan_upgrades,
+        upgrade_report,
+    )
+    from paceline.tools.report.html import NAME, write_page
+    from paceline.tools.report.terminal import print_report
 
-    with progress(json, "pricing") as told:
-        found = make_plan(
+    with progress(json, "predicting") as told:
+        found = plan_upgrades(
             described,
             times,
-            Upgrade(_rate(rate), slots),
+            Upgrade(upgrade_rate, slots),
             lambda name, switches: told(f"{name}: switch {switches}"),
         )
-        picture = None
-        if not no_plots:
-            picture = draw_purchase(found, output)
+    report = upgrade_report(
+        found,
+        described,
+        title=str(cluster),
+        command=shlex.join(["paceline", *sys.argv[1:]]),
+    )
     print(f"network: {described.describe()}", file=sys.stderr)
     print(f"compute: {times.source or workload}", file=sys.stderr)
+    if not no_html:
+        page = write_page(output / NAME, report)
+        print(f"page: {page}", file=sys.stderr)
     if json:
         import msgspec
 
         print(msgspec.json.encode(found).decode())
         return
-    print_purchase(found)
-    if picture is not None:
-        print(f"picture: {picture}")
+    print_report(report)
 
 
 def _rate(text: str | None) -> float | None:

@@ -15,7 +15,7 @@ of its own.
 - `script`: what a script trains.
 - `traced_step`: a step of a candidate, moment by moment.
 - `report`: a plan for people, in the terminal, on a page and as JSON.
-- `switch_upgrades`, `switch_upgrades_report`: which switches to upgrade first.
+- `switch_upgrades`: ranks racks by the gain of an aggregating switch.
 """
 
 from paceline.tools.plan.estimates import Estimate, Infeasible, Plan

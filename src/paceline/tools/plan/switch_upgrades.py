@@ -1,19 +1,18 @@
-"""Which racks' switches to upgrade first, so that what workers send is added up there.
+"""Ranks racks by the gain of an aggregating switch, and reports it.
 
-For each way to form means, one switch is upgraded after the other: each time the one with which a
-step is the shortest, of equal ones the one with which the whole gradient's mean is. So an
-order never takes back what it has bought; that it is the best one is tested for small
-clusters against all orders, and not promised.
+For each collective, switches are upgraded greedily: each time the one that gives the shortest step, of
+equal ones the one that gives the shortest mean of the whole gradient. Tests compare the order with all
+orders of small clusters; that it is the best one is not guaranteed.
 
-Every way is its row of the registry, priced on the cluster as the simulated runtime would: a step is
-the gradient in DDP's buckets of 25 MB, each sent when it is ready, one after the
-other, beside backward. Where sums are integers, a bucket's exponents are agreed on first,
-while buckets before it move. Rounding, and messages' processor time in switches, cost nothing.
+Each collective is priced on the cluster as in the simulated runtime. A step is the gradient in DDP's
+buckets of 25 MB, each sent when it is ready, one after the other, beside backward. Where sums are
+integers, workers agree on a bucket's exponents while buckets before it move. Rounding, and processor
+time of messages in switches, cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -35,15 +34,32 @@ from paceline.collectives.timing import seconds
 from paceline.errors import UsageError
 from paceline.interfaces import AllReduceAlgorithm, Placement
 from paceline.interfaces.schedules import aggregating_racks
+from paceline.tools.report.model import (
+    Cell,
+    LineChart,
+    Number,
+    Panel,
+    Report,
+    Series,
+    Table,
+)
+from paceline.units import show_count, show_seconds
 
 SMALL, LARGE = 1_000_000, 100_000_000
-"""Bytes at which a collective is priced: between and beyond, its price is a line."""
+"""Bytes at which a collective is priced; a line through both prices other sizes."""
+ENOUGH = 0.9
+"""Part of the largest gain that fewer switches should give."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to form means: *name* for people, its *collective*, and whether hosts of their own
-    for servers count (*dedicated*)."""
+class CollectiveOption:
+    """One collective to compare.
+
+    Attributes:
+        name: What the table calls it.
+        collective: The algorithm.
+        dedicated: Whether it uses the cluster's dedicated server hosts.
+    """
 
     name: str
     collective: AllReduceAlgorithm
@@ -51,14 +67,20 @@ class Way:
 
     @property
     def upgrades(self) -> bool:
-        """Whether switches that add up matter to it."""
+        """Whether it gains by aggregating switches."""
         return isinstance(self.collective, InNetworkAllReduce)
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """So many *switches* add up: those of *racks*, the last of which is the newest; with
-    *step_seconds* a step, *gradient_seconds* for the mean of the whole gradient, and *throughput*,
-    samples of all workers a second (None: the workload does not say its batch)."""
+class UpgradeStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A number of aggregating switches, and what they give.
+
+    Attributes:
+        switches: How many aggregate.
+        racks: Those, the newest last.
+        step_seconds: Of a training step.
+        gradient_seconds: For the mean of the whole gradient.
+        throughput: Samples of all workers per second (None: the workload has no batch).
+    """
 
     switches: int
     racks: tuple[int, ...]
@@ -67,84 +89,101 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     throughput: float | None
 
 
-class Purchase(msgspec.Struct, frozen=True, kw_only=True):
-    """By way, what each number of upgraded switches gives; of ways that need none, one stage.
+class UpgradePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What each number of upgraded switches gives.
 
-    *ready*: how many add up already. *compute_seconds*: of a step on the slowest worker, which no
-    network can go below.
+    Attributes:
+        workers: In the cluster.
+        racks: In the cluster.
+        ready: How many switches aggregate already.
+        compute_seconds: Of a step on the slowest worker; no network makes a step shorter.
+        options: Steps by collective; one step for a collective that needs no switches.
     """
 
     workers: int
     racks: int
     ready: int
     compute_seconds: float
-    ways: dict[str, tuple[Stage, ...]]
+    options: dict[str, tuple[UpgradeStep, ...]]
 
 
 class Upgrade(NamedTuple):
-    """What one buys: something at a switch that takes in *rate* bytes a second of all its workers
-    together, and has *slots* sums of packets under way (None: all that comes)."""
+    """An upgraded switch: it takes in *rate* bytes per second of all its workers together, and holds
+    *slots* sums of packets (None: no limit)."""
 
     rate: float | None = None
     slots: int | None = None
 
 
-ALL_THAT_COMES = Upgrade()
+UNLIMITED = Upgrade()
 
 Told = Callable[[str, int], None]
-"""Gets a way's name, and how many of its switches are upgraded."""
+"""Gets a collective's name, and how many switches are upgraded."""
 
 
-def ways_for(cluster: Cluster) -> tuple[Way, ...]:
-    """What is compared on *cluster*."""
-    ways = [Way("ring", Ring()), Way("hierarchical", Hierarchical())]
+def collective_options(cluster: Cluster) -> tuple[CollectiveOption, ...]:
+    """The collectives to compare on a cluster."""
+    options = [
+        CollectiveOption("ring", Ring()),
+        CollectiveOption("hierarchical", Hierarchical()),
+    ]
     if cluster.servers:
-        ways.append(Way("atp", ATP()))
-    return (*ways, Way("atp beside workers", ATP(), False), Way("rina", Rina()))
+        options.append(CollectiveOption("atp", ATP()))
+    return (
+        *options,
+        CollectiveOption("atp beside workers", ATP(), False),
+        CollectiveOption("rina", Rina()),
+    )
 
 
-def plan_switches(
+def plan_upgrades(
     cluster: Cluster,
     workload: Workload,
-    upgrade: Upgrade = ALL_THAT_COMES,
+    upgrade: Upgrade = UNLIMITED,
     told: Told = lambda name, switches: None,
-) -> Purchase:
-    """What each number of switches with *upgrade* is worth on *cluster* to train *workload*.
+) -> UpgradePlan:
+    """Rank the racks of *cluster* for training *workload*.
 
-    Racks that aggregate already are the start, and stay as they are. Raises `UsageError` for one
-    worker.
+    Args:
+        cluster: Racks that aggregate already come first, and stay as they are.
+        workload: Gradient sizes and compute times.
+        upgrade: What an upgraded switch can do.
+        told: Called before each number of switches.
+
+    Raises:
+        UsageError: The cluster has one worker.
     """
     if cluster.workers < 2:
         raise UsageError(
-            "a cluster of one worker has nothing to add up: expected two workers or more"
+            "a cluster of one worker sends nothing: expected two workers or more"
         )
     pace = 1 / min(cluster.speeds)
-    return Purchase(
+    return UpgradePlan(
         workers=cluster.workers,
         racks=len(cluster.racks),
         ready=len(aggregating_racks(cluster)),
         compute_seconds=pace * workload.ready_seconds[-1],
-        ways={
-            way.name: _stages(way, cluster, workload, upgrade, told)
-            for way in ways_for(cluster)
+        options={
+            option.name: _steps(option, cluster, workload, upgrade, told)
+            for option in collective_options(cluster)
         },
     )
 
 
-def stage(
-    way: Way,
+def upgrade_step(
+    option: CollectiveOption,
     cluster: Cluster,
     workload: Workload,
     racks: Collection[int],
-    upgrade: Upgrade = ALL_THAT_COMES,
-) -> Stage:
-    """What *way* comes to where the switches of *racks* add up; the order of these is kept."""
+    upgrade: Upgrade = UNLIMITED,
+) -> UpgradeStep:
+    """A step with *option* where the switches of *racks* aggregate; their order is kept."""
     sizes, pace = workload.gradient_bytes, 1 / min(cluster.speeds)
-    price, later = _cost(way, _upgraded(cluster, racks, upgrade))
+    price, later = _cost(option, _upgraded(cluster, racks, upgrade))
     ready = [pace * seconds_of + later for seconds_of in workload.ready_seconds]
     step = finish_time(plan_buckets("ddp", sizes), sizes, ready, price)
     batch = workload.batch
-    return Stage(
+    return UpgradeStep(
         switches=len(racks),
         racks=tuple(racks),
         step_seconds=step,
@@ -153,15 +192,19 @@ def stage(
     )
 
 
-def _stages(
-    way: Way, cluster: Cluster, workload: Workload, upgrade: Upgrade, told: Told
-) -> tuple[Stage, ...]:
+def _steps(
+    option: CollectiveOption,
+    cluster: Cluster,
+    workload: Workload,
+    upgrade: Upgrade,
+    told: Told,
+) -> tuple[UpgradeStep, ...]:
     chosen = tuple(sorted(aggregating_racks(cluster)))
-    found = [stage(way, cluster, workload, chosen, upgrade)]
-    while way.upgrades and len(chosen) < len(cluster.racks):
-        told(way.name, len(chosen) + 1)
+    found = [upgrade_step(option, cluster, workload, chosen, upgrade)]
+    while option.upgrades and len(chosen) < len(cluster.racks):
+        told(option.name, len(chosen) + 1)
         tried = [
-            stage(way, cluster, workload, (*chosen, rack), upgrade)
+            upgrade_step(option, cluster, workload, (*chosen, rack), upgrade)
             for rack in _different(cluster, chosen)
         ]
         best = min(tried, key=lambda one: (one.step_seconds, one.gradient_seconds))
@@ -171,7 +214,7 @@ def _stages(
 
 
 def _different(cluster: Cluster, chosen: Collection[int]) -> list[int]:
-    """The first of each kind of rack that is left: equal ones are worth the same."""
+    """The first of each kind of rack that is left: equal racks gain the same."""
     hosts = [server.rack for server in cluster.servers]
     kinds: dict[Hashable, int] = {}
     for number, rack in enumerate(cluster.racks):
@@ -194,10 +237,9 @@ def _upgraded(cluster: Cluster, racks: Collection[int], upgrade: Upgrade) -> Clu
     return replace(cluster, racks=tuple(changed))
 
 
-def _cost(way: Way, cluster: Cluster) -> tuple[AffineCost, float]:
-    """Of one mean, by its bytes: how long it keeps the network busy, and how much later it begins
-    because exponents are agreed on first."""
-    at, row = _placement(way, cluster), way.collective
+def _cost(option: CollectiveOption, cluster: Cluster) -> tuple[AffineCost, float]:
+    """Time of a mean by its bytes, and how much later it begins because workers agree on exponents first."""
+    at, row = _placement(option, cluster), option.collective
 
     def whole(size: int) -> float:
         return seconds(row.schedule(size, at), cluster)
@@ -211,7 +253,7 @@ def _cost(way: Way, cluster: Cluster) -> tuple[AffineCost, float]:
 
 
 def _agreement(row: InNetworkAllReduce, at: Placement, cluster: Cluster) -> AffineCost:
-    """Of agreeing on exponents, by bytes of the gradient."""
+    """Time to agree on exponents, by bytes of the gradient."""
     if row.agrees_at_switches(at):
         return _line(lambda size: seconds(row.agreement(size // 4, at), cluster))
     return _agreement_of_ranks(_without_aggregation(cluster))
@@ -227,8 +269,7 @@ def _without_aggregation(cluster: Cluster) -> Cluster:
 
 @lru_cache(maxsize=16)
 def _agreement_of_ranks(cluster: Cluster) -> AffineCost:
-    """No switch matters to that, and it is played message by message, which takes seconds for a
-    thousand workers."""
+    """Cached: no switch changes it, and simulating its messages takes seconds for 1,000 workers."""
     count = cluster.workers
     return _line(lambda size: seconds(agreement_of_ranks(size // 4, count), cluster))
 
@@ -239,7 +280,122 @@ def _line(price: Callable[[int], float]) -> AffineCost:
     return AffineCost(max(0.0, small - slope * SMALL), slope)
 
 
-def _placement(way: Way, cluster: Cluster) -> Placement:
-    """Of all workers of *cluster*; its own hosts for servers do not count for every way."""
+def _placement(option: CollectiveOption, cluster: Cluster) -> Placement:
+    """All workers of *cluster*, with its server hosts if the option uses them."""
     at = Placement.on(cluster)
-    return at if way.dedicated else replace(at, cluster=replace(cluster, servers=()))
+    return at if option.dedicated else replace(at, cluster=replace(cluster, servers=()))
+
+
+# ---- report ----
+
+
+def upgrade_report(
+    plan: UpgradePlan, cluster: Cluster, *, title: str, command: str = ""
+) -> Report:
+    """The ranking as a report: throughput by the number of aggregating switches."""
+    answer, *details = advice(plan)
+    return Report(
+        title=f"{title}: {cluster.describe()}",
+        answer=answer,
+        details=details,
+        command=command,
+        notes=[("network", cluster.describe())],
+        sections=[_table(plan), _chart(plan)],
+    )
+
+
+def advice(plan: UpgradePlan) -> list[str]:
+    """The fastest collective without upgrades, then what switches give each of the others."""
+    starts = {name: steps[0].step_seconds for name, steps in plan.options.items()}
+    start = min(starts, key=starts.__getitem__)  # of equal ones the one without servers
+    now = starts[start]
+    lines = [f"Without upgrades {start} is the fastest: {show_seconds(now)} per step."]
+    for name, steps in plan.options.items():
+        if len(steps) == 1:
+            continue
+        best = min(steps, key=lambda one: one.step_seconds)
+        least = best.step_seconds
+        if least >= now:
+            lines.append(
+                f"{name}: not faster; {show_seconds(least)} per step with {best.switches} of "
+                f"{plan.racks} switches."
+            )
+            continue
+        pays = next(one for one in steps if one.step_seconds < now)
+        enough = next(
+            one for one in steps if now - one.step_seconds >= ENOUGH * (now - least)
+        )
+        line = (
+            f"{name}: {show_seconds(least)} per step with {_switches(best.switches)}; "
+            f"faster than {start} from {_switches(pays.switches)} on"
+        )
+        if enough.switches < best.switches:
+            line += f"; {_switches(enough.switches)} give {ENOUGH:.0%} of the gain"
+        if best.switches < plan.racks:
+            line += "; more switches make it slower"
+        lines.append(f"{line}.")
+    return lines
+
+
+def _switches(number: int) -> str:
+    return f"{number} switch{'es' * (number != 1)}"
+
+
+def _table(plan: UpgradePlan) -> Table:
+    """A row for each number of switches, a column for each collective."""
+    rows: list[list[Cell]] = []
+    for switches in range(plan.ready, plan.racks + 1):
+        cells: list[Cell] = [Number(switches, str(switches))]
+        for steps in plan.options.values():
+            upgraded = len(steps) > 1 and switches > plan.ready
+            cells.append(_cell(_with(steps, switches), upgraded))
+        rows.append(cells)
+    return Table(
+        title=f"{_unit(plan)} by aggregating switches: {show_count(plan.workers, 'worker')} in "
+        f"{show_count(plan.racks, 'rack')}",
+        headings=("switches", *plan.options),
+        rows=rows,
+        caption="(rack n): the rack to upgrade next. Computing takes "
+        f"{show_seconds(plan.compute_seconds)} per step.",
+        level="summary",
+    )
+
+
+def _chart(plan: UpgradePlan) -> LineChart:
+    counts = [float(number) for number in range(plan.ready, plan.racks + 1)]
+    series = [
+        Series(
+            name,
+            counts,
+            [_rate(_with(steps, int(count))) for count in counts],
+            number,
+        )
+        for number, (name, steps) in enumerate(plan.options.items())
+    ]
+    return LineChart(
+        title="Gain of aggregating switches",
+        panels=[Panel("", series)],
+        x="aggregating switches",
+        y=_unit(plan),
+        caption="Predicted throughput with the best racks upgraded first.",
+    )
+
+
+def _unit(plan: UpgradePlan) -> str:
+    steps = next(iter(plan.options.values()))
+    return "steps per second" if steps[0].throughput is None else "samples per second"
+
+
+def _with(steps: Sequence[UpgradeStep], switches: int) -> UpgradeStep:
+    """The step with that many switches; a collective that needs none has the same with all."""
+    return next((one for one in steps if one.switches == switches), steps[0])
+
+
+def _cell(one: UpgradeStep, upgraded: bool) -> Number:
+    rate = _rate(one)
+    text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return Number(rate, f"{text} (rack {one.racks[-1]})" if upgraded else text)
+
+
+def _rate(one: UpgradeStep) -> float:
+    return 1 / one.step_seconds if one.throughput is None else one.throughput
