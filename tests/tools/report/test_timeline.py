@@ -86,7 +86,7 @@ def test_spans_are_cut_at_the_steps_ends_and_keep_their_places() -> None:
     assert [(row.name, row.kind) for row in worker.rows] == [
         ("compute", "compute"),
         ("wait", "wait"),
-        ("world lane 0", "message"),
+        ("channel 0", "message"),
     ]
     part = TICKS // 100
     assert [laid(row) for row in worker.rows] == [
@@ -96,7 +96,7 @@ def test_spans_are_cut_at_the_steps_ends_and_keep_their_places() -> None:
     ]
     assert worker.compute_seconds == pytest.approx(0.25)
     assert worker.wait_seconds == pytest.approx(0.75)
-    assert {*step.names} == {"backward", "all_reduce", "all_reduce, 32 B sent"}
+    assert {*step.names} == {"backward", "all-reduce", "all-reduce, 32 B"}
 
 
 def test_where_nobody_tells_of_computing_it_is_what_is_not_waiting() -> None:
@@ -165,10 +165,16 @@ def test_however_much_there_is_a_step_stays_small_and_in_order(seed: int) -> Non
 
 
 def test_names_are_short() -> None:
-    assert called("all_reduce(SUM, float32[8]), 32 B sent") == "all_reduce, 32 B sent"
+    assert called("all_reduce(SUM, float32[8]), 32 B sent") == "all-reduce, 32 B"
+    assert called("perform(ring), 459 kB sent") == "collective, 459 kB"
+    assert called("chained") == "wait for a chained collective"
     assert called("push, 8 MB") == "push, 8 MB"
-    assert row_name("training 0, after training 0 lane 1") == "after lane 1"
-    assert row_name("world lane 0") == "world lane 0"
+    assert called("several, too short to be shown") == "several, too short to be shown"
+    assert row_name("training 0, after training 0 lane 1") == "chained channel 1"
+    assert row_name("world lane 0") == "channel 0"
+    assert row_name("training 0 lane 1") == "channel 1"
+    assert row_name("channel stage 2 lane 0") == "channel stage 2 0"
+    assert row_name("from server 1") == "from server 1"
 
 
 def test_a_trace_is_read_back(tmp_path: Path) -> None:

@@ -246,21 +246,30 @@ def _ticks(span: Span, start: float, scale: float, names: dict[str, int]) -> Tic
     return begins, ends - begins, names.setdefault(called(span.name), len(names))
 
 
-_CALL = re.compile(r"(\w+)\(.*\)(, .*)")
-
-
+_CALL = re.compile(r"(\w+)(?:\(.*\))?((?:, .*?)?)(?: sent)?")
 _TRAINING = re.compile(r"\btraining \d+,? ?")
+_LANE = re.compile(r"(?:(.*) )?lane (\d+)")
+_OPERATIONS = {"perform": "collective", "chained": "wait for a chained collective"}
+_GROUPS = {"world": "channel", "after": "chained channel"}
 
 
 def row_name(row: str) -> str:
-    """``training 0, after training 0 lane 1``, shorter: a step is of one training."""
-    return _TRAINING.sub("", row) or row
+    """``training 0, after training 0 lane 1`` is ``chained channel 1``: a step is of one training."""
+    text = _TRAINING.sub("", row) or row
+    found = _LANE.fullmatch(text)
+    if found is None:
+        return text
+    group = found[1] or "world"
+    return f"{_GROUPS.get(group, group)} {found[2]}"
 
 
 def called(name: str) -> str:
-    """``all_reduce(SUM, float32[8]), 32 B sent`` without what a reader does not need here."""
+    """``all_reduce(SUM, float32[8]), 32 B sent`` is ``all-reduce, 32 B``."""
     found = _CALL.fullmatch(name)
-    return f"{found[1]}{found[2]}" if found else name
+    if found is None:
+        return name
+    operation = _OPERATIONS.get(found[1], found[1].replace("_", "-"))
+    return f"{operation}{found[2]}"
 
 
 def _joined(
