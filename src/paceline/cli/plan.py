@@ -256,7 +256,7 @@ def _print_counts(made: Planned, page: str, *, json: bool) -> None:
 def _spent(began: float, most: float, left: Budget, *, scaling: bool) -> str:
     """Time by the clock, and the part of the budget that is used."""
     text = (
-        f"took {show_seconds(time.perf_counter() - began)}; used "
+        f"took {show_seconds(time.perf_counter() - began)}; simulated work: "
         f"{100 * (most - left.left) / most:.0f} % of --budget {most:g}"
     )
     return text + " (not counting --scaling)" * scaling

@@ -453,7 +453,11 @@ def test_json_has_the_keys_of_the_plan_and_commands():
     plan = made(sped("dear", seconds=0.178), sped(DDP, seconds=0.18))
     content = msgspec.json.decode(to_json(plan, NOTHING, ASKED))
     assert set(msgspec.to_builtins(plan)) < set(content)
-    assert content["estimates"][0]["step_seconds"] == 0.178
+    first = content["estimates"][0]
+    assert first["step_seconds"] == 0.178
+    assert first["speedup"] == pytest.approx(0.36 / 0.178)
+    assert first["bound_ratio"] == pytest.approx(0.178 / 0.2)
+    assert first["samples_per_second"] == pytest.approx(32 / 0.178)
     assert content["fastest"] == {"exact": "dear"}
     assert content["recommended"] == {"exact": DDP}
     assert content["commands"]["exact"].endswith(f"--method {DDP}")

@@ -62,6 +62,7 @@ _WITH: dict[Consistency, str] = {
     "asynchronous": "With asynchronous updates",
 }
 _GREY = len(COLOURS) - 1
+_NO_BUDGET = "the candidates' share of --budget does not suffice"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +147,7 @@ def plan_report(
         notes=[
             ("network", plan.cluster),
             ("compute", plan.workload),
+            ("candidates", counts(plan)),
         ],
         sections=[section for section in sections if section is not None],
     )
@@ -463,7 +465,7 @@ def _candidates(plan: Plan) -> Table:
         headings=("method", "consistency", *(one.heading for one in columns)),
         rows=rows,
         sort=2,
-        caption=f"{LEGEND} {counts(plan)}",
+        caption=LEGEND,
         colours=[place[group[0].consistency] for group in groups.values()],
         notes=notes.texts,
     )
@@ -480,9 +482,9 @@ def counts(plan: Plan) -> str:
     if rejected:
         text += f" {rejected} too slow in their class for a full run (~)."
     if short:
-        text += f" {short} in a short run only (~): --budget is used up."
+        text += f" {short} in a short run only (~), as {_NO_BUDGET}."
     if plan.skipped:
-        text += f" {plan.skipped} more not predicted: --budget is used up."
+        text += f" {plan.skipped} more not predicted, as {_NO_BUDGET}."
     return text
 
 
@@ -563,7 +565,8 @@ def _break_even(suggestions: Suggestions) -> Text | None:
     if best.rate is None:
         lines.append(f"{best.spec}: {best.words}.")
     else:
-        text = f"Below {_two_digits(best.rate)} one machine is faster than {best.spec}"
+        name = "DDP" if best is ddp else best.spec
+        text = f"Below {_two_digits(best.rate)} one machine is faster than {name}"
         if ddp is not None and ddp is not best and ddp.rate is not None:
             text += f" ({_two_digits(ddp.rate)} with DDP)"
         lines.append(f"{text}.")
@@ -581,13 +584,14 @@ def _also(suggestions: Suggestions) -> Text | None:
         verb = {1: "This changes", 2: "Both change"}.get(len(found), "All change")
         line = f"{each} one machine. {verb} the global batch."
     elif suggestions.tried:
-        line = f"None of {suggestions.tried} other changes is faster."
+        line = f"{show_count(suggestions.tried, 'other change')} predicted: no gain."
     else:
         return None
     lines = [line[0].upper() + line[1:]]
     if suggestions.untried:
         lines.append(
-            f"{show_count(suggestions.untried, 'other change')} not predicted: --budget is used up."
+            f"{show_count(suggestions.untried, 'other change')} not predicted: the rest of --budget "
+            "does not suffice."
         )
     return Text(title="Also", lines=lines, level="summary")
 
@@ -813,8 +817,19 @@ def to_json(
     points: Sequence[ScalingPoint] = (),
 ) -> str:
     """One object: the plan's keys and the suggestions', the `headline`, the `fastest` and
-    `recommended` spec and the `commands` by class, and `scaling`."""
+    `recommended` spec and the `commands` by class, and `scaling`. Estimates also have what
+    compares them with the baseline."""
     content = msgspec.to_builtins(plan) | msgspec.to_builtins(suggestions)
+    baseline = plan.baseline
+    content["estimates"] = [
+        msgspec.to_builtins(one)
+        | {
+            "speedup": baseline.speedup(one),
+            "bound_ratio": baseline.bound_ratio(one),
+            "samples_per_second": baseline.samples_per_second(one),
+        }
+        for one in plan.estimates
+    ]
     content["headline"] = headline(plan, suggestions, question.cluster)
     content["fastest"] = {c: one.spec for c, one in plan.fastest.items()}
     content["recommended"] = {c: one.spec for c, one in plan.recommended.items()}
