@@ -47,9 +47,9 @@ HORIZON, BLOCK = 1000, 20
 WIDTH, DEPTH, BATCH = 512, 8, 256
 
 
-def course_of(optimizer):
-    """What decides: only it knows whether it has."""
-    return optimizer._active.switcher.course
+def controller_of(optimizer):
+    """Only it knows whether it has decided."""
+    return optimizer._active.switcher.controller
 
 
 def auto(consistency, file):
@@ -64,10 +64,10 @@ def auto(consistency, file):
 
 def settle(side):
     """Steps until it has decided."""
-    course = course_of(side.optimizer)
+    controller = controller_of(side.optimizer)
     for step in range(MOST_STEPS):
         side.step()
-        if step > 5 and course.program.is_settled:
+        if step > 5 and controller.steady:
             return step + 1
     return MOST_STEPS
 
@@ -92,10 +92,9 @@ def work(arguments):
             times[side.name].append(side.block())
     if dist.get_rank() == 0:
         recorder = paceline.api._runtime().recorder
-        said = [note for note in recorder.notes if note.startswith("auto (")]
-        course = course_of(mine.optimizer)
+        said = [note for note in recorder.notes if note.startswith("auto: ")]
         result = {
-            "chosen": course.program.present,
+            "chosen": controller_of(mine.optimizer).present,
             "decided_after_steps": settling,
             "seconds": {name: statistics.median(one) for name, one in times.items()},
             "times": times,
@@ -172,9 +171,8 @@ def work_on_loopback(arguments):
         total = [sum(both) for both in zip(total, pair, strict=True)]
         ratios.append(pair[0] / pair[1])
     if dist.get_rank() == 0:
-        course = course_of(optimizer)
         result = {
-            "chosen": course.program.present,
+            "chosen": controller_of(optimizer).present,
             "seconds": {"auto": total[0] / HORIZON, "DDP": total[1] / HORIZON},
             "to_ddp": total[0] / total[1],
             "median_of_turns": statistics.median(ratios),

@@ -13,6 +13,7 @@ import pytest
 
 from paceline.cli import progress
 from paceline.cli.progress import describe, status_lines
+from paceline.cli.progress import progress as shown_progress
 from paceline.records import StepRecorder
 from paceline.runtimes.progress import (
     WorkerProgress,
@@ -96,6 +97,21 @@ def test_a_line_says_what_is_done_before_the_first_step(
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == "paceline: starting · 0:00:00"
     assert second == "paceline: step 3 of 9 · asp, planning buckets · 0:00:00"
+
+
+def test_own_work_prints_lines_where_no_terminal_shows_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seconds in (0.0, 3600.0):
+        monkeypatch.setattr(progress, "EVERY_SECONDS", seconds)
+        for json in (False, True):
+            with shown_progress(json) as at:
+                at("measuring", 1, 4)
+                at("predicting")
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: measuring (1 of 4) · 0:00:00",
+        "paceline: predicting · 0:00:00",
+    ]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from paceline.cluster.stand_in import stand_in
 from paceline.compression import full_spec, make, warm_up_message
 from paceline.compression.gd_top_k import EPOCH_STEPS
 from paceline.runtimes.join import join_runtime
-from paceline.tools.auto.__main__ import present_of
+from paceline.tools.auto.planner_process import predict_present
 from paceline.tools.plan.predict import TrainingJob, predict
 from paceline.tools.plan.script import analyze_script
 from tests.support.simulations import run
@@ -24,7 +24,7 @@ WORKERS, EPOCH, SIDE = 4, 5, 64
 DENSE = 4 * SIDE * SIDE
 WARM_UP = 4 * EPOCH
 SPEC = "bsp:compression=gd-top-k,buckets=single"
-NO_PLAN = SimpleNamespace(row=lambda spec: None)
+NO_PLAN = SimpleNamespace(estimate=lambda spec: None)
 WORKLOAD = Workload(
     names=("weight",), sizes=(DENSE,), forward=(0.01,), backward=(0.01,),
     shapes=((SIDE, SIDE),),
@@ -139,7 +139,7 @@ def test_a_plan_counts_the_sampler_s_epochs_and_says_what_it_leaves_out():
         job = TrainingJob(
             cluster=cluster(WORKERS), workload=WORKLOAD, epoch_steps=epoch_steps
         )
-        return predict(job, SPEC), present_of(NO_PLAN, SPEC, job)
+        return predict(job, SPEC), predict_present(NO_PLAN, SPEC, job)
 
     (short, present), (long, later) = found(EPOCH), found(1000)
     assert short.bytes_sent == pytest.approx(sum(sent(6)[-EPOCH:]) / EPOCH, rel=0.01)

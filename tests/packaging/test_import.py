@@ -25,7 +25,6 @@ NOT_FOR_SCRIPTS = (
     ),
     *(
         "paceline.tools.auto.method_switching",
-        "paceline.tools.auto.controlled_training",
         "paceline.testing",
     ),
     *("paceline.cli", "paceline.integrations", "paceline.tools.report.plots"),

@@ -244,10 +244,10 @@ def check_job(script: Path, *specs: str | None) -> None:
     if not any(specs):
         return
     from paceline.core.settings import parse_method
-    from paceline.tools.auto.config import wish_of
+    from paceline.tools.auto.config import parse_auto
 
     for spec in specs:
-        if spec is not None and wish_of(spec) is None:
+        if spec is not None and parse_auto(spec) is None:
             try:
                 parse_method(spec)
             except UnknownNameError:
@@ -263,11 +263,11 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
     from paceline import methods
     from paceline.core.settings import parse_method
     from paceline.interfaces import UpdatesOnServer
-    from paceline.tools.auto.config import wish_of
+    from paceline.tools.auto.config import parse_auto
 
-    wish = wish_of(spec)
-    if wish is not None:
-        wish.load_cluster(workers)  # which says it, if it is of others
+    auto = parse_auto(spec)
+    if auto is not None:
+        auto.load_cluster(workers)  # which says it, if it is of others
         return
     try:
         method = methods.grouped(parse_method(spec)[0], groups)

@@ -98,11 +98,10 @@ def describe(found: WorkerProgress, steps: int | None = None) -> str:
         else "no step yet"
     ]
     if found.step_seconds:
-        step, exposed = (
-            show_seconds(float(f"{seconds:.3g}"))
-            for seconds in (found.step_seconds, found.exposed_seconds)
+        parts.append(
+            f"{show_seconds(found.step_seconds)} per step, "
+            f"{show_seconds(found.exposed_seconds)} exposed"
         )
-        parts.append(f"{step} per step, {exposed} exposed")
     if found.method:
         phase = ""
         if found.deciding:

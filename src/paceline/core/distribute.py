@@ -29,23 +29,23 @@ from paceline.runtimes.join import join_runtime
 from paceline.tools.auto.config import (
     CHOSEN_BY_AUTO,
     FIRST,
-    check_wish,
-    say_alone,
-    wish_of,
+    AutoConfig,
+    check_auto_allowed,
+    parse_auto,
+    report_single_worker,
 )
-from paceline.tools.auto.config import Auto as Wish
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-    from paceline.tools.auto.method_switching import Auto
+    from paceline.tools.auto.method_switching import SwitchableTraining
 
 
 def distribute(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    method: str | Method | Auto | None = None,
+    method: str | Method | SwitchableTraining | None = None,
     buckets: str = "optimal",
     buffers: ModuleBuffers = "rank0",
     check_finite: bool = False,
@@ -134,20 +134,20 @@ def distribute(
         runtime, model, optimizer, sampler, len(runtime.registry.trainings)
     )
     override = runtime.registry.options.method
-    if override is None and _changes(method):
+    if override is None and _is_switchable(method):
         return method.train(inputs, settings)
-    wish = wish_of(override or (method if isinstance(method, str) else None))
-    if wish is not None:
-        return _train_by(wish, inputs, settings, overrides=override is not None)
+    auto = parse_auto(override or (method if isinstance(method, str) else None))
+    if auto is not None:
+        return _train_auto(auto, inputs, settings, overrides=override is not None)
     return train(inputs, *_read_method(runtime, method, settings))
 
 
-def _train_by(
-    wish: Wish, inputs: TrainingInputs, settings: Settings, *, overrides: bool
+def _train_auto(
+    config: AutoConfig, inputs: TrainingInputs, settings: Settings, *, overrides: bool
 ) -> DistributedOptimizer:
     """Train under ``method="auto"``; *overrides*: the command line asks for it, not the script."""
-    from paceline.tools.auto.controlled_training import (
-        changing,  # it needs much that others do not
+    from paceline.tools.auto.method_switching import (
+        SwitchableTraining,  # it needs much that others do not
     )
 
     runtime = inputs.runtime
@@ -157,24 +157,25 @@ def _train_by(
         settings = replace(settings, **own)
     beside = settings.changed_keys()
     beside = {key: beside[key] for key in CHOSEN_BY_AUTO if key in beside}
-    check_wish(runtime, chosen_beside=beside, others=bool(runtime.registry.unfinished))
+    others = bool(runtime.registry.unfinished)
+    check_auto_allowed(runtime, chosen_beside=beside, others=others)
     runtime.connect()
     if runtime.size == 1:
-        say_alone(runtime)
+        report_single_worker(runtime)
     if runtime.size == 1 or runtime.registry.options.profile is not None:
         return train(inputs, *parse_method(FIRST, settings))
-    return changing(wish, settings).train(inputs, settings)
+    return SwitchableTraining(config).train(inputs, settings)
 
 
-def _changes(method: object) -> TypeIs[Auto]:
+def _is_switchable(method: object) -> TypeIs[SwitchableTraining]:
     """Whether *method* switches between methods."""
     if method is None or isinstance(method, str):
         return False
     from paceline.tools.auto.method_switching import (
-        Auto,  # it needs much that others do not
+        SwitchableTraining,  # it needs much that others do not
     )
 
-    return isinstance(method, Auto)
+    return isinstance(method, SwitchableTraining)
 
 
 def _check_arguments(model: object, optimizer: object) -> None:
@@ -207,12 +208,14 @@ def _check_arguments(model: object, optimizer: object) -> None:
 
 
 def _read_method(
-    runtime: Runtime, method: str | Method | Auto | None, settings: Settings
+    runtime: Runtime,
+    method: str | Method | SwitchableTraining | None,
+    settings: Settings,
 ) -> tuple[Method, Settings]:
     """The method and the settings; the command line's spec wins over the script's."""
     override = runtime.registry.options.method
     if override is None and method is not None and not isinstance(method, str):
-        assert not _changes(method)
+        assert not _is_switchable(method)
         return reconcile(method, settings)
     text = override or method or "bsp"
     assert isinstance(text, str)

@@ -36,7 +36,7 @@ class MethodSwitcher(Protocol):
         """The full spec of the present training."""
         ...
 
-    def change(self, spec: str, *, together: bool = False) -> str:
+    def switch_to(self, spec: str, *, together: bool = False) -> str:
         """Train by *spec* from the next step on. Returns "", or why that is impossible here.
 
         Collective, between two steps. With *together* all workers take part, and know it; else

@@ -18,37 +18,36 @@ from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
-from paceline.tools.auto.method_switching import Auto
+from paceline.tools.auto.config import AutoConfig
+from paceline.tools.auto.method_switching import SwitchableTraining
 from tests.support.training import inputs, network, sgd
 
 
-class Follows:
-    """A course that is known beforehand: specs, by the step after which they begin."""
+class Scripted:
+    """A controller whose decisions are known: specs, by the step after which they begin. *refused* has
+    those that could not be begun, and why."""
+
+    steady = True
 
     def __init__(self, specs, meets=False):
-        self.specs, self.why, self.meets = specs, [], meets
+        self.specs, self.refused, self.meets_before_change = specs, [], meets
 
-    def __call__(self, subject):
-        return self
+    def run(self):
+        step = 0
+        while True:
+            step += 1
+            spec = self.specs.get(step)
+            why = yield spec
+            if why:
+                self.refused.append((spec, why))
 
-    def after_step(self, step):
-        return self.specs.get(step)
 
-    def refused(self, spec, why):
-        self.why.append((spec, why))
-
-    def begin(self, training, forbid):
-        pass
-
-    def leave(self):
-        pass
-
-    def close(self, *, well):
-        pass
+def follows(scripted):
+    return SwitchableTraining(AutoConfig(consistency="local"), scripted)
 
 
 def changing(specs, meets=False):
-    return Auto(Follows(specs, meets))
+    return follows(Scripted(specs, meets))
 
 
 def one_step(model, optimizer, step):
@@ -105,10 +104,10 @@ def exact_methods_in_any_turn_are_bsp():
     chance = random.Random(7)
     for model, optimizer in ((network, sgd), (normalized, adam)):
         specs = {step: chance.choice(EXACT) for step in chance.sample(range(1, 12), 6)}
-        follows = Follows(specs)
+        scripted = Scripted(specs)
         usual = trained("bsp", 12, optimizer, model)
-        found = trained(Auto(follows), 12, optimizer, model)
-        assert not follows.why
+        found = trained(follows(scripted), 12, optimizer, model)
+        assert not scripted.refused
         assert_equal_everywhere(found)
         assert torch.allclose(found, usual, rtol=1e-4, atol=1e-6), specs
 
@@ -165,13 +164,13 @@ def a_change_to_what_cannot_be_is_refused_on_all_workers():
         7: ("fails-on-one", "not here"),
         9: ("fails-everywhere", "nor here"),
     }
-    follows = Follows({step: spec for step, (spec, _) in impossible.items()})
+    scripted = Scripted({step: spec for step, (spec, _) in impossible.items()})
     with registered(FailsOnOne, FailsEverywhere):
-        usual, found = trained("bsp", 11), trained(Auto(follows), 11)
+        usual, found = trained("bsp", 11), trained(follows(scripted), 11)
     assert torch.equal(found, usual)
-    assert len(follows.why) == len(impossible), follows.why
+    assert len(scripted.refused) == len(impossible), scripted.refused
     for (spec, why), (wanted, words) in zip(
-        follows.why, impossible.values(), strict=True
+        scripted.refused, impossible.values(), strict=True
     ):
         assert spec == wanted
         assert words in why
@@ -206,8 +205,10 @@ def a_checkpoint_says_which_method_it_had():
             paceline.load(folder)
             changes = inspect(wrapped).switcher
             if changes is not None:
-                assert changes.spec.startswith("dear" if method.course.specs else "bsp")
-                assert not changes.change(spec)
+                assert changes.spec.startswith(
+                    "dear" if method.controller.specs else "bsp"
+                )
+                assert not changes.switch_to(spec)
             for step in range(5, 9):
                 one_step(net, wrapped, step)
             wrapped.finish()
@@ -247,7 +248,7 @@ def a_load_that_is_refused_leaves_the_method_that_it_found():
 def buckets_that_were_planned_are_known_when_a_method_comes_back():
     net, wrapped = begun(changing({60: "dear", 62: "bsp:buckets=optimal", 66: "bsp"}))
     changes, recorder = inspect(wrapped).switcher, join_runtime().recorder
-    assert not changes.change("bsp:buckets=optimal", together=True)
+    assert not changes.switch_to("bsp:buckets=optimal", together=True)
     for step in range(60):
         one_step(net, wrapped, step)
     planned = recorder.buckets

@@ -1,15 +1,14 @@
-"""Programs of several ranks in step, on a clock that the test moves."""
+"""Controllers of several ranks in step, on a clock that the test moves."""
 
 import random
 from collections import deque
 
-from paceline.tools.auto.controller import Program
-from paceline.tools.auto.controller_interfaces import LeftError
+from paceline.tools.auto.controller import Controller, WorkerFinishedError
 from tests.support.hanging import SECONDS
 
 
 class Mail:
-    """What `Exchange` does, for ranks that are taken in turn within a step."""
+    """What `DeferredAgreement` does, for ranks that are taken in turn within a step."""
 
     def __init__(self, size):
         self.size = size
@@ -53,7 +52,7 @@ class End:
         message = self._mail.messages[self._reads.popleft()]
         if any(out for out, _ in message.values()):
             self._over = True
-            raise LeftError
+            raise WorkerFinishedError
         return [content for _, content in message.values()], message
 
     def take(self):
@@ -61,27 +60,26 @@ class End:
         assert len({len(content) for content in contents}) == 1, "different messages"
         return [sum(column) for column in zip(*contents, strict=True)]
 
-    def tell(self, text):
+    def post_text(self, text):
         self._post(False, text)
 
-    def told(self):
+    def take_text(self):
         _, message = self._take()
         return message[0][1]
 
-    def leave(self):
+    def finish(self):
         if not self._over:
             self._over = True
             self._post(True, [])
 
 
-class Senses:
+class Measurements:
     """One rank of a runtime in which a step with each spec takes so long: `Runtime.seconds`."""
 
     needs_probe = True
 
     def __init__(self, runtime, rank):
         self._runtime, self._rank = runtime, rank
-        self.refused = ""
         self._times = []
         self._since_change = 0
 
@@ -97,7 +95,7 @@ class Senses:
         self._times.append(max(1e-6, seconds))
 
     @property
-    def settled(self):
+    def steady(self):
         return self._since_change > self._runtime.settles_after
 
     period = 1
@@ -106,8 +104,8 @@ class Senses:
         self._runtime.most_asked = max(self._runtime.most_asked, steps)
         return self._times[-steps:]
 
-    def waited(self):
-        return self._runtime.waited
+    def exposed(self):
+        return self._runtime.exposed
 
     def recall(self):
         return self._runtime.recalled if self._rank == 0 else ("", 0.0)
@@ -115,7 +113,7 @@ class Senses:
     def network_is_as_recalled(self):
         return self._runtime.as_recalled
 
-    def begin_plan(self, probe_seconds):
+    def begin_plan(self, present, probe_seconds):
         self._runtime.probes[self._rank].append(probe_seconds)
         self._planned_at = len(self._times) + self._runtime.plan_steps
 
@@ -126,13 +124,19 @@ class Senses:
         return list(self._runtime.candidates) if self._rank == 0 else []
 
 
+class Log:
+    def __init__(self):
+        self.decisions, self.sentences = [], []
+        self.decided, self.say = self.decisions.append, self.sentences.append
+
+
 class Runtime:
     """What happens to all ranks. *seconds* gives a step's, by spec and by its number."""
 
     def __init__(self, size, seconds, candidates=(), **options):
         self.size, self.seconds, self.candidates = size, seconds, candidates
         self.noise = options.pop("noise", 0.0)
-        self.waited = options.pop("waited", 0.5)
+        self.exposed = options.pop("exposed", 0.5)
         self.settles_after = options.pop("settles_after", 20)
         self.most_asked = 0
         """For how many steps' times a rank has asked at once, at most."""
@@ -147,20 +151,14 @@ class Runtime:
         self.probes = [[] for _ in range(size)]
         self.mail = Mail(size)
         self.ends = [self.mail.end(rank) for rank in range(size)]
-        self.senses = [Senses(self, rank) for rank in range(size)]
-        self.found = [[] for _ in range(size)]
-        self.said = [[] for _ in range(size)]
-        self.programs = [
-            Program(
-                self.senses[rank],
-                self.ends[rank],
-                "bsp",
-                self.found[rank].append,
-                self.said[rank].append,
-            )
+        self.measurements = [Measurements(self, rank) for rank in range(size)]
+        self.logs = [Log() for _ in range(size)]
+        self.controllers = [
+            Controller(self.measurements[rank], self.ends[rank], "bsp", self.logs[rank])
             for rank in range(size)
         ]
-        self.runs = [program.run() for program in self.programs]
+        self.runs = [controller.run() for controller in self.controllers]
+        self.replies = [None] * size
         self.specs = ["bsp"] * size
         self.history = []
         self.changed = [False] * size
@@ -173,20 +171,17 @@ class Runtime:
         ranks = [rank for rank in range(self.size) if rank not in self.left]
         self.history.append(self.specs[ranks[0]] if ranks else "")
         for rank in ranks:
-            self.senses[rank].step(self.specs[rank], self.changed[rank])
+            self.measurements[rank].step(self.specs[rank], self.changed[rank])
         waiting = list(ranks)
         self.turns.shuffle(waiting)
         wanted = self._run(waiting)
         assert len(set(wanted.values())) <= 1, f"ranks decide differently: {wanted}"
         for rank, spec in wanted.items():
-            self.changed[rank] = spec is not None
-            if spec is not None:
-                refused = spec in self.refuses
-                self.senses[rank].refused = "not with this one" if refused else ""
-                if refused:
-                    self.changed[rank] = False
-                else:
-                    self.specs[rank] = spec
+            refused = spec in self.refuses
+            self.replies[rank] = "not with this one" if refused else ""
+            self.changed[rank] = spec is not None and not refused
+            if self.changed[rank]:
+                self.specs[rank] = spec
         return wanted
 
     def _run(self, waiting):
@@ -209,7 +204,7 @@ class Runtime:
             end._take = patient
             try:
                 with lock:
-                    wanted[rank] = next(self.runs[rank])
+                    wanted[rank] = self.runs[rank].send(self.replies[rank])
                     lock.notify_all()
             except BaseException as error:
                 failed.append(error)
@@ -236,5 +231,5 @@ class Runtime:
         return wanted
 
     def leave(self, rank):
-        self.ends[rank].leave()
+        self.ends[rank].finish()
         self.left.add(rank)

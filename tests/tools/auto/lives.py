@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import paceline
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
-from paceline.tools.auto.method_switching import Auto
-from tests.tools.auto.cases import Follows, begun, changing, flat, one_step
+from tests.tools.auto.cases import Scripted, begun, changing, flat, follows, one_step
 
 SPECS = (
     *("dear", "bsp:collective=tree", "bsp:compression=int8", "osp:collective=native"),
@@ -26,20 +25,22 @@ SPECS = (
 ROUNDS = 4
 
 
-class EveryOther(Follows):
+class EveryOther(Scripted):
     """Changes after every other step; *does* something instead at one of them."""
 
     def __init__(self, does=None, at=0):
         super().__init__({}, meets=does is None)
         self.does, self.at = does, at
 
-    def after_step(self, step):
-        if step == self.at and self.does and paceline.rank() == 1:
-            self.does()
-        return SPECS[step // 2 % len(SPECS)] if step % 2 == 0 else None
-
-    def refused(self, spec, why):
-        raise AssertionError(f"{spec}: {why}")
+    def run(self):
+        step = 0
+        while True:
+            step += 1
+            if step == self.at and self.does and paceline.rank() == 1:
+                self.does()
+            spec = SPECS[step // 2 % len(SPECS)] if step % 2 == 0 else None
+            why = yield spec
+            assert not why, f"{spec}: {why}"
 
 
 def counted():
@@ -48,7 +49,7 @@ def counted():
 
 
 def many_changes():
-    net, wrapped = begun(Auto(EveryOther()))
+    net, wrapped = begun(follows(EveryOther()))
     counts = []
     for step in range(ROUNDS * 2 * len(SPECS) + 1):
         one_step(net, wrapped, step)
@@ -69,8 +70,8 @@ def raises():
     raise ArithmeticError("on purpose")
 
 
-def train(course):
-    net, wrapped = begun(Auto(course))
+def train(controller):
+    net, wrapped = begun(follows(controller))
     for step in range(30):
         one_step(net, wrapped, step)
     wrapped.finish()

@@ -10,7 +10,7 @@ from tests.tools.auto.cases import assert_equal_everywhere, flat
 from tests.tools.auto.test_training import CODED, LOSSY, Canned
 
 controller.SHARE = 1e9  # steps are short, and nothing is to be put off
-controller.NOTHING = 0.0
+controller.NOTHING_TO_GAIN = 0.0
 controller.MEASURED_STEPS = 4
 measurements.PlannerProcess = Canned
 

@@ -8,14 +8,14 @@ import torch
 import paceline
 from paceline.errors import GradientError
 from paceline.runtimes.join import join_runtime
-from paceline.tools.auto.method_switching import Auto
 from tests.support.training import inputs
 from tests.tools.auto.cases import (
-    Follows,
+    Scripted,
     assert_equal_everywhere,
     begun,
     changing,
     flat,
+    follows,
     normalized,
     one_step,
 )
@@ -62,7 +62,7 @@ def schedulers_count_all_steps():
 
 
 def a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early():
-    follows = Follows({3: "osp", 4: "osp:collective=native", 6: "dear"})
+    scripted = Scripted({3: "osp", 4: "osp:collective=native", 6: "dear"})
 
     def train(net, wrapped):
         for step in range(9):
@@ -72,14 +72,14 @@ def a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early():
             wrapped.step()
 
     ends = []
-    for method in ("bsp", Auto(follows)):
+    for method in ("bsp", follows(scripted)):
         net, wrapped = begun(method)
         train(net, wrapped)
         wrapped.finish()
         ends.append(flat(net))
     assert torch.allclose(*ends, atol=1e-6)
-    assert [spec for spec, _ in follows.why] == ["osp", "osp:collective=native"]
-    assert all("clip" in why for _, why in follows.why)
+    assert [spec for spec, _ in scripted.refused] == ["osp", "osp:collective=native"]
+    assert all("clip" in why for _, why in scripted.refused)
 
 
 def a_scaler_skips_the_same_steps():
@@ -96,10 +96,9 @@ def a_scaler_skips_the_same_steps():
         assert scaler.get_scale() == 2.0
 
     both(train, {2: "dear", 4: "priority"})
-    follows = Follows({2: "local-sgd:sync_every=2", 5: "osp:collective=native"})
-    both(train, Auto(follows))
-    assert "GradScaler" in follows.why[0][1]
-    assert "GradScaler" in follows.why[1][1]
+    scripted = Scripted({2: "local-sgd:sync_every=2", 5: "osp:collective=native"})
+    both(train, follows(scripted))
+    assert ["GradScaler" in why for _, why in scripted.refused] == [True, True]
 
 
 def closures_are_evaluated():
@@ -115,13 +114,13 @@ def closures_are_evaluated():
             wrapped.step(closure)
 
     both(train)
-    follows = Follows({2: "dear", 3: "bsp:buckets=wfbp"})
-    for method in ("bsp", Auto(follows)):
+    scripted = Scripted({2: "dear", 3: "bsp:buckets=wfbp"})
+    for method in ("bsp", follows(scripted)):
         net, wrapped = begun(method, lambda p: torch.optim.LBFGS(p, max_iter=3))
         train(net, wrapped)
         wrapped.finish()
         assert_equal_everywhere(flat(net))
-    assert [spec for spec, _ in follows.why] == ["dear"]
+    assert [spec for spec, _ in scripted.refused] == ["dear"]
 
 
 def results_are_looked_at_in_between():
@@ -199,7 +198,7 @@ def a_loop_is_left_before_the_last_step():
     assert_equal_everywhere(flat(net))
 
 
-def courses_that_disagree_are_an_error():
+def controllers_that_disagree_are_an_error():
     other = "dear" if paceline.rank() else "priority"
     net, wrapped = begun(changing({2: other}))
     one_step(net, wrapped, 0)
@@ -243,7 +242,7 @@ CASES = {
 MISTAKES = {
     case.__name__: case
     for case in (
-        courses_that_disagree_are_an_error,
+        controllers_that_disagree_are_an_error,
         a_gradient_that_is_not_finite_is_named_under_each_method,
     )
 }

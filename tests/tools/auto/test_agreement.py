@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.tools.auto.agreement import WORDS, Exchange
-from paceline.tools.auto.controller_interfaces import LeftError
+from paceline.tools.auto.agreement import WORDS, DeferredAgreement
+from paceline.tools.auto.controller import WorkerFinishedError
 from tests.support.hanging import SECONDS
 
 
@@ -55,9 +55,9 @@ def test_rank_0_s_text_is_heard_whole_however_long_it_is(length):
     sums = Sums(3)
 
     def work(rank):
-        end = Exchange(sums.comm(rank), torch.device("cpu"))
-        end.tell(candidates(length) if rank == 0 else "not looked at")
-        text = end.told()
+        end = DeferredAgreement(sums.comm(rank), torch.device("cpu"))
+        end.post_text(candidates(length) if rank == 0 else "not looked at")
+        text = end.take_text()
         end.post([1.0, 2.0])
         assert end.take()[:2] == [3.0, 6.0]
         end.close()
@@ -72,15 +72,15 @@ def test_who_leaves_in_the_middle_of_a_text_keeps_nobody_waiting(told_before):
     sums = Sums(3)
 
     def work(rank):
-        end = Exchange(sums.comm(rank), torch.device("cpu"))
+        end = DeferredAgreement(sums.comm(rank), torch.device("cpu"))
         if rank != 1 or told_before:
-            end.tell(candidates(3 * WORDS))
+            end.post_text(candidates(3 * WORDS))
         if rank == 1:
-            end.leave()
+            end.finish()
         else:
-            with pytest.raises(LeftError):
-                end.told()
-            end.leave()
+            with pytest.raises(WorkerFinishedError):
+                end.take_text()
+            end.finish()
         end.close()
 
     together(3, work)

@@ -20,7 +20,7 @@ def settle(runtime, most=1500):
     """Steps until all ranks have decided, and some more."""
     for number in range(most):
         runtime.step()
-        if number > 5 and all(one.is_settled for one in runtime.programs):
+        if number > 5 and all(one.steady for one in runtime.controllers):
             return number
     raise AssertionError(f"nothing is settled after {most} steps")
 
@@ -31,21 +31,21 @@ def test_the_fastest_candidate_stays_and_all_ranks_know_it():
     )
     settle(runtime)
     assert runtime.specs == ["osp"] * 3
-    for found in runtime.found:
-        (one,) = found
+    for log in runtime.logs:
+        (one,) = log.decisions
         assert one.chosen == "osp"
         assert one.before == "bsp"
-        assert [tried.spec for tried in one.tried] == ["osp", "dear"]
-        assert [tried.better for tried in one.tried] == [True, False]
-        assert one.tried[0].seconds == pytest.approx(0.7, rel=0.02)
-        assert one.usual == pytest.approx(0.7, rel=0.02)
+        assert [tried.spec for tried in one.trials] == ["osp", "dear"]
+        assert [tried.better for tried in one.trials] == [True, False]
+        assert one.trials[0].seconds == pytest.approx(0.7, rel=0.02)
+        assert one.step_seconds == pytest.approx(0.7, rel=0.02)
 
 
 def test_a_candidate_that_was_predicted_to_be_fast_and_is_not_is_left():
     runtime = Runtime(2, fixed(bsp=1.0, dear=1.1), [("dear", 0.5)], noise=0.01)
     settle(runtime)
     assert runtime.specs == ["bsp"] * 2
-    assert not runtime.found[0][0].tried[0].better
+    assert not runtime.logs[0].decisions[0].trials[0].better
 
 
 @pytest.mark.parametrize("phase", range(4, 8))
@@ -59,25 +59,25 @@ def test_what_was_given_up_for_its_cost_is_told_with_its_cost(phase):
 
     runtime = Runtime(2, seconds, [("dear", 0.5)], settles_after=140)
     runtime.since = collections.Counter()
-    step = runtime.senses[0].step
+    step = runtime.measurements[0].step
 
     def counted(spec, changed):
         runtime.since[spec] += 1
         step(spec, changed)
 
-    runtime.senses[0].step = counted
+    runtime.measurements[0].step = counted
     settle(runtime)
-    (tried,) = runtime.found[0][0].tried
+    (tried,) = runtime.logs[0].decisions[0].trials
     assert "given up" in tried.why
     assert tried.seconds > tried.before_seconds
 
 
 def test_where_nothing_waits_nothing_is_measured():
-    runtime = Runtime(2, fixed(bsp=1.0, dear=0.5), [("dear", 0.5)], waited=0.01)
+    runtime = Runtime(2, fixed(bsp=1.0, dear=0.5), [("dear", 0.5)], exposed=0.01)
     settle(runtime)
     assert runtime.specs == ["bsp"] * 2
     assert runtime.probes == [[], []]
-    assert runtime.found[0][0].tried == []
+    assert runtime.logs[0].decisions[0].trials == []
 
 
 def test_a_refused_candidate_is_named_and_the_next_one_is_tried():
@@ -89,7 +89,7 @@ def test_a_refused_candidate_is_named_and_the_next_one_is_tried():
     )
     settle(runtime)
     assert runtime.specs == ["dear"] * 2
-    assert "not with this one" in runtime.found[0][0].tried[0].why
+    assert "not with this one" in runtime.logs[0].decisions[0].trials[0].why
 
 
 @pytest.mark.slow
@@ -113,7 +113,9 @@ def test_laws_on_random_networks(seed):
     )
     while len(runtime.history) < 1000:
         runtime.step()
-    assert sum(runtime.senses[0].last(1000)) <= 1000 * (1 + controller.SHARE + 0.005)
+    assert sum(runtime.measurements[0].last(1000)) <= 1000 * (
+        1 + controller.SHARE + 0.005
+    )
     assert times[runtime.specs[0]] <= 1.0
     while len(runtime.history) < 2500:  # what was put off
         runtime.step()
@@ -133,7 +135,7 @@ def test_the_bound_on_costs_is_what_holds_them():
         settle(runtime)
     finally:
         controller.SHARE = bound
-    assert sum(runtime.senses[0].last(2000)) - len(runtime.history) > 20
+    assert sum(runtime.measurements[0].last(2000)) - len(runtime.history) > 20
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -175,20 +177,20 @@ def test_steps_that_are_slower_for_good_are_decided_anew_and_a_blip_is_not():
     settle(runtime)
     for _ in range(700):
         runtime.step()
-    assert len(runtime.found[0]) == 1
+    assert len(runtime.logs[0].decisions) == 1
     times.update(bsp=2.0, dear=1.0)
     for _ in range(1500):
         runtime.step()
     assert runtime.specs == ["dear"] * 2
-    assert len(runtime.found[0]) == 2
+    assert len(runtime.logs[0].decisions) == 2
 
 
 def test_a_network_that_changes_all_the_time_is_not_run_after():
     runtime = Runtime(2, lambda spec, step: 2.0 if step // 400 % 2 else 1.0, noise=0.01)
     for _ in range(6000):
         runtime.step()
-    assert len(runtime.found[0]) <= controller.DECISIONS
-    assert "stays" in runtime.said[0][-1]
+    assert len(runtime.logs[0].decisions) <= controller.DECISIONS
+    assert "stays" in runtime.logs[0].sentences[-1]
 
 
 def test_looks_get_rarer():
@@ -206,7 +208,7 @@ def test_what_was_decided_before_is_used_at_once_where_it_holds():
     assert runtime.specs == ["dear"] * 2
     assert runtime.history[3] == "dear"
     assert steps < 60
-    assert runtime.found[0][0].recalled
+    assert runtime.logs[0].decisions[0].recalled
     assert runtime.probes == [[], []]
 
 
@@ -223,7 +225,7 @@ def test_what_was_decided_before_is_decided_anew_where_it_does_not_hold(as_recal
     settle(runtime)
     assert runtime.specs == ["osp"] * 2
     assert ("dear" in runtime.history) == as_recalled
-    assert not runtime.found[0][0].recalled
+    assert not runtime.logs[0].decisions[0].recalled
 
 
 def test_steps_of_milliseconds_put_the_probe_off():
@@ -233,7 +235,7 @@ def test_steps_of_milliseconds_put_the_probe_off():
     for _ in range(1000):
         runtime.step()
     assert runtime.probes == [[], []]
-    assert runtime.found == [[], []]
+    assert [log.decisions for log in runtime.logs] == [[], []]
     for _ in range(1500):
         runtime.step()
     assert len(runtime.probes[0]) == 1
@@ -255,13 +257,13 @@ def test_what_is_put_off_is_said_and_tried_later():
         change_seconds=4.0,
     )
     settle(runtime)
-    for found in runtime.found:
-        assert [one.spec for one in found[0].tried] == ["osp"]
-        assert found[0].chosen == "osp"
-    while len(runtime.found[0]) < 2:
+    for log in runtime.logs:
+        assert [one.spec for one in log.decisions[0].trials] == ["osp"]
+        assert log.decisions[0].chosen == "osp"
+    while len(runtime.logs[0].decisions) < 2:
         runtime.step()
-    assert [one.spec for one in runtime.found[0][1].tried] == ["osp", "dear"]
-    assert not runtime.found[0][1].later
+    assert [one.spec for one in runtime.logs[0].decisions[1].trials] == ["osp", "dear"]
+    assert not runtime.logs[0].decisions[1].postponed
 
 
 def test_periods_are_measured_whole():

@@ -9,7 +9,6 @@ import paceline
 from paceline.core.settings import parse_method
 from paceline.runtimes.simulated import Simulation
 from paceline.testing.cases import CASES as TABLE
-from paceline.tools.auto.method_switching import Auto
 from paceline.tools.plan.candidates import consistency_of
 from tests.support import forked
 from tests.support.simulations import run
@@ -33,9 +32,9 @@ def there_and_back(case, workers, meets):
     def main(rank):
         paceline.init()
         usual = cases.trained("bsp", 14)
-        follows = cases.Follows({3: case.method, 9: "bsp"}, meets)
-        ends.append((usual, cases.trained(Auto(follows), 14)))
-        assert not follows.why, follows.why
+        scripted = cases.Scripted({3: case.method, 9: "bsp"}, meets)
+        ends.append((usual, cases.trained(cases.follows(scripted), 14)))
+        assert not scripted.refused, scripted.refused
 
     Simulation(case.cluster(workers)).run(main)
     return ends

@@ -9,9 +9,14 @@ import torch
 
 from paceline.cluster import cluster_toml
 from paceline.tools.auto import planner_process
-from paceline.tools.auto.__main__ import answer, optimizer_like, worth_trying
-from paceline.tools.auto.decision import Predicted, Question
-from paceline.tools.auto.planner_process import PlannerProcess
+from paceline.tools.auto.planner_process import (
+    PlannerProcess,
+    Predicted,
+    Question,
+    answer,
+    optimizer_like,
+    worth_trying,
+)
 from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from tests.tools.plan.helpers import cluster, layers
 
@@ -63,7 +68,7 @@ def test_what_a_slow_network_wants():
     assert {one.consistency for one in found.best} <= {"exact", "delayed"}
     assert all(one.seconds < 0.97 * found.present.seconds for one in found.best)
     assert found.next.consistency == "lossy"
-    assert found.limit > 0
+    assert found.lower_bound > 0
 
 
 def test_a_refused_method_is_not_proposed():

@@ -9,9 +9,9 @@ import torch
 import paceline
 from paceline.errors import UsageError, WorkerFailedError
 from paceline.run_options import RunOptions
-from paceline.tools.auto import controlled_training, measurements
-from paceline.tools.auto.decision import Answer, Predicted
-from paceline.tools.auto.decision_cache import Decision
+from paceline.tools.auto import measurements, method_switching
+from paceline.tools.auto.decision_cache import FORMAT
+from paceline.tools.auto.planner_process import Answer, Predicted
 from paceline.tools.plan import prediction_cost
 from tests.support import forked
 from tests.support.simulations import run, run_on, simulation
@@ -28,7 +28,7 @@ ANSWER = Answer(
     ),
     present=Predicted(spec="bsp", consistency="exact", seconds=0.3),
     candidates=3,
-    limit=0.1,
+    lower_bound=0.1,
 )
 SLOW = 40e6
 """320 Mbit/s: gradients take about as long as a step computes."""
@@ -106,7 +106,7 @@ def test_the_best_is_used_on_all_ranks_from_the_same_step_on(planner):
     (plain, _, before), _ = run_on(network(), training("bsp", steps=40))
     assert set(plain) == {"bsp"}
     assert last < 0.97 * before
-    assert any(f"{CODED} is used" in note for note in notes)
+    assert any(f"switched from bsp to {CODED}" in note for note in notes)
     assert len(planner.asked) == 1
 
 
@@ -136,7 +136,7 @@ def test_a_plan_that_failed_leaves_bsp(planner):
     planner.answer_given = Answer(fault="it ended with status 1")
     (specs, notes, _), _ = auto(steps=80)
     assert set(specs) == {"bsp"}
-    assert any("status 1; bsp stays" in note for note in notes)
+    assert any("stays with bsp" in note and "status 1" in note for note in notes)
 
 
 def test_workers_that_are_out_of_data_stop_all_changes(planner):
@@ -147,7 +147,7 @@ def test_workers_that_are_out_of_data_stop_all_changes(planner):
 def test_a_class_that_was_not_allowed_is_never_tried(planner):
     (specs, notes, _), _ = auto("auto", steps=90)
     assert set(specs) == {"bsp"}
-    assert any("bsp stays" in note for note in notes)
+    assert any("stays with bsp" in note for note in notes)
 
 
 def test_a_fast_network_asks_nobody(planner):
@@ -188,23 +188,25 @@ def test_a_decision_is_kept_and_used_at_once(planner, tmp_path):
     kept = file.read_bytes()
     (again, notes, _), _ = auto(method, steps=50)
     assert again[3] == again[-1] == CODED
-    assert any("as decided before" in note for note in notes)
+    assert any("as decided in an earlier run" in note for note in notes)
     assert len(planner.asked) == 1
     assert file.read_bytes() == kept
     other = simulation(2)  # the network is another one
     (specs, notes, _), _ = run_on(other, training(method, steps=60))
     assert set(specs) == {"bsp"}
-    assert any("another one" in note for note in notes)
+    assert any("not that of the earlier run" in note for note in notes)
 
 
 def test_a_decision_says_what_it_was_made_by(planner, tmp_path):
     file = tmp_path / "decision.json"
     auto(f"{LOSSY},file={file}")
-    decision = msgspec.json.decode(file.read_bytes(), type=Decision)
-    assert decision.spec == CODED
-    assert decision.found.tried[0].better
-    assert decision.about.workers == 2
-    assert "2 workers" in decision.sentence
+    written = msgspec.json.decode(file.read_bytes())
+    assert written["format"] == FORMAT
+    (decision,) = written["decisions"]
+    assert decision["spec"] == CODED
+    assert decision["decision"]["trials"][0]["better"]
+    assert decision["key"]["workers"] == 2
+    assert "2 workers" in decision["text"]
 
 
 @pytest.mark.slow
@@ -212,20 +214,24 @@ def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
     monkeypatch.setattr(prediction_cost, "usual_seconds", lambda cluster: 0.3)
     first = auto("auto:consistency=delayed", steps=70)
     assert first == auto("auto:consistency=delayed", steps=70)
-    assert any("candidates predicted" in note for note in first[0][1])
+    assert any("candidates (delayed)" in note for note in first[0][1])
 
 
 def test_nothing_is_left_running(planner, monkeypatch):
-    made = []
-    usual = controlled_training.Course.close
+    closed = []
+    for cls in (measurements.TrainingMeasurements, method_switching.DeferredAgreement):
+        usual = cls.close
 
-    def close(self, *, well):
-        made.append(well)
-        usual(self, well=well)
+        def close(self, usual=usual):
+            closed.append(type(self).__name__)
+            usual(self)
 
-    monkeypatch.setattr(controlled_training.Course, "close", close)
+        monkeypatch.setattr(cls, "close", close)
     auto(steps=10)
-    assert made == [True, True]
+    assert sorted(closed) == [
+        *["DeferredAgreement"] * 2,
+        *["TrainingMeasurements"] * 2,
+    ]
 
 
 def test_who_comes_back_to_a_spec_does_not_measure_its_buckets_again(capfd):

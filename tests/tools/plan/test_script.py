@@ -13,7 +13,7 @@ from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.launch import run_script
 from paceline.runtimes.simulated.profile_cache import profile_script
-from paceline.tools.auto.step_watch import with_all
+from paceline.tools.auto.measurements import with_all_compute
 from paceline.tools.plan.estimates import Estimate, lower_bound_seconds
 from paceline.tools.plan.predict import TrainingJob, predict, predict_single
 from paceline.tools.plan.script import analyze_script
@@ -129,7 +129,7 @@ def test_a_profile_has_both(script):
 
 def test_auto_counts_what_earlier_passes_take_once():
     """A step of 0.5 s: two passes of 0.09 s, and 0.32 s of loading between them."""
-    twice = with_all(replace(layers(), passes=2), 0.5, 1.0)
+    twice = with_all_compute(replace(layers(), passes=2), 0.5, 1.0)
     assert twice.compute_seconds == pytest.approx(0.5)
     assert twice.backward == layers().backward
 

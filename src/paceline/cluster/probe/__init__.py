@@ -2,6 +2,7 @@
 
 - `__main__`: the script that ``paceline probe`` launches on every worker.
 - `measure`: measures between the workers of a job, in any runtime.
+- `quick`: measures for a few seconds, between two steps of a training.
 - `pairs`: bandwidth from one worker's host to another's, alone and under load.
 - `tcp_counters`: the kernel's counts of this process's TCP connections.
 - `infer`: the measurements as data, which workers share a rack, and a `Cluster` from both.

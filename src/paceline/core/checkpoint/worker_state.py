@@ -375,7 +375,7 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
             if switcher is None or active.finished or spec in ("", switcher.spec):
                 continue
             before = switcher.spec
-            why = switcher.change(spec, together=True)
+            why = switcher.switch_to(spec, together=True)
             if not why:
                 back.append((switcher, before))
             elif runtime.rank == 0:
@@ -393,4 +393,4 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
 
 def _go_back(back: list[tuple[MethodSwitcher, str]]) -> None:
     for switcher, before in back:
-        switcher.change(before, together=True)
+        switcher.switch_to(before, together=True)

@@ -1,8 +1,8 @@
 """Small messages among all ranks, beside the training's own: sums of numbers, and a text.
 
-All of them have one length, so a worker that is out of data can post its last one without knowing what
-the others are about to ask: it carries a flag, and whoever reads it knows that somebody has left.
-After that nobody posts anything. A worker leaves between two steps, with at most one message less
+All messages have one length. So a worker that is out of data can post its last one without knowing what
+the others are about to ask: it carries a flag, and whoever takes it knows that a worker has finished.
+After that nobody posts anything. A worker finishes between two steps, with at most one message less
 than the others: its last one takes that place, so all post equally many, and nobody waits for ever.
 """
 
@@ -14,14 +14,17 @@ from collections.abc import Sequence
 import torch
 
 from paceline.interfaces import Comm, Pending
-from paceline.tools.auto.controller_interfaces import LeftError
+from paceline.tools.auto.controller import WorkerFinishedError
 
 WORDS = 1024
 """Numbers of a message: 8 KB."""
 
 
-class Exchange:
-    """One worker's end, on a communicator of its own."""
+class DeferredAgreement:
+    """The `Agreement` of one rank, on a communicator of its own.
+
+    Sums are posted after one step and taken after the next, when they have arrived.
+    """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
@@ -34,51 +37,51 @@ class Exchange:
         return self._comm.size
 
     def post(self, values: Sequence[float]) -> None:
-        """Send numbers, as many on all ranks: at most `WORDS`."""
+        """Post numbers, as many on all ranks: at most `WORDS`."""
         self._post(0.0, values)
 
     def take(self) -> list[float]:
-        """The sums over ranks of what was posted last. Raises `LeftError` where a worker is out of
-        data."""
+        """The sums over ranks of what was posted first. Raises `WorkerFinishedError` where a worker is
+        out of data."""
         pending, buffer = self._posted.popleft()
         pending.wait()
         sums: list[float] = buffer.tolist()
         if sums[0]:
             self._over = True
-            raise LeftError
+            raise WorkerFinishedError
         return sums[1:]
 
-    def tell(self, text: str) -> None:
-        """Send rank 0's text; what others give is not looked at."""
+    def post_text(self, text: str) -> None:
+        """Post rank 0's text; other ranks' texts do not matter."""
         content = text.encode() if self._comm.rank == 0 else b""
         self._texts.append(content)
         self.post([len(content), *content[: WORDS - 1]])
 
-    def told(self) -> str:
-        """The text. What one message does not hold follows in others, for which all wait. Raises
-        `LeftError`."""
+    def take_text(self) -> str:
+        """Rank 0's text. What one message does not hold follows in others, for which all wait. Raises
+        `WorkerFinishedError`."""
         own = self._texts.popleft()
         length, *content = self.take()
         while len(content) < length:
-            # A worker that has left meanwhile posted its last message in place of this one.
+            # A worker that has finished meanwhile posted its last message in place of this one.
             self.post(list(own[len(content) : len(content) + WORDS]))
             content += self.take()
         return bytes(int(one) for one in content[: int(length)]).decode()
 
-    def leave(self) -> None:
-        """This worker is out of data. Does not wait."""
+    def finish(self) -> None:
+        """This worker is out of data: all learn it. Does not wait."""
         if not self._over:
             self._over = True
             self._post(1.0, ())
 
     def close(self) -> None:
-        """Wait for what this worker posted: all others have posted as many when they leave."""
+        """Wait for what this worker posted: all others have posted as many when they finish."""
         while self._posted:
             self._posted.popleft()[0].wait()
 
-    def _post(self, left: float, values: Sequence[float]) -> None:
+    def _post(self, finished: float, values: Sequence[float]) -> None:
         buffer = torch.zeros(WORDS + 1, dtype=torch.float64)
-        buffer[0] = left
+        buffer[0] = finished
         if values:
             buffer[1 : 1 + len(values)] = torch.tensor(values, dtype=torch.float64)
         buffer = buffer.to(self._device)

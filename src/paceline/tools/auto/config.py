@@ -1,4 +1,4 @@
-"""What the user wishes: ``auto``, ``auto:consistency=lossy``."""
+"""The spec ``auto``, as in ``auto:consistency=lossy``: what it may choose, and where it is refused."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from paceline.interfaces import CONSISTENCIES, Consistency, Runtime
 
 NAME = "auto"
 FIRST = "bsp"
-"""What training begins with."""
+"""The method that training begins with."""
 ALLOWED: tuple[Consistency, ...] = CONSISTENCIES[:-1]
-"""Classes: all but asynchronous."""
+"""All classes of consistency but asynchronous."""
 CHOSEN_BY_AUTO = ("buckets", "collective", "compression", "replies")
 """Arguments of `distribute` that it chooses itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Auto:
-    """*consistency*: the weakest class that may be chosen; all stronger ones may be, too. *cluster*: a file
-    that describes the network, which then is not measured. *file*: where the decision is kept; empty:
-    where `paceline.tools.auto.decision_cache` says."""
+class AutoConfig:
+    """The keys of the spec.
+
+    Attributes:
+        consistency: The weakest class that may be chosen. All stronger ones may be, too.
+        cluster: A file that describes the network, which then is not measured.
+        file: Where decisions are saved; empty: where `paceline.tools.auto.decision_cache` says.
+    """
 
     consistency: Consistency = "exact"
     cluster: str = ""
@@ -38,73 +42,77 @@ class Auto:
             )
         if self.consistency == "asynchronous":
             raise UsageError(
-                "auto:consistency=asynchronous: nobody bounds how late gradients are then, so whether a "
-                "training learns as well cannot be told by its steps; name the method "
-                "if that is what you want, or take exact, delayed, lossy or local"
+                "auto:consistency=asynchronous: nothing bounds how stale gradients are then, so step "
+                "times do not tell whether a training learns as well. Expected exact, delayed, lossy "
+                "or local. To train asynchronously, name the method"
             )
 
     @property
     def allowed(self) -> tuple[Consistency, ...]:
-        """Classes that may be chosen, from the strongest promise to the weakest."""
+        """Classes that may be chosen, the strongest first."""
         return ALLOWED[: ALLOWED.index(self.consistency) + 1]
 
     def load_cluster(self, workers: int) -> Cluster | None:
-        """The network that a file describes; None where none is named. Raises `ClusterError`."""
+        """The network that the file describes; None without a file. Raises `ClusterError`."""
         if not self.cluster:
             return None
         cluster = load_cluster(Path(self.cluster))
         if cluster.workers != workers:
             raise UsageError(
                 f"auto:cluster={self.cluster}: it has {cluster.workers} workers, and this job "
-                f"{workers}; leave it out, and the network is measured"
+                f"{workers}. Leave it out to measure the network"
             )
         return cluster
 
 
-def wish_of(text: str | None) -> Auto | None:
-    """What a spec wishes; None where it is not ``auto``. Raises `UsageError` for keys that mean
-    nothing."""
+def parse_auto(text: str | None) -> AutoConfig | None:
+    """The configuration of a spec; None where it is not ``auto``. Raises `UsageError` for unknown keys."""
     if text is None or text.partition(":")[0].strip() != NAME:
         return None
     values = spec.parse(text).values
-    known = set(spec.field_types(Auto))
+    known = set(spec.field_types(AutoConfig))
     for key in values:
         if key in known:
             continue
         hint = unknown("key", key, known)
         raise UsageError(
-            f"auto: {hint} Method, collective, compression and bucket rule are what it chooses"
+            f"auto: {hint} auto chooses method, collective, compression and bucket rule itself"
         )
-    return Auto(**spec.convert_fields(Auto, values, NAME))
+    return AutoConfig(**spec.convert_fields(AutoConfig, values, NAME))
 
 
-def check_wish(
+def check_auto_allowed(
     runtime: Runtime, *, chosen_beside: Mapping[str, str], others: bool
 ) -> None:
-    """Raise `UsageError` where nothing can be chosen: under ``--survive``, beside choices that it
-    makes itself (*chosen_beside*, by argument), and beside another training (*others*)."""
+    """Raise `UsageError` where nothing can be chosen.
+
+    Args:
+        runtime: Where the training runs; under ``--survive`` workers cannot agree on a change.
+        chosen_beside: What the script chooses itself of what auto chooses, by argument.
+        others: Whether another model is being trained.
+    """
     if runtime.server_only:
         raise UsageError(
-            "method 'auto' under --survive: workers that meet only at their servers agree on no "
-            "change; name a method whose server updates (`paceline plan SCRIPT` compares them)"
+            "method 'auto' under --survive: workers that meet only at their servers cannot agree on "
+            "a change. Name a method whose server updates (`paceline plan SCRIPT` compares them)"
         )
     for name, value in chosen_beside.items():
         raise UsageError(
-            f"distribute(method='auto', {name}={value!r}): {name} is what auto chooses; leave it "
+            f"distribute(method='auto', {name}={value!r}): auto chooses {name} itself. Leave it "
             f"out, or name the method, as method='{FIRST}', {name}={value!r}"
         )
     if others:
         raise UsageError(
-            "method 'auto' while another model is trained: steps of two trainings cannot be told "
-            "apart; name a method for both, or call finish() on the first"
+            "method 'auto' while another model is trained: step times of two trainings cannot be "
+            "separated. Name a method for both, or call finish() on the first"
         )
 
 
-def say_alone(runtime: Runtime) -> None:
-    """One worker: nothing can be chosen."""
+def report_single_worker(runtime: Runtime) -> None:
+    """Print that one worker has nothing to choose."""
     if runtime.rank == 0:
         print(
-            f"paceline: auto: one worker sends nothing, so it is {FIRST}",
+            f"paceline auto: one worker sends nothing, so it uses {FIRST}",
             file=sys.stderr,
             flush=True,
         )

@@ -1,33 +1,33 @@
-"""What ``method="auto"`` does from step to step, without a network or a clock.
+"""Decides by which method a training goes on, from step to step, without network or clock.
 
-Training begins with one method. Once its buckets have settled, its steps are measured. Where
+Training begins with one method. Once its buckets are planned, its steps are measured. Where
 they hardly wait for the network there is nothing to gain. Else links are measured, candidates are
-predicted beside the training, and the best of them are tried in turn with what runs: each is
-trained with for some steps, as `paceline.bucketing.tuner` judges plans of buckets. A candidate that has won
-stays. Then steps are looked at, ever more rarely, and all of this happens again when they have
+predicted beside the training, and the best of them take turns with the present method: each trains
+for some steps, as `paceline.bucketing.tuner` judges plans of buckets. A candidate that has won
+stays. Then steps are watched, ever more rarely, and all of this happens again when they have
 changed for good.
 
-`Program.run` is a generator, and each yield is the end of one step: None, or the spec of the
-method to go on with. All ranks are at the same point of it after the same step. All that they
-decide by are means over ranks, or what rank 0 tells: so they decide alike. Messages are posted
-after one step and read after the next one, by when they are there; only before a method is changed
-do all wait for all.
+`Controller.run` is a generator, and each yield is the end of one step: None, or the spec of the
+method to go on with, which is answered by why that cannot be. All ranks are at the same point of it
+after the same step. They decide by means over ranks and by what rank 0 broadcasts, so all decide alike.
+Messages are posted after one step and read after the next one, when they have arrived. Only before a
+method is changed do all ranks wait for all.
 
-What this costs a training is bounded: `SHARE` of a thousand steps, or of all steps until now. What
-is not affordable yet (on steps of milliseconds a probe is not) is put off.
+Its cost is bounded: `SHARE` of a thousand steps, or of all steps until now. What is not affordable yet
+(on steps of milliseconds a probe is not) is put off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
+from typing import ClassVar, Protocol, TypeVar
+
+import msgspec
 
 from paceline.bucketing.tuner import Verdict, decide
-from paceline.tools.auto.controller_interfaces import LeftError, Ranks, Senses
-from paceline.tools.auto.decision import Found, Tried
-
-Waiting = Generator[str | None, None, None]
+from paceline.units import show_seconds
 
 LOOK_EVERY = 8
 """Steps between two messages, while something is waited for."""
@@ -35,93 +35,232 @@ FIRST_LOOK = 3
 """Steps until the first message about a candidate."""
 MEASURED_STEPS = 8
 SHARE, HORIZON = 0.015, 1000
-"""What may be spent: of so many steps, or of all until now."""
-NOTHING = 0.03
-"""Of a step: where less of it waits for the network, nothing is worth a change."""
+"""What may be spent: this share of so many steps, or of all steps until now."""
+NOTHING_TO_GAIN = 0.03
+"""Share of a step: where less of it is exposed communication, no method is worth a change."""
 LEAST_PROBE, MOST_PROBE = 0.5, 5.0
 CHANGE_SECONDS = 0.3
-"""What a change of methods is taken to cost before one was seen."""
+"""Cost of a change of methods before one was measured."""
 MOST_SETTLING = 160
-"""Steps after which a method is measured whether its buckets have settled or not."""
+"""Steps after which a method is measured whether its buckets are planned or not."""
 AT_ONCE, HOPELESS = 2.0, 1.3
-"""Times the present step, in both of a candidate's second and third step, and while it settles: it is given up."""
+"""A candidate is given up where its second and third step take so many times the present step, or a
+later step does before steady state."""
 WATCH_EVERY, RAREST = 50, 800
-"""Steps between two looks at a training that is settled, at first and at the end."""
+"""Steps between two measurements of a steady training, at first and at the end."""
 AGAIN = 25
-"""Steps until a look that showed something strange is repeated."""
+"""Steps until a strange measurement is repeated."""
 CHANGED = 1.25
 """A step that is longer, or shorter, by this factor..."""
 CHANGED_LOOKS = 3
-"""...at so many looks in a row has changed for good."""
+"""...at so many measurements in a row has changed for good."""
 DECISIONS = 4
-"""Times that one training decides: a network that changes all the time is not run after."""
+"""Decisions of one training: it does not run after a network that changes all the time."""
+
+T = TypeVar("T")
+Steps = Generator[str | None, str | None, T]
+"""Steps of training, a yield each, and a result."""
 
 
-class Program:
-    """One rank's. *spec*: what training begins with. *decided* is told what was found, after each
-    decision; *say* what people should know."""
+class TrialResult(msgspec.Struct, kw_only=True):
+    """A candidate that took turns with the method *before*.
+
+    Attributes:
+        spec: The candidate.
+        before: The method that it would replace.
+        predicted: Predicted seconds of a step.
+        seconds: Measured seconds of a step; 0: it never ran.
+        before_seconds: Measured seconds of a step of the method before.
+        better: Whether it is used.
+        why: The reason, in words.
+    """
+
+    spec: str
+    before: str
+    predicted: float
+    seconds: float
+    before_seconds: float
+    better: bool
+    why: str
+
+
+class Decision(msgspec.Struct, kw_only=True):
+    """What was decided, and the measurements behind it.
+
+    Attributes:
+        before: The method of the steps before.
+        chosen: The method to go on with.
+        step_seconds: Seconds of a step with the chosen method.
+        exposed: The share of a step that was exposed communication, before; below 0: not known.
+        recalled: Whether it was decided in an earlier run of the same training.
+        trials: The candidates that were tried.
+        postponed: Specs with predicted seconds whose trials are not affordable yet.
+    """
+
+    before: str = ""
+    chosen: str = ""
+    step_seconds: float = 0.0
+    exposed: float = -1.0
+    recalled: bool = False
+    trials: list[TrialResult] = []
+    postponed: list[tuple[str, float]] = []
+
+
+class WorkerFinishedError(Exception):
+    """A worker is out of data: nobody changes anything any more."""
+
+
+class Measurements(Protocol):
+    """What one rank measures of its training."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether the present method has reached its steady state."""
+        ...
+
+    @property
+    def period(self) -> int:
+        """After how many steps their times repeat."""
+        ...
+
+    def last(self, steps: int) -> list[float]:
+        """Seconds of each of the last *steps* steps."""
+        ...
+
+    def exposed(self) -> float:
+        """Exposed communication as a share of the last steps; below 0: not known."""
+        ...
+
+    def recall(self) -> tuple[str, float]:
+        """Rank 0: the spec that an earlier run decided on, and seconds of its step; else ``("", 0.0)``."""
+        ...
+
+    def network_is_as_recalled(self) -> bool:
+        """Measure briefly whether links are as in that run; the same on all ranks. Collective."""
+        ...
+
+    @property
+    def needs_probe(self) -> bool:
+        """Whether links must be measured, which takes time."""
+        ...
+
+    def begin_plan(self, present: str, probe_seconds: float) -> None:
+        """Measure links for at most so long, and begin to predict. Collective."""
+        ...
+
+    def plan_is_there(self) -> bool:
+        """Rank 0: whether candidates were predicted, or could not be; others: False."""
+        ...
+
+    def candidates(self) -> list[tuple[str, float]]:
+        """Rank 0: specs to try, the best first, with predicted seconds of a step."""
+        ...
+
+
+class Agreement(Protocol):
+    """Messages among all ranks: posted after one step, taken after a later one."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        ...
+
+    def post(self, values: Sequence[float]) -> None:
+        """Post numbers, as many on all ranks."""
+        ...
+
+    def take(self) -> list[float]:
+        """The sums over ranks of what was posted first. Raises `WorkerFinishedError`."""
+        ...
+
+    def post_text(self, text: str) -> None:
+        """Post rank 0's text; other ranks' texts do not matter."""
+        ...
+
+    def take_text(self) -> str:
+        """Rank 0's text. Raises `WorkerFinishedError`."""
+        ...
+
+
+class Log(Protocol):
+    """Where decisions go."""
+
+    def decided(self, decision: Decision) -> None:
+        """Print a decision, and save it."""
+        ...
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence."""
+        ...
+
+
+class Controller:
+    """One rank's controller.
+
+    Attributes:
+        present: The method in use; during a trial the one that the candidate would replace.
+        steady: Whether a decision stands, and nothing is tried.
+        meets_before_change: All workers meet in the step before a change.
+    """
+
+    meets_before_change: ClassVar[bool] = True
 
     def __init__(
         self,
-        senses: Senses,
-        ranks: Ranks,
-        spec: str,
-        decided: Callable[[Found], None],
-        say: Callable[[str], None],
+        measurements: Measurements,
+        agreement: Agreement,
+        initial_spec: str,
+        log: Log,
     ) -> None:
-        self._senses, self._ranks = senses, ranks
-        self._decided, self._say = decided, say
-        self.present = spec
-        """What is trained with; during a trial what the candidate would replace."""
-        self.is_settled = False
-        """Whether a decision stands, and nothing is tried."""
+        self._measurements, self._agreement = measurements, agreement
+        self._log = log
+        self.present = initial_spec
+        self.steady = False
         self._usual = 0.0
+        """Seconds of a step with the present method."""
         self._steps, self._spent = 0, 0.0
         self._change_seconds = CHANGE_SECONDS
+        self._refusal = ""
 
-    def run(self) -> Iterator[str | None]:
+    def run(self) -> Steps[None]:
         """Each yield is the end of a step. Never ends."""
-        with contextlib.suppress(LeftError):
+        with contextlib.suppress(WorkerFinishedError):
             yield from self._train()
-        self.is_settled = True
+        self.steady = True
         while True:
             yield None
 
-    def _train(self) -> Waiting:
+    def _train(self) -> Steps[None]:
         recalled = yield from self._recall()
-        yield from self._settle(None)
+        yield from self._reach_steady_state(None)
         self._usual, _ = yield from self._measure()
         if not (recalled and self._is_usual(recalled)):
             yield from self._decide()
         for left in reversed(range(DECISIONS)):
-            self.is_settled = True
+            self.steady = True
             before = self._usual
             yield from self._watch()
-            self._say(
-                f"auto: a step takes {self._usual:.4g} s, and took {before:.4g} s: "
-                + (
-                    "it is decided anew"
-                    if left
-                    else f"that happens often, and {self.present} stays"
-                )
-            )
+            changed = f"auto: a step takes {show_seconds(self._usual)}, and took {show_seconds(before)}: "
             if left:
-                self.is_settled = False
+                self._log.say(changed + "deciding again")
+                self.steady = False
                 yield from self._decide()
+            else:
+                self._log.say(changed + f"that happens often, and {self.present} stays")
 
-    # ---- what was decided before ----
+    # ---- the decision of an earlier run ----
 
-    def _recall(self) -> Generator[str | None, None, float]:
-        """Go on with what was decided when the same was trained before; seconds of its step, 0 where
-        nothing is known, or the network is another one."""
-        yield from self._rest(1)
-        spec, seconds = self._senses.recall()
-        text = yield from self._hear(f"{seconds!r} {spec}" if spec else "")
+    def _recall(self) -> Steps[float]:
+        """Go on with the method of an earlier run; seconds of its step, 0 where there is none, or where
+        the network has changed."""
+        yield from self._wait_steps(1)
+        spec, seconds = self._measurements.recall()
+        text = yield from self._broadcast(f"{seconds!r} {spec}" if spec else "")
         if not text:
             return 0.0
         number, spec = text.split(" ", 1)
-        self._meet()
-        if not self._senses.network_is_as_recalled():
+        self._barrier()
+        if not self._measurements.network_is_as_recalled():
             return 0.0
         if spec != self.present:
             if not (yield from self._change(spec)):
@@ -131,114 +270,119 @@ class Program:
 
     def _is_usual(self, seconds: float) -> bool:
         if 1 / CHANGED < self._usual / seconds < CHANGED:
-            self._decided(Found(chosen=self.present, usual=self._usual, recalled=True))
+            self._log.decided(
+                Decision(chosen=self.present, step_seconds=self._usual, recalled=True)
+            )
             return True
-        self._say(
-            f"auto: a step with {self.present} takes {self._usual:.4g} s, and took "
-            f"{seconds:.4g} s when that was decided: it is decided anew"
+        self._log.say(
+            f"auto: a step with {self.present} takes {show_seconds(self._usual)}, and took "
+            f"{show_seconds(seconds)} in the earlier run: deciding again"
         )
         return False
 
     # ---- a decision ----
 
-    def _decide(self) -> Waiting:
-        found = Found(before=self.present, usual=self._usual)
-        mine = self._senses.waited()
-        share, unknown = yield from self._agree(mine, float(mine < 0))
-        found.waited = -1.0 if unknown else share
-        if unknown or share >= NOTHING:
+    def _decide(self) -> Steps[None]:
+        decision = Decision(before=self.present, step_seconds=self._usual)
+        mine = self._measurements.exposed()
+        share, unknown = yield from self._mean_over_ranks(mine, float(mine < 0))
+        decision.exposed = -1.0 if unknown else share
+        if unknown or share >= NOTHING_TO_GAIN:
             yield from self._plan()
-            found.later = yield from self._ask()
-            while found.later:
+            decision.postponed = yield from self._candidates()
+            while decision.postponed:
                 if self._affordable < self._trial_seconds:
-                    self._tell(found)
+                    self._report(decision)
                     yield from self._afford(self._trial_seconds)
-                spec, predicted = found.later.pop(0)
-                found.tried.append((yield from self._try(spec, predicted)))
-        self._tell(found)
+                spec, predicted = decision.postponed.pop(0)
+                decision.trials.append((yield from self._try(spec, predicted)))
+        self._report(decision)
 
-    def _tell(self, found: Found) -> None:
-        found.chosen, found.usual = self.present, self._usual
-        self._decided(found)
+    def _report(self, decision: Decision) -> None:
+        decision.chosen, decision.step_seconds = self.present, self._usual
+        self._log.decided(decision)
 
-    def _plan(self) -> Waiting:
+    def _plan(self) -> Steps[None]:
         """Until candidates are predicted, or could not be."""
         seconds = 0.0
-        if self._senses.needs_probe:
+        if self._measurements.needs_probe:
             yield from self._afford(2 * LEAST_PROBE)
             seconds = min(MOST_PROBE, self._affordable / 2)
-        self._meet()
-        self._senses.begin_plan(seconds)
-        yield from self._rest(1)
-        (took,) = yield from self._agree(self._senses.last(1)[0])
+        self._barrier()
+        self._measurements.begin_plan(self.present, seconds)
+        yield from self._wait_steps(1)
+        (took,) = yield from self._mean_over_ranks(self._measurements.last(1)[0])
         self._spent += max(0.0, took - self._usual)
         ready = 0.0
         while not ready:
-            yield from self._rest(LOOK_EVERY)
-            (ready,) = yield from self._agree(float(self._senses.plan_is_there()))
+            yield from self._wait_steps(LOOK_EVERY)
+            (ready,) = yield from self._mean_over_ranks(
+                float(self._measurements.plan_is_there())
+            )
 
-    def _ask(self) -> Generator[str | None, None, list[tuple[str, float]]]:
-        mine = [f"{seconds!r} {spec}" for spec, seconds in self._senses.candidates()]
-        text = yield from self._hear("\n".join(mine))
+    def _candidates(self) -> Steps[list[tuple[str, float]]]:
+        mine = self._measurements.candidates()
+        lines = [f"{seconds!r} {spec}" for spec, seconds in mine]
+        text = yield from self._broadcast("\n".join(lines))
         pairs = [line.split(" ", 1) for line in text.splitlines()]
         return [(spec, float(seconds)) for seconds, spec in pairs]
 
     # ---- a trial ----
 
-    def _try(self, spec: str, predicted: float) -> Generator[str | None, None, Tried]:
-        """Rounds of what runs and of the candidate. At the end the better one runs."""
+    def _try(self, spec: str, predicted: float) -> Steps[TrialResult]:
+        """Rounds of the present method and of the candidate. At the end the better one runs."""
         first, rounds = self._steps, list[tuple[float, float]]()
         verdict: Verdict | None = None
         while verdict is None:
             old, spread = yield from self._measure()
             self._usual = old
             if not (yield from self._change(spec)):
-                verdict = Verdict(False, f"it cannot be used: {self._senses.refused}")
+                verdict = Verdict(False, f"it cannot be used: {self._refusal}")
                 break
             begun = self._steps
-            if (yield from self._settle(first)):
+            if (yield from self._reach_steady_state(first)):
                 new, more = yield from self._measure()
                 rounds.append((new, old))
                 ratios = [new / old for new, old in rounds]
                 kept = f"{self.present} is kept"
-                verdict = decide(ratios, max(spread, more), kept, spec)
+                verdict = decide(ratios, max(spread, more), kept, "it")
                 if verdict is not None and verdict.better:
                     self._usual, before = new, self.present
                     self.present = spec
-                    return self._tried(spec, before, predicted, rounds, verdict)
+                    return self._result(spec, before, predicted, rounds, verdict)
                 if verdict is None and (yield from self._lost(first)):
                     verdict = Verdict(False, f"no clear gain soon enough, and {kept}")
             else:
                 # Of all its steps, as their sum is what it was given up for.
-                recent = self._senses.last(self._steps - begun)
-                (new,) = yield from self._agree(statistics.fmean(recent))
+                recent = self._measurements.last(self._steps - begun)
+                (new,) = yield from self._mean_over_ranks(statistics.fmean(recent))
                 rounds.append((new, old))
                 verdict = Verdict(
                     False, f"slower until it was given up, and {self.present} is kept"
                 )
             if not (yield from self._change(self.present)):
                 before, self.present = self.present, spec
-                why = f"{before} cannot be gone back to: {self._senses.refused}"
-                return self._tried(spec, before, predicted, rounds, Verdict(True, why))
-            yield from self._settle(None)
-        (total,) = yield from self._agree(self._since(first))
+                why = f"{before} cannot be gone back to: {self._refusal}"
+                return self._result(spec, before, predicted, rounds, Verdict(True, why))
+            yield from self._reach_steady_state(None)
+        (total,) = yield from self._mean_over_ranks(self._since(first))
         self._spent += max(0.0, total - (self._steps - first - 1) * self._usual)
-        return self._tried(spec, self.present, predicted, rounds, verdict)
+        return self._result(spec, self.present, predicted, rounds, verdict)
 
-    def _tried(
+    def _result(
         self,
         spec: str,
         before: str,
         predicted: float,
         rounds: Sequence[tuple[float, float]],
         verdict: Verdict,
-    ) -> Tried:
+    ) -> TrialResult:
         new, old = (
             [statistics.median(side) for side in zip(*rounds, strict=True)]
             if rounds
             else (0.0, self._usual)
         )
-        return Tried(
+        return TrialResult(
             spec=spec,
             before=before,
             predicted=predicted,
@@ -248,32 +392,32 @@ class Program:
             why=verdict.why,
         )
 
-    def _change(self, spec: str) -> Generator[str | None, None, bool]:
+    def _change(self, spec: str) -> Steps[bool]:
         """Go on with *spec*; returns after the first step with it, whether it is used."""
-        self._meet()
+        self._barrier()
         self._steps += 1
-        yield spec
-        if self._senses.refused:
+        self._refusal = (yield spec) or ""
+        if self._refusal:
             return False
-        (took,) = yield from self._agree(self._senses.last(1)[0])
+        (took,) = yield from self._mean_over_ranks(self._measurements.last(1)[0])
         if self._usual:
             self._change_seconds = max(CHANGE_SECONDS, took - self._usual)
         return True
 
-    def _settle(self, first: int | None) -> Generator[str | None, None, bool]:
-        """Until steps are as they will be. In a trial that began at step *first* False as soon as
-        it is clear that nothing comes of it."""
+    def _reach_steady_state(self, first: int | None) -> Steps[bool]:
+        """Until the present method is steady. In a trial that began at step *first* False as soon as it
+        is clear that the candidate loses."""
         pauses = [LOOK_EVERY] * (MOST_SETTLING // LOOK_EVERY)
         factor = HOPELESS
         if first is not None:
             pauses, factor = [1, FIRST_LOOK, *pauses], AT_ONCE
         for pause in pauses:
-            yield from self._rest(pause)
-            recent = self._senses.last(max(2, pause))
+            yield from self._wait_steps(pause)
+            recent = self._measurements.last(max(2, pause))
             middle = min(recent) if pause == 1 else statistics.median(recent)
             cost = 0.0 if first is None else self._since(first)
-            ready, middle, total = yield from self._agree(
-                float(self._senses.settled), middle, cost
+            ready, middle, total = yield from self._mean_over_ranks(
+                float(self._measurements.steady), middle, cost
             )
             if first is not None:
                 slow = middle / self._usual
@@ -284,9 +428,9 @@ class Program:
                 return True
         return True
 
-    def _lost(self, first: int) -> Generator[str | None, None, bool]:
+    def _lost(self, first: int) -> Steps[bool]:
         """Whether the trial that began at step *first* has cost more than it may."""
-        (total,) = yield from self._agree(self._since(first))
+        (total,) = yield from self._mean_over_ranks(self._since(first))
         return self._has_lost(first, total)
 
     def _has_lost(self, first: int, total: float) -> bool:
@@ -296,32 +440,32 @@ class Program:
         return cost > self._affordable
 
     def _since(self, first: int) -> float:
-        return sum(self._senses.last(self._steps - first))
+        return sum(self._measurements.last(self._steps - first))
 
-    def _afford(self, seconds: float) -> Waiting:
+    def _afford(self, seconds: float) -> Steps[None]:
         """Put off what costs so much until it may."""
         while self._affordable < seconds:
-            self.is_settled = True
-            yield from self._rest(LOOK_EVERY)
-        self.is_settled = False
+            self.steady = True
+            yield from self._wait_steps(LOOK_EVERY)
+        self.steady = False
 
     @property
     def _trial_seconds(self) -> float:
-        """What a trial that is given up soon may cost."""
+        """Cost of a trial that is given up soon."""
         return 2 * self._change_seconds + FIRST_LOOK * self._usual
 
     @property
     def _affordable(self) -> float:
         return SHARE * max(HORIZON, self._steps) * self._usual - self._spent
 
-    # ---- when all is settled ----
+    # ---- in steady state ----
 
-    def _watch(self) -> Waiting:
-        """Returns when the time of a step has changed for good."""
+    def _watch(self) -> Steps[None]:
+        """Until the time of a step has changed for good."""
         strange, pause = 0, WATCH_EVERY
         usual = self._usual
         while strange < CHANGED_LOOKS:
-            yield from self._rest(AGAIN if strange else pause)
+            yield from self._wait_steps(AGAIN if strange else pause)
             now, _ = yield from self._measure()
             if 1 / CHANGED < now / usual < CHANGED:
                 strange, pause = 0, min(2 * pause, RAREST)
@@ -329,44 +473,47 @@ class Program:
                 strange += 1
         self._usual = now
 
-    # ---- what a step's end is made of ----
+    # ---- the parts of all of these ----
 
-    def _rest(self, steps: int) -> Waiting:
+    def _wait_steps(self, steps: int) -> Steps[None]:
         for _ in range(steps):
             self._steps += 1
             yield None
 
-    def _measure(self) -> Generator[str | None, None, tuple[float, float]]:
+    def _measure(self) -> Steps[tuple[float, float]]:
         """Seconds of a step, and their relative spread: means over ranks."""
-        period = self._senses.period
+        period = self._measurements.period
         steps = -(-MEASURED_STEPS // period) * period
-        yield from self._rest(steps)
-        middle, spread = typical(self._senses.last(steps), period)
-        seconds, spread = yield from self._agree(middle, spread)
+        yield from self._wait_steps(steps)
+        middle, spread = typical(self._measurements.last(steps), period)
+        seconds, spread = yield from self._mean_over_ranks(middle, spread)
         return seconds, spread
 
-    def _agree(self, *values: float) -> Generator[str | None, None, list[float]]:
-        """Means over ranks: known one step later."""
-        self._ranks.post(values)
-        yield from self._rest(1)
-        return [value / self._ranks.size for value in self._ranks.take()[: len(values)]]
+    def _mean_over_ranks(self, *values: float) -> Steps[list[float]]:
+        """Known one step later."""
+        self._agreement.post(values)
+        yield from self._wait_steps(1)
+        size = self._agreement.size
+        return [value / size for value in self._agreement.take()[: len(values)]]
 
-    def _hear(self, text: str) -> Generator[str | None, None, str]:
+    def _broadcast(self, text: str) -> Steps[str]:
         """Rank 0's text: known one step later."""
-        self._ranks.tell(text)
-        yield from self._rest(1)
-        return self._ranks.told()
+        self._agreement.post_text(text)
+        yield from self._wait_steps(1)
+        return self._agreement.take_text()
 
-    def _meet(self) -> None:
-        """All are here, and nobody is out of data, or all learn that now."""
-        self._ranks.post(())
-        self._ranks.take()
+    def _barrier(self) -> None:
+        """All ranks are here, and nobody is out of data, or all learn that now."""
+        self._agreement.post(())
+        self._agreement.take()
 
 
 def typical(times: Sequence[float], period: int) -> tuple[float, float]:
-    """Seconds of a step, and the relative spread of what they are from: of steps, or of whole
-    periods, where steps of one differ. The spread is that of their middle half: a pause of somebody
-    else's is no noise of a method's. A single period tells nothing about it: it is taken for noisy."""
+    """Seconds of a step, and the relative spread of their middle half.
+
+    Both are of steps, or of whole periods where steps of one differ. The middle half excludes pauses
+    that other processes cause. A single period shows no spread: it is taken for noisy.
+    """
     means = [
         statistics.fmean(times[start : start + period])
         for start in range(0, len(times), period)

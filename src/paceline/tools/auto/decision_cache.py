@@ -1,32 +1,47 @@
-"""The file of a decision: the next start of the same training reads it, and begins with what was found.
+"""A decision in a file and in words.
 
-It counts where the model, the workers, the class, the runtime and paceline itself are the same; whether the
-network is, is measured.
+The next start of the same training reads the file and begins with the method of the decision. A file
+holds decisions of several trainings, so jobs that start in one folder do not replace each other's.
+A decision is used where its `CacheKey` is the same; whether the network is, is measured.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
 import msgspec
 
+from paceline.cluster import Cluster, cluster_toml
 from paceline.errors import UsageError
-from paceline.interfaces import Consistency
+from paceline.interfaces import Consistency, Runtime
 from paceline.run_options import RunOptions
-from paceline.tools.auto.config import Auto
-from paceline.tools.auto.decision import Found
+from paceline.tools.auto.config import AutoConfig
+from paceline.tools.auto.controller import Decision, TrialResult
+from paceline.tools.auto.planner_process import Answer
+from paceline.units import show_seconds
 
 FILE = "paceline-auto.json"
-FORMAT = "paceline auto 1"
+FORMAT = "paceline auto 2"
+MOST_DECISIONS = 32
+"""Decisions in a file; the oldest give way."""
 
 
-class About(msgspec.Struct, kw_only=True, frozen=True):
-    """What was trained, and where: a decision counts for nothing else. *model*: a digest of the tensors'
-    names and sizes."""
+class CacheKey(msgspec.Struct, kw_only=True, frozen=True):
+    """What was trained, and where: a decision holds for nothing else.
+
+    Attributes:
+        model: A digest of the tensors' names and sizes.
+        optimizer: The class's name.
+        workers: How many.
+        consistency: The weakest class that was allowed.
+        runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
+        version: paceline's.
+    """
 
     model: str
     optimizer: str
@@ -36,66 +51,267 @@ class About(msgspec.Struct, kw_only=True, frozen=True):
     version: str = installed_version("paceline")
 
 
-class Decision(msgspec.Struct, kw_only=True, frozen=True):
-    """*spec* was chosen, with which a step takes so many *seconds*, on the network of *cluster* (TOML).
-    *found* is what it was chosen by, *sentence* the same for people."""
+class CachedDecision(msgspec.Struct, kw_only=True, frozen=True):
+    """A decision as it is saved.
 
-    about: About
+    Attributes:
+        key: The training that it holds for.
+        spec: The method.
+        seconds: Seconds of a step with it.
+        cluster: The network (TOML).
+        decision: The measurements behind it.
+        text: The same for people.
+    """
+
+    key: CacheKey
     spec: str
     seconds: float
     cluster: str
-    found: Found
-    sentence: str = ""
+    decision: Decision
+    text: str = ""
+
+
+class _File(msgspec.Struct, kw_only=True, frozen=True):
+    decisions: list[CachedDecision]
     format: str = FORMAT
 
 
-def digest(names: Sequence[str], sizes: Sequence[int]) -> str:
-    """Of a model's tensors."""
+def model_digest(names: Sequence[str], sizes: Sequence[int]) -> str:
+    """A digest of a model's tensors."""
     text = "\n".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def file_of(wish: Auto, runtime: str, options: RunOptions) -> Path | None:
-    """Where the decision is kept. In virtual time only where the user names a file: else the second of
-    two equal runs would be another one."""
-    if wish.file:
-        return Path(wish.file)
-    if runtime == "simulated":
-        return None
-    return Path(options.records or ".") / FILE
+class DecisionCache:
+    """The decisions of one training, in a file of several trainings'.
 
+    Attributes:
+        path: The file; None: decisions are not saved.
+    """
 
-def write(path: Path, decision: Decision) -> None:
-    """In one piece. Raises `UsageError` where that is impossible."""
-    text = msgspec.json.format(msgspec.json.encode(decision), indent=1)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_bytes(text + b"\n")
-        beside.replace(path)
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error}") from error
+    def __init__(self, path: Path | None, key: CacheKey) -> None:
+        self.path, self._key = path, key
 
+    @classmethod
+    def of(
+        cls, config: AutoConfig, options: RunOptions, key: CacheKey
+    ) -> DecisionCache:
+        """The cache of a training. In virtual time there is a file only if the user names one: else the
+        second of two equal runs would differ."""
+        if config.file:
+            return cls(Path(config.file), key)
+        if key.runtime == "simulated":
+            return cls(None, key)
+        return cls(Path(options.records or ".") / FILE, key)
 
-def read(path: Path, about: About) -> Decision | None:
-    """The decision on the same training; None where there is no file. Raises `UsageError` that says why what
-    is there does not count."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error}") from error
-    try:
-        decision = msgspec.json.decode(content, type=Decision)
-    except msgspec.MsgspecError as error:
-        raise UsageError(f"{path} is no decision of auto: {error}") from error
-    if decision.format != FORMAT:
-        raise UsageError(f"{path}: its format is {decision.format!r}, not {FORMAT!r}")
-    for key in About.__struct_fields__:
-        theirs, mine = getattr(decision.about, key), getattr(about, key)
-        if theirs != mine:
-            raise UsageError(
-                f"{path} is of another {key}: {theirs}, and this is {mine}"
+    def load(self) -> CachedDecision | None:
+        """The decision of the same training; None where there is no file.
+
+        Raises:
+            UsageError: The file cannot be read, or holds only decisions of other trainings.
+        """
+        decisions = self._decisions()
+        if not decisions:
+            return None
+        for decision in decisions:
+            if decision.key == self._key:
+                return decision
+        differences = [
+            [
+                f"{name} {getattr(decision.key, name)}, not {getattr(self._key, name)}"
+                for name in CacheKey.__struct_fields__
+                if getattr(decision.key, name) != getattr(self._key, name)
+            ]
+            for decision in decisions
+        ]
+        nearest = min(differences, key=len)
+        raise UsageError(f"{self.path} is of other trainings: {', '.join(nearest)}")
+
+    def save(self, decision: Decision, cluster: Cluster, text: str) -> None:
+        """Write the decision, and keep those of other trainings. Raises `UsageError`."""
+        if self.path is None:
+            return
+        try:
+            others = [one for one in self._decisions() if one.key != self._key]
+        except UsageError:
+            others = []  # it is no file of ours, or of another version's
+        mine = CachedDecision(
+            key=self._key,
+            spec=decision.chosen,
+            seconds=decision.step_seconds,
+            cluster=cluster_toml(cluster, exact=True),
+            decision=decision,
+            text=text,
+        )
+        content = _File(decisions=[*others, mine][-MOST_DECISIONS:])
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_bytes(
+                msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
             )
-    return decision
+            beside.replace(self.path)
+        except OSError as error:
+            raise UsageError(f"cannot write {self.path}: {error}") from error
+
+    def _decisions(self) -> list[CachedDecision]:
+        if self.path is None:
+            return []
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise UsageError(f"cannot read {self.path}: {error}") from error
+        try:
+            found = msgspec.json.decode(content, type=_File)
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                f"{self.path} holds no decisions of auto: {error}"
+            ) from error
+        if found.format != FORMAT:
+            raise UsageError(
+                f"{self.path}: its format is {found.format!r}, not {FORMAT!r}"
+            )
+        return found.decisions
+
+
+class DecisionLog:
+    """Where rank 0's decisions go: standard error, the recorder's notes, and the cache.
+
+    Attributes:
+        cluster: The network of the last plan, once it is known.
+        answer: The planner's answer, once there is one.
+    """
+
+    def __init__(
+        self, runtime: Runtime, consistency: Consistency, cache: DecisionCache
+    ) -> None:
+        self.cache = cache
+        self.cluster: Cluster | None = None
+        self.answer: Answer | None = None
+        self._runtime, self._consistency = runtime, consistency
+
+    def decided(self, decision: Decision) -> None:
+        """Print a decision, and save it."""
+        if self._runtime.rank:
+            return
+        saves = self.cluster is not None or decision.recalled
+        path = str(self.cache.path) if saves and self.cache.path is not None else ""
+        lines = describe_decision(
+            decision, self._consistency, self.answer, self.cluster, path
+        )
+        self._print(lines)
+        if decision.recalled or self.cluster is None:
+            return
+        try:
+            self.cache.save(decision, self.cluster, "\n".join(lines))
+        except UsageError as error:
+            self.say(f"auto: the decision is not saved: {error}")
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence."""
+        if self._runtime.rank == 0:
+            self._print([sentence])
+
+    def _print(self, lines: Sequence[str]) -> None:
+        note = "; ".join(" ".join(line.split()) for line in lines)
+        self._runtime.recorder.add_note(note)
+        text = "\n".join(lines)
+        print(f"paceline {text}", file=sys.stderr, flush=True)
+
+
+def describe_decision(
+    decision: Decision,
+    consistency: Consistency,
+    answer: Answer | None = None,
+    cluster: Cluster | None = None,
+    file: str = "",
+) -> list[str]:
+    """A decision for people: a headline, and a line for each fact behind it."""
+    facts = [("measured", _measured(decision, cluster))]
+    if answer is not None:
+        facts.append(("predicted", _predicted(answer, consistency)))
+    facts += [("tried", _tried(trial)) for trial in decision.trials]
+    facts += [
+        (
+            "postponed",
+            f"{spec}: predicted {show_seconds(seconds)}; a trial costs too much of so few steps",
+        )
+        for spec, seconds in decision.postponed
+    ]
+    if answer is not None and answer.next is not None:
+        facts.append(("also", _next(answer)))
+    if file:
+        facts.append(("saved", file))
+    if decision.recalled:
+        facts = [("saved", f"{file}; the network is the same")]
+    lines = [f"  {name:<11}{fact}" for name, fact in facts if fact]
+    return [f"auto: {_headline(decision, answer)}", *lines]
+
+
+def _headline(decision: Decision, answer: Answer | None) -> str:
+    step = f"{show_seconds(decision.step_seconds)} per step"
+    if decision.recalled:
+        return f"uses {decision.chosen}, as decided in an earlier run: {step}"
+    if decision.chosen != decision.before:
+        before = next(
+            (one.before_seconds for one in decision.trials if one.better), 0.0
+        )
+        change = f"{show_seconds(before)} -> {step}" if before else step
+        return f"switched from {decision.before} to {decision.chosen}: {change}"
+    stays = f"stays with {decision.chosen}: {step}"
+    if decision.postponed or decision.trials:
+        return stays
+    if answer is None:
+        return f"{stays}; no other method has anything to gain"
+    if answer.fault:
+        return stays
+    return f"{stays}; no candidate is predicted to be clearly faster"
+
+
+def _measured(decision: Decision, cluster: Cluster | None) -> str:
+    facts = []
+    if decision.exposed >= 0:
+        share = f"{100 * decision.exposed:.0f} %"
+        facts.append(f"{share} of a {decision.before} step is exposed communication")
+    if cluster is not None:
+        facts.append(f"network: {cluster.describe()}")
+    return "; ".join(facts)
+
+
+def _predicted(answer: Answer, consistency: Consistency) -> str:
+    if answer.fault:
+        return f"nothing: {answer.fault}"
+    text = f"{answer.candidates} candidates ({consistency}); lower bound {show_seconds(answer.lower_bound)}"
+    if answer.present is not None:
+        text += f"; {answer.present.spec} {show_seconds(answer.present.seconds)}"
+    return text
+
+
+def _tried(trial: TrialResult) -> str:
+    times = f"predicted {show_seconds(trial.predicted)}"
+    if trial.seconds:
+        times += (
+            f", measured {show_seconds(trial.seconds)} ({trial.before} "
+            f"{show_seconds(trial.before_seconds)})"
+        )
+    return f"{trial.spec}: {times}: {trial.why}"
+
+
+def _next(answer: Answer) -> str:
+    assert answer.next is not None
+    seconds = answer.next.seconds
+    best = min(
+        [one for one in (*answer.best, answer.present) if one is not None],
+        key=lambda one: one.seconds,
+        default=answer.next,
+    )
+    ratio = best.seconds / seconds if seconds else 1.0
+    gain = "no faster"
+    if ratio > 1.005:
+        gain = f"{best.spec} {show_seconds(best.seconds)} ({ratio:.2f}x)"
+    return (
+        f"auto:consistency={answer.next.consistency} could use {answer.next.spec}: predicted "
+        f"{show_seconds(seconds)}, {gain}"
+    )

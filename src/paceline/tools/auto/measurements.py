@@ -1,4 +1,8 @@
-"""What one worker's training shows `Program`, and what it does for it."""
+"""What one rank measures of its training, and what it asks the planner.
+
+The first steps show what the model computes, tensor by tensor (`StepObserver`): some microseconds a tensor,
+until enough was seen. Later only the ends of steps are marked.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import inspect
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -14,162 +18,155 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.cluster import Cluster, cluster_toml, parse_cluster
+from paceline.cluster import Cluster, Workload, cluster_toml, parse_cluster
+from paceline.cluster.probe.quick import neighbour_rates, quick_probe
+from paceline.cluster.profiling import StepProfiler
 from paceline.core.settings import Settings
 from paceline.core.training import Training
 from paceline.core.training_setup import TrainingInputs
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces import Comm, Method
-from paceline.interfaces.buckets import wire_bytes
+from paceline.interfaces import Comm, Stopwatch
 from paceline.methods import METHODS
-from paceline.tools.auto.config import FIRST, Auto
+from paceline.tools.auto.config import AutoConfig
 from paceline.tools.auto.controller import MEASURED_STEPS
-from paceline.tools.auto.decision import Answer, Found, Question
-from paceline.tools.auto.decision_cache import (
-    About,
-    Decision,
-    digest,
-    file_of,
-    read,
-    write,
-)
-from paceline.tools.auto.planner_process import PlannerProcess
-from paceline.tools.auto.quick_probe import find_links, host_rates
-from paceline.tools.auto.step_watch import Watch, as_one_pass, with_all
+from paceline.tools.auto.decision_cache import CachedDecision, DecisionLog
+from paceline.tools.auto.planner_process import Answer, PlannerProcess, Question
+from paceline.tools.auto.script_constraints import ScriptConstraints
+from paceline.torch_internals import Uncopied
 
-Forbid = Callable[[Method, Settings], str]
+PROFILED_STEPS = 12
+"""Steps whose times are taken tensor by tensor."""
 STEPS_KEPT = 4096
 PLAN_STEPS = 24
 """In virtual time predictions take so many steps, and no time."""
 LOOK_SECONDS = 0.5
-"""For a look whether the network is as it was."""
+"""Duration of a check whether the network is as it was."""
 SAME_NETWORK = 1.3
 """Links may have become faster, or slower, by this factor."""
 SAME_SPEED = 1.1
-"""Differences of less are a machine's moods."""
+"""Smaller differences between workers are noise."""
 
 
 @dataclass
-class Planned:
-    """The last question and what came of it."""
+class _Plan:
+    """The last question to the planner, and what came of it."""
 
-    cluster: Cluster | None = None
     process: PlannerProcess | None = None
-    answer: Answer | None = None
     fault: str = ""
     begun_at: int = 0
 
 
-class TrainingSenses:
-    """The `Senses` of a training. *comm*: for what few numbers ranks must have of each other; *say*
-    tells people."""
+class TrainingMeasurements:
+    """The `Measurements` of a training.
+
+    Args:
+        inputs: The training.
+        config: What the user says.
+        settings: The settings that the user gave beside it.
+        constraints: What the script does.
+        comm: For the few numbers that ranks must have of each other.
+        device: Where these are.
+        log: Where decisions are, and sentences go.
+    """
 
     def __init__(
         self,
         inputs: TrainingInputs,
-        wish: Auto,
+        config: AutoConfig,
         settings: Settings,
+        constraints: ScriptConstraints,
         comm: Comm,
         device: torch.device,
-        say: Callable[[str], None],
+        log: DecisionLog,
     ) -> None:
-        self._inputs, self._wish, self._settings = inputs, wish, settings
+        self._inputs, self._config, self._settings = inputs, config, settings
         self._runtime, self._recorder = inputs.runtime, inputs.runtime.recorder
-        self._comm, self._device, self._say = comm, device, say
-        parameters = inputs.parameters
-        self._on_host = parameters[0][1].device.type == "cpu"
-        self._stopwatch = self._runtime.clock.stopwatch(parameters[0][1].device)
+        self._constraints, self._comm, self._log = constraints, comm, log
+        self._device, models_device = device, inputs.parameters[0][1].device
+        self._on_host = models_device.type == "cpu"
+        self._stopwatch = self._runtime.clock.stopwatch(models_device)
         self._marks: deque[Any] = deque([self._stopwatch.mark()], STEPS_KEPT + 1)
-        self._watch = Watch(inputs.model, parameters, self._stopwatch)
+        self._observer = StepObserver(inputs.model, inputs.parameters, self._stopwatch)
         self._steps = 0
-        self._named = wish.load_cluster(self._runtime.size)
-        names = [name for name, _ in parameters]
-        sizes = [wire_bytes(parameter) for _, parameter in parameters]
-        self._about = About(
-            model=digest(names, sizes),
-            optimizer=type(inputs.optimizer).__name__,
-            workers=self._runtime.size,
-            consistency=wish.consistency,
-            runtime=self._runtime.name,
-        )
-        self._file = file_of(wish, self._runtime.name, self._runtime.registry.options)
-        self._recalled: Decision | None = None
-        self.planned = Planned()
-        self.present = FIRST
-        self.refused = ""
-        self._forbid: Forbid = lambda method, settings: ""
+        self._named = config.load_cluster(self._runtime.size)
+        self._recalled: CachedDecision | None = None
+        self._plan = _Plan()
 
-    # ---- what the course tells ----
-
-    def begin(self, training: Training, forbid: Forbid) -> None:
-        """Its first training has begun."""
-        self._forbid = forbid
-        training.context.listeners.add(self._watch)
+    def begin(self, training: Training) -> None:
+        """The first *training* has begun."""
+        training.context.listeners.add(self._observer)
 
     def step_ended(self) -> None:
+        """A step has ended."""
         self._steps += 1
         self._marks.append(self._stopwatch.mark())
 
     def close(self) -> None:
         """The training is over, or broken."""
-        self._watch.end()
-        if self.planned.process is not None:
-            self.planned.process.end()
+        self._observer.end()
+        if self._plan.process is not None:
+            self._plan.process.end()
 
-    # ---- a step's times ----
+    # ---- times of steps ----
 
     def last(self, steps: int) -> list[float]:
+        """See `Measurements.last`."""
         marks = list(self._marks)[-steps - 1 :]
         ends = self._stopwatch.seconds(marks[0], marks[1:])
         return [end - start for start, end in pairwise([0.0, *ends])]
 
     @property
     def period(self) -> int:
+        """See `Measurements.period`."""
         return self._recorder.period
 
     @property
-    def settled(self) -> bool:
+    def steady(self) -> bool:
+        """See `Measurements.steady`."""
         after = self._recorder.method_settled_after
         return 0 < after <= self._recorder.step_count
 
-    def waited(self) -> float:
+    def exposed(self) -> float:
+        """See `Measurements.exposed`."""
         if not self._on_host:
             return -1.0
         steps = list(self._recorder.steps)[-MEASURED_STEPS * self.period :]
-        waits = sum(step.exposed_communication_seconds for step in steps)
-        return waits / sum(step.step_seconds for step in steps)
+        exposed = sum(step.exposed_communication_seconds for step in steps)
+        return exposed / sum(step.step_seconds for step in steps)
 
-    # ---- what was decided before ----
+    # ---- the decision of an earlier run ----
 
     def recall(self) -> tuple[str, float]:
-        if self._runtime.rank or self._file is None:
+        """See `Measurements.recall`."""
+        if self._runtime.rank:
             return "", 0.0
         try:
-            self._recalled = read(self._file, self._about)
+            self._recalled = self._log.cache.load()
         except UsageError as error:
-            self._say(f"auto: it is decided anew: {error}")
+            self._log.say(f"auto: deciding anew: {error}")
         if self._recalled is None:
             return "", 0.0
         return self._recalled.spec, self._recalled.seconds
 
     def network_is_as_recalled(self) -> bool:
+        """See `Measurements.network_is_as_recalled`."""
         known = self._known_cluster()
-        rates = [] if known is not None else self._host_rates()
+        rates = [] if known is not None else self._neighbour_rates()
         same = True
         if self._recalled is not None:
             before = parse_cluster(self._recalled.cluster)
-            same = known == before if known is not None else _alike(rates, before)
+            same = known == before if known is not None else links_alike(rates, before)
             if not same:
-                self._say(
-                    "auto: the network is another one than when it was decided: it is decided anew"
+                self._log.say(
+                    "auto: deciding anew: the network is not that of the earlier run"
                 )
         return not self._sums([float(not same)])[0]
 
     # ---- a plan ----
 
     def _known_cluster(self) -> Cluster | None:
-        """The network that somebody has described: it is not measured. In an emulated runtime it is all the
-        same, as on real links, unless there is in it what no probe sees."""
+        """The network as a file or the runtime describes it: it is not measured. An emulated network is
+        measured as real links are, unless it has what no probe sees."""
         if self._named is not None:
             return self._named
         described = self._runtime.cluster
@@ -178,18 +175,20 @@ class TrainingSenses:
         helped = described.servers or any(rack.aggregates for rack in described.racks)
         return described if helped else None
 
-    def _host_rates(self) -> list[float]:
-        return host_rates(self._runtime, LOOK_SECONDS, self._device)
+    def _neighbour_rates(self) -> list[float]:
+        return neighbour_rates(self._runtime, LOOK_SECONDS, self._device)
 
     @property
     def needs_probe(self) -> bool:
+        """See `Measurements.needs_probe`."""
         return self._known_cluster() is None
 
-    def begin_plan(self, probe_seconds: float) -> None:
-        self.planned = Planned(begun_at=self._steps)
+    def begin_plan(self, present: str, probe_seconds: float) -> None:
+        """See `Measurements.begin_plan`."""
+        self._plan = _Plan(begun_at=self._steps)
         cluster = self._known_cluster()
         if cluster is None:
-            cluster = find_links(self._runtime, probe_seconds, self._device)
+            cluster = quick_probe(self._runtime, probe_seconds, self._device)
         compute = self._compute_seconds()
         speeds = [min(compute) / one if one else 1.0 for one in compute]
         if self._runtime.rank:
@@ -197,22 +196,24 @@ class TrainingSenses:
         try:
             if set(cluster.speeds) == {1.0} and self._on_host:
                 cluster = with_speeds(cluster, speeds)
-            self.planned.cluster = cluster
-            question = self._question(cluster, compute[0], cluster.speeds[0])
-            self.planned.process = PlannerProcess(question)
+            self._log.cluster, self._log.answer = cluster, None
+            question = self._question(present, cluster, compute[0])
+            self._plan.process = PlannerProcess(question)
         except PacelineError as error:
-            self.planned.fault = str(error)
+            self._plan.fault = str(error)
 
-    def _question(self, cluster: Cluster, compute: float, speed: float) -> Question:
-        workload = self._watch.workload("measured in the first steps")
+    def _question(self, present: str, cluster: Cluster, compute: float) -> Question:
+        workload = self._observer.workload("measured in the first steps")
         if workload is None:
             raise UsageError(
-                "the script never calls the model itself, so nobody knows how long a step of it "
-                "takes"
+                "the script never calls the model itself, so the compute time of its layers is "
+                "unknown"
             )
         if self._runtime.clock.is_virtual:
             workload = as_one_pass(workload)
-        workload = with_all(workload, compute if self._on_host else 0.0, speed)
+        workload = with_all_compute(
+            workload, compute if self._on_host else 0.0, cluster.speeds[0]
+        )
         if self._settings.use_gradients:
             workload = replace(workload, uses_gradients=True)
         optimizer = self._inputs.optimizer
@@ -221,17 +222,17 @@ class TrainingSenses:
         values = {
             key: value for key, value in optimizer.defaults.items() if key in known
         }
-        own = getattr(torch.optim, cls.__name__, None) is cls
+        is_torchs = getattr(torch.optim, cls.__name__, None) is cls
         sampler = self._inputs.sampler
-        # The planner's: a worker that asks nothing does not import it.
+        # A worker that asks nothing does not import the planner.
         from paceline.tools.plan.prediction_cost import usual_seconds
 
         return Question(
             cluster=cluster_toml(cluster, exact=True),
             workload=msgspec.to_builtins(workload),
-            consistency=self._wish.consistency,
-            present=self.present,
-            optimizer=cls.__name__ if own else "",
+            consistency=self._config.consistency,
+            present=present,
+            optimizer=cls.__name__ if is_torchs else "",
             hyperparameters={k: v for k, v in values.items() if _is_plain(v)},
             refused=self._refused_methods(),
             epoch_steps=0 if sampler is None else len(sampler),
@@ -239,68 +240,45 @@ class TrainingSenses:
         )
 
     def _refused_methods(self) -> dict[str, str]:
-        """What this training cannot be trained with, and why: as far as it can be told before."""
+        """Methods that cannot be used here, and why, as far as that is known before."""
         refused: dict[str, str] = {}
         for name, cls in METHODS.items():
             method = cls()
-            why = self._forbid(method, self._settings)
+            why = self._constraints.reason_against(method, self._settings)
             if method.clips == "own" and self._settings.clip_norm < math.inf:
-                why = "clip_norm: it would limit each worker's own gradient, and not the mean"
+                why = (
+                    "clip_norm would limit each worker's own gradient, not the average"
+                )
             if why:
                 refused[name] = why
         return refused
 
     def plan_is_there(self) -> bool:
-        planned = self.planned
+        """See `Measurements.plan_is_there`."""
+        process = self._plan.process
         if self._runtime.rank:
             return False
-        if planned.process is None:
+        if process is None:
             return True
         if not self._runtime.clock.is_virtual:
-            return planned.process.is_over
-        if self._steps < planned.begun_at + PLAN_STEPS:
+            return process.is_over
+        if self._steps < self._plan.begun_at + PLAN_STEPS:
             return False
-        self._runtime.clock.external(planned.process.wait)
+        self._runtime.clock.external(process.wait)
         return True
 
     def candidates(self) -> list[tuple[str, float]]:
-        planned = self.planned
+        """See `Measurements.candidates`."""
         if self._runtime.rank:
             return []
-        if planned.process is None:
-            planned.answer = Answer(fault=planned.fault)
-        else:
-            planned.answer = planned.process.answer()
-            planned.process = None
-        allowed = self._wish.allowed
-        best = planned.answer.best
-        return [(one.spec, one.seconds) for one in best if one.consistency in allowed]
-
-    def keep(self, found: Found, sentence: str) -> None:
-        """Write the decision down, on rank 0."""
-        cluster = self.planned.cluster
-        if self._runtime.rank or self._file is None or cluster is None:
-            return
-        decision = Decision(
-            about=self._about,
-            spec=found.chosen,
-            seconds=found.usual,
-            cluster=cluster_toml(cluster, exact=True),
-            found=found,
-            sentence=sentence,
-        )
-        try:
-            write(self._file, decision)
-        except UsageError as error:
-            self._say(f"auto: the decision is not kept: {error}")
-
-    @property
-    def file(self) -> str:
-        """Where the decision is kept; empty where it is not."""
-        known = self._file is not None and (
-            self.planned.cluster is not None or self._recalled is not None
-        )
-        return str(self._file) if known else ""
+        process, self._plan.process = self._plan.process, None
+        answer = Answer(fault=self._plan.fault) if process is None else process.answer()
+        self._log.answer = answer
+        return [
+            (one.spec, one.seconds)
+            for one in answer.best
+            if one.consistency in self._config.allowed
+        ]
 
     # ---- what ranks have of each other ----
 
@@ -319,8 +297,90 @@ class TrainingSenses:
         return sums
 
 
+class StepObserver:
+    """Observes the first training of one worker: a step's times, tensor by tensor."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._profiler = profiler = StepProfiler(model, parameters, stopwatch)
+        # In front of the training's own hook, which may charge the whole pass at once.
+        before = Uncopied(self._forward_begins)
+        self._handle = model.register_forward_pre_hook(
+            before, with_kwargs=True, prepend=True
+        )
+        self.step_begins = profiler.step_begins
+        self.gradient = profiler.gradient
+        self.gradient_ready = profiler.gradient_ready
+        self.step_is_called = profiler.step_is_called
+        self.gradient_taken = profiler.gradient_taken
+        self.update_begins = profiler.update_begins
+        self.step_ended = profiler.step_ended
+
+    def workload(self, source: str) -> Workload | None:
+        """Medians over the observed steps; None where the script never called the model itself."""
+        return (
+            self._profiler.workload(source) if self._profiler.profiled_steps else None
+        )
+
+    def end(self) -> None:
+        """Take the hooks away: nothing is measured any more."""
+        self._handle.remove()
+        self._profiler.detach()
+
+    def means_are_there(self) -> None:
+        if not self._is_enough:
+            self._profiler.means_are_there()
+
+    @property
+    def _is_enough(self) -> bool:
+        return self._profiler.profiled_steps >= PROFILED_STEPS
+
+    def _forward_begins(
+        self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]
+    ) -> None:
+        if torch.is_grad_enabled() and not self._is_enough:
+            given = (*args, *kwargs.values())
+            sizes = [
+                value.shape[0]
+                for value in given
+                if isinstance(value, torch.Tensor) and value.dim()
+            ]
+            self._profiler.forward(sizes[0] if sizes else None, True)
+
+
+def with_all_compute(workload: Workload, compute: float, scale: float) -> Workload:
+    """*workload* with all of a step's *compute* seconds, and *scale* times as long.
+
+    What passes and updates do not take (batches that are loaded) comes before each pass.
+    """
+    more = max(0.0, compute - workload.compute_seconds)
+    more /= len(workload.names) * (workload.passes or 1)
+    return replace(
+        workload,
+        forward=tuple(scale * (one + more) for one in workload.forward),
+        backward=tuple(scale * one for one in workload.backward),
+        update=scale * workload.update,
+    )
+
+
+def as_one_pass(workload: Workload) -> Workload:
+    """*workload* with its forward pass spread as its backward pass is: virtual time charges a forward
+    pass as a whole."""
+    total = workload.backward_seconds
+    if not total:
+        return workload
+    forward = workload.forward_seconds
+    return replace(
+        workload, forward=tuple(forward * one / total for one in workload.backward)
+    )
+
+
 def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
-    """*cluster* with workers that are so fast, of which the fastest has 1."""
+    """*cluster* with workers of these speeds, of which the fastest has 1."""
     near = [1.0 if SAME_SPEED * one > 1 else round(one, 2) for one in speeds]
     racks, first = [], 0
     for rack in cluster.racks:
@@ -330,8 +390,8 @@ def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
     return replace(cluster, racks=tuple(racks))
 
 
-def _alike(rates: Sequence[float], before: Cluster) -> bool:
-    """Whether hosts send as fast to their neighbours as the network of before lets them."""
+def links_alike(rates: Sequence[float], before: Cluster) -> bool:
+    """Whether hosts send as fast to their neighbours as the earlier network let them."""
     links = [rate for rack in before.racks for rate in rack.links]
     if len(rates) != len(links):
         return not rates  # one host: its loopback

@@ -1,30 +1,33 @@
-"""A training changes its method between two steps.
+"""A training switches its method between two steps.
 
 Theory of operation
 -------------------
-All workers that train ask their `Course` after the same step, and it answers all of them alike. Then
-each ends the present training, as if it was out of data: what is under way arrives, late gradients are
-applied, and models become equal. That is safe whoever else is out of data, has left its loop in the
-middle of a step, or does not know that others are: ending is what a training is made for.
+After each step all workers ask their controller, and all get the same answer. To switch, each ends
+the present training as if it was out of data: messages arrive, delayed gradients are applied, and models
+become equal. That is safe whoever else is out of data, has left its loop in the middle of a step,
+or does not know that others have.
 
-Then all workers meet, those out of data too, and each says what it wants: a spec, or nothing.
-Where anybody wants to go on all begin by that spec, and who is out of data ends that training at once, which
-keeps the others company. Where nobody does, the job is over.
+Then all workers meet, those out of data too. Each sends the spec that it goes on with, or nothing.
+Where anybody goes on, all begin by that spec, and a worker that is out of data ends that training at
+once, so that it takes part in the others' last collectives. Where nobody goes on the job is over.
 
-What cannot be begun is refused before anything ends. What fails nevertheless while it is begun,
-fails on all, and the spec of before is begun again.
+What cannot be begun is refused before anything ends. Where a method fails to begin on any worker, it is
+refused on all, and the method before is begun again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
+import torch
 
+from paceline.bucketing.tuner import BucketPlan
 from paceline.collectives.communicator import Communicator
-from paceline.core.broadcast import gather_bytes
+from paceline.core.broadcast import average_tensors, broadcast_tensors, gather_bytes
+from paceline.core.checkpoint.worker_state import worker_states
 from paceline.core.optimizer import (
     ActiveTraining,
     DistributedOptimizer,
@@ -41,69 +44,70 @@ from paceline.core.training_setup import (
     train,
 )
 from paceline.errors import UsageError
-from paceline.interfaces import CONSISTENCIES, Consistency, Method
+from paceline.interfaces import Comm
+from paceline.interfaces.buckets import wire_bytes
 from paceline.records import Span
-from paceline.tools.auto.script_constraints import Habits
-from paceline.tools.auto.switched_state import KeptCodes, KeptPlans, equalize
+from paceline.tools.auto.agreement import DeferredAgreement
+from paceline.tools.auto.config import FIRST, AutoConfig
+from paceline.tools.auto.controller import Controller, Steps
+from paceline.tools.auto.decision_cache import (
+    CacheKey,
+    DecisionCache,
+    DecisionLog,
+    model_digest,
+)
+from paceline.tools.auto.measurements import TrainingMeasurements
+from paceline.tools.auto.script_constraints import ScriptConstraints
 
 
-class Course(Protocol):
-    """Says when to change, and to what. *meets*: before it asks for a change it has met all workers
-    in that very step, and none is out of data: that saves a round of messages."""
+class StepController(Protocol):
+    """Decides after each step: `Controller`, and the tests' scripted one."""
 
     @property
-    def meets(self) -> bool: ...
-
-    def after_step(self, step: int) -> str | None:
-        """Step number *step*, from 1, has ended: the spec to go on with, the same on all workers
-        that train; None: as before."""
+    def steady(self) -> bool:
+        """Whether a decision stands, and nothing is tried."""
         ...
 
-    def begin(
-        self, training: Training, forbid: Callable[[Method, Settings], str]
-    ) -> None:
-        """The first *training* has begun. *forbid* tells why a method cannot be begun, given what this
-        worker's script has done until then; or nothing."""
+    @property
+    def meets_before_change(self) -> bool:
+        """Whether all workers have met in the step in which it asks for a change, and none is out of
+        data: that saves a round of messages."""
         ...
 
-    def refused(self, spec: str, why: str) -> None:
-        """What it has asked for cannot be begun, on any worker: training goes on as before."""
-        ...
-
-    def leave(self) -> None:
-        """This worker is out of data. Not collective."""
-        ...
-
-    def close(self, *, well: bool) -> None:
-        """The last training has ended here. Collective where it has ended *well*."""
+    def run(self) -> Steps[None]:
+        """Each yield is the end of a step: the spec to go on with, the same on all workers, or None. A
+        spec is answered by why it cannot be begun, or by nothing."""
         ...
 
 
 @dataclass(frozen=True)
-class Auto:
-    """What ``method=`` may be, beside a method: one that changes. *course* makes who decides;
-    training *begins* by that spec; *consistency* is the weakest class that it may change to."""
+class SwitchableTraining:
+    """What ``method=`` may be beside a method: a training that switches methods.
 
-    course: Callable[[TrainingInputs], Course]
-    begins: str = "bsp"
-    consistency: Consistency = "local"
+    Attributes:
+        config: What it may switch to.
+        controller: Decides in place of auto's `Controller`, in tests.
+    """
+
+    config: AutoConfig
+    controller: StepController | None = None
 
     def train(self, inputs: TrainingInputs, settings: Settings) -> DistributedOptimizer:
-        """See `paceline.core.training_setup.train`."""
-        chosen = parse_method(self.begins, settings)
+        """See `paceline.core.training_setup.train`; *settings* are the user's."""
+        chosen = parse_method(FIRST, settings)
         wrapped = train(inputs, *chosen)
         active = active_training(wrapped)
-        now, course = resolve(inputs, *chosen), self.course(inputs)
-        active.switcher = MethodChanges(
-            inputs, active, settings, now, course, self.consistency
+        now = resolve(inputs, *chosen)
+        active.switcher = MethodSwitcher(
+            inputs, active, settings, now, self.config, self.controller
         )
         recorder = inputs.runtime.recorder
         recorder.methods.append((recorder.step_count, recorder.brief))
         return wrapped
 
 
-class _Wish(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says when a training has ended, of which it has done so many *steps*: the *spec*
+class _Vote(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker sends when a training has ended, of which it has done so many *steps*: the *spec*
     that it goes on with, or nothing where it is out of data; *fault*: why that cannot be."""
 
     spec: str = ""
@@ -111,9 +115,13 @@ class _Wish(msgspec.Struct, frozen=True, array_like=True):
     fault: str = ""
 
 
-class MethodChanges:
-    """The `MethodSwitcher` of one training. *settings* are those that specs do not name; *now*: how it is
-    trained at present; ``steps``: how many it has done."""
+class MethodSwitcher:
+    """Switches the methods of one training. Made on all workers at once: collective.
+
+    Attributes:
+        now: How the model is trained at present.
+        controller: Decides after each step.
+    """
 
     def __init__(
         self,
@@ -121,77 +129,136 @@ class MethodChanges:
         active: ActiveTraining,
         settings: Settings,
         now: TrainingPlan,
-        course: Course,
-        consistency: Consistency,
+        config: AutoConfig,
+        controller: StepController | None = None,
     ) -> None:
-        self.now, self.course, self.steps = now, course, 0
-        self._allowed = CONSISTENCIES[: CONSISTENCIES.index(consistency) + 1]
+        """Switch *active*, the training of *inputs*, from its method *now* on.
+
+        Args:
+            inputs: The training.
+            active: What drives it.
+            settings: Those that specs do not name.
+            now: How it is trained at present.
+            config: What it may switch to.
+            controller: Decides in place of auto's.
+        """
+        self.now = now
         self._inputs, self._active, self._settings = inputs, active, settings
-        self._runtime = inputs.runtime
+        self._runtime, self._allowed = inputs.runtime, config.allowed
         self._device = inputs.parameters[0][1].device
-        self._habits = Habits()
-        self._codes, self._plans = KeptCodes(), KeptPlans()
-        self._habits.watch(active.training, now.method)
-        course.begin(active.training, self._forbid)
+        self._constraints = ScriptConstraints(active)
+        self._compression_states = CompressionStateCache()
+        self._bucket_plans = BucketPlanCache()
+        self._comm: Communicator | None = None
+        self._agreement: DeferredAgreement | None = None
+        self._measurements: TrainingMeasurements | None = None
+        self.controller = controller or self._auto_controller(config)
+        self._decisions, self._reply = self.controller.run(), ""
+        self._begun = False
+        self._constraints.watch(active.training, now.method)
+        if self._measurements is not None:
+            self._measurements.begin(active.training)
+        self._runtime.recorder.decides(not self.controller.steady)
+
+    def _auto_controller(self, config: AutoConfig) -> StepController:
+        inputs, runtime = self._inputs, self._runtime
+        self._comm = Communicator(runtime, f"auto {inputs.number}")
+        comm = self._comm.channel("agreement")
+        device = torch.device("cpu") if comm.moves_host_tensors else self._device
+        self._agreement = DeferredAgreement(comm, device)
+        key = CacheKey(
+            model=model_digest(
+                [name for name, _ in inputs.parameters],
+                [wire_bytes(parameter) for _, parameter in inputs.parameters],
+            ),
+            optimizer=type(inputs.optimizer).__name__,
+            workers=runtime.size,
+            consistency=config.consistency,
+            runtime=runtime.name,
+        )
+        cache = DecisionCache.of(config, runtime.registry.options, key)
+        log = DecisionLog(runtime, config.consistency, cache)
+        self._measurements = TrainingMeasurements(
+            inputs, config, self._settings, self._constraints, comm, device, log
+        )
+        return Controller(self._measurements, self._agreement, FIRST, log)
 
     # ---- what training calls ----
 
     @property
     def spec(self) -> str:
-        """What training goes by now, in full."""
+        """The full spec of the present method."""
         return self.now.spec
 
     def after_step(self) -> None:
-        """A step has ended. Collective where the course says so."""
-        self.steps += 1
-        wanted = self.course.after_step(self.steps)
+        """A step has ended. Collective where the controller asks for a change."""
+        if self._measurements is not None:
+            self._measurements.step_ended()
+        wanted = self._decisions.send(self._reply if self._begun else None)
+        self._begun, self._reply = True, ""
+        self._runtime.recorder.decides(not self.controller.steady)
         if wanted is None:
             return
-        why = self.change(wanted, together=self.course.meets)
-        if why:
-            self._runtime.recorder.add_note(f"{wanted} cannot be begun here: {why}")
-            self.course.refused(wanted, why)
+        met = self.controller.meets_before_change
+        self._reply = self.switch_to(wanted, together=met)
+        if self._reply:
+            self._runtime.recorder.add_note(
+                f"{wanted} cannot be begun here: {self._reply}"
+            )
 
     def finish(self) -> None:
-        """This worker is out of data: keep the others company, whatever they change to."""
+        """This worker is out of data: take part in what the others switch to, until all have finished."""
         well = False
         try:
-            self.course.leave()
-            self._keep_company()
+            if self._agreement is not None:
+                self._agreement.finish()
+            self._participate_until_all_finish()
             well = not self._active.broken_by
         finally:
-            self.course.close(well=well)
+            if self._measurements is not None:
+                self._measurements.close()
+            if well and self._agreement is not None and self._comm is not None:
+                self._agreement.close()
+                self._comm.close()
 
-    def _keep_company(self) -> None:
+    def _participate_until_all_finish(self) -> None:
         while True:
             steps = self._end(together=False)
             if self._active.broken_by:
                 return
-            wishes = self._meet(_Wish(steps=steps))
-            if not any(wish.spec for wish in wishes):
+            votes = self._exchange(_Vote(steps=steps))
+            if not any(vote.spec for vote in votes):
                 return
             try:
-                self._go_on(wishes)
+                self._go_on(votes)
             except BaseException as error:
                 self._broke(error)
                 raise
 
     # ---- a change ----
 
-    def change(self, spec: str, *, together: bool = False) -> str:
-        """Train by *spec* from the next step on; or say why that cannot be. Collective: between
-        two steps, on all workers that train, after the same step; *together*: they know that
-        these are all."""
+    def switch_to(self, spec: str, *, together: bool = False) -> str:
+        """Train by *spec* from the next step on.
+
+        Collective: between two steps, on all workers that train, after the same step.
+
+        Args:
+            spec: The method.
+            together: Whether all workers take part, and know it.
+
+        Returns:
+            Why that cannot be; else nothing.
+        """
         try:
             plan = self._plan(spec)
         except UsageError as error:
             return str(error)
         began = self._runtime.clock.now()
-        # Workers' scripts may differ in it: so it is said where all meet.
-        fault = self._forbid(plan.method, plan.settings)
+        # Workers' scripts may differ in it, so it is agreed on where all meet.
+        fault = self._constraints.reason_against(plan.method, plan.settings)
         try:
             steps = self._end(together)
-            why = self._go_on(self._meet(_Wish(spec, steps, fault)))
+            why = self._go_on(self._exchange(_Vote(spec, steps, fault)))
         except BaseException as error:
             self._broke(error)
             raise
@@ -201,11 +268,6 @@ class MethodChanges:
         )
         self._runtime.recorder.observe(span)
         return why
-
-    def _forbid(self, method: Method, settings: Settings) -> str:
-        return self._habits.forbid(
-            method, settings, scales=self._active.uses_grad_scaler
-        )
 
     def _plan(self, spec: str) -> TrainingPlan:
         """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
@@ -226,25 +288,25 @@ class MethodChanges:
     def _end(self, together: bool) -> int:
         """End the present training; returns how many steps it has done. Collective."""
         steps = self._active.training.progress["step"]
-        self._codes.take(self.now.spec, self._active.training)
-        self._plans.take(self.now.spec, self._active.training)
+        self._compression_states.save(self.now.spec, self._active.training)
+        self._bucket_plans.save(self.now.spec, self._active.training)
         self._active.end(together=together)
         return steps
 
-    def _go_on(self, wishes: Sequence[_Wish]) -> str:
-        """All workers begin what was wished for; or what was before, if that fails anywhere: then
-        it says why. Collective."""
-        going = [rank for rank, wish in enumerate(wishes) if wish.spec]
-        specs = {wishes[rank].spec for rank in going}
+    def _go_on(self, votes: Sequence[_Vote]) -> str:
+        """All workers begin by the voted spec; or by the method before, where that fails on any: then
+        this returns why. Collective."""
+        going = [rank for rank, vote in enumerate(votes) if vote.spec]
+        specs = {votes[rank].spec for rank in going}
         if len(specs) > 1:
             raise UsageError(
-                f"workers want to go on by different specs, {' and '.join(sorted(specs))}: a "
-                "course answers all workers alike"
+                f"workers want to go on by different specs, {' and '.join(sorted(specs))}: "
+                "expected the same on all"
             )
         (spec,) = specs
-        steps = max(wishes[rank].steps for rank in going)
-        self._share_optimizer(going, len(wishes))
-        faults = [wish.fault for wish in wishes if wish.fault]
+        steps = max(votes[rank].steps for rank in going)
+        self._share_optimizer(going, len(votes))
+        faults = [vote.fault for vote in votes if vote.fault]
         before, made = self.now, None
         if not faults:
             made, faults = self._try(spec)
@@ -255,13 +317,13 @@ class MethodChanges:
         return faults[0] if faults else ""
 
     def _share_optimizer(self, going: Sequence[int], workers: int) -> None:
-        """Its state, where workers' may differ, becomes that of those who go on."""
+        """Where workers' optimizers may differ, their state becomes that of the workers that go on."""
         differ = self.now.method.rounds.models_may_differ
         if (not differ and len(going) == workers) or workers == 1:
             return
         comm = Communicator(self._runtime, self._runtime.registry.next_name())
         optimizer = self._inputs.optimizer
-        equalize(comm, optimizer, going, self._device, mean=differ)
+        average_optimizer_state(comm, optimizer, going, self._device, mean=differ)
         comm.close()
 
     def _try(self, spec: str) -> tuple[ConnectedTraining | None, list[str]]:
@@ -271,7 +333,8 @@ class MethodChanges:
             made = self._make(self._plan(spec))
         except UsageError as error:
             fault = str(error)
-        faults = [wish.fault for wish in self._meet(_Wish(fault=fault)) if wish.fault]
+        votes = self._exchange(_Vote(fault=fault))
+        faults = [vote.fault for vote in votes if vote.fault]
         if faults and made is not None:
             made.discard()
             made = None
@@ -285,9 +348,9 @@ class MethodChanges:
     def _use(self, made: ConnectedTraining, steps: int) -> None:
         training = made.training
         training.go_on_from(self._active.training, steps)
-        self._codes.give_back(self.now.spec, training)
-        self._plans.give_back(self.now.spec, training)
-        self._habits.watch(training, self.now.method)
+        self._compression_states.restore(self.now.spec, training)
+        self._bucket_plans.restore(self.now.spec, training)
+        self._constraints.watch(training, self.now.method)
         self._runtime.registry.hold(training, made.close)
         self._active.training, self._active.endpoints = training, made.endpoints
 
@@ -296,9 +359,132 @@ class MethodChanges:
         self._active.record_failure(error)
         self._runtime.registry.broke(self._inputs.number, self._active.broken_by)
 
-    def _meet(self, mine: _Wish) -> list[_Wish]:
-        """What each worker says, by rank. Collective."""
+    def _exchange(self, mine: _Vote) -> list[_Vote]:
+        """Each worker's vote, by rank. Collective."""
         return [
-            msgspec.msgpack.decode(said, type=_Wish)
-            for said in gather_bytes(msgspec.msgpack.encode(mine), self._device)
+            msgspec.msgpack.decode(vote, type=_Vote)
+            for vote in gather_bytes(msgspec.msgpack.encode(mine), self._device)
         ]
+
+
+# ---- state that goes on from one method to the next ----
+
+
+class _StateTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of an optimizer's state: of parameter number *index*."""
+
+    index: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def average_optimizer_state(
+    comm: Comm,
+    optimizer: torch.optim.Optimizer,
+    sources: Sequence[int],
+    device: torch.device,
+    *,
+    mean: bool,
+) -> None:
+    """Give all workers one state of the optimizer. Collective.
+
+    Args:
+        comm: All workers.
+        optimizer: This worker's.
+        sources: Ranks whose state counts.
+        device: Where messages are.
+        mean: Whether the state becomes the mean of the sources' (of whole numbers the first one's), or
+            the first one's. A tensor that only some have counts as zeros, as a momentum is before the
+            first step.
+    """
+    mine = _state_tensors(optimizer)
+    everyone = [
+        msgspec.msgpack.decode(said, type=list[_StateTensor])
+        for said in gather_bytes(msgspec.msgpack.encode(mine), device)
+    ]
+    wanted = everyone[sources[0]]
+    if mean:
+        more = {one for rank in sources for one in everyone[rank]} - set(wanted)
+        wanted = wanted + sorted(more, key=lambda one: (one.index, one.name))
+    tensors = _as_wanted(optimizer, mine, wanted)
+    real = [tensor.is_floating_point() for tensor in tensors]
+    averaged = [t for t, averages in zip(tensors, real, strict=True) if averages]
+    if mean:
+        average_tensors(comm, averaged, counts=comm.rank in sources)
+        tensors = [t for t, averages in zip(tensors, real, strict=True) if not averages]
+    broadcast_tensors(comm, tensors, sources[0])
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[_StateTensor]:
+    return [
+        _StateTensor(
+            index, name, str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        )
+        for index, parameter in enumerate(_parameters(optimizer))
+        for name, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _as_wanted(
+    optimizer: torch.optim.Optimizer,
+    mine: Sequence[_StateTensor],
+    wanted: Sequence[_StateTensor],
+) -> list[torch.Tensor]:
+    """The tensors that are *wanted*, in their order; zeros where there is no such one."""
+    parameters, there = _parameters(optimizer), set(mine)
+    for one in there - set(wanted):
+        del optimizer.state[parameters[one.index]][one.name]
+    tensors = []
+    for one in wanted:
+        parameter = parameters[one.index]
+        if one not in there:
+            # torch keeps counters of steps in host memory, whatever trains.
+            where = parameter.device if one.shape else torch.device("cpu")
+            kind = getattr(torch, one.dtype)
+            optimizer.state[parameter][one.name] = torch.zeros(
+                one.shape, dtype=kind, device=where
+            )
+        tensors.append(optimizer.state[parameter][one.name])
+    return tensors
+
+
+class CompressionStateCache:
+    """Error feedback of compressors whose training has ended, until the same spec is used again."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, dict[str, Any]] = {}
+
+    def save(self, spec: str, training: Training) -> None:
+        """A training by *spec* is about to end."""
+        for state in worker_states(training):
+            if state.name.startswith("compression."):
+                self._states[f"{spec} {state.name}"] = dict(state.save())
+
+    def restore(self, spec: str, training: Training) -> None:
+        """A training by *spec* has begun."""
+        for state in worker_states(training):
+            saved = self._states.pop(f"{spec} {state.name}", None)
+            if saved is not None:
+                state.load(saved)
+
+
+class BucketPlanCache:
+    """Bucket plans of specs that were used: a spec that is used again does not measure them again."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, BucketPlan] = {}
+
+    def save(self, spec: str, training: Training) -> None:
+        """A training by *spec* is about to end."""
+        if training.tuner.adopted is not None:
+            self._plans[spec] = training.tuner.adopted
+
+    def restore(self, spec: str, training: Training) -> None:
+        """A training by *spec* has begun."""
+        training.tuner.reuse(self._plans.get(spec))

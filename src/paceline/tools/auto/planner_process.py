@@ -1,8 +1,9 @@
-"""The planner's process: predictions beside the training, at low priority.
+"""Predictions beside a training: the process that makes them, and both ends of it.
 
 A simulation takes its process for itself, so predictions cannot be made in a worker. The process
-reads a `Question` from a file, prints an `Answer`, and ends with the worker in any case: it watches its
-standard input, a pipe that carries nothing and that the worker's end closes. Whatever goes wrong with it is an `Answer`, too.
+has low priority. It reads a `Question` from a file that it was given open, and prints an `Answer`. It
+ends with the worker in any case: it watches its standard input, a pipe that carries nothing and that the
+worker's end closes. Whatever goes wrong is an `Answer`, too.
 """
 
 from __future__ import annotations
@@ -12,22 +13,95 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Mapping
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from paceline.tools.auto.decision import Answer, Question
+from paceline.errors import PacelineError
+from paceline.interfaces import CONSISTENCIES, Consistency
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.tools.plan.estimates import Estimate, Plan
+    from paceline.tools.plan.predict import MakeOptimizer, TrainingJob
 
 MODULE = "paceline.tools.auto"
+NICE = 19
 PATIENCE, LEAST_PATIENCE = 30.0, 120.0
 """Times its budget, and seconds at least: a process of low priority on a busy machine."""
+TRIALS = 2
+"""Candidates that are tried."""
+ALIKE = 1.02
+"""Of two candidates whose predictions differ by less, the one with the stronger consistency comes first."""
 _NOT_INHERITED = (
     *("PACELINE_", "TORCHELASTIC_", "PET_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_"),
     *("RANK", "WORLD_SIZE", "OMPI_", "PMI_", "SLURM_"),
 )
 """Variables that would make the process a worker."""
+
+
+class Question(msgspec.Struct, kw_only=True, frozen=True):
+    """What the process is asked.
+
+    Attributes:
+        cluster: The network, TOML.
+        workload: The fields of a `Workload`.
+        consistency: The weakest class that is allowed.
+        present: The spec of the present method.
+        budget_seconds: What predictions may take.
+        optimizer: The class's name in `torch.optim`; empty: it is not torch's.
+        hyperparameters: Its arguments.
+        refused: Methods that cannot train this model or script, and why.
+        epoch_steps: Steps of an epoch by the sampler; 0: without one.
+    """
+
+    cluster: str
+    workload: dict[str, object]
+    consistency: Consistency
+    present: str
+    budget_seconds: float
+    optimizer: str = ""
+    hyperparameters: dict[str, object] = {}
+    refused: dict[str, str] = {}
+    epoch_steps: int = 0
+
+
+class Predicted(msgspec.Struct, kw_only=True, frozen=True):
+    """A method, and predicted seconds of its step."""
+
+    spec: str
+    consistency: Consistency
+    seconds: float
+
+
+class Answer(msgspec.Struct, kw_only=True, frozen=True):
+    """What the process answers.
+
+    Attributes:
+        best: Candidates worth trying, the best first.
+        present: The present method.
+        next: The best method of the next weaker class, which was not allowed.
+        candidates: How many were predicted.
+        lower_bound: Seconds below which no exact method can come.
+        one_machine: Seconds of the global batch on one machine.
+        fault: Why nothing could be predicted.
+    """
+
+    best: tuple[Predicted, ...] = ()
+    present: Predicted | None = None
+    next: Predicted | None = None
+    candidates: int = 0
+    lower_bound: float = 0.0
+    one_machine: float = 0.0
+    fault: str = ""
+
+
+# ---- the worker's end ----
 
 
 class PlannerProcess:
@@ -42,12 +116,12 @@ class PlannerProcess:
         self._errors, self._output, asked = _file(), _file(), _file()
         self._fault = ""
         self._process: subprocess.Popen[bytes] | None = None
-        kept = {
+        variables = {
             name: value
             for name, value in environment.items()
             if not name.startswith(_NOT_INHERITED)
         }
-        kept["OMP_NUM_THREADS"] = "1"
+        variables["OMP_NUM_THREADS"] = "1"
         try:
             asked.write(msgspec.json.encode(question))
             asked.seek(0)
@@ -57,7 +131,7 @@ class PlannerProcess:
                 stdin=subprocess.PIPE,
                 stdout=self._output,
                 stderr=self._errors,
-                env=kept,
+                env=variables,
             )
         except OSError as error:
             self._fault = f"it cannot be started: {error}"
@@ -78,13 +152,13 @@ class PlannerProcess:
         return False
 
     def wait(self) -> None:
-        """Until there is an answer, however long it takes: where time is virtual, what is predicted must
-        not depend on how fast this machine is."""
+        """Until there is an answer, however long it takes: in virtual time the step at which it is used
+        must not depend on how fast this machine is."""
         if self._process is not None:
             self._process.wait()
 
     def answer(self) -> Answer:
-        """What it has said, once it is over."""
+        """Its answer, once it is over."""
         status = None if self._process is None else self._process.poll()
         said, errors = _content(self._output), _content(self._errors)
         self.end()
@@ -119,3 +193,159 @@ def _file() -> IO[bytes]:
 def _content(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()
+
+
+# ---- the process's end, which imports torch and the simulator ----
+
+
+def main() -> None:
+    """Answer the question in the file whose descriptor is the first argument."""
+    import torch
+
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    torch.set_num_threads(1)
+    with open(int(sys.argv[1]), "rb") as asked:
+        question = msgspec.json.decode(asked.read(), type=Question)
+    threading.Thread(target=_end_with_worker, daemon=True).start()
+    output = os.dup(1)
+    os.dup2(2, 1)  # what is printed on the way is no answer
+    try:
+        said = answer(question)
+    except PacelineError as error:
+        said = Answer(fault=str(error))
+    except Exception as error:  # whatever it is, training goes on
+        traceback.print_exc()
+        said = Answer(fault=f"{type(error).__name__}: {error}")
+    with open(output, "wb") as stream:
+        stream.write(msgspec.json.encode(said))
+    sys.stdout.flush()
+    os._exit(0)  # a thread still reads
+
+
+def _end_with_worker() -> None:
+    """Wait for the end of standard input, which comes with that of the worker."""
+    while os.read(0, 1):
+        pass
+    os._exit(1)
+
+
+def answer(question: Question) -> Answer:
+    """Plan for what a training has measured."""
+    from paceline.cluster import Workload, parse_cluster
+    from paceline.tools.plan.predict import TrainingJob
+    from paceline.tools.plan.search import plan
+
+    cluster = parse_cluster(question.cluster)
+    workload = msgspec.convert(question.workload, Workload)
+    allowed = CONSISTENCIES[: CONSISTENCIES.index(question.consistency) + 1]
+    following = CONSISTENCIES[len(allowed) : -1][:1]
+    optimizer = optimizer_like(question)
+    made = plan(
+        cluster,
+        workload,
+        allowed=(*allowed, *following),
+        budget_seconds=question.budget_seconds,
+        optimizer=optimizer,
+        refused=question.refused,
+        epoch_steps=question.epoch_steps,
+    )
+    job = TrainingJob(
+        cluster=cluster,
+        workload=workload,
+        optimizer=optimizer,
+        epoch_steps=question.epoch_steps,
+    )
+    present = predict_present(made, question.present, job)
+    recommended = made.recommended
+    return Answer(
+        best=tuple(map(_predicted, worth_trying(made, allowed, present))),
+        present=present,
+        next=_predicted(recommended[following[0]])
+        if set(following) & set(recommended)
+        else None,
+        candidates=len(made.estimates),
+        lower_bound=made.baseline.lower_bound_seconds,
+        one_machine=made.baseline.single.step_seconds,
+    )
+
+
+def predict_present(made: Plan, spec: str, job: TrainingJob) -> Predicted | None:
+    """The present method: its estimate in the plan, or one of its own; None where it cannot run there."""
+    from paceline.tools.plan.estimates import Estimate
+    from paceline.tools.plan.predict import predict
+
+    planned = made.estimate(spec)
+    if planned is not None and planned.fidelity == "full":
+        return _predicted(planned)
+    found = predict(job, spec)
+    return _predicted(found) if isinstance(found, Estimate) else None
+
+
+def worth_trying(
+    made: Plan, allowed: Sequence[Consistency], present: Predicted | None
+) -> list[Estimate]:
+    """The best of the allowed classes that are predicted to be clearly faster than the present method.
+
+    They are of different kinds: another bucket rule alone makes no other kind. Of classes that lose
+    something only what is recommended.
+    """
+    from paceline.bucketing.tuner import WORTH_IT
+    from paceline.tools.plan.estimates import LOSSLESS
+
+    most = float("inf") if present is None else WORTH_IT * present.seconds
+    recommended, fastest = made.recommended, made.fastest
+    usable = [
+        one
+        for one in made.estimates
+        if one.consistency in allowed
+        # Short predictions count in a class that has no others.
+        and one.rejected <= fastest[one.consistency].rejected
+        and one.step_seconds < most
+        and (one.consistency in LOSSLESS or one == recommended.get(one.consistency))
+    ]
+    chosen: list[Estimate] = []
+    while usable and len(chosen) < TRIALS:
+        least = min(one.step_seconds for one in usable)
+        near = [one for one in usable if one.step_seconds <= ALIKE * least]
+        first = min(near, key=lambda one: CONSISTENCIES.index(one.consistency))
+        chosen.append(first)
+        usable = [one for one in usable if _kind(one.spec) != _kind(first.spec)]
+    return chosen
+
+
+def _kind(text: str) -> tuple[str, ...]:
+    from paceline.spec import parse
+
+    spec = parse(text)
+    said = (spec.values.get(key, "") for key in ("collective", "compression"))
+    return spec.name, *said
+
+
+def _predicted(found: Estimate) -> Predicted:
+    return Predicted(
+        spec=found.spec, consistency=found.consistency, seconds=found.step_seconds
+    )
+
+
+def optimizer_like(question: Question) -> MakeOptimizer:
+    """Makes an optimizer of the training's class, where it is torch's own; else plain SGD."""
+    from functools import partial
+
+    import torch
+
+    from paceline.tools.plan.predict import plain_sgd
+
+    cls = getattr(torch.optim, question.optimizer, None)
+    if cls is None:
+        return plain_sgd
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in question.hyperparameters.items()
+    }
+    make: MakeOptimizer = partial(cls, **values)
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError, RuntimeError):
+        return plain_sgd
+    return make

@@ -1,34 +1,37 @@
-"""What a script does between two steps that bsp allows, and other methods do not."""
+"""What a script does between two steps that bsp allows and other methods do not."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+from paceline.core.optimizer import ActiveTraining
 from paceline.core.settings import Settings
 from paceline.core.training import Training
 from paceline.interfaces import Method
 from paceline.interfaces.buckets import Bucket, stamps
 
 
-class Habits:
-    """Watches one training whose ``.grad`` holds means when backward ends, and keeps what it has seen
-    in those before (`watch`)."""
+class ScriptConstraints:
+    """What the script has done until now: an observer of each training whose ``.grad`` holds means
+    when backward ends.
 
-    def __init__(self) -> None:
-        self.writes = False
-        """Into gradients, between ``backward()`` and ``step()``: it clips, or a GradScaler does."""
-        self.passes_again = False
-        """Backward, before ``step()``, without `no_sync`."""
-        self.passes_alone = False
-        """Backward again, without calling the model before."""
+    Attributes:
+        writes: It writes into gradients between ``backward()`` and ``step()``: it clips, say.
+        passes_again: It runs several backward passes before ``step()``, without `no_sync`.
+        passes_alone: It runs two backward passes without calling the model in between.
+    """
+
+    def __init__(self, active: ActiveTraining) -> None:
+        self._active = active
+        self.writes = self.passes_again = self.passes_alone = False
         self._training: Training | None = None
         self._buckets: Sequence[Bucket] = ()
         self._stamps: list[int] = []
         self._forward_since = self._delivered = False
 
     def watch(self, training: Training, method: Method) -> None:
-        """A training has begun."""
+        """Observe a training by *method*, which has begun."""
         waits_in_forward = getattr(method, "waits_in_forward", False)
         self._delivered = False
         self._training = None
@@ -36,22 +39,22 @@ class Habits:
             self._training = training
             training.context.listeners.add(self)
 
-    def forbid(self, method: Method, settings: Settings, *, scales: bool) -> str:
-        """Why *method* cannot be begun, given what this worker's script has done; or nothing. *scales*:
-        it has a GradScaler."""
+    def reason_against(self, method: Method, settings: Settings) -> str:
+        """Why *method* cannot be used, given what this worker's script has done; or nothing."""
+        scales = self._active.uses_grad_scaler
         seen = method.visible_gradient
         waits_in_forward = getattr(method, "waits_in_forward", False)
         clips_own = method.clips == "own" and settings.clip_norm < math.inf
         if (self.writes or scales) and (seen == "sent" or clips_own):
             return (
                 "the script changes gradients between backward() and step() (it clips, or has a "
-                f"GradScaler), and under {method.name} they have been sent by then. Clip with "
-                "distribute(clip_norm=...); train in bfloat16 without a scaler"
+                f"GradScaler), and {method.name} has sent them by then. Clip with "
+                "distribute(clip_norm=...), and train in bfloat16 without a scaler"
             )
         if scales and method.rounds.models_may_differ:
             return (
-                f"the script has a GradScaler, and under {method.name} each worker's takes a scale "
-                "of its own, which later means would mix. Train in bfloat16 without a scaler"
+                f"the script has a GradScaler, whose scale would differ between workers under "
+                f"{method.name}. Train in bfloat16 without a scaler"
             )
         if self.passes_again and seen == "sent":
             return (
@@ -61,11 +64,11 @@ class Habits:
         if self.passes_alone and waits_in_forward:
             return (
                 "the script has two backward passes without calling the model in between, and "
-                f"under {method.name} the first one's means are on their way then: add losses up"
+                f"under {method.name} averages of the first are not there yet. Add the losses up"
             )
         return ""
 
-    # ---- what it sees ----
+    # ---- what it observes ----
 
     def forward(self, samples: int | None, training: bool) -> None:
         """The model is called."""

@@ -1,8 +1,8 @@
-"""The network between the workers, measured in a few seconds between two steps of a training.
+"""A probe of a few seconds, between two steps of a training.
 
-All hosts send at once, each to the one that is so many places further, in rounds: that is how
-collectives use the network, and n hosts are measured in the time of one pair. Then small all-reduces show what a
-message costs. `paceline probe` measures pair by pair, and more finely.
+All hosts send at once, each to the one that is so many places further, in rounds. That is how
+collectives use the network, and n hosts are measured in the time of one pair. Then small all-reduces show
+what a message costs. `measure` measures pair by pair, and more finely.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ import msgspec
 import torch
 
 from paceline.cluster import Cluster
-from paceline.cluster.probe import ProbeResult, infer_cluster
-from paceline.cluster.probe.infer import Size, find_racks
+from paceline.cluster.probe.infer import (
+    ProbeResult,
+    Size,
+    find_racks,
+    infer_cluster,
+)
 from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.interfaces import Runtime
@@ -36,9 +40,17 @@ REPEATS = 5
 CPU = torch.device("cpu")
 
 
-def find_links(runtime: Runtime, seconds: float, device: torch.device) -> Cluster:
-    """The cluster in which the simulated runtime takes the times that were measured, in about so many
-    *seconds*; the same on all ranks. Collective."""
+def quick_probe(runtime: Runtime, seconds: float, device: torch.device) -> Cluster:
+    """Measure the network for about so many *seconds*.
+
+    Args:
+        runtime: The job's.
+        seconds: Duration.
+        device: Where small messages between ranks are.
+
+    Returns:
+        A cluster in which the simulated runtime takes the measured times, the same on all ranks.
+    """
     pairs = PairProbe(runtime, seconds / 20)
     hosts, shared_cores = _hosts(runtime, device)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]
@@ -61,9 +73,19 @@ def find_links(runtime: Runtime, seconds: float, device: torch.device) -> Cluste
     )
 
 
-def host_rates(runtime: Runtime, seconds: float, device: torch.device) -> list[float]:
-    """What each host sends to the next one while all do, bytes a second: a short look. The same on all
-    ranks. Collective."""
+def neighbour_rates(
+    runtime: Runtime, seconds: float, device: torch.device
+) -> list[float]:
+    """Measure briefly what each host sends to the next one while all do.
+
+    Args:
+        runtime: The job's.
+        seconds: Duration.
+        device: Where small messages between ranks are.
+
+    Returns:
+        Bytes a second, of each host; the same on all ranks. Nothing where there is one host.
+    """
     pairs = PairProbe(runtime, seconds / 20)
     hosts, _ = _hosts(runtime, device)
     leaders = [hosts.index(host) for host in dict.fromkeys(hosts)]

@@ -4,10 +4,8 @@ from operator import truediv
 
 import pytest
 
-from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.cluster.probe.infer import find_racks
-from paceline.tools.auto.measurements import _alike, with_speeds
-from paceline.tools.auto.quick_probe import _matrix, _rates, _uplinks
+from paceline.cluster.probe.quick import _matrix, _rates, _uplinks
 
 MBIT = 125e3
 
@@ -114,19 +112,3 @@ def test_buffers_are_bounded_where_links_are_fast():
     goodput, _ = measured(network)
     assert goodput[0][1] == pytest.approx(25_000 * MBIT)
     assert network.largest <= 2**26
-
-
-def test_whether_a_network_is_as_it_was():
-    before = uniform_cluster(4, "100mbit", "50us")
-    assert _alike([100 * MBIT] * 4, before)
-    assert _alike([90 * MBIT] * 4, before)
-    assert not _alike([60 * MBIT] * 4, before)
-    assert not _alike([200 * MBIT] * 4, before)
-    assert not _alike([100 * MBIT] * 3 + [30 * MBIT], before), "one slow link"
-    assert not _alike([100 * MBIT] * 3, before)
-
-
-def test_speeds_of_workers_rack_by_rack():
-    two = Cluster((Rack(workers=2, link=1e6, latency=0.0),) * 2)
-    found = with_speeds(two, [1.0, 0.97, 0.5, 1.0])
-    assert found.speeds == (1.0, 1.0, 0.5, 1.0)
