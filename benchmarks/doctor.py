@@ -247,7 +247,7 @@ REALTIME = {
 
 def command(case, file):
     """What a user types."""
-    words = [sys.executable, "-m", "paceline", "doctor", SCRIPT, "--json", "--no-page"]
+    words = [sys.executable, "-m", "paceline", "doctor", SCRIPT, "--json", "--no-html"]
     words += ["--runtime", case.runtime, "--cluster", file, *case.options]
     return [*words, "--", *case.script]
 

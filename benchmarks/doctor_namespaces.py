@@ -87,7 +87,7 @@ def doctor_in_namespaces(script, arguments, interface=FAST, mbit=200, per_cent=0
                     "doctor",
                     script,
                     "--json",
-                    "--no-page",
+                    "--no-html",
                     "--nnodes",
                     "2",
                     "--node-rank",

@@ -47,7 +47,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def doctor(*words):
-    return CliRunner().invoke(app, ["doctor", "--no-page", *words])
+    return CliRunner().invoke(app, ["doctor", "--no-html", *words])
 
 
 def refused(*words):

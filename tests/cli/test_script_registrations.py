@@ -87,7 +87,7 @@ def test_what_workers_register_is_no_matter_of_who_starts_them(folder, capfd, sp
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS[:1])
 def test_a_doctor_does_not_know_a_scripts_rows(folder, capfd, spec):
-    words = ("--workers", "2", "--method", spec, "--json", "--no-page", "own.py")
+    words = ("--workers", "2", "--method", spec, "--json", "--no-html", "own.py")
     assert ran("doctor", *words).exit_code in (0, 1)
     found = json.loads(capfd.readouterr().out)
     assert found["spec"].startswith(spec.partition(",")[0].partition(":")[0])

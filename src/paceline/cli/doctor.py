@@ -78,11 +78,14 @@ def doctor(
     seconds: Annotated[
         float, typer.Option(help="Seconds per pair of hosts and direction.")
     ] = 0.1,
-    output: Annotated[Path, typer.Option(help="Folder for the HTML report.")] = Path(
-        "paceline-doctor"
-    ),
-    no_page: Annotated[
-        bool, typer.Option("--no-page", help="Write no HTML report.")
+    output: Annotated[
+        Path, typer.Option(help="Folder for the HTML report.", rich_help_panel=o.OUTPUT)
+    ] = Path("paceline-doctor"),
+    no_html: Annotated[
+        bool,
+        typer.Option(
+            "--no-html", help="Write no HTML report.", rich_help_panel=o.OUTPUT
+        ),
     ] = False,
     json: o.Json = False,
 ) -> None:
@@ -142,7 +145,7 @@ def doctor(
                 print(_json(diagnosis, evidence))
             else:
                 print_report(report)
-        if not no_page:
+        if not no_html:
             _write_page(output, report)
     sys.exit(0 if diagnosis.healthy else 1)
 

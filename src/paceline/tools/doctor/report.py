@@ -9,6 +9,7 @@ from statistics import median
 from paceline.cluster.profiling.step_phases import StepPhases
 from paceline.tools.doctor.diagnosis import UNLIKE, Diagnosis, Fault
 from paceline.tools.doctor.evidence import Evidence, PathEvidence, WorkerEvidence
+from paceline.tools.doctor.faults import GAIN
 from paceline.tools.doctor.network_model import LOST, SLOW_LINK
 from paceline.tools.report.model import (
     Bar,
@@ -20,7 +21,7 @@ from paceline.tools.report.model import (
     Table,
     Text,
 )
-from paceline.units import show_bytes, show_rate, show_seconds
+from paceline.units import show_bytes, show_count, show_rate, show_seconds
 
 MOST_BARS = 32
 """Workers whose steps are drawn."""
@@ -57,7 +58,7 @@ def doctor_report(
         *_all_faults(found),
     ]
     return Report(
-        title=f"{what}: {_workers(found)}, {found.runtime} runtime",
+        title=f"{what}: {show_count(found.workers, 'worker')}, {found.runtime} runtime",
         answer=_headline(found, evidence),
         details=found.notes,
         command=command,
@@ -71,7 +72,7 @@ def doctor_report(
 
 def _headline(found: Diagnosis, evidence: Evidence) -> str:
     """What a step takes, and would take without the faults."""
-    where = f"{_workers(found)}, {found.runtime}{' runtime' * found.healthy}"
+    where = f"{show_count(found.workers, 'worker')}, {found.runtime}{' runtime' * found.healthy}"
     text = f"{where}: averaging 64 MiB takes {_seconds(found.predicted_seconds)} (predicted)"
     if found.step_seconds is not None:
         text = f"{where}, {found.spec}: {_seconds(found.step_seconds)} per step"
@@ -85,12 +86,7 @@ def _headline(found: Diagnosis, evidence: Evidence) -> str:
     if not steps:
         return text
     kind = "steady-state" if steps[0].steady else "warm-up"
-    many = "step" if steps[0].steps == 1 else "steps"
-    return f"{text} ({steps[0].steps} {kind} {many})"
-
-
-def _workers(found: Diagnosis) -> str:
-    return f"{found.workers} worker{'s' * (found.workers != 1)}"
+    return f"{text} ({show_count(steps[0].steps, f'{kind} step')})"
 
 
 def _faults(found: Diagnosis, next_command: str) -> Text:
@@ -108,7 +104,8 @@ def _faults(found: Diagnosis, next_command: str) -> Text:
             f"{one.title.lower()}, {one.cause}" for one in found.harmless
         )
         lines.append(
-            f"Not a bottleneck: {causes} (fixing it saves less than 5 % of a step)."
+            f"Not a bottleneck: {causes} (fixing it saves less than {100 * GAIN:.0f} % "
+            "of a step)."
         )
     if next_command:
         lines.append(f"Next: {next_command}")
@@ -120,8 +117,8 @@ def _fault(found: Diagnosis, number: int) -> str:
     fault = found.faults[number]
     gain = "What fixing it saves cannot be predicted."
     if fault.gain_seconds is not None:
-        each = "another " if number else ""
-        unit = "" if number else " per step"
+        known = any(one.gain_seconds is not None for one in found.faults[:number])
+        each, unit = ("another ", "") if known else ("", " per step")
         part = _part(fault.gain_seconds, found)
         gain = f"Fixing it saves {each}{_seconds(fault.gain_seconds)}{unit}{part}."
     return f"{fault.title}: {fault.cause}. {gain}\n{fault.advice}"

@@ -28,7 +28,7 @@ from paceline.tools.doctor.network_model import (
     Pair,
 )
 from paceline.tools.doctor.training_model import TrainingModel
-from paceline.units import show_rate, show_seconds
+from paceline.units import show_count, show_rate, show_seconds
 
 Hosts = frozenset[int]
 
@@ -133,11 +133,11 @@ def cpu_oversubscription(seen: Observed) -> Detection | None:
     location = _hosts(network, bad)
     return Detection(
         location=location,
-        cause=f"{_count(workers_there, 'worker')} with {count} threads on "
-        f"{_count(cores, 'core')} ({location})",
+        cause=f"{show_count(workers_there, 'worker')} with {count} threads on "
+        f"{show_count(cores, 'core')} ({location})",
         advice=f"Set OMP_NUM_THREADS={each} for each of them."
         if each
-        else f"Start {_count(cores, 'worker')} there.",
+        else f"Start {show_count(cores, 'worker')} there.",
         # Where all hosts are like that nobody knows how fast they could be.
         fix=None
         if set(bad) == set(network.hosts)
@@ -648,10 +648,6 @@ def _hosts(network: NetworkModel, bad: Collection[int]) -> str:
 
 def _takes(bad: Collection[int]) -> str:
     return "takes" if len(bad) == 1 else "take"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _rate(rate: float) -> str:
