@@ -217,11 +217,11 @@ def test_a_method_is_compared_with_those_that_promise_as_much():
 @pytest.mark.slow
 def test_doctor_advises_what_plan_recommends():
     """Of the same job, whatever the fault."""
-    for spec, link, allowed in (
-        ("osp", 125e6, ("exact", "delayed")),
-        ("bsp", 2.5e6, ("delayed", "lossy", "local")),
+    for spec, hosts, link, allowed in (
+        ("osp", 4, 125e6, ("exact", "delayed")),
+        ("bsp", 2, 2.5e6, ("delayed", "lossy", "local")),
     ):
-        evidence = site(hosts=2, spec=spec, link=link).evidence()
+        evidence = site(hosts=hosts, spec=spec, link=link).evidence()
         (fault,) = diagnose(evidence).faults
         training = TrainingModel.of(NetworkModel(evidence))
         said = plan(training.cluster, training.workload).recommended

@@ -87,11 +87,11 @@ def message_overhead(seen: Observed) -> Detection | None:
             spec = one.spec
             break
     messages = max(1.0, steps[0].messages)
-    each = show_bytes(float(f"{steps[0].bytes_sent / messages:.2g}"))
+    each = show_bytes(steps[0].bytes_sent / messages)
     return Detection(
         location="every worker",
         cause=f"a step has {messages:.0f} messages of {each}, and starting them takes "
-        f"{_seconds(now - free)}",
+        f"{show_seconds(now - free)}",
         advice=f"Use fewer messages or shorter chains of them: --method {spec}.",
         fix=lambda training: replace(training, spec=spec),
         command=_run(seen.network.evidence, spec),
@@ -156,8 +156,8 @@ def slow_method(seen: Observed) -> Detection | None:
     best = better[0]  # of the strongest class
     spec = best.spec
     cause = (
-        f"{name} takes {_seconds(now)} per step here, {spec} ({best.consistency}) "
-        f"{_seconds(best.step_seconds)} (predicted)"
+        f"{name} takes {show_seconds(now)} per step here, {spec} ({best.consistency}) "
+        f"{show_seconds(best.step_seconds)} (predicted)"
     )
     advice = f"Use --method {spec}"
     if _on_one_server(training):
@@ -166,7 +166,7 @@ def slow_method(seen: Observed) -> Detection | None:
         spread = Spec(spread.name, spread.values | {"servers": "per-node"})
         there = training.step_seconds(str(spread))
         if there is not None and now > SLOW_METHOD * there:
-            advice += f", or a server on each host: {spread} ({_seconds(there)})"
+            advice += f", or a server on each host: {spread} ({show_seconds(there)})"
     return Detection(
         location="every worker",
         cause=cause,
@@ -218,7 +218,7 @@ def network_too_slow(seen: Observed) -> Detection | None:
     faster.sort(key=lambda one: one.step_seconds)
     single = training.single_seconds
     use = ", ".join(
-        f"{WEAKER[one.consistency]} ({one.spec}: {_seconds(one.step_seconds)}, "
+        f"{WEAKER[one.consistency]} ({one.spec}: {show_seconds(one.step_seconds)}, "
         f"{single / one.step_seconds:.1f}x one machine)"
         for one in faster
     )
@@ -227,7 +227,7 @@ def network_too_slow(seen: Observed) -> Detection | None:
     return Detection(
         location="the whole network",
         cause=f"no exact method can take less than {_at_least(limit)} per step; computing "
-        f"takes {_seconds(compute)}",
+        f"takes {show_seconds(compute)}",
         advice=f"Use {use}, or {links}." if use else f"Use {links}.",
         fix=(lambda training: replace(training, spec=spec))
         if spec
@@ -243,14 +243,10 @@ def _run(evidence: Evidence, spec: str) -> str:
     return shlex.join([*words, *more])
 
 
-def _seconds(value: float) -> str:
-    return show_seconds(float(f"{value:.3g}"))
-
-
 def _at_least(value: float) -> str:
     """Rounded down: a bound is never above what was measured beside it."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
-    return _seconds(math.floor(value / unit) * unit)
+    return show_seconds(math.floor(value / unit) * unit)
 
 
 FAULTS: tuple[FaultKind, ...] = (

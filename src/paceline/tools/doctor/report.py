@@ -303,7 +303,7 @@ def _step_table(workers: Sequence[WorkerEvidence]) -> Table | None:
                 *(_cell(part) for part in _phases(step)),
                 _cell(step.first_wait.median),
                 Number(step.messages, f"{step.messages:.3g}"),
-                Number(step.bytes_sent, show_bytes(float(f"{step.bytes_sent:.3g}"))),
+                Number(step.bytes_sent, show_bytes(step.bytes_sent)),
                 Number(step.at_end, f"{100 * step.at_end:.0f} %"),
             )
             for worker, step in have
@@ -474,4 +474,4 @@ def _cell(value: float | None) -> Number | None:
 
 
 def _seconds(value: float | None) -> str:
-    return "?" if value is None else show_seconds(float(f"{value:.3g}"))
+    return "?" if value is None else show_seconds(value)

@@ -535,7 +535,7 @@ def slow_input(seen: Observed) -> Detection | None:
     waits = "wait" if len(bad) > 1 and location != "every host" else "waits"
     return Detection(
         location=location,
-        cause=f"{location} {waits} {show_seconds(float(f'{max(bad.values()):.3g}'))} per step "
+        cause=f"{location} {waits} {show_seconds(max(bad.values()))} per step "
         "for a batch",
         advice="Use DataLoader(num_workers=..., prefetch_factor=...), keep the data nearer, or "
         "do less between steps.",
