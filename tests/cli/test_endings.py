@@ -168,7 +168,7 @@ def test_control_c_ends_a_verb_in_one_line(start, words, place):
         "run --workers 2 prints.py",
         "emulate prints.py --workers 2",
         "emulate prints.py --workers 2 --output all",
-        "compare short.py --method bsp --forward 1 --no-plots",
+        "compare short.py --method bsp --forward 1 --no-html",
         "plan short.py --workers 2 --forward 0.1 --no-html",
         "doctor --runtime simulated",
         "probe --runtime simulated",

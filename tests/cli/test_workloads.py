@@ -335,7 +335,7 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
 def test_compare_profiles_once_for_all_variants(tmp_path, cached):
     write(tmp_path, "train.py", TRAINS)
     words = ("--method", "bsp", "--method", "bsp:buckets=wfbp", "--workers", 2)
-    done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-plots", "--json")
+    done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-html", "--json")
     rows = json.loads(done.stdout)["variants"]
     assert (tmp_path / "runs.txt").read_text().count("began") == 1 + 2
     workload = Workload.load(cached())
@@ -397,7 +397,7 @@ def test_profile_prints_a_table_and_names_the_file(tmp_path):
         tmp_path, "profile", "train.py", "--output", "made/for/it.json", "--", 16
     )
     assert "workload: made/for/it.json" in done.stdout
-    for word in ("0.weight", "384 B", "4 tensors", "update "):
+    for word in ("0.weight", "384 B", "all 4 tensors", "update: "):
         assert word in done.stdout
     assert Workload.load(tmp_path / "made/for/it.json").sizes[0] == 6 * 16 * 4
     assert not (tmp_path / RESULT).exists()

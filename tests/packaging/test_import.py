@@ -27,7 +27,7 @@ NOT_FOR_SCRIPTS = (
         "paceline.tools.auto.method_switching",
         "paceline.testing",
     ),
-    *("paceline.cli", "paceline.integrations", "paceline.tools.report.plots"),
+    *("paceline.cli", "paceline.integrations", "paceline.tools.report.charts"),
 )
 """What a training of one's own does without: it costs seconds, in all, in each worker."""
 

@@ -350,9 +350,9 @@ def show(result: RunResult, json: bool, true_output: int) -> None:
         with open(true_output, "w", closefd=False) as stream:
             print(result.to_json(), file=stream)
         return
-    from paceline.tools.report.terminal import print_results
+    from paceline.tools.report.terminal import print_result
 
-    print_results([(result.brief or result.method, result)])
+    print_result(result)
 
 
 @contextmanager

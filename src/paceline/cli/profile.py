@@ -74,8 +74,7 @@ def profile(
     )
     from paceline.compression import COMPRESSORS, NoCompression, make
     from paceline.runtimes.real.launch import launch
-    from paceline.tools.report.compressor_table import print_prices
-    from paceline.tools.report.terminal import print_workload
+    from paceline.tools.report.terminal import print_compressor_costs, print_workload
 
     specs = compression or []
     if "all" in specs:
@@ -135,5 +134,5 @@ def profile(
         else:
             print_workload(workload)
             if rows:
-                print_prices(rows, among)
+                print_compressor_costs(rows, among)
             print(f"workload: {path}")

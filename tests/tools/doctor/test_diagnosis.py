@@ -17,8 +17,8 @@ from paceline.tools.doctor.report import doctor_report
 from paceline.tools.doctor.training_model import TrainingModel
 from paceline.tools.plan import plan
 from paceline.tools.plan.predict import TrainingJob, predict
-from paceline.tools.report.html import text_of
-from paceline.tools.report.model import Matrix, Table, Text
+from paceline.tools.report.charts import HATCHED
+from paceline.tools.report.model import BarChart, Matrix, Table, Text
 from tests.tools.doctor.synthetic import BRIDGE, ETHERNET, Site
 from tests.tools.doctor.test_faults import MAKERS
 from tests.tools.plan.helpers import layers
@@ -163,8 +163,9 @@ def test_a_fault_that_another_hides_is_named_and_gains_add_up():
 
 def test_bars_hatch_exposed_communication():
     evidence = site().evidence()
-    text = text_of(doctor_report(diagnosed(evidence), evidence, ""))
-    assert '<li class="hatched"><span class="fill"></span>exposed</li>' in text
+    report = doctor_report(diagnosed(evidence), evidence, "")
+    charts = [one for one in report.sections if isinstance(one, BarChart)]
+    assert any(HATCHED in chart.parts for chart in charts)
 
 
 def test_input_is_what_was_measured_of_each_worker():

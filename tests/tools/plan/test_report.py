@@ -4,9 +4,6 @@ import msgspec
 import pytest
 
 from paceline.cluster import Cluster, Rack
-from paceline.runtimes.results import FailedRun, RunResult
-from paceline.tools.compare.gains import Gain, gains, print_gains
-from paceline.tools.compare.goal import Goal
 from paceline.tools.plan.estimates import DDP, Infeasible
 from paceline.tools.plan.report import (
     Question,
@@ -463,41 +460,3 @@ def test_json_has_the_keys_of_the_plan_and_commands():
     assert content["commands"]["exact"].endswith(f"--method {DDP}")
     assert content["headline"] == headline(plan)
     assert content["scaling"] == []
-
-
-def test_what_was_gained_is_over_one_machine_and_over_ddp(capsys):
-    def ran(seconds):
-        return RunResult(
-            runtime="simulated",
-            workers=4,
-            method="bsp",
-            steps=9,
-            buckets=1,
-            step_seconds=seconds,
-            compute_seconds=0.09,
-            exposed_communication_seconds=seconds - 0.09,
-            bytes_sent_per_worker=1.0,
-            metrics={"accuracy": 0.9},
-        )
-
-    rows = [
-        Gain("DDP", DDP, ran(0.36), planned=0.35, reached=3.0, steps=8),
-        Gain("delayed", "osp", ran(0.18)),
-        Gain("local", "x", FailedRun(failed="no", exit_status=1)),
-    ]
-    headings, table = gains(rows, 4, 0.09, Goal("accuracy", 0.95))
-    named = [dict(zip(headings, line, strict=True)) for line in table]
-    assert [one["vs. 1 machine"] for one in named] == ["1.00", "1.00", "2.00", "-"]
-    assert [one["vs. DDP"] for one in named] == ["1.00", "1.00", "2.00", "-"]
-    assert [one["to accuracy=0.95"] for one in named] == [
-        "2.88 s (8 steps)",
-        "3 s (8 steps)",
-        "never",
-        "-",
-    ]
-    assert named[3]["step"] == "failed"
-    rows[1].outcome.cautions.append("asked for 20 steps")
-    print_gains(rows, 4, 0.09, None, "here")
-    below = capsys.readouterr().out.splitlines()[-2:]
-    assert below == ["osp: asked for 20 steps", "x: failed: no"]
-    assert named[2]["accuracy"] == "0.9"

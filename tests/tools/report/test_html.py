@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,18 +18,17 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.runtimes.results import FailedRun
-from paceline.tools.compare.report import write_report
-from paceline.tools.compare.runner import Variant
-from paceline.tools.report.html import text_of
+from paceline.tools.report.html import text_of, write_page
+from paceline.tools.report.model import INK, TimelineSection
 from paceline.tools.report.model import Report as PageData
-from paceline.tools.report.model import TimelineSection
 from paceline.tools.report.timeline import Step
 from tests.support.hanging import SECONDS
-from tests.tools.report.cases import Comparison, three, wild
+from tests.tools.compare.cases import Comparison, three
 
 ROOT = Path(__file__).parent.parent.parent.parent
 LAYERS = ROOT / "examples" / "layers.py"
-VOID = {"meta", "link", "br", "wbr", "img", "input", "hr"}
+WILD = '<script src="http://bad">&$x_1$'
+VOID = {"source", "meta", "link", "br", "wbr", "img", "input", "hr"}
 
 
 class Report(HTMLParser):
@@ -77,25 +77,20 @@ class Report(HTMLParser):
         return [value for _, name, value in self.attributes if name == attribute]
 
 
-def write(comparison: Comparison, folder: Path) -> str:
-    comparison.leave(folder)
-    path = write_report(
-        str(folder),
-        comparison.variants,
-        comparison.results,
-        title="digits.py: <3 variants",
-        command="paceline compare digits.py --method 'a<b>'",
-        notes=[("network", "4 workers & more"), ("compute", "paced")],
-    )
-    assert path == folder / "index.html"
-    return path.read_text(encoding="utf-8")
+def wild() -> Comparison:
+    """Names that mean something in HTML, SVG and mathematical text; values that are no
+    numbers."""
+    comparison = Comparison()
+    comparison.add("bsp:a=<b>&'\"", [{WILD: 1.0, "loss": None}] * 3)
+    comparison.add("$\\frac$\x07 漢字", [{WILD: float("nan"), "loss": None}] * 3)
+    return comparison
 
 
 @pytest.fixture(scope="module")
 def folder_of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the report of three variants was written."""
+    """Where the page of three variants was written."""
     folder = tmp_path_factory.mktemp("three")
-    write(three(), folder)
+    three().write(folder, "digits.py: <3 methods", "paceline compare 'a<b>'")
     return folder
 
 
@@ -106,30 +101,52 @@ def text_of_three(folder_of_three: Path) -> str:
 
 @pytest.fixture(scope="module")
 def text_of_wild(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write(wild(), tmp_path_factory.mktemp("wild"))
+    return wild().write(tmp_path_factory.mktemp("wild")).read_text(encoding="utf-8")
 
 
 def test_the_page_holds_everything(text_of_three: str) -> None:
     page = Report(text_of_three)
     for word in (
-        "digits.py: <3 variants",
-        "paceline compare digits.py --method 'a<b>'",
-        "4 workers & more",
-        "paced",
+        "digits.py: <3 methods",
+        "paceline compare 'a<b>'",
         "simulated, 2 workers",
+        "Shortest step: bsp",
         "open ui.perfetto.dev in a browser and load",
     ):
         assert word in page.text
-    headings = "variant buckets settled step compute exposed sent loss accuracy ratio"
-    assert page.cells[:10] == headings.split()
-    first = "bsp|3|-|30 ms|30 ms|0 s|1 MB|0.1|0.9|1.000"
-    assert page.cells[10:20] == first.split("|")
-    assert page.cells[30] == "bsp:buckets=single"
-    assert page.cells[-1] == "1.667"
-    assert (page.tags["svg"], page.tags["figure"]) == (3, 3 + 2)
-    # the answer, the table, plots, what two lists offer, traces
-    assert page.text.count("bsp:buckets=wfbp") == 1 + 1 + 3 + 2 + 1
-    assert "bsp has the shortest step, 30 ms" in page.text
+    table = page.cells[:40]
+    assert table[:5] == ["consistency", "method", "buckets", "step", "compute"]
+    assert table[10:20] == [
+        "exact",
+        "bsp",
+        "3",
+        "30 ms",
+        "30 ms",
+        "0 s",
+        "1 MB",
+        "1.00x",
+        "0.1",
+        "0.9",
+    ]
+    assert table[31] == "bsp:buckets=single"
+    # bars and two metrics; each has its figures in words
+    assert page.tags["picture"] == page.tags["img"] == 3
+    assert all("bsp:buckets=wfbp: " in text for text in page.all_of("alt"))
+    assert "Time per step; bsp: 30 ms; bsp:buckets=wfbp: 40 ms" in page.all_of("alt")[0]
+
+
+def test_a_chart_has_a_picture_for_each_theme(text_of_three: str) -> None:
+    page = Report(text_of_three)
+    light = [v for tag, name, v in page.attributes if (tag, name) == ("img", "src")]
+    dark = page.all_of("srcset")
+    prefix = "data:image/svg+xml;base64,"
+    for ink, urls in zip(INK, (light, dark), strict=True):
+        for url in urls:
+            svg = base64.b64decode(url.removeprefix(prefix)).decode()
+            ElementTree.fromstring(svg)
+            assert ink in svg
+    assert page.all_of("media") == ["screen and (prefers-color-scheme: dark)"] * 3
+    assert len(text_of_three) < 400_000
 
 
 def test_links_lead_to_files_that_are_there(
@@ -140,7 +157,7 @@ def test_links_lead_to_files_that_are_there(
         value for tag, name, value in page.attributes if (tag, name) == ("a", "href")
     ]
     files = [link for link in links if not link.startswith("#")]
-    assert len(files) == 3 * 2 + 3 + 1
+    assert len(files) == 3 + 1
     assert "2-bsp-buckets-wfbp.trace.json" in files
     assert {link[1:] for link in {*links} - {*files}} <= set(page.all_of("id"))
     for link in files:
@@ -153,12 +170,13 @@ def test_nothing_is_fetched_and_no_other_script_runs(
 ) -> None:
     text: str = request.getfixturevalue(which)
     page = Report(text)
-    assert not {"img", "iframe", "object", "embed", "base", "image"} & set(page.tags)
-    assert not page.all_of("src")
+    assert not {"iframe", "object", "embed", "base", "image"} & set(page.tags)
+    pictures = [*page.all_of("src"), *page.all_of("srcset")]
+    assert all(value.startswith("data:image/svg+xml;") for value in pictures)
     assert page.tags["link"] == 1  # the icon, else a browser asks for one
     for tag, name, value in page.attributes:
         if not name.startswith("xmlns"):
-            assert "//" not in value, (name, value)
+            assert "://" not in value.replace(WILD, ""), (name, value)
         assert not name.startswith("on"), name
         assert (tag, name) != ("link", "href") or value == "data:,"
     styles = re.findall(r"<style>(.*?)</style>", text, flags=re.DOTALL)
@@ -187,9 +205,9 @@ def test_data_keep_their_names_and_stay_where_they_are(name: str) -> None:
 def test_names_are_escaped(text_of_wild: str) -> None:
     page = Report(text_of_wild)
     assert "<b>" not in text_of_wild
-    assert page.cells.count("bsp:a=<b>&'\"") == 1
-    assert page.cells.count('<script src="http://bad">&$x_1$') == 1
-    assert page.text.count("漢字") >= 1 + 3 + 2 + 1
+    assert page.cells.count("bsp:a=<b>&'\"") == 1 + 1  # also of the chart's table
+    assert page.cells.count(WILD) == 1
+    assert page.text.count("漢字") >= 1 + 1 + 2 + 1
 
 
 def test_ids_are_unique(text_of_three: str) -> None:
@@ -200,11 +218,9 @@ def test_ids_are_unique(text_of_three: str) -> None:
 def test_light_and_dark_name_every_colour(text_of_three: str) -> None:
     text = text_of_three
     roots = re.findall(r":root[^{]*\{(.*?)\}", text, flags=re.DOTALL)
-    light, by_system, forced_light, by_hand = map(_variables, roots)
+    light, dark = map(_variables, roots)
     assert len(light) > 10
-    assert light.keys() == by_system.keys() == by_hand.keys()
-    assert by_system == by_hand
-    assert not forced_light
+    assert light.keys() == dark.keys()
     own = {"--own", "--s"}  # a class's, a cell's
     assert set(re.findall(r"var\((--[a-z0-9-]+)", text)) <= {*light, *own}
 
@@ -214,61 +230,24 @@ def _variables(block: str) -> dict[str, str]:
 
 
 def test_equal_data_make_an_equal_page(text_of_three: str, tmp_path: Path) -> None:
-    assert write(three(), tmp_path) == text_of_three
-
-
-def test_classes_stand_beside_their_variants(tmp_path: Path) -> None:
-    comparison = three()
-    comparison.leave(tmp_path)
-    path = write_report(
-        str(tmp_path),
-        comparison.variants,
-        comparison.results,
-        title="three",
-        command="",
-        notes=[],
-        consistencies=["exact", "local", ""],
-    )
-    page = Report(path.read_text(encoding="utf-8"))
-    assert page.cells[:3] == ["variant", "consistency", "buckets"]
-    assert page.cells[11:13] == ["bsp", "exact"]
-    assert page.cells[33:35] == ["bsp:buckets=single", "-"]
-    assert "local: bsp:buckets=wfbp, 40 ms" in page.text
-
-
-def test_one_variant_has_no_ratio_and_no_metrics_no_plots(tmp_path: Path) -> None:
-    comparison = Comparison()
-    comparison.add("bsp", [{}] * 3)
-    page = Report(write(comparison, tmp_path))
-    assert page.cells[:7] == [
-        "variant",
-        "buckets",
-        "settled",
-        "step",
-        "compute",
-        "exposed",
-        "sent",
-    ]
-    assert len(page.cells) == 14
-    assert page.tags["svg"] == 1
-    assert "simulated, 1 worker" in page.text
-    assert "workers logged" not in page.text
+    path = three().write(tmp_path, "digits.py: <3 methods", "paceline compare 'a<b>'")
+    assert path.read_text(encoding="utf-8") == text_of_three
 
 
 def test_figures_are_sorted_by_their_own_values(tmp_path: Path) -> None:
     comparison = Comparison()
     for spec, compute in (("bsp", 0.03), ("asp", 0.01)):
         comparison.add(spec, [{"loss": 0.5}] * 3, compute=compute)
-    page = Report(write(comparison, tmp_path))
+    page = Report(comparison.write(tmp_path).read_text(encoding="utf-8"))
     values = [
         float(value)
         for tag, name, value in page.attributes
         if (tag, name) == ("td", "data-v")
     ]
-    # Buckets, step, compute, exposed, sent, loss, and the step that ratios are of.
-    assert values == [
-        *(3, 0.04, 0.03, 0.01, 1e6, 0.5, 0.04),
-        *(3, 0.02, 0.01, 0.01, 1e6, 0.5, 0.02),
+    # Buckets, step, compute, exposed, sent, vs. first, loss; then the bars' table.
+    assert values[:14] == [
+        *(3, 0.04, 0.03, 0.01, 1e6, 1, 0.5),
+        *(3, 0.02, 0.01, 0.01, 1e6, 2, 0.5),
     ]
 
 
@@ -277,7 +256,10 @@ def test_a_page_that_cannot_be_written(tmp_path: Path) -> None:
     comparison = Comparison()
     comparison.add("bsp", [{}])
     with pytest.raises(UsageError, match=r"cannot write the page .*index\.html"):
-        write(comparison, tmp_path)
+        comparison.write(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UsageError, match=r"the page to .*file"):
+        write_page(tmp_path / "file" / "x.html", comparison.report())
 
 
 def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -299,43 +281,33 @@ def compare(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_compare_writes_the_page_and_names_it(tmp_path: Path) -> None:
     done = compare(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "page: paceline-runs/index.html"
+    assert done.stdout.splitlines()[-1] == "Page: paceline-runs/index.html"
     page = Report((tmp_path / "paceline-runs" / "index.html").read_text())
     assert "2 workers, 1 Gbit/s, 50 us latency" in page.text
     assert "--method bsp:buckets=wfbp" in page.text
-    assert f"{LAYERS}: 1 variant" in page.text
-    assert (tmp_path / "paceline-runs" / "metric-loss.svg").is_file()
+    assert f"{LAYERS}: 1 method" in page.text
+    assert page.tags["picture"] == 1 + 1
 
 
 @pytest.mark.slow
-def test_compare_without_plots(tmp_path: Path) -> None:
-    done = compare(tmp_path, "--no-plots", "--json")
+def test_compare_without_a_page(tmp_path: Path) -> None:
+    done = compare(tmp_path, "--no-html", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["variants"]
     suffixes = {path.suffix for path in (tmp_path / "paceline-runs").iterdir()}
     assert suffixes == {".json", ".jsonl", ""}  # and the list of what was made
 
 
-def test_a_variant_that_failed_is_in_the_table_and_in_no_picture(
-    tmp_path: Path,
-) -> None:
-    comparison = three()
-    comparison.leave(tmp_path)
+def test_a_variant_that_failed_is_in_the_table_and_in_no_chart(tmp_path: Path) -> None:
+    comparison = Comparison()
     failed = FailedRun(failed="it <broke>", exit_status=1)
-    results = [("asp", failed), *comparison.results]
-    path = write_report(
-        str(tmp_path),
-        [Variant(i, spec) for i, (spec, _) in enumerate(results)],
-        results,
-        title="four",
-        command="paceline compare",
-        notes=[],
-    )
-    text = path.read_text(encoding="utf-8")
-    page = Report(text)
-    assert "asp [1]" in page.cells
-    assert "failed: it <broke>" in page.text
-    assert page.text.count("asp") == 1  # in no list of steps, no picture, no trace
-    # bsp comes second: its colour is the second one, in the table as in the pictures
-    colour = next(d for d in page.all_of("style") if d.startswith("fill: var(--meth"))
-    assert colour == "fill: var(--method-1)"
+    comparison.end("asp", failed, consistency="asynchronous")
+    comparison.add("bsp", [{"loss": 1.0}] * 3)
+    page = Report(comparison.write(tmp_path).read_text(encoding="utf-8"))
+    assert page.cells[10:13] == ["asp", "-", "failed"]
+    assert "asp: failed: it <broke>" in page.text
+    assert not any("asp" in text for text in page.all_of("alt"))
+    assert page.text.count("asp") == 2  # the table, the note
+    # Colours of rows, in the table as in the charts, are their consistency's.
+    rows = [v for tag, name, v in page.attributes if (tag, name) == ("tr", "class")]
+    assert rows == ["c4", "c0"]

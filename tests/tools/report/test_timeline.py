@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from paceline.records import STEP_ROW, Span, StepRecord
-from paceline.tools.compare.report import SPANS, write_report
-from paceline.tools.compare.runner import Variant
+from paceline.tools.compare.report import SPANS
+from paceline.tools.report.html import NAME, write_page
 from paceline.tools.report.timeline import (
     MOST_ROWS,
     MOST_SPANS,
@@ -24,7 +24,7 @@ from paceline.tools.report.timeline import (
     usual_step,
 )
 from paceline.tools.report.traces import chrome_trace, spans_in
-from tests.tools.report.cases import Comparison
+from tests.tools.compare.cases import Comparison
 
 
 def record(
@@ -195,9 +195,7 @@ def test_a_page_of_30_variants_with_64_workers_is_small(tmp_path: Path) -> None:
         spec = f"bsp:buckets=fixed,megabytes={i + 1},collective=halving-doubling"
         logged = [{"loss": random.random(), "accuracy": random.random()}] * 300
         comparison.add(spec, logged)
-    comparison.leave(tmp_path)
-    lines = comparison.steps
-    chosen = usual_step([one for one in lines if one.variant == spec])
+    chosen = usual_step(comparison.runs[-1].steps)
     start, end = chosen.end_seconds - chosen.step_seconds, chosen.end_seconds
     spans = []
     for worker in range(64):
@@ -208,14 +206,7 @@ def test_a_page_of_30_variants_with_64_workers_is_small(tmp_path: Path) -> None:
             name = f"all_reduce(SUM, float32[{number}]), {number} B sent"
             spans.append(Span(worker, row, name, at, at + (end - start) / 500))
     trace = b"".join(chrome_trace(lambda: spans))
-    for variant in comparison.variants:
-        (tmp_path / f"{variant.file_name}.trace.json").write_bytes(trace)
-    page = write_report(
-        str(tmp_path),
-        [Variant(i, spec) for i, (spec, _) in enumerate(comparison.results)],
-        comparison.results,
-        title="many",
-        command="",
-        notes=[],
-    )
+    for run in comparison.runs:
+        (tmp_path / f"{run.variant.file_name}.trace.json").write_bytes(trace)
+    page = write_page(tmp_path / NAME, comparison.report(tmp_path))
     assert SPANS * 10 < page.stat().st_size < 2e6

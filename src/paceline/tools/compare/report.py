@@ -1,240 +1,517 @@
-"""A comparison as a page: table, plots, a step of each variant, and links to all records."""
+"""A comparison as a report: which method is fastest, one table, charts, a step of each.
+
+The page and the terminal show the same headline and the same table.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
+from paceline.interfaces import CONSISTENCIES
 from paceline.records import StepRecord
-from paceline.runtimes.results import Outcome, RunResult
-from paceline.tools.compare.curves import read_steps
-from paceline.tools.compare.runner import Variant, VariantStep
-from paceline.tools.report.colours import COLOURS
-from paceline.tools.report.html import NAME, write_page
+from paceline.runtimes.results import RunResult
+from paceline.tools.compare.runner import Goal, VariantRun
+from paceline.tools.plan.estimates import DDP
 from paceline.tools.report.model import (
+    GREY,
+    Bar,
+    BarChart,
     Cell,
-    Drawn,
+    LineChart,
     Links,
     Number,
-    Pictures,
+    Panel,
     Report,
     Section,
+    Series,
     Table,
+    Text,
     TimelineSection,
 )
-from paceline.tools.report.pictures import Picture, for_page
-from paceline.tools.report.plots import Look, looks_of, write_plots
-from paceline.tools.report.terminal import Sheet, sheet
 from paceline.tools.report.timeline import Step, step_of
 from paceline.tools.report.traces import spans_in
-from paceline.units import show_seconds
+from paceline.units import show_bytes, show_count, show_seconds
 
 SPANS = 24_000
 """Of all timelines of a page together: a third of a megabyte."""
+MOST_POINTS, MOST_POINTS_OF_ALL = 300, 2400
+"""Of a line, and of all lines of a chart; more would be a big file of dots."""
+MOST = 1e300
+"""Of a value: beyond it axes overflow."""
+WIDE = 1000.0
+"""A metric whose largest value is so many times its smallest has a logarithmic axis."""
 
 
-def write_report(
-    folder: str,
-    variants: Sequence[Variant],
-    results: Sequence[tuple[str, Outcome]],
+def comparison_report(
+    runs: Sequence[VariantRun],
+    folder: Path,
     *,
     title: str,
-    command: str,
-    notes: Sequence[tuple[str, str]],
-    consistencies: Sequence[str] = (),
-) -> Path:
-    """Draw the plots of a comparison whose records are in *folder* and write its page,
-    ``index.html``; returns the page's path. At least one of *results* has not failed.
+    command: str = "",
+    goal: Goal | None = None,
+    one_machine: float | None = None,
+) -> Report:
+    """A comparison of which at least one run has not failed.
 
-    *notes* are lines for people, each with its name: network, compute. *consistencies*: each
-    variant's class (empty: nobody says). Raises `UsageError` where *folder* cannot be written.
+    Args:
+        runs: What was trained.
+        folder: Where the traces are; the page is written beside them.
+        title: What was compared: the script, the network.
+        command: The command that ran it.
+        goal: The value of a metric whose time was asked for.
+        one_machine: Seconds in which one machine processes the same global batch, if a plan
+            predicts it.
     """
-    records = read_steps(folder)
-    pictures = write_plots(folder, results, records)
-    steps = _steps(Path(folder), variants, results, records)
-    first = next(outcome for _, outcome in results if isinstance(outcome, RunResult))
-    many = "worker" if first.workers == 1 else "workers"
-    page = Report(
+    first = next(run.result for run in runs if run.result is not None)
+    shown = _Comparison(runs, goal, one_machine)
+    notes = [
+        ("network", first.network),
+        ("compute", first.compute),
+        ("runtime", f"{first.runtime}, {show_count(first.workers, 'worker')}"),
+    ]
+    sections: list[Section | None] = [
+        shown.table(),
+        shown.notes(),
+        shown.step_times(),
+        *shown.metric_charts(),
+        _timeline(shown, folder),
+        *_files(shown),
+    ]
+    return Report(
         title=title,
-        answer=answer(results),
+        answer=shown.headline(),
         command=command,
-        notes=[*notes, ("runtime", f"{first.runtime}, {first.workers} {many}")],
-        details=_details(results, consistencies),
-        sections=[
-            *_shown(results, consistencies, pictures, steps),
-            *_files(variants, results),
-        ],
-    )
-    return write_page(Path(folder) / NAME, page)
-
-
-def answer(results: Sequence[tuple[str, Outcome]]) -> str:
-    """Which variant has the shortest step, and how it compares with the first."""
-    timed = [
-        (look.label, outcome.step_seconds)
-        for look, (_, outcome) in zip(_looks(results), results, strict=True)
-        if isinstance(outcome, RunResult) and outcome.step_seconds
-    ]
-    if not timed:
-        return "no step was taken"
-    name, least = min(timed, key=lambda pair: pair[1])
-    if len(timed) == 1:
-        return f"{name}: {show_seconds(least)} a step"
-    other, seconds = timed[0]
-    if name == other:
-        other, seconds = min(timed[1:], key=lambda pair: pair[1])
-    return (
-        f"{name} has the shortest step, {show_seconds(least)}; {other} takes "
-        f"{seconds / least:.2f} times as long"
+        notes=[(name, text) for name, text in notes if text],
+        sections=[section for section in sections if section is not None],
     )
 
 
-def _details(
-    results: Sequence[tuple[str, Outcome]], consistencies: Sequence[str]
-) -> list[str]:
-    """The shortest step of each class, where there are several: what is shorter may promise
-    less."""
-    best: dict[str, tuple[float, str]] = {}
-    for consistency, look, (_, outcome) in zip(
-        consistencies, _looks(results), results, strict=False
-    ):
-        if consistency and isinstance(outcome, RunResult) and outcome.step_seconds:
-            mine = outcome.step_seconds, look.label
-            best[consistency] = min(mine, best.get(consistency, mine))
-    if len(best) < 2:
-        return []
-    return [
-        f"{consistency}: {name}, {show_seconds(seconds)}"
-        for consistency, (seconds, name) in best.items()
-    ]
+class _Comparison:
+    """The runs, with what they are called, and what they are compared with."""
+
+    def __init__(
+        self,
+        runs: Sequence[VariantRun],
+        goal: Goal | None,
+        one_machine: float | None,
+    ) -> None:
+        self.runs, self.goal, self.one_machine = runs, goal, one_machine
+        counts = Counter(run.variant.spec for run in runs)
+        self.names = [
+            f"{run.variant.spec} (number {i})"
+            if counts[run.variant.spec] > 1
+            else run.variant.spec
+            for i, run in enumerate(runs, start=1)
+        ]
+        results = [run.result for run in runs if run.result is not None]
+        self.first = results[0]
+        timed = [run for run in runs if _step(run) is not None]
+        ddp = [run for run in timed if run.variant.spec == DDP]
+        self.baseline = next(iter(ddp or timed), None)
+        self.baseline_name = "DDP" if ddp else "first"
+
+    @property
+    def ran(self) -> list[tuple[int, str, VariantRun, RunResult]]:
+        """Each run that has not failed: its number, its name, and its result."""
+        return [
+            (number, name, run, run.result)
+            for number, (name, run) in enumerate(
+                zip(self.names, self.runs, strict=True)
+            )
+            if run.result is not None
+        ]
+
+    # ---- the headline ----
+
+    def headline(self) -> str:
+        """Who reaches the goal first, where there is one; else whose step is the shortest."""
+        if self.goal is not None:
+            return self._times_to_goal(self.goal)
+        timed = [
+            (seconds, name, run.variant.consistency)
+            for name, run in zip(self.names, self.runs, strict=True)
+            if (seconds := _step(run)) is not None
+        ]
+        if not timed:
+            return "No step was taken."
+        least, name, consistency = min(timed)
+        if len(timed) == 1:
+            return f"{name}: {show_seconds(least)} per step."
+        text = f"Shortest step: {name}, {self._against_baseline(least)}."
+        exact = [one for one in timed if one[2] == "exact"]
+        if consistency and consistency != "exact" and exact:
+            seconds, name, _ = min(exact)
+            text += f" Shortest exact step: {name}, {self._against_baseline(seconds)}."
+        return text
+
+    def _against_baseline(self, seconds: float) -> str:
+        assert self.baseline is not None
+        base = _step(self.baseline) or seconds
+        other = self.baseline_name
+        if other == "first":
+            other = self.names[self.runs.index(self.baseline)]
+        return f"{show_seconds(seconds)} ({base / seconds:.2f}x {other})"
+
+    def _times_to_goal(self, goal: Goal) -> str:
+        times = [
+            (run.reached.end_seconds, _short(name))
+            for name, run in zip(self.names, self.runs, strict=True)
+            if run.reached is not None
+        ]
+        alone = self._one_machine_to_goal()
+        if alone is not None:
+            times.append((alone, "one machine"))
+        missed = [_short(name) for _, name, run, _ in self.ran if run.reached is None]
+        text = f"{goal.metric} {goal.value:g}: "
+        if times:
+            clock = " (virtual time)" if self.first.runtime == "simulated" else ""
+            text += ", ".join(f"{name} {show_seconds(t)}" for t, name in sorted(times))
+            text += f"{clock}."
+        if missed and times:
+            text += f" {', '.join(missed)} did not reach it."
+        return text if times else f"{text}no method reached it."
+
+    def _one_machine_to_goal(self) -> float | None:
+        """One machine learns what DDP learns, step by step."""
+        if self.one_machine is None or self.baseline_name != "DDP":
+            return None
+        reached = self.baseline.reached if self.baseline is not None else None
+        return None if reached is None else reached.step * self.one_machine
+
+    # ---- the table ----
+
+    def table(self) -> Table:
+        """A row per method; where one machine's time is known, a row for it."""
+        metrics = list(
+            dict.fromkeys(name for *_, result in self.ran for name in result.metrics)
+        )
+        if self.goal is not None:
+            metrics = [self.goal.metric]
+        planned = any(run.variant.predicted is not None for run in self.runs)
+        headings = ["consistency", "method", "buckets", "step"]
+        headings += ["predicted"] if planned else []
+        headings += ["compute", "exposed", "sent"]
+        headings += [f"vs. {self.baseline_name}"] if len(self.runs) > 1 else []
+        headings += ["vs. 1 machine"] if self.one_machine is not None else []
+        headings += metrics
+        headings += [] if self.goal is None else [f"to {self.goal}"]
+        base = None if self.baseline is None else _step(self.baseline)
+        rows: list[list[Cell]] = []
+        colours = []
+        if self.one_machine is not None:
+            known: dict[str, Cell] = {
+                "method": "one machine, same global batch",
+                "step": _seconds(self.one_machine),
+                f"vs. {self.baseline_name}": _ratio(base, self.one_machine),
+                "vs. 1 machine": _ratio(1.0, 1.0),
+            }
+            if self.goal is not None:
+                known[f"to {self.goal}"] = _seconds(self._one_machine_to_goal())
+            rows.append([known.get(heading) for heading in headings])
+            colours.append(GREY)
+        for name, run in zip(self.names, self.runs, strict=True):
+            cells = self._cells(run, base)
+            cells["method"] = f"DDP ({name})" if run.variant.spec == DDP else name
+            rows.append([cells.get(heading) for heading in headings])
+            colours.append(_colour(run))
+        return Table(
+            title=f"{show_count(self.first.workers, 'worker')}, {self.first.runtime} runtime",
+            headings=headings,
+            rows=rows,
+            colours=colours,
+            caption=self._legend(),
+            level="summary",
+        )
+
+    def _cells(self, run: VariantRun, base: float | None) -> dict[str, Cell]:
+        """A run's cells by their headings."""
+        cells: dict[str, Cell] = {
+            "consistency": run.variant.consistency or None,
+            "predicted": _seconds(run.variant.predicted),
+        }
+        result = run.result
+        if result is None:
+            return cells | {"step": Number(None, "failed")}
+        step, sent = result.step_seconds, result.bytes_sent_per_worker
+        steady = ""
+        if result.settled_from is not None:
+            steady = f"steps {result.settled_from} to {result.steps}"
+        cells |= {
+            "buckets": Number(result.buckets, str(result.buckets)),
+            "step": None if step is None else Number(step, show_seconds(step), steady),
+            "compute": _seconds(result.compute_seconds),
+            "exposed": _seconds(result.exposed_communication_seconds),
+            "sent": None if sent is None else Number(sent, show_bytes(sent)),
+            f"vs. {self.baseline_name}": _ratio(base, step),
+            "vs. 1 machine": _ratio(self.one_machine, step),
+        }
+        for metric, value in result.metrics.items():
+            cells[metric] = None if value is None else Number(value, f"{value:.4g}")
+        if self.goal is not None:
+            cells[f"to {self.goal}"] = Number(None, "never")
+            if run.reached is not None:
+                seconds, count = run.reached.end_seconds, run.reached.step
+                text = f"{show_seconds(seconds)} ({show_count(count, 'step')})"
+                cells[f"to {self.goal}"] = Number(seconds, text)
+        return cells
+
+    def _legend(self) -> str:
+        text = (
+            "step: time per global batch, compute + exposed communication. Each figure is a median "
+            "over steady-state steps. sent: per worker and step."
+        )
+        if self.one_machine is not None:
+            text += ' "One machine" is computed, not run.'
+        if self.first.runtime == "simulated":
+            text += (
+                " All times are virtual: a script reads them with paceline.now(), not with "
+                "time.time()."
+            )
+        return text
+
+    def notes(self) -> Text | None:
+        """Each note once, with the methods that it is about."""
+        about: dict[str, list[str]] = {}
+        for name, run in zip(self.names, self.runs, strict=True):
+            for note in run.outcome.notes:
+                about.setdefault(note, []).append(name)
+        if not about:
+            return None
+        lines = [
+            note
+            if len(names) == len(self.runs) and len(names) > 1
+            else f"{', '.join(names)}: {note}"
+            for note, names in about.items()
+        ]
+        return Text(title="Notes", lines=lines, level="summary")
+
+    # ---- charts ----
+
+    def step_times(self) -> BarChart:
+        """A bar per method."""
+        rows = []
+        for _, name, run, result in self.ran:
+            parts = (result.compute_seconds, result.exposed_communication_seconds)
+            step = result.step_seconds
+            rows.append(
+                Bar(
+                    name=name,
+                    values=[0.0 if part is None else max(0.0, part) for part in parts],
+                    text="no steps" if step is None else show_seconds(step),
+                    colour=_colour(run),
+                )
+            )
+        return BarChart(
+            title="Time per step",
+            parts=("compute", "exposed"),
+            rows=rows,
+            caption="Colour: consistency.",
+        )
+
+    def metric_charts(self) -> list[LineChart]:
+        """Each metric against time."""
+        curves = metric_curves([run for *_, run, _ in self.ran])
+        return [self._metric_chart(metric, mine) for metric, mine in curves.items()]
+
+    def _metric_chart(self, metric: str, curves: Sequence[Curve]) -> LineChart:
+        most = min(MOST_POINTS, MOST_POINTS_OF_ALL // len(curves))
+        drawn = [thinned(curve, most) for curve in curves]
+        series = [
+            Series(
+                name if has_values(curve) else f"{name} (no finite value)",
+                curve.seconds,
+                curve.values,
+                _colour(run),
+                number,
+            )
+            for (number, name, run, _), curve in zip(self.ran, drawn, strict=True)
+        ]
+        values = [v for curve in drawn for v in curve.values if math.isfinite(v)]
+        wide = bool(values) and 0 < min(values) < max(values) / WIDE
+        clock = "virtual time" if self.first.runtime == "simulated" else "time"
+        caption = "Mean over the workers that log it in a step. Colour: consistency; marker: method."
+        dotted = None
+        if self.goal is not None and metric == self.goal.metric and values:
+            dotted = self._to_goal(self.goal, values)
+            caption += f" Dotted: {self.goal}, and when the first method reaches it."
+        if any(
+            len(a.values) < len(b.values) for a, b in zip(drawn, curves, strict=True)
+        ):
+            caption += (
+                f" Lines of over {most} steps: means of neighbouring finite values."
+            )
+        return LineChart(
+            title=f"{metric} over time",
+            panels=[Panel("", series, dotted)],
+            x=f"{clock} since training began (s)",
+            y=metric,
+            log="y" if wide else "",
+            caption=caption,
+        )
+
+    def _to_goal(
+        self, goal: Goal, values: Sequence[float]
+    ) -> tuple[Sequence[float], Sequence[float]]:
+        """From the axis at the goal's value to the first who reaches it, and down or up from there."""
+        times = [
+            run.reached.end_seconds for run in self.runs if run.reached is not None
+        ]
+        if not times:
+            ends = max(
+                step.end_seconds for *_, run, _ in self.ran for step in run.steps
+            )
+            return [0.0, ends], [goal.value, goal.value]
+        when = min(times)
+        return [0.0, when, when], [goal.value, goal.value, min(values)]
 
 
-def _looks(results: Sequence[tuple[str, Outcome]]) -> Sequence[Look]:
-    return looks_of([spec for spec, _ in results])
-
-
-def table(results: Sequence[tuple[str, Outcome]]) -> Sheet:
-    """The table as `print_results` has it, with variants called as in plots."""
-    looks = _looks(results)
-    return sheet([(look.label, r) for look, (_, r) in zip(looks, results, strict=True)])
-
-
-def _shown(
-    results: Sequence[tuple[str, Outcome]],
-    consistencies: Sequence[str],
-    pictures: Sequence[Picture],
-    steps: Sequence[Step],
-) -> list[Section]:
-    headings, rows, legend, notes = table(results)
-    metrics = headings[7:-1] if len(rows) > 1 else headings[7:]
-    caption = "; ".join(legend)
-    if len(rows) > 1:
-        caption += "; ratio = step over the first variant's"
-    cells = [
-        _cells(row, outcome, metrics)
-        for row, (_, outcome) in zip(rows, results, strict=True)
-    ]
-    if consistencies:
-        headings = [headings[0], "consistency", *headings[1:]]
-        for mine, consistency in zip(cells, consistencies, strict=True):
-            mine.insert(1, consistency or None)
-    figures = Table(
-        title="Variants",
-        headings=headings,
-        rows=cells,
-        caption=f"{caption}; metrics are the last ones that rank 0 logged",
-        colours=[i % len(COLOURS) for i in range(len(rows))],
-        notes=notes,
+def _timeline(shown: _Comparison, folder: Path) -> TimelineSection | None:
+    """A step of each method that left a trace."""
+    steps: list[Step] = []
+    for _, name, run, _ in shown.ran:
+        trace = folder / f"{run.variant.file_name}.trace.json"
+        if trace.exists():
+            spans = partial(spans_in, trace)
+            step = step_of(name, spans, run.steps, SPANS // max(6, len(shown.ran)))
+            steps += [] if step is None else [step]
+    if not steps:
+        return None
+    return TimelineSection(
+        title="A step, moment by moment",
+        steps=steps,
+        caption="One steady-state step of each method.",
     )
-    drawn = [
-        Drawn(
-            title=picture.title,
-            svg=for_page(picture),
-            caption=picture.caption,
-            files=[("SVG", f"{picture.name}.svg"), ("PNG", f"{picture.name}.png")],
-        )
-        for picture in pictures
-    ]
-    return [
-        figures,
-        *(
-            [TimelineSection(title="A step, moment by moment", steps=steps)]
-            if steps
-            else []
-        ),
-        Pictures(title="Pictures", pictures=drawn),
-    ]
 
 
-def _cells(row: Sequence[str], outcome: Outcome, metrics: Sequence[str]) -> list[Cell]:
-    """The table's words, with the figures by which they are sorted."""
-    if not isinstance(outcome, RunResult):
-        return list(row)
-    values = [
-        *(outcome.buckets, outcome.settled_from),
-        *(outcome.step_seconds, outcome.compute_seconds),
-        *(outcome.exposed_communication_seconds, outcome.bytes_sent_per_worker),
-        *(outcome.metrics.get(metric) for metric in metrics),
-        outcome.step_seconds,
-    ]
-    figures: list[Cell] = [
-        Number(None if text == "-" else value, text)
-        for text, value in zip(row[1:], values, strict=False)
-    ]
-    return [row[0], *figures]
-
-
-def _steps(
-    folder: Path,
-    variants: Sequence[Variant],
-    results: Sequence[tuple[str, Outcome]],
-    records: Sequence[VariantStep],
-) -> list[Step]:
-    """A step of each variant that ran."""
-    ran = [
-        (look.label, variant)
-        for look, variant, (_, outcome) in zip(
-            _looks(results), variants, results, strict=True
-        )
-        if isinstance(outcome, RunResult)
-    ]
-    mine: dict[str, list[StepRecord]] = {}
-    for record in records:
-        mine.setdefault(record.variant, []).append(record)
-    found = []
-    for label, variant in ran:
-        trace = folder / f"{variant.file_name}.trace.json"
-        if not trace.exists():
-            continue
-        spans = partial(spans_in, trace)
-        most = SPANS // max(6, len(ran))
-        step = step_of(label, spans, mine.get(variant.spec, []), most)
-        if step is not None:
-            found.append(step)
-    return found
-
-
-def _files(
-    variants: Sequence[Variant], results: Sequence[tuple[str, Outcome]]
-) -> list[Section]:
-    traces = [
-        (look.label, f"{variant.file_name}.trace.json")
-        for look, variant, (_, outcome) in zip(
-            _looks(results), variants, results, strict=True
-        )
-        if isinstance(outcome, RunResult)
-    ]
+def _files(shown: _Comparison) -> list[Section]:
     return [
         Links(
             title="Traces",
-            files=traces,
-            caption="What every worker did, moment by moment: open ui.perfetto.dev in a "
-            "browser and load the file.",
+            files=[
+                (name, f"{run.variant.file_name}.trace.json")
+                for _, name, run, _ in shown.ran
+            ],
+            caption="What each worker did, moment by moment: open ui.perfetto.dev in a browser and "
+            "load the file.",
         ),
         Links(
             title="Records",
             files=[("records.jsonl", "records.jsonl")],
-            caption="A line of JSON per variant, worker and step.",
+            caption="One line of JSON per method, worker and step.",
         ),
     ]
+
+
+def _step(run: VariantRun) -> float | None:
+    """Seconds of a step of a run that has any."""
+    return run.result.step_seconds or None if run.result is not None else None
+
+
+def _colour(run: VariantRun) -> int:
+    known: Sequence[str] = CONSISTENCIES
+    consistency = run.variant.consistency
+    return known.index(consistency) if consistency in known else GREY
+
+
+def _short(name: str) -> str:
+    return "DDP" if name == DDP else name
+
+
+def _seconds(value: float | None) -> Number | None:
+    return None if value is None else Number(value, show_seconds(value))
+
+
+def _ratio(base: float | None, seconds: float | None) -> Number | None:
+    if not base or not seconds:
+        return None
+    return Number(base / seconds, f"{base / seconds:.2f}x")
+
+
+# ---- metrics against time ----
+
+
+@dataclass
+class Curve:
+    """One method's values of one metric: *seconds* since training began, and the mean
+    over its workers. NaN: a value that is not finite was logged there."""
+
+    seconds: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+
+def metric_curves(runs: Sequence[VariantRun]) -> dict[str, list[Curve]]:
+    """For each metric, in the order of first mention, a curve for each run that has not failed."""
+    metrics: dict[str, None] = {}
+    for run in runs:
+        metrics |= dict.fromkeys(run.result.metrics if run.result else ())
+    for run in runs:
+        for step in run.steps:
+            metrics |= dict.fromkeys(step.metrics)
+    return {metric: [_curve(metric, run) for run in runs] for metric in metrics}
+
+
+def _curve(metric: str, run: VariantRun) -> Curve:
+    """A point is the mean over the workers that logged the metric in a step, at the mean of the
+    step's ends.
+
+    What is logged after the last step is in no record. Where a metric is logged now and then (an
+    accuracy, once an epoch), the last value of rank 0 makes one more point, at the end.
+    """
+    points: dict[int, list[StepRecord]] = {}
+    last_of_rank_0: float | None = math.nan
+    for step in run.steps:
+        if metric in step.metrics:
+            points.setdefault(step.step, []).append(step)
+            if step.worker == 0:
+                last_of_rank_0 = step.metrics[metric]
+    curve = Curve()
+    for _, steps in sorted(points.items()):
+        curve.seconds.append(fmean(step.end_seconds for step in steps))
+        curve.values.append(fmean(_finite(step.metrics[metric]) for step in steps))
+    result = run.result
+    if (
+        result is not None
+        and metric in result.metrics
+        and 2 * len(curve.values) <= result.steps
+        and last_of_rank_0 != result.metrics[metric]
+    ):
+        ends = [step.end_seconds for step in run.steps]
+        curve.seconds.append(max(ends, default=0.0))
+        curve.values.append(_finite(result.metrics[metric]))
+    return curve
+
+
+def has_values(curve: Curve) -> bool:
+    """Whether there is anything to draw."""
+    return any(math.isfinite(value) for value in curve.values)
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """The curve, or means of neighbouring points where there are more than *most*.
+
+    Only finite values count, since one NaN would hide all the others. NaN where none is finite.
+    """
+    width = -(-len(curve.values) // most)
+    if width <= 1:
+        return curve
+    parts = [slice(i, i + width) for i in range(0, len(curve.values), width)]
+    return Curve(
+        [fmean(curve.seconds[part]) for part in parts],
+        [_mean_of_finite(curve.values[part]) for part in parts],
+    )
+
+
+def _mean_of_finite(values: Sequence[float]) -> float:
+    numbers = [value for value in values if math.isfinite(value)]
+    return fmean(numbers) if numbers else math.nan
+
+
+def _finite(value: float | None) -> float:
+    """*value*, or NaN: JSON has null for what is not finite, and axes have no room."""
+    return math.nan if value is None or not abs(value) < MOST else value

@@ -1,35 +1,116 @@
-"""One script under several methods: each variant in a process of its own."""
+"""Trains one script with several methods, each in a process of its own.
+
+`run_variants` is where to start. A `Goal` is the value of a metric that somebody wants to reach.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from paceline.errors import UsageError
 from paceline.records import StepRecord
-from paceline.runtimes.processes import ends_with_this
+from paceline.runtimes.processes import as_launcher, end_all, ends_with_this
+from paceline.runtimes.progress import FILE_VARIABLE
 from paceline.runtimes.results import FailedRun, Outcome, RunResult
-from paceline.tools.compare.goal import Goal
+from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import claim, make_folder
 from paceline.transport.liveness import without_interrupts
 
+ROUNDING = 1e-6
+"""Relative: 342 of 360 in single precision is a little less than 0.95."""
 _VERBS = {"simulated": "simulate", "real": "run", "emulated": "emulate"}
+_RECORDS = "records.jsonl"
+_OURS = "paceline: "
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A logged *metric* and its *value*."""
+
+    metric: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.value:g}"
+
+    @classmethod
+    def read(cls, text: str) -> Goal:
+        """From ``accuracy=0.95``."""
+        metric, equals, number = text.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not metric or not equals or not math.isfinite(value):
+            raise UsageError(
+                f"--until: expected METRIC=VALUE, such as accuracy=0.95, got {text!r}"
+            )
+        return cls(metric, value)
+
+    def check_logged(self, metrics: Mapping[str, float | None]) -> None:
+        """Raise `UsageError` where a script logged only other *metrics*."""
+        if self.metric not in metrics:
+            there = ", ".join(sorted(metrics)) or "none"
+            raise UsageError(
+                f"--until {self}: the script logs no such metric (it logs {there}): "
+                f"paceline.log({self.metric}=...)"
+            )
+
+    def reached(
+        self, steps: Sequence[StepRecord], last: float | None
+    ) -> StepRecord | None:
+        """The first step whose metric is at least as good as the goal.
+
+        Args:
+            steps: One worker's steps. The first value tells whether the metric is to rise or to
+                fall.
+            last: The metric after the last step, if any was logged there.
+        """
+        values = [
+            (step, value)
+            for step in steps
+            if (value := step.metrics.get(self.metric)) is not None
+        ]
+        if last is not None and steps:
+            values.append((steps[-1], last))
+        if not values:
+            return None
+        near = ROUNDING * abs(self.value)
+        rises = values[0][1] <= self.value
+        return next(
+            (
+                step
+                for step, value in values
+                if (value >= self.value - near if rises else value <= self.value + near)
+            ),
+            None,
+        )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A method's spec, as given, and its place in the table."""
+    """A method's spec, as given, and its place in the table.
+
+    *consistency* is empty where the method is chosen during training; *predicted*: seconds of a
+    step, by a plan.
+    """
 
     number: int
     spec: str
+    consistency: str = ""
+    predicted: float | None = None
 
     @property
     def file_name(self) -> str:
@@ -37,27 +118,115 @@ class Variant:
         return f"{self.number + 1}-{re.sub(r'[^A-Za-z0-9.-]+', '-', self.spec)}"
 
 
+@dataclass(frozen=True)
+class VariantRun:
+    """A variant that was run: its *outcome*, its *steps* of all workers, and the step that *reached*
+    the goal, if any did."""
+
+    variant: Variant
+    outcome: Outcome
+    steps: Sequence[StepRecord] = ()
+    reached: StepRecord | None = None
+
+    @property
+    def result(self) -> RunResult | None:
+        """The outcome of a run that has not failed."""
+        return self.outcome if isinstance(self.outcome, RunResult) else None
+
+
+class VariantStep(StepRecord, kw_only=True):
+    """A step's record that says which variant it belongs to."""
+
+    variant: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What all variants share: the script, where it runs, and the command's other *options*. Records
+    are written to *folder*."""
+
+    script: str
+    arguments: Sequence[str]
+    runtime: str
+    options: Sequence[str]
+    folder: Path
+
+
+def run_variants(
+    variants: Sequence[Variant],
+    training: Training,
+    goal: Goal | None,
+    *,
+    at_once: int,
+    begin: Callable[[str, Path], Callable[[], None]],
+    say: Callable[[str], None],
+) -> list[VariantRun]:
+    """Run each variant in a process of its own, and merge the records of those that did not fail.
+
+    Args:
+        variants: What to train with.
+        training: The script, the runtime and the folder of the records.
+        goal: The value of a metric whose time is asked for.
+        at_once: How many variants run beside each other.
+        begin: Shows that a variant runs: takes its name and the file with its progress; returns
+            what ends the display.
+        say: Shows a line that stays, such as the errors of a variant that fails.
+    """
+    running: list[subprocess.Popen[str]] = []
+    interrupted = threading.Event()
+
+    def started(process: subprocess.Popen[str]) -> None:
+        running.append(process)
+        if interrupted.is_set():
+            process.terminate()
+
+    with scratch_folder() as folder:
+
+        def run(variant: Variant) -> Outcome:
+            file = Path(folder) / str(variant.number)
+            end = begin(f"[{variant.number + 1}/{len(variants)}] {variant.spec}", file)
+            environment = {FILE_VARIABLE: str(file), **as_launcher()}
+            outcome, errors = run_variant(variant, training, environment, started)
+            if isinstance(outcome, FailedRun) and not interrupted.is_set():
+                say(f"{errors.strip()}\npaceline: variant {variant.spec!r} failed")
+            end()
+            return outcome
+
+        with ThreadPoolExecutor(at_once) as pool:
+            try:
+                outcomes = list(pool.map(run, variants))
+            except BaseException:
+                interrupted.set()
+                end_all(running)
+                raise
+    return merge_records(variants, outcomes, training.folder, goal)
+
+
 def run_variant(
     variant: Variant,
-    runtime: str,
-    script: str,
-    script_arguments: Sequence[str],
-    options: Sequence[str],
-    folder: Path,
+    training: Training,
     environment: Mapping[str, str],
     started: Callable[[subprocess.Popen[str]], None],
 ) -> tuple[Outcome, str]:
-    """Run one variant and read its result; its records stay in *folder*. Returns also what
-    it wrote to standard error. *environment*: variables of its own. *started* is given its process,
-    which never hears of Ctrl-C: whoever waits for it ends it.
+    """Run one variant and read its result; its records stay in the folder.
+
+    Args:
+        variant: What to train with.
+        training: What all variants share.
+        environment: Variables of this variant's process.
+        started: Takes the process, which ignores Ctrl-C: the caller must end it.
+
+    Returns:
+        The outcome, and what the process wrote to standard error.
     """
     with _ONE_AT_A_TIME:
-        claim(str(folder), variant.file_name)
-        records = make_folder(str(folder / variant.file_name))
+        claim(str(training.folder), variant.file_name)
+        records = make_folder(str(training.folder / variant.file_name))
+    verb = _VERBS[training.runtime]
     command = [
-        *(sys.executable, "-m", "paceline", _VERBS[runtime], script, "--json"),
-        *(f"--method={variant.spec}", f"--records={records}", *options),
-        *("--", *script_arguments),
+        *(sys.executable, "-m", "paceline", verb, training.script, "--json"),
+        *(f"--method={variant.spec}", f"--records={records}", *training.options),
+        *("--", *training.arguments),
     ]
     with without_interrupts():
         process = subprocess.Popen(
@@ -68,75 +237,83 @@ def run_variant(
             env={**os.environ, **environment},
         )
     started(process)
-    said, errors = process.communicate()
+    printed, errors = process.communicate()
     status = process.returncode
-    if status or not said.strip():
+    if status or not printed.strip():
         with suppress(OSError):
             records.rmdir()  # unless there is something in it
         return FailedRun(failed=_reason(errors, status), exit_status=status), errors
-    return msgspec.json.decode(said, type=RunResult), errors
+    return msgspec.json.decode(printed, type=RunResult), errors
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Who claims files; variants may run beside each other."""
-
-_OURS = "paceline: "
+"""Variants that run beside each other claim files in one folder."""
 
 
 def _reason(errors: str, status: int) -> str:
-    """In one line why a run failed: what paceline said last, or else what anybody did."""
+    """In one line why a run failed: the last error of paceline, or else the last line."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
     return (ours or lines or [f"exit status {status}"])[-1]
 
 
-class VariantStep(StepRecord, kw_only=True):
-    """A step's record that says which variant it belongs to."""
+def merge_records(
+    variants: Sequence[Variant],
+    outcomes: Sequence[Outcome],
+    folder: Path,
+    goal: Goal | None = None,
+) -> list[VariantRun]:
+    """Read the records of all variants that have not failed.
 
-    variant: str
-
-
-def reached(
-    goal: Goal, variant: Variant, result: RunResult, folder: Path
-) -> StepRecord | None:
-    """The step with which worker 0 of *variant* logged as much as the goal says, if it did. Before
-    records are merged."""
-    lines = (folder / variant.file_name / "records.jsonl").read_bytes()
-    steps = msgspec.json.Decoder(StepRecord).decode_lines(lines)
-    mine = [step for step in steps if step.worker == 0]
-    return goal.reached(mine, result.metrics.get(goal.metric))
-
-
-def merge_records(variants: Sequence[Variant], folder: Path) -> None:
-    """Gather the steps of *variants*, which have all run to their end, in
-    ``records.jsonl`` and name each trace after its variant, ``NAME.trace.json``."""
-    claim(
-        str(folder), "records.jsonl", *(f"{v.file_name}.trace.json" for v in variants)
-    )
+    Their steps are gathered in ``records.jsonl``; each trace is named after its variant,
+    ``NAME.trace.json``.
+    """
+    runs = []
     decode = msgspec.json.Decoder(StepRecord).decode_lines
-    steps: list[VariantStep] = []
-    for variant in variants:
-        own = folder / variant.file_name
-        for record in decode((own / "records.jsonl").read_bytes()):
-            fields = msgspec.structs.asdict(record)
-            steps.append(VariantStep(variant=variant.spec, **fields))
-        (own / "records.jsonl").unlink()
-        (own / "records.trace.json").replace(folder / f"{variant.file_name}.trace.json")
-        own.rmdir()
-    (folder / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
+    for variant, outcome in zip(variants, outcomes, strict=True):
+        if isinstance(outcome, FailedRun):
+            runs.append(VariantRun(variant, outcome))
+            continue
+        steps = decode((folder / variant.file_name / _RECORDS).read_bytes())
+        reached = None
+        if goal is not None:
+            mine = [step for step in steps if step.worker == 0]
+            reached = goal.reached(mine, outcome.metrics.get(goal.metric))
+        runs.append(VariantRun(variant, outcome, steps, reached))
+    ran = [run for run in runs if run.result is not None]
+    names = [f"{run.variant.file_name}.trace.json" for run in ran]
+    claim(str(folder), _RECORDS, *names)
+    with (folder / _RECORDS).open("wb") as file:
+        for run, name in zip(ran, names, strict=True):
+            own = folder / run.variant.file_name
+            for step in run.steps:
+                fields = msgspec.structs.asdict(step)
+                named = VariantStep(variant=run.variant.spec, **fields)
+                file.write(msgspec.json.encode(named) + b"\n")
+            (own / _RECORDS).unlink()
+            (own / "records.trace.json").replace(folder / name)
+            own.rmdir()
+    return runs
 
 
-def to_json(
-    results: Sequence[tuple[str, Outcome]],
-    when: Sequence[StepRecord | None] = (),
-    **more: object,
-) -> str:
-    """``{"variants": [...]}``: each result, or why there is none, with its variant's spec
-    as given, and the step and the seconds of training *when* it reached the goal. *more*: other
-    keys, without those that are None."""
-    rows = [{"variant": spec} | msgspec.structs.asdict(r) for spec, r in results]
-    for row, step in zip(rows, when, strict=False):
-        if step is not None:
-            row |= {"reached_seconds": step.end_seconds, "reached_step": step.step}
+def to_json(runs: Sequence[VariantRun], **more: object) -> str:
+    """The runs for programs, as ``{"variants": [...]}``.
+
+    A variant has its spec as given, its consistency, what its result or its failure holds, and the
+    step and the seconds of training with which it reached the goal. *more* are other keys; those
+    that are None are left out.
+    """
+    rows = []
+    for run in runs:
+        row: dict[str, object] = {"variant": run.variant.spec}
+        if run.variant.consistency:
+            row["consistency"] = run.variant.consistency
+        if run.variant.predicted is not None:
+            row["predicted_seconds"] = run.variant.predicted
+        row |= msgspec.structs.asdict(run.outcome)
+        if run.reached is not None:
+            row["reached_seconds"] = run.reached.end_seconds
+            row["reached_step"] = run.reached.step
+        rows.append(row)
     known = {key: value for key, value in more.items() if value is not None}
     return msgspec.json.encode({"variants": rows} | known).decode()

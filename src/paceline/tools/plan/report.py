@@ -15,8 +15,8 @@ from paceline.spec import parse
 from paceline.tools.plan.estimates import DDP, Estimate, Plan
 from paceline.tools.plan.suggestions import Suggestion, Suggestions
 from paceline.tools.plan.what_if import ScalingPoint
-from paceline.tools.report.colours import COLOURS
 from paceline.tools.report.model import (
+    GREY,
     Bar,
     BarChart,
     Cell,
@@ -61,7 +61,6 @@ _WITH: dict[Consistency, str] = {
     "local": "With local updates",
     "asynchronous": "With asynchronous updates",
 }
-_GREY = len(COLOURS) - 1
 _NO_BUDGET = "the candidates' share of --budget does not suffice"
 
 
@@ -517,7 +516,7 @@ def bar_chart(plan: Plan) -> BarChart:
                 name=name if alone else f"{consistency}: {name}",
                 values=(one.compute_seconds, one.exposed_seconds),
                 text=show_seconds(one.step_seconds) + gain,
-                colour=_GREY if alone else CONSISTENCIES.index(one.consistency),
+                colour=GREY if alone else CONSISTENCIES.index(one.consistency),
             )
         )
     return BarChart(

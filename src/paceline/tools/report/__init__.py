@@ -1,10 +1,10 @@
-"""Results for people and programs: one object a run, tables, records, traces.
+"""Results for people and programs: reports, charts, records and traces of runs.
 
-- `model`: a page as data; start here.
-- `html`: a page as one file.
-- `charts`, `plots`, `pictures`, `colours`: charts, and how all of them look.
-- `terminal`: tables for people.
+- `model`: a report as plain data; start here.
+- `html`: a report as one HTML file.
+- `terminal`: a report on the terminal; tables of a result and of a workload.
+- `charts`: charts as SVG, by matplotlib.
+- `timeline`: one step, cut out of a trace.
 - `run_files`: the folder of a run's records.
-- `traces`, `timeline`: Chrome traces, and one step cut out of them.
-- `compressor_table`: the table of ``paceline profile --compression``.
+- `traces`: Chrome traces.
 """

@@ -1,187 +1,364 @@
-"""Small charts as SVG that follows its page's colours; equal data make equal text."""
+"""Charts of a report, drawn by matplotlib: one SVG for light and one for dark ground.
+
+Equal data make equal text, whatever the user's own settings of matplotlib are.
+"""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Callable, Sequence
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
 
-from markupsafe import Markup, escape
+import matplotlib as mpl
+import matplotlib.style
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullLocator
 
-from paceline.tools.report.model import LineChart, Panel, Series
-
-WIDTH, HEIGHT = 240, 180
-LEFT, RIGHT, TOP, BOTTOM = 40, 12, 8, 34
-MOST_TICKS = 7
-_MARKERS = (
-    "M{x},{y}m-3.5,0a3.5,3.5 0 1,0 7,0a3.5,3.5 0 1,0 -7,0",
-    "M{x},{y}m-3.2,-3.2h6.4v6.4h-6.4z",
-    "M{x},{y}m0,-4.2l4,7h-8z",
-    "M{x},{y}m0,-4.4l4.4,4.4l-4.4,4.4l-4.4,-4.4z",
-    "M{x},{y}m0,4.2l4,-7h-8z",
+from paceline.tools.report.model import (
+    COLOURS,
+    GRID,
+    GROUND,
+    INK,
+    Bar,
+    BarChart,
+    LineChart,
+    Panel,
+    Series,
 )
 
-Scale = Callable[[float], float]
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
+MARKERS = "os^DvPX*<"  # not as many as colours: their pairs do not repeat soon
+HATCHED = "exposed"
+"""The part of a bar that is hatched."""
+
+_WIDTH = 5.0  # inches: letters can still be read on a telephone's screen
+_LINE_OF_TEXT = 0.19  # inches
+_LETTER = 0.075  # inches, of a usual one
+_LETTERS = 52  # that fit in the width
+_LETTERS_OF_LEGEND = 46  # that fit beside a line's sample
+_LETTERS_OF_AXIS = 36
+_MOST_TICKS = 8
+_DECADES = 3
+"""A logarithmic axis that spans more has powers of ten, else powers of two."""
 
 
-def panels_of(chart: LineChart) -> list[Markup]:
-    """The SVG of each panel; all have the same axes."""
-    xs = [x for panel in chart.panels for one in _lines(panel) for x in one.xs]
-    ys = [y for panel in chart.panels for one in _lines(panel) for y in one.ys]
-    ys = [y for y in ys if math.isfinite(y) and (y > 0 or "y" not in chart.log)]
-    if not xs or not ys:
-        return [Markup("") for _ in chart.panels]
-    across = _Axis(xs, WIDTH - LEFT - RIGHT, logarithmic="x" in chart.log, exact=True)
-    up = _Axis(
-        ys if "y" in chart.log else [0.0, *ys, *([chart.top] if chart.top else [])],
-        HEIGHT - TOP - BOTTOM,
-        logarithmic="y" in chart.log,
+def svg_of(chart: BarChart | LineChart, theme: Theme) -> str:
+    """The chart as an SVG document."""
+    with house_style(theme):
+        figure = draw(chart, theme)
+        # The salt makes ids that are equal in every run.
+        with mpl.rc_context({"svg.hashsalt": f"{theme} {chart.title}"}):
+            text = io.StringIO()
+            # No date: equal data make equal files.
+            none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            figure.savefig(text, format="svg", metadata=none)
+    return text.getvalue()
+
+
+def draw(chart: BarChart | LineChart, theme: Theme = "light") -> Figure:
+    """The chart as a figure, to be called and saved within `house_style`."""
+    if isinstance(chart, BarChart):
+        return _bars(chart, theme)
+    return _lines(chart, theme)
+
+
+@contextmanager
+def house_style(theme: Theme = "light") -> Iterator[None]:
+    """matplotlib's defaults and ours, whatever the user's own settings are."""
+    place = THEMES.index(theme)
+    ink = INK[place]
+    style: dict[str, object] = {
+        "axes.axisbelow": True,
+        "axes.edgecolor": ink,
+        "axes.grid": True,
+        "axes.labelcolor": ink,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 9.0,
+        "figure.facecolor": GROUND[place],
+        "axes.facecolor": "none",
+        "font.family": ["sans-serif"],
+        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: equal everywhere
+        "font.size": 9.0,
+        "grid.color": GRID[place],
+        "grid.linewidth": 0.6,
+        "hatch.linewidth": 1.0,
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "lines.markersize": 4.5,
+        "svg.fonttype": "none",  # text stays text, and the file small
+        "text.color": ink,
+        "text.parse_math": False,  # names may hold dollar signs
+        "xtick.color": ink,
+        "ytick.color": ink,
+    }
+    # Letters that the font lacks are left to the browser; matplotlib warns of each.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        with matplotlib.style.context(["default", style]):
+            yield
+
+
+def colour_of(number: int, theme: Theme) -> str:
+    """The colour with that number on the theme's ground."""
+    return COLOURS[number % len(COLOURS)][THEMES.index(theme)]
+
+
+# ---- bars ----
+
+
+def _bars(chart: BarChart, theme: Theme) -> Figure:
+    """A name, and its bar below it with a text at its end."""
+    names = [_wrapped(row.name, _LETTERS) for row in chart.rows]
+    bar = 1.3  # heights in lines of text
+    heights = [len(name) + bar + 0.7 for name in names]
+    keys = _keys_of(chart, theme)
+    figure = Figure(
+        figsize=(_WIDTH, (sum(heights) + 0.6 * len(keys)) * _LINE_OF_TEXT + 0.6),
+        layout="constrained",
     )
-    return [_panel(panel, chart, across, up) for panel in chart.panels]
+    axes = figure.add_subplot()
+    ends = [sum(map(_length, row.values)) for row in chart.rows]
+    most = max([*ends, chart.limit or 0.0])
+    scale, unit = unit_of(most)
+    # Letters stay readable where the line of the limit passes.
+    ground = {"facecolor": GROUND[THEMES.index(theme)], "edgecolor": "none", "pad": 0.5}
+    box = None if chart.limit is None else ground
+    top = 0.0
+    for row, name, height, end in zip(chart.rows, names, heights, ends, strict=True):
+        axes.text(
+            0.0,
+            top + len(name) - 0.1,
+            "\n".join(name),
+            transform=axes.get_yaxis_transform(),
+            va="bottom",
+            bbox=box,
+        )
+        middle, left = top + len(name) + bar / 2, 0.0
+        for part, value in enumerate(row.values):
+            look = _fill(chart, part, row, theme)
+            axes.barh(middle, _length(value) * scale, bar, left=left, **look)  # type: ignore[arg-type]
+            left += _length(value) * scale
+        axes.annotate(
+            _plain(row.text),
+            (end * scale, middle),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            bbox=box,
+        )
+        top += height
+    if chart.limit is not None:
+        axes.axvline(chart.limit * scale, color=INK[THEMES.index(theme)], ls=":")
+    axes.set_ylim(top, 0)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    letters = max((len(row.text) for row in chart.rows), default=0)
+    room = min(0.5, (letters * _LETTER + 0.1) / _WIDTH)
+    axes.set_xlim(0, most * scale / (1 - room) or 1.0)
+    axes.set_xlabel(unit)
+    axes.grid(visible=False, axis="y")
+    if keys:
+        figure.legend(handles=keys, loc="outside upper left", ncols=3)
+    return figure
 
 
-def marker(number: int, x: float, y: float) -> Markup:
-    """The path of a line's marker."""
-    path = _MARKERS[number % len(_MARKERS)].format(x=_short(x), y=_short(y))
-    return Markup('<path class="mark" d="{}"/>').format(path)
+def _fill(chart: BarChart, part: int, row: Bar, theme: Theme) -> dict[str, object]:
+    own = part if row.colour is None else row.colour
+    return _hatch_or_fill(chart.parts[part], colour_of(own, theme))
 
 
-class _Axis:
-    """From values to pixels, and where its ticks are; *exact*: a tick at each value."""
-
-    def __init__(
-        self,
-        values: Sequence[float],
-        length: float,
-        *,
-        logarithmic: bool,
-        exact: bool = False,
-    ) -> None:
-        self._to: Scale = math.log2 if logarithmic else float
-        low, high = self._to(min(values)), self._to(max(values))
-        if low == high:
-            low, high = low - 0.5, high + 0.5
-        if logarithmic and not exact:
-            low, high = math.floor(low), math.ceil(high)
-        self._low, self._scale = low, length / (high - low)
-        if exact:
-            self.ticks = _some(sorted(set(values)))
-        elif logarithmic:
-            every = max(1, math.ceil((high - low) / (MOST_TICKS - 1)))
-            powers = range(int(low), int(high) + 1, every)
-            self.ticks = [2.0**power for power in powers]
-        else:
-            step = _round_step((high - low) / (MOST_TICKS - 2))
-            first = math.ceil(low / step)
-            count = math.floor(high / step + 1e-9) - first + 1
-            self.ticks = [(first + i) * step for i in range(count)]
-
-    def __call__(self, value: float) -> float:
-        return (self._to(value) - self._low) * self._scale
+def _hatch_or_fill(part: str, colour: str) -> dict[str, object]:
+    if part == HATCHED:
+        return {
+            "facecolor": "none",
+            "edgecolor": colour,
+            "hatch": "////",
+            "linewidth": 1.0,
+        }
+    return {"color": colour}
 
 
-def _some(values: Sequence[float]) -> list[float]:
-    every = -(-len(values) // (MOST_TICKS + 1))
-    return list(values[::every])
-
-
-def _round_step(least: float) -> float:
-    size: float = 10.0 ** math.floor(math.log10(least))
-    return next(size * part for part in (1, 2, 5, 10) if size * part >= least * 0.999)
-
-
-def _lines(panel: Panel) -> list[Series]:
-    dotted = [Series("", *panel.dotted)] if panel.dotted else []
-    return [*panel.series, *dotted]
-
-
-def _panel(panel: Panel, chart: LineChart, across: _Axis, up: _Axis) -> Markup:
-    def x_of(value: float) -> float:
-        return LEFT + across(value)
-
-    def y_of(value: float) -> float:
-        return HEIGHT - BOTTOM - up(value)
-
-    parts = [_grid(chart, across, up, x_of, y_of)]
-    if panel.dotted:
-        points = _points(*panel.dotted, x_of, y_of, chart)
-        parts.append(Markup('<polyline class="dotted" points="{}"/>').format(points))
-    for one in panel.series:
-        parts.append(_line(one, chart, x_of, y_of))
-    said = "; ".join(f"{one.name}: {_spoken(one)}" for one in panel.series)
-    return Markup(
-        '<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    ).format(
-        WIDTH,
-        HEIGHT,
-        f"{chart.y} by {chart.x}, {panel.title}. {said}",
-        Markup("").join(parts),
-    )
-
-
-def _spoken(one: Series) -> str:
-    if not one.xs:
-        return "nothing"
-    return f"{one.ys[0]:.3g} at {one.xs[0]:g} to {one.ys[-1]:.3g} at {one.xs[-1]:g}"
-
-
-def _grid(
-    chart: LineChart, across: _Axis, up: _Axis, x_of: Scale, y_of: Scale
-) -> Markup:
-    parts = []
-    for tick in up.ticks:
-        y = y_of(tick)
-        parts.append(
-            Markup(
-                '<path class="grid" d="M{},{}H{}"/>'
-                '<text x="{}" y="{}" class="tick end">{}</text>'
-            ).format(
-                LEFT, _short(y), WIDTH - RIGHT, LEFT - 5, _short(y + 3.5), f"{tick:g}"
+def _keys_of(chart: BarChart, theme: Theme) -> list[Artist]:
+    """A key for each part where there are several, and one for the limit."""
+    ink = INK[THEMES.index(theme)]
+    by_part = all(row.colour is None for row in chart.rows)
+    keys: list[Artist] = []
+    if len(chart.parts) > 1:
+        keys += [
+            Patch(
+                label=_plain(part),
+                **_hatch_or_fill(part, colour_of(i, theme) if by_part else ink),  # type: ignore[arg-type]
             )
-        )
-    bottom = HEIGHT - BOTTOM
-    for tick in across.ticks:
-        x = _short(x_of(tick))
-        parts.append(
-            Markup(
-                '<path class="grid" d="M{},{}V{}"/>'
-                '<text x="{}" y="{}" class="tick middle">{}</text>'
-            ).format(x, TOP, bottom, x, bottom + 13, f"{tick:g}")
-        )
-    parts.append(
-        Markup('<text x="{}" y="{}" class="axis middle">{}</text>').format(
-            (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 5, chart.x
-        )
+            for i, part in enumerate(chart.parts)
+        ]
+    if chart.limit is not None:
+        keys.append(Line2D([], [], color=ink, ls=":", label=_plain(chart.limit_name)))
+    return keys
+
+
+def _length(value: float) -> float:
+    return max(0.0, value) if math.isfinite(value) else 0.0
+
+
+# ---- lines ----
+
+
+def _lines(chart: LineChart, theme: Theme) -> Figure:
+    """Panels on equal axes, two in a row; the lines' names below them."""
+    columns = min(2, len(chart.panels))
+    rows = math.ceil(len(chart.panels) / columns)
+    keys, width, lines = _names_of(chart, theme)
+    high = 2.8 if columns == 1 else 1.9
+    figure = Figure(
+        figsize=(_WIDTH, rows * high + 0.3 + lines * _LINE_OF_TEXT),
+        layout="constrained",
     )
-    return Markup("").join(parts)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    places = list(grid.flat)
+    for panel, axes in zip(chart.panels, places, strict=False):
+        _panel(axes, panel, theme)
+    for axes in places[len(chart.panels) :]:
+        axes.set_axis_off()
+    _scales(places[0], chart)
+    for axes in places[len(chart.panels) - columns : len(chart.panels)]:
+        axes.tick_params(labelbottom=True)  # also where the row below has no panel
+        axes.set_xlabel(_plain(chart.x))
+    figure.supylabel(_shortened(chart.y), fontsize="medium")
+    figure.legend(handles=keys, loc="outside lower left", ncols=width)
+    return figure
 
 
-def _line(one: Series, chart: LineChart, x_of: Scale, y_of: Scale) -> Markup:
-    marks = [
-        Markup("<g><title>{}</title>{}</g>").format(
-            f"{one.name}: {x:g} {chart.x}, {y:.3g} {chart.y}",
-            marker(one.colour, x_of(x), y_of(y)),
+def _panel(axes: Axes, panel: Panel, theme: Theme) -> None:
+    axes.set_title(_plain(panel.title))
+    place = THEMES.index(theme)
+    if panel.dotted is not None:
+        axes.plot(*panel.dotted, color=INK[place], ls=":", lw=1.2)
+    for number, one in enumerate(panel.series):
+        axes.plot(one.xs, one.ys, **_look(one, theme), markevery=_marked(one, number))  # type: ignore[arg-type]
+    if panel.series and not any(math.isfinite(y) for s in panel.series for y in s.ys):
+        axes.text(
+            *(0.5, 0.5, "no finite value"),
+            transform=axes.transAxes,
+            ha="center",
+            va="center",
         )
-        for x, y in zip(one.xs, one.ys, strict=True)
-        if _drawable(y, chart)
+
+
+def _look(one: Series, theme: Theme) -> dict[str, object]:
+    marker = one.colour if one.marker is None else one.marker
+    return {
+        "color": colour_of(one.colour, theme),
+        "marker": MARKERS[marker % len(MARKERS)],
+    }
+
+
+def _marked(one: Series, place: int) -> list[int]:
+    """Where a line shows its marker: at every point where there are few, else at some,
+    elsewhere than the lines beside it; and at points that no line leads to."""
+    count = len(one.ys)
+    if count <= 12:
+        return list(range(count))
+    every = count // 8
+    some = set(range(place * 5 % every, count, every))
+    padded = [math.nan, *one.ys, math.nan]
+    alone = {
+        i for i in range(count) if math.isnan(padded[i]) and math.isnan(padded[i + 2])
+    }
+    return sorted(some | alone)
+
+
+def _scales(axes: Axes, chart: LineChart) -> None:
+    """Both axes of all panels: they are shared."""
+    every = [
+        pair
+        for panel in chart.panels
+        for pair in [(s.xs, s.ys) for s in panel.series]
+        + ([panel.dotted] if panel.dotted else [])
     ]
-    return Markup('<g class="line c{}"><polyline points="{}"/>{}</g>').format(
-        one.colour, _points(one.xs, one.ys, x_of, y_of, chart), Markup("").join(marks)
-    )
+    xs = [x for some, _ in every for x in some]
+    ys = [y for _, some in every for y in some if math.isfinite(y)]
+    if "x" in chart.log and xs:
+        axes.set_xscale("log", base=2)
+        ticks = sorted(set(xs))
+        axes.set_xticks(ticks[:: -(-len(ticks) // _MOST_TICKS)])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(_number))
+    elif xs:
+        axes.set_xlim(0, max(xs) * 1.04 or 1.0)
+    positive = [y for y in ys if y > 0]
+    if "y" in chart.log and positive:
+        wide = max(positive) > 10**_DECADES * min(positive)
+        axes.set_yscale("log", base=10 if wide else 2)
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(_number))
+    else:
+        axes.ticklabel_format(axis="y", useOffset=False)
+        if chart.top is not None:
+            axes.set_ylim(0, max(chart.top, *ys) * 1.04)
+    if not ys:
+        axes.set_yticks([])
 
 
-def _points(
-    xs: Sequence[float], ys: Sequence[float], x_of: Scale, y_of: Scale, chart: LineChart
-) -> str:
-    return " ".join(
-        f"{_short(x_of(x))},{_short(y_of(y))}"
-        for x, y in zip(xs, ys, strict=True)
-        if _drawable(y, chart)
-    )
+def _number(value: float, _place: int | None = None) -> str:
+    return f"{value:g}"
 
 
-def _drawable(y: float, chart: LineChart) -> bool:
-    return math.isfinite(y) and (y > 0 or "y" not in chart.log)
+def _names_of(chart: LineChart, theme: Theme) -> tuple[list[Artist], int, int]:
+    """A key for each line, in how many columns they stand, and how many lines of text."""
+    series = {one.name: one for panel in chart.panels for one in panel.series}
+    names = ["\n".join(_wrapped(name, _LETTERS_OF_LEGEND)) for name in series]
+    keys: list[Artist] = [
+        Line2D([], [], label=name, **_look(one, theme))  # type: ignore[arg-type]
+        for name, one in zip(names, series.values(), strict=True)
+    ]
+    longest = max((len(name) for name in series), default=1)
+    # A name's line and the gaps take half an inch.
+    columns = max(1, min(len(names), int(_WIDTH / (0.5 + longest * _LETTER))))
+    per_column = [names[i::columns] for i in range(columns)]
+    lines = max(sum(text.count("\n") + 1 for text in one) for one in per_column)
+    return keys, columns, lines
 
 
-def _short(value: float) -> str:
-    return str(escape(f"{value:.1f}".removesuffix(".0")))
+# ---- texts ----
+
+
+def unit_of(most: float) -> tuple[float, str]:
+    """The unit of an axis that reaches to *most* seconds, and its number in a second."""
+    for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if most >= size:
+            return 1 / size, name
+    return 1.0, "s"
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """*text* in lines of at most *width* letters, broken after what separates a spec's
+    parts where that is possible."""
+    lines = [""]
+    for part in re.findall(r"[^,:+ ]*[,:+ ]?", _plain(text)):
+        if len(lines[-1]) + len(part) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += part
+        while len(lines[-1]) > width:
+            lines[-1:] = [lines[-1][:width], lines[-1][width:]]
+    return lines
+
+
+def _shortened(text: str) -> str:
+    short = text if len(text) <= _LETTERS_OF_AXIS else f"{text[:_LETTERS_OF_AXIS]}…"
+    return _plain(short)
+
+
+def _plain(text: str) -> str:
+    """*text* without what XML forbids or a line cannot show."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

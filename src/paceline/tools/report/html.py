@@ -1,15 +1,14 @@
-"""A page as one file: no request leaves it, and its own script is the only one that runs.
+"""Writes a report as one HTML file: no request leaves it, and only its own script runs.
 
-What it shows are `paceline.tools.report.model`; ``page.html`` says how each looks, ``page.css`` in
-which colours, ``page.js`` and ``timeline.js`` what people can do with it. Tables, bars and charts
-are there without any script.
+`paceline.tools.report.model` is what a report holds, ``page.html`` its markup, ``page.css`` its
+style; ``page.js`` and ``timeline.js`` sort tables, copy commands and draw timelines. Tables and
+charts are there without any script.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -19,23 +18,25 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup
 
 from paceline.errors import UsageError
-from paceline.tools.report.charts import marker, panels_of
-from paceline.tools.report.colours import COLOURS, GRID, GROUND, INK
 from paceline.tools.report.model import (
-    Bar,
+    COLOURS,
+    GRID,
+    GROUND,
+    INK,
     BarChart,
     LineChart,
     Matrix,
     Number,
     Report,
     Section,
+    Series,
+    Table,
     TimelineSection,
 )
 from paceline.tools.report.run_files import claim, make_folder
 from paceline.units import show_seconds
 
 NAME = "index.html"
-_HATCHED = "exposed"
 _DARKEST = 45.0
 """Per cent of colour in a matrix's worst cell: its figures stay readable."""
 
@@ -63,14 +64,9 @@ def text_of(page: Report) -> str:
         script_hash=f"sha256-{base64.b64encode(digest).decode()}",
         kind_of=_kind_of,
         data_of=_data_of,
-        fill_of=_fill_of,
-        percent=_percent,
-        spoken=_spoken,
+        picture_of=_picture,
+        figures_of=_figures_of,
         shades_of=_shades,
-        names_of=_names_of,
-        panels_of=panels_of,
-        marker=marker,
-        trusted=Markup,
         comma=Markup(",<wbr>"),  # where long specs are best broken
     )
 
@@ -104,32 +100,56 @@ def _data_of(section: TimelineSection) -> Markup:
     return Markup(text)
 
 
-# ---- bars ----
+# ---- charts ----
 
 
-def _fill_of(bars: BarChart, part: int, own: int | None = None) -> str:
-    if bars.parts[part] == _HATCHED:
-        return "hatched"
-    if own is not None:
-        return "own"
-    colourful = all(row.colour is None for row in bars.rows)
-    return f"p{part % len(COLOURS)}" if colourful else "grey"
+def _picture(chart: BarChart | LineChart) -> Markup:
+    """The chart for both themes: the browser takes the one that suits the reader's."""
+    from paceline.tools.report import charts  # matplotlib takes a second to import
+
+    light, dark = (_data_url(charts.svg_of(chart, theme)) for theme in charts.THEMES)
+    return Markup(
+        '<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{}">'
+        '<img class="chart" src="{}" alt="{}"></picture>'
+    ).format(dark, light, "; ".join([chart.title, *_in_words(chart)]))
 
 
-def _longest(bars: BarChart) -> float:
-    return max([*(sum(row.values) for row in bars.rows), bars.limit or 0.0]) or 1.0
+def _data_url(svg: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
 
 
-def _percent(bars: BarChart, value: float) -> str:
-    return f"{100 * max(0.0, value) / _longest(bars):.2f}"
+def _in_words(chart: BarChart | LineChart) -> list[str]:
+    """What the chart shows, for people who do not see it."""
+    if isinstance(chart, BarChart):
+        return [f"{row.name}: {row.text}" for row in chart.rows]
+    return [
+        f"{', '.join(filter(None, (one.name, panel.title)))}: {_ends(one)}"
+        for panel in chart.panels
+        for one in panel.series
+    ]
 
 
-def _spoken(bars: BarChart, row: Bar) -> str:
-    parts = zip(bars.parts, row.values, strict=True)
-    return ", ".join(f"{name} {show_seconds(value)}" for name, value in parts)
+def _ends(one: Series) -> str:
+    if not one.xs:
+        return "no values"
+    return f"{one.ys[0]:.3g} at {one.xs[0]:.3g} to {one.ys[-1]:.3g} at {one.xs[-1]:.3g}"
 
 
-# ---- matrices and charts ----
+def _figures_of(chart: BarChart | LineChart) -> Table | None:
+    """The chart's figures as a table, if they are few enough for one."""
+    if isinstance(chart, LineChart):
+        return chart.table
+    return Table(
+        title=chart.title,
+        headings=("", *chart.parts),
+        rows=[
+            (row.name, *(Number(value, show_seconds(value)) for value in row.values))
+            for row in chart.rows
+        ],
+    )
+
+
+# ---- matrices ----
 
 
 def _shades(matrix: Matrix) -> list[list[str]]:
@@ -151,9 +171,3 @@ def _shades(matrix: Matrix) -> list[list[str]]:
         return f"{_DARKEST * off / reach:.0f}"
 
     return [[shade(one) for one in row] for row in matrix.cells]
-
-
-def _names_of(chart: LineChart) -> Sequence[tuple[str, int]]:
-    """Each line's name and colour, once."""
-    pairs = ((one.name, one.colour) for panel in chart.panels for one in panel.series)
-    return list(dict.fromkeys(pairs))

@@ -1,7 +1,7 @@
-"""What a page is made of: plain data, shown in order by `paceline.tools.report.html`.
+"""A report as plain data: an answer, and sections of text, tables and charts.
 
-All texts are escaped where they are shown; nothing here draws, and nothing here is markup but a
-`Drawn` picture's SVG, which `paceline.tools.report.pictures` has made.
+`paceline.tools.report.html` shows it as a page and `paceline.tools.report.terminal` on a terminal.
+Nothing here draws, and nothing here is markup: all texts are escaped where they are shown.
 """
 
 from __future__ import annotations
@@ -11,6 +11,29 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from paceline.tools.report.timeline import Step
+
+COLOURS = (
+    ("#0072b2", "#56b4f5"),
+    ("#d55e00", "#ff8c42"),
+    ("#009e73", "#2fd6a3"),
+    ("#cc79a7", "#f09ccb"),
+    ("#e69f00", "#ffc53d"),
+    ("#56b4e9", "#b3e0ff"),
+    ("#6b7078", "#b4bac2"),
+)
+"""On light and on dark ground: Okabe and Ito's colours, which people who see fewer colours
+can tell apart, without yellow (too pale on white) and with grey for black. A consistency's colour
+is its number in `CONSISTENCIES`."""
+
+GREY = len(COLOURS) - 1
+"""The colour of what has no consistency, such as one machine."""
+
+INK, GRID, GROUND = (
+    ("#24292f", "#e6e9ed"),
+    ("#d8dee4", "#3a414a"),
+    ("#ffffff", "#14181d"),
+)
+"""Text and axes, grid lines, and what is below them: on light and on dark ground."""
 
 
 class Number(NamedTuple):
@@ -118,12 +141,13 @@ class Matrix:
 
 
 class Series(NamedTuple):
-    """A line of a panel: *colour* is its number."""
+    """A line of a panel, with the numbers of its *colour* and *marker* (None: the colour's)."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     colour: int = 0
+    marker: int | None = None
 
 
 class Panel(NamedTuple):
@@ -137,14 +161,14 @@ class Panel(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
     """Small charts of one kind side by side, on equal axes; their figures as a *table* too.
-    *x*, *y* name the axes; *log*: which of them are logarithmic, to base 2. *top*: where the
-    vertical axis ends."""
+    *x*, *y* name the axes; *log*: which of them are logarithmic. *top*: where the vertical axis
+    ends."""
 
     title: str
     panels: Sequence[Panel]
     x: str
     y: str
-    log: Literal["", "x", "xy"] = ""
+    log: Literal["", "x", "y", "xy"] = ""
     top: float | None = None
     caption: str = ""
     table: Table | None = None
@@ -163,29 +187,7 @@ class TimelineSection:
     level: Level = "details"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """A picture that is drawn already: *svg* is trusted. *files* lie beside the page."""
-
-    title: str
-    svg: str
-    caption: str
-    files: Sequence[tuple[str, str]] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pictures:
-    """Pictures side by side."""
-
-    title: str
-    pictures: Sequence[Drawn]
-    caption: str = ""
-    level: Level = "details"
-
-
-Section = (
-    Text | Links | Table | BarChart | Matrix | LineChart | TimelineSection | Pictures
-)
+Section = Text | Links | Table | BarChart | Matrix | LineChart | TimelineSection
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,5 @@
-// The page's own behaviour: colours, sorted tables, copied commands. Without it all is readable.
+// The page's own behaviour: sorted tables, copied commands. Without it all is readable.
 "use strict";
-
-function themes() {
-  const choice = document.querySelector(".themes");
-  choice.hidden = false;
-  choice.addEventListener("change", (event) => {
-    if (event.target.value === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = event.target.value;
-  });
-}
 
 function say(words) {
   document.getElementById("said").textContent = words;
@@ -62,6 +53,5 @@ function copied(button) {
   });
 }
 
-themes();
 document.querySelectorAll("table.sortable").forEach(sortable);
 document.querySelectorAll("button.copy").forEach(copied);

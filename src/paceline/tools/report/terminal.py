@@ -1,178 +1,126 @@
-"""Tables for people."""
+"""Reports, results and workloads on the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from paceline.cluster.workload import Workload
-from paceline.records import StepRecord
-from paceline.runtimes.results import FailedRun, Outcome, RunResult
-from paceline.tools.compare.goal import Goal
+from paceline.runtimes.results import RunResult
 from paceline.tools.report import model
-from paceline.units import show_bytes, show_seconds
+from paceline.units import show_bytes, show_count, show_rate, show_seconds
+
+if TYPE_CHECKING:
+    from paceline.cluster.profiling import CompressorCost, NotApplicable
 
 _WIDTH_OF_FILES = 120
 """Columns where standard output is no terminal: nothing needs to be folded there."""
 
 
-class Sheet(NamedTuple):
-    """A table's text: a cell per heading and row, a *legend* of one or more sentences, and
-    the notes that rows refer to as ``[1]``, ``[2]``, ... behind their names."""
-
-    headings: list[str]
-    rows: list[list[str]]
-    legend: list[str]
-    notes: list[str]
-
-
-def sheet(rows: Sequence[tuple[str, Outcome]]) -> Sheet:
-    """A row per run: its name, where its time goes, its last metrics, and the ratio of its
-    step time to that of the first run that has one; what is to be known about it, below.
-    """
-    results = [outcome for _, outcome in rows if isinstance(outcome, RunResult)]
-    metrics = list(dict.fromkeys(name for r in results for name in r.metrics))
-    first = next((r.step_seconds for r in results if r.step_seconds), None)
-    headings = ["variant", "buckets", "settled", "step", "compute", "exposed", "sent"]
-    headings += metrics
-    if len(rows) > 1:
-        headings.append("ratio")
-    # What is to be known about all of them needs no mark.
-    common = [
-        note
-        for note in (results[0].notes if len(results) > 1 else ())
-        if all(note in result.notes for result in results)
-    ]
-    numbers: dict[str, int] = {}
-    table = []
-    for name, outcome in rows:
-        marks = [
-            numbers.setdefault(note, len(numbers) + 1)
-            for note in outcome.notes
-            if note not in common
-        ]
-        label = name + "".join(f" [{number}]" for number in marks)
-        if isinstance(outcome, FailedRun):
-            cells = ["-", "-", "failed", *["-"] * (len(headings) - 4)]
-        else:
-            cells = _figures(outcome, metrics)
-            if len(rows) > 1:
-                step = outcome.step_seconds
-                cells.append(f"{step / first:.3f}" if step and first else "-")
-        table.append([label, *cells])
-    return Sheet(headings, table, [_sum(results), *common], list(numbers))
-
-
-ADDS_UP = 0.005
-"""To this part of a step its figures are seen to add up."""
-
-
-def _sum(results: Sequence[RunResult]) -> str:
-    words = "step = compute + exposed (waiting for the network)"
-    for r in results:
-        step, compute = r.step_seconds, r.compute_seconds
-        exposed = r.exposed_communication_seconds
-        if step is None or compute is None or exposed is None:
-            continue
-        if abs(step - compute - exposed) > ADDS_UP * step:
-            words += " in each step, and medians of these need not add up"
-            break
-    return f"{words}; sent per worker; figures are of settled steps"
-
-
-def _figures(result: RunResult, metrics: Sequence[str]) -> list[str]:
-    sent = result.bytes_sent_per_worker
-    values = (result.metrics.get(metric) for metric in metrics)
-    first = result.settled_from
-    return [
-        str(result.buckets),
-        "-" if first is None else f"{first} to {result.steps}",
-        _seconds(result.step_seconds),
-        _seconds(result.compute_seconds),
-        _seconds(result.exposed_communication_seconds),
-        "-" if sent is None else show_bytes(sent),
-        *("-" if value is None else f"{value:.4g}" for value in values),
-    ]
-
-
-def print_results(
-    rows: Sequence[tuple[str, Outcome]],
-    reached: Sequence[StepRecord | None] = (),
-    goal: Goal | None = None,
-) -> None:
-    """The table of `sheet`, and what its figures were made with. At least one run has a
-    result. *reached*: the step with which each came to the *goal*."""
-    first = next(outcome for _, outcome in rows if isinstance(outcome, RunResult))
-    headings, cells, legend, notes = sheet(rows)
-    many = "worker" if first.workers == 1 else "workers"
-    table = Table(title=f"{first.workers} {many}, {first.runtime} runtime")
-    table.add_column(headings[0], overflow="fold")
-    for heading in headings[1:]:
-        table.add_column(heading, justify="right", no_wrap=True)
-    if goal is not None:
-        table.add_column(f"to {goal}", justify="right", no_wrap=True)
-        cells = [
-            [*row, "never" if when is None else show_seconds(when.end_seconds)]
-            for row, when in zip(cells, reached, strict=True)
-        ]
-    for row in cells:
-        table.add_row(*(Text(cell) for cell in row))
+def print_result(result: RunResult) -> None:
+    """Print the figures of one run, and below them what they were measured with."""
     console = console_for_tables()
-    console.print(table)
-    for sentence in legend:
-        console.print(Text(sentence))
-    if first.runtime == "simulated":
-        console.print(
-            "all in virtual time: in the script that is paceline.now(), and not time.time()"
-        )
-    below = Table.grid(padding=(0, 1))
-    for number, note in enumerate(notes, start=1):
-        below.add_row(Text(f"[{number}]"), Text(note))
-    if notes:
-        console.print(below)
+    _print_table(console, _table_of(result))
+    for note in result.notes:
+        console.print(Text(note))
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else show_seconds(value)
+def _table_of(result: RunResult) -> model.Table:
+    first, sent = result.settled_from, result.bytes_sent_per_worker
+    legend = (
+        "step = compute + exposed communication. Each figure is a median over steady-state steps. "
+        "sent: per worker and step."
+    )
+    if result.runtime == "simulated":
+        legend += " All times are virtual: a script reads them with paceline.now(), not with time.time()."
+    return model.Table(
+        title=f"{show_count(result.workers, 'worker')}, {result.runtime} runtime",
+        headings=(
+            *(
+                "method",
+                "buckets",
+                "steady state",
+                "step",
+                "compute",
+                "exposed",
+                "sent",
+            ),
+            *result.metrics,
+        ),
+        rows=[
+            (
+                result.brief or result.method,
+                model.Number(result.buckets, str(result.buckets)),
+                None if first is None else f"steps {first} to {result.steps}",
+                *map(
+                    _seconds,
+                    (
+                        result.step_seconds,
+                        result.compute_seconds,
+                        result.exposed_communication_seconds,
+                    ),
+                ),
+                None if sent is None else model.Number(sent, show_bytes(sent)),
+                *(
+                    None if value is None else model.Number(value, f"{value:.4g}")
+                    for value in result.metrics.values()
+                ),
+            )
+        ],
+        caption=legend,
+    )
+
+
+def _seconds(value: float | None) -> model.Number | None:
+    return None if value is None else model.Number(value, show_seconds(value))
 
 
 def print_workload(workload: Workload, rows: int = 12) -> None:
     """A workload's sums, and the tensors whose backward pass takes longest."""
-    table = Table(title=workload.source or "workload")
-    table.add_column("tensor", overflow="fold")
-    for heading in ("gradient", "forward", "backward", "ready at"):
-        table.add_column(heading, justify="right", no_wrap=True)
     ready = dict(zip(workload.order, workload.ready_seconds, strict=True))
     count = len(workload.names)
     longest = sorted(range(count), key=workload.backward.__getitem__, reverse=True)
     shown = set(longest[:rows])
-    for i in (i for i in workload.order if i in shown):
-        table.add_row(
+    lines: list[list[model.Cell]] = [
+        [
             workload.names[i],
-            show_bytes(workload.sizes[i]),
-            show_seconds(workload.forward[i]),
-            show_seconds(workload.backward[i]),
-            show_seconds(ready[i]),
-        )
+            model.Number(workload.sizes[i], show_bytes(workload.sizes[i])),
+            _seconds(workload.forward[i]),
+            _seconds(workload.backward[i]),
+            _seconds(ready[i]),
+        ]
+        for i in workload.order
+        if i in shown
+    ]
+    empty = model.Number(None, "")
     if count > rows:
-        table.add_row(f"... and {count - rows} more", "", "", "", "")
-    table.add_section()
-    table.add_row(
-        f"{count} tensors",
-        show_bytes(sum(workload.sizes)),
-        show_seconds(workload.forward_seconds),
-        show_seconds(workload.backward_seconds),
-        f"update {show_seconds(workload.update)}",
+        lines.append([f"... and {count - rows} more", *[empty] * 4])
+    total = sum(workload.sizes)
+    lines.append(
+        [
+            f"all {show_count(count, 'tensor')}",
+            model.Number(total, show_bytes(total)),
+            _seconds(workload.forward_seconds),
+            _seconds(workload.backward_seconds),
+            empty,
+        ]
     )
+    caption = f"Optimizer's update: {show_seconds(workload.update)}."
     if workload.input:
-        table.add_row("between steps", "", show_seconds(workload.input), "", "")
+        caption += f" Between steps: {show_seconds(workload.input)}."
     if workload.overhead:
-        table.add_row("hooks", "", "", show_seconds(workload.overhead), "")
-    console_for_tables().print(table)
+        caption += f" Hooks: {show_seconds(workload.overhead)}."
+    table = model.Table(
+        title=workload.source or "workload",
+        headings=("tensor", "gradient", "forward", "backward", "ready at"),
+        rows=lines,
+        caption=caption,
+    )
+    _print_table(console_for_tables(), table)
 
 
 def print_report(report: model.Report, *, everything: bool = False) -> None:
@@ -253,6 +201,58 @@ def _cell(cell: model.Cell) -> str:
     if isinstance(cell, model.Number):
         return f"{cell.text} (!)" if cell.bad else cell.text
     return "-" if cell is None else cell
+
+
+def print_compressor_costs(
+    rows: Sequence[CompressorCost | NotApplicable], workers: int
+) -> None:
+    """A row for each compressor that suits the model, and the reason of each that does not."""
+    from paceline.cluster.profiling import CompressorCost, NotApplicable
+
+    measured = [row for row in rows if isinstance(row, CompressorCost)]
+    console = console_for_tables()
+    if measured:
+        first = measured[0]
+        table = model.Table(
+            title=f"Compression of this model's gradients, {show_count(workers, 'worker')}",
+            headings=(
+                *("compression", "ratio", "sent", "encode", "decode", "error"),
+                *("error of sums", "pays below"),
+            ),
+            rows=[_cells_of(row) for row in measured],
+        )
+        _print_table(console, table)
+        for sentence in (
+            "ratio: bytes of the gradient over those of a worker's own compressed gradient. sent: "
+            f"bytes that each worker sends for it; {show_bytes(first.dense_traffic_bytes)} without "
+            "compression.",
+            "error: norm of the mean's error over the gradient's, at one step; error of sums: the "
+            f"same of sums over {first.steps} steps, with error feedback.",
+            f"pays below B, where 2(n-1)/n S / B = encode + decode + sent / B: a ring all-reduce of "
+            f"S = {show_bytes(first.dense_bytes)} among n = {workers}, against compression without "
+            "overlap or start-up times. paceline compare includes both.",
+        ):
+            console.print(Text(sentence))
+    for other in rows:
+        if isinstance(other, NotApplicable):
+            console.print(Text(f"{other.compression} does not suit: {other.reason}"))
+
+
+def _cells_of(row: CompressorCost) -> list[model.Cell]:
+    below = row.pays_below
+    return [
+        row.compression,
+        model.Number(row.ratio, f"{row.ratio:.3g}"),
+        model.Number(row.traffic_bytes, show_bytes(row.traffic_bytes)),
+        _seconds(row.encode_seconds),
+        _seconds(row.decode_seconds),
+        model.Number(row.error, f"{row.error:.2g}"),
+        model.Number(row.error_of_sum, f"{row.error_of_sum:.2g}"),
+        model.Number(
+            below,
+            "nowhere" if below is None else show_rate(float(f"{8 * below:.3g}") / 8),
+        ),
+    ]
 
 
 def console_for_tables() -> Console:

@@ -7,7 +7,6 @@ from pathlib import Path
 from paceline.cluster import Workload, uniform_cluster
 from paceline.interfaces import CONSISTENCIES
 from paceline.records import STEP_ROW, Span, StepRecord
-from paceline.tools.compare.report import write_report
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
 from paceline.tools.doctor.report import doctor_report
 from paceline.tools.plan.estimates import Baseline, Estimate, Infeasible, Plan
@@ -16,8 +15,8 @@ from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
 from paceline.tools.plan.what_if import RATES, WORKERS, ScalingPoint
 from paceline.tools.report.html import NAME, write_page
 from paceline.tools.report.timeline import Step, step_of
+from tests.tools.compare.cases import three
 from tests.tools.doctor.synthetic import Site
-from tests.tools.report.cases import three
 
 WILD = "</script><b>\"'&漢 \u2028"
 """What a script's name may hold, and a page must keep."""
@@ -26,16 +25,7 @@ LONG = "bsp:compression=top-k,fraction=0.01,feedback=true,collective=hierarchica
 
 def compared(folder: Path) -> Path:
     """Three variants of digits, as in the tests of reports."""
-    comparison = three()
-    comparison.leave(folder)
-    return write_report(
-        str(folder),
-        comparison.variants,
-        comparison.results,
-        title=f"{WILD}: 3 variants",
-        command=f"paceline compare '{WILD}'",
-        notes=[("network", "2 workers")],
-    )
+    return three().write(folder, f"{WILD}: 3 methods", f"paceline compare '{WILD}'")
 
 
 def planned(folder: Path) -> Path:

@@ -1,0 +1,275 @@
+"""A comparison's headline, its table, its notes, and what its charts show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from paceline.interfaces import CONSISTENCIES
+from paceline.tools.compare.report import (
+    Curve,
+    metric_curves,
+    thinned,
+)
+from paceline.tools.compare.runner import Goal
+from paceline.tools.report.model import (
+    GREY,
+    BarChart,
+    LineChart,
+    Number,
+    Report,
+    Table,
+    Text,
+)
+from paceline.tools.report.terminal import print_report
+from tests.tools.compare.cases import Comparison, falling, record, three
+
+GOAL = Goal("accuracy", 0.15)
+
+
+def table_of(report: Report) -> list[dict[str, str]]:
+    (table,) = (one for one in report.sections if isinstance(one, Table))
+    rows = [
+        [cell.text if isinstance(cell, Number) else cell or "-" for cell in row]
+        for row in table.rows
+    ]
+    return [dict(zip(table.headings, row, strict=True)) for row in rows]
+
+
+def charts_of(report: Report) -> dict[str, LineChart]:
+    return {one.title: one for one in report.sections if isinstance(one, LineChart)}
+
+
+def notes_of(report: Report) -> Sequence[str]:
+    texts = [one for one in report.sections if isinstance(one, Text)]
+    return texts[0].lines if texts else []
+
+
+def planned() -> Comparison:
+    """As a plan has them run: DDP first, then the best of each consistency, one that fails."""
+    comparison = Comparison()
+    comparison.add(
+        "bsp:buckets=ddp", falling(), goal=GOAL, exposed=0.05, predicted=0.08
+    )
+    comparison.add("dear", falling(), goal=GOAL, exposed=0.03, predicted=0.06)
+    comparison.add("int4", falling(), goal=GOAL, exposed=0.0, consistency="lossy")
+    comparison.add("backup", falling(9), goal=GOAL, consistency="asynchronous")
+    comparison.end("local-sgd", consistency="local")
+    return comparison
+
+
+# ---- headline, table and notes ----
+
+
+def test_a_plans_methods_are_compared_with_ddp_and_with_one_machine() -> None:
+    rows = table_of(planned().report(one_machine=0.32))
+    assert [row["method"] for row in rows] == [
+        "one machine, same global batch",
+        "DDP (bsp:buckets=ddp)",
+        *("dear", "int4", "backup", "local-sgd"),
+    ]
+    assert [row["vs. DDP"] for row in rows] == [
+        *("0.25x", "1.00x", "1.33x", "2.67x", "2.00x", "-"),
+    ]
+    assert [row["vs. 1 machine"] for row in rows] == [
+        *("1.00x", "4.00x", "5.33x", "10.67x", "8.00x", "-"),
+    ]
+    assert [row["predicted"] for row in rows] == ["-", "80 ms", "60 ms", *["-"] * 3]
+    assert [row["step"] for row in rows][-1] == "failed"
+    assert rows[1]["consistency"] == "exact"
+
+
+def test_times_to_the_goal_are_the_headline_and_a_column() -> None:
+    report = planned().report(goal=GOAL, one_machine=0.32)
+    assert report.answer == (
+        "accuracy 0.15: int4 600 ms, dear 1.2 s, DDP 1.6 s, one machine 6.4 s (virtual time). "
+        "backup did not reach it."
+    )
+    rows = table_of(report)
+    assert "loss" not in rows[0]
+    assert [row["to accuracy=0.15"] for row in rows] == [
+        *("6.4 s", "1.6 s (20 steps)", "1.2 s (20 steps)", "600 ms (20 steps)"),
+        *("never", "-"),
+    ]
+    dotted = charts_of(report)["accuracy over time"].panels[0].dotted
+    assert dotted is not None
+    assert dotted[0] == pytest.approx([0.0, 0.6, 0.6])
+    assert dotted[1] == pytest.approx([0.15, 0.15, 0.1])
+
+
+def test_nobody_reaches_the_goal() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", falling(9), goal=GOAL)
+    assert "no method" in comparison.report(goal=GOAL).answer
+
+
+def test_methods_that_somebody_named_are_compared_with_the_first() -> None:
+    report = three().report()
+    rows = table_of(report)
+    assert [row["vs. first"] for row in rows] == ["1.00x", "0.75x", "0.60x"]
+    assert {"predicted", "vs. 1 machine"}.isdisjoint(rows[0])
+    assert report.answer == "Shortest step: bsp, 30 ms (1.00x bsp)."
+    assert rows[0] | {"loss": "0.1", "accuracy": "0.9"} == rows[0]
+
+
+def test_the_headline_also_has_the_best_exact_method() -> None:
+    answer = planned().report().answer
+    assert answer == (
+        "Shortest step: int4, 30 ms (2.67x DDP). Shortest exact step: dear, 60 ms (1.33x DDP)."
+    )
+
+
+def test_one_method_has_nothing_to_be_compared_with() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{}] * 3)
+    report = comparison.report()
+    assert report.answer == "bsp: 40 ms per step."
+    assert list(table_of(report)[0]) == [
+        *("consistency", "method", "buckets", "step", "compute", "exposed", "sent"),
+    ]
+    assert charts_of(report) == {}
+
+
+def test_a_run_without_steps() -> None:
+    comparison = Comparison()
+    comparison.add("bsp")
+    report = comparison.report()
+    assert report.answer == "No step was taken."
+    assert table_of(report)[0]["step"] == "-"
+
+
+def test_equal_notes_stand_once_with_their_methods() -> None:
+    comparison = Comparison()
+    for spec, notes in (("a", ["x", "fast"]), ("b", ["x"]), ("c", ["x", "fast"])):
+        comparison.add(spec, [{}] * 3).notes = notes
+    assert notes_of(comparison.report()) == ["x", "a, c: fast"]
+    comparison.end("d")
+    assert notes_of(comparison.report()) == [
+        *("a, b, c: x", "a, c: fast"),
+        "d: failed: worker 0 raised GradientError: clipped",
+    ]
+
+
+def test_a_spec_that_is_given_twice_is_numbered() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{"loss": 1.0}])
+    comparison.end("bsp")
+    report = comparison.report()
+    names = ["bsp (number 1)", "bsp (number 2)"]
+    assert [row["method"] for row in table_of(report)] == names
+    assert [
+        one.name for one in charts_of(report)["loss over time"].panels[0].series
+    ] == (names[:1])
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """``[val]`` would be a style, ``[/val]`` an error, and ``:key:`` a picture."""
+    comparison = Comparison()
+    names = ("acc[val]", "acc[/val]", "loss:key:")
+    comparison.add("bsp", [dict.fromkeys(names, 0.5)])
+    print_report(comparison.report())
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)
+
+
+# ---- charts ----
+
+
+def test_colour_is_consistency_and_marker_is_method() -> None:
+    report = planned().report(one_machine=0.32)
+    place = {name: number for number, name in enumerate(CONSISTENCIES)}
+    ran = [place[name] for name in ("exact", "exact", "lossy", "asynchronous")]
+    lines = charts_of(report)["loss over time"].panels[0].series
+    assert [one.colour for one in lines] == ran
+    assert [one.marker for one in lines] == [0, 1, 2, 3]
+    (bars,) = (one for one in report.sections if isinstance(one, BarChart))
+    assert [bar.colour for bar in bars.rows] == ran
+    assert list(bars.rows[0].values) == pytest.approx([0.03, 0.05])
+    (table,) = (one for one in report.sections if isinstance(one, Table))
+    assert table.colours == [GREY, *ran, place["local"]]
+
+
+def test_a_metric_over_many_decades_has_a_logarithmic_axis() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{"loss": 10.0**i, "accuracy": 0.1} for i in range(5)])
+    charts = charts_of(comparison.report())
+    assert [chart.log for chart in charts.values()] == ["y", ""]
+
+
+def test_long_runs_are_drawn_in_few_points() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{"loss": math.sin(i)} for i in range(20_000)])
+    chart = charts_of(comparison.report())["loss over time"]
+    assert len(chart.panels[0].series[0].xs) <= 300
+    assert "neighbouring" in chart.caption
+
+
+def test_a_point_is_the_mean_over_the_workers_of_its_step() -> None:
+    comparison = Comparison()
+    steps = [
+        record(0, 1, 1.0, {"loss": 4.0}),
+        record(1, 1, 3.0, {"loss": 2.0}),
+        record(2, 1, 9.0, {}),  # this worker logged nothing
+        record(0, 2, 4.0, {"loss": 1.0}),
+    ]
+    result = comparison.add("other", [{"loss": 0.0}, {"loss": 0.0}])
+    comparison.runs.clear()
+    comparison.end("bsp", result, steps)
+    assert metric_curves(comparison.runs) == {"loss": [Curve([2.0, 4.0], [3.0, 1.0])]}
+
+
+def test_what_is_no_number_leaves_a_gap() -> None:
+    comparison = Comparison()
+    logged = [{"loss": 4.0}, {}, {"loss": None}, {"loss": -1e308}, {"loss": 1.0}]
+    comparison.add("bsp", logged)
+    (curve,) = metric_curves(comparison.runs)["loss"]
+    assert curve.seconds == pytest.approx([0.04, 0.12, 0.16, 0.2])
+    assert curve.values == pytest.approx([4.0, math.nan, math.nan, 1.0], nan_ok=True)
+
+
+def test_what_is_logged_now_and_then_also_counts_after_the_last_step() -> None:
+    comparison = Comparison()
+    last = {"accuracy": 0.9, "loss": 0.5, "end": 7.0}
+    comparison.add("bsp", falling(20), last=last)
+    curves = metric_curves(comparison.runs)
+    (accuracy,), (loss,), (end,) = curves["accuracy"], curves["loss"], curves["end"]
+    assert accuracy.values == [0.1, 0.2, 0.9]
+    assert accuracy.seconds == pytest.approx([0.4, 0.8, 0.8])
+    assert len(loss.values) == 20  # logged in every step: one more adds nothing
+    assert end == Curve([accuracy.seconds[-1]], [7.0])
+
+
+def test_a_last_value_that_is_recorded_is_no_further_point() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{}, {"accuracy": 0.5}, {}, {}])
+    (curve,) = metric_curves(comparison.runs)["accuracy"]
+    assert curve.values == [0.5]
+
+
+def test_a_variant_that_does_not_log_a_metric_has_an_empty_line() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{"loss": 2.0}])
+    comparison.add("ssp", [{"loss": 3.0, "staleness": 1.0}])
+    assert metric_curves(comparison.runs)["staleness"][0] == Curve()
+
+
+def test_in_few_points_one_that_is_no_number_hides_no_others() -> None:
+    values = [1.0, math.nan, 3.0, math.nan, math.nan, math.nan, 5.0, 7.0, 6.0]
+    few = thinned(Curve([float(i) for i in range(9)], values), most=3)
+    assert few.seconds == [1.0, 4.0, 7.0]
+    assert few.values == pytest.approx([2.0, math.nan, 6.0], nan_ok=True)
+
+
+# ---- the page ----
+
+
+def test_the_page_has_all_of_it(tmp_path: Path) -> None:
+    page = three().write(tmp_path, "a title", "paceline compare x").read_text()
+    for words in ("a title", "paceline compare x", "Shortest step: bsp", "vs. first"):
+        assert words in page
+    assert page.count("2-bsp-buckets-wfbp.trace.json") == 1
+    assert '"steps":' not in page
+    assert page.count("<picture>") == 3

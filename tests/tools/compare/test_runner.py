@@ -1,0 +1,78 @@
+"""Goals, the records that variants leave, and what programs read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from paceline.errors import UsageError
+from paceline.records import StepRecord
+from paceline.tools.compare.runner import Goal, Variant, merge_records, to_json
+from tests.tools.compare.cases import FAILED, Comparison, falling, record
+
+
+def test_a_value_in_single_precision_reaches_what_it_is_printed_as() -> None:
+    metrics = {"accuracy": float(torch.tensor(342 / 360)), "loss": 0.5}
+    step = record(0, 7, 1.0, metrics)
+    assert metrics["accuracy"] < 0.95
+    assert Goal("accuracy", 0.95).reached([step], None) is step
+    assert Goal("accuracy", 0.9501).reached([step], None) is None
+    assert Goal("loss", 0.5).reached([step], 0.1) is step
+    assert Goal("loss", 0.5).reached([], 0.1) is None  # logged, and no step taken
+
+
+@pytest.mark.parametrize("text", ["accuracy", "=3", "loss=low", "loss=inf"])
+def test_a_goal_is_a_metric_and_a_number(text: str) -> None:
+    with pytest.raises(UsageError, match="--until: expected METRIC=VALUE"):
+        Goal.read(text)
+
+
+def leave(folder: Path, variant: Variant, steps: list[StepRecord]) -> None:
+    """What a variant's process leaves."""
+    own = folder / variant.file_name
+    own.mkdir()
+    (own / "records.jsonl").write_bytes(msgspec.json.Encoder().encode_lines(steps))
+    (own / "records.trace.json").write_text("{}")
+
+
+def test_records_of_all_that_ran_are_gathered(tmp_path: Path) -> None:
+    goal = Goal("accuracy", 0.15)
+    comparison = Comparison()
+    comparison.add("bsp", falling(20), workers=2)
+    comparison.end("asp")
+    comparison.add("bsp", falling(9))
+    variants = [run.variant for run in comparison.runs]
+    for run in comparison.runs:
+        if run.result is not None:
+            leave(tmp_path, run.variant, list(run.steps))
+    outcomes = [run.outcome for run in comparison.runs]
+    runs = merge_records(variants, outcomes, tmp_path, goal)
+    assert [len(run.steps) for run in runs] == [40, 0, 9]
+    assert [run.reached and run.reached.step for run in runs] == [20, None, None]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("records.jsonl", ".paceline-files", "1-bsp.trace.json", "3-bsp.trace.json"),
+    }
+    lines = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["variant"] for line in lines] == ["bsp"] * 49
+
+
+def test_a_program_reads_figures_and_why_a_variant_has_none() -> None:
+    goal = Goal("accuracy", 0.15)
+    comparison = Comparison()
+    comparison.end("asp", consistency="asynchronous")
+    comparison.add("bsp", falling(20), goal=goal, predicted=0.05)
+    content = json.loads(to_json(comparison.runs, plan=None))
+    assert list(content) == ["variants"]
+    first, second = content["variants"]
+    assert first == {
+        "variant": "asp",
+        "consistency": "asynchronous",
+        "failed": FAILED.failed,
+        "exit_status": 1,
+    }
+    assert second["predicted_seconds"] == 0.05
+    assert (second["reached_step"], second["reached_seconds"]) == (20, 0.8)
