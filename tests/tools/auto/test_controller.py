@@ -35,6 +35,7 @@ def test_the_fastest_candidate_stays_and_all_ranks_know_it():
         (one,) = log.decisions
         assert one.chosen == "osp"
         assert one.before == "bsp"
+        assert one.planned
         assert [tried.spec for tried in one.trials] == ["osp", "dear"]
         assert [tried.better for tried in one.trials] == [True, False]
         assert one.trials[0].seconds == pytest.approx(0.7, rel=0.02)
@@ -78,6 +79,7 @@ def test_where_nothing_waits_nothing_is_measured():
     assert runtime.specs == ["bsp"] * 2
     assert runtime.probes == [[], []]
     assert runtime.logs[0].decisions[0].trials == []
+    assert not runtime.logs[0].decisions[0].planned
 
 
 def test_a_refused_candidate_is_named_and_the_next_one_is_tried():

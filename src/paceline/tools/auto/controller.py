@@ -93,6 +93,7 @@ class Decision(msgspec.Struct, kw_only=True):
         step_seconds: Seconds of a step with the chosen method.
         exposed: The share of a step that was exposed communication, before; below 0: not known.
         recalled: Whether it was decided in an earlier run of the same training.
+        planned: Whether candidates were predicted for it.
         trials: The candidates that were tried.
         postponed: Specs with predicted seconds whose trials are not affordable yet.
     """
@@ -102,6 +103,7 @@ class Decision(msgspec.Struct, kw_only=True):
     step_seconds: float = 0.0
     exposed: float = -1.0
     recalled: bool = False
+    planned: bool = False
     trials: list[TrialResult] = []
     postponed: list[tuple[str, float]] = []
 
@@ -289,6 +291,7 @@ class Controller:
         decision.exposed = -1.0 if unknown else share
         if unknown or share >= NOTHING_TO_GAIN:
             yield from self._plan()
+            decision.planned = True
             decision.postponed = yield from self._candidates()
             while decision.postponed:
                 if self._affordable < self._trial_seconds:

@@ -198,8 +198,11 @@ class DecisionLog:
             return
         saves = self.cluster is not None or decision.recalled
         path = str(self.cache.path) if saves and self.cache.path is not None else ""
+        answer = (
+            self.answer if decision.planned else None
+        )  # else it is an earlier one's
         lines = describe_decision(
-            decision, self._consistency, self.answer, self.cluster, path
+            decision, self._consistency, answer, self.cluster, path
         )
         self._print(lines)
         if decision.recalled or self.cluster is None:
