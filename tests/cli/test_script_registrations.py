@@ -92,7 +92,7 @@ def test_a_doctor_does_not_know_a_scripts_rows(folder, capfd, spec):
     found = json.loads(capfd.readouterr().out)
     assert found["spec"].startswith(spec.partition(",")[0].partition(":")[0])
     assert found["predicted_seconds"] is None
-    assert found["mended_seconds"] is None
+    assert found["fixed_seconds"] is None
 
 
 @pytest.mark.parametrize("spec", SPECS)
