@@ -6,8 +6,8 @@ import tracemalloc
 
 import pytest
 
-from paceline.records import STEPS_KEPT, RecordsInMemory, StepRecorder
-from paceline.runtimes.results import RunResult, StepStats
+from paceline.records import STEPS_KEPT, RecordsInMemory, StepRecorder, steady_steps
+from paceline.runtimes.results import RunResult
 
 
 class Training:
@@ -45,7 +45,7 @@ def test_figures_are_of_the_last_steps_and_counts_of_all() -> None:
     training = Training()
     training.steps(STEPS_KEPT, 1.0)
     training.steps(STEPS_KEPT, 2.0)
-    summary = StepStats.of(training.recorder)
+    summary = training.recorder.stats()
     assert summary.steps == 2 * STEPS_KEPT
     assert summary.step_seconds == 2.0
     result = RunResult.of("real", 1, training.recorder, [summary])
@@ -61,17 +61,20 @@ def test_steps_that_measured_are_left_out_also_of_a_window_that_has_moved() -> N
     training.recorder.planned(2, settled=True)
     training.steps(1, 5.0)
     training.steps(9, 3.0)
-    kept = training.recorder.settled_steps()
+    kept = steady_steps(list(training.recorder.steps))
     assert [record.step_seconds for record in kept] == [3.0] * 9
-    assert StepStats.of(training.recorder).step_seconds == 3.0
+    assert training.recorder.stats().step_seconds == 3.0
 
 
-def test_without_settled_steps_all_but_the_first_count() -> None:
+def test_without_steady_steps_all_but_the_first_count() -> None:
     training = Training()
     training.steps(1, 9.0)
-    assert StepStats.of(training.recorder).step_seconds == 9.0
+    assert training.recorder.stats().step_seconds == 9.0
     training.steps(2, 1.0)
-    assert [record.step for record in training.recorder.settled_steps()] == [2, 3]
+    assert [record.step for record in steady_steps(list(training.recorder.steps))] == [
+        2,
+        3,
+    ]
 
 
 def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> None:
@@ -84,7 +87,7 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
         training.recorder.set_period(4)
         for number in range(before + 41):
             training.steps(1, 900.0 if number == 17 else pattern[number % 4])
-        summary = StepStats.of(training.recorder)
+        summary = training.recorder.stats()
         assert (summary.step_seconds, summary.bytes_sent) == (2.0, 1000.0)
         result = RunResult.of("real", 1, training.recorder, [summary])
         assert result.notes == [
@@ -98,7 +101,7 @@ def test_figures_of_less_than_a_period_say_so() -> None:
     training.recorder.set_period(8)
     training.steps(2, 1.0)
     training.steps(2, 4.0)
-    summary = StepStats.of(training.recorder)
+    summary = training.recorder.stats()
     assert summary.step_seconds == 3.0  # without the first, which carries start-up
     result = RunResult.of("real", 1, training.recorder, [summary])
     assert result.notes == result.cautions
@@ -108,11 +111,11 @@ def test_figures_of_less_than_a_period_say_so() -> None:
 
 
 # What happens to a recorder, in turn: steps, plans, decisions; then how many steps there are in
-# all, from which on they are settled, and what is said of that.
-SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
+# all, from which on they are steady (0: none), and what is said of that.
+STEADY: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
     "nothing is known": (
         [("steps", 5)],
-        *(5, 0, "not settled in 5 steps: buckets were still being measured and tried,"),
+        *(5, 0, "5 steps did not reach steady state: buckets were"),
     ),
     "a fixed plan": ([("plan", True), ("steps", 11)], 11, 2, ""),
     "few": (
@@ -125,15 +128,15 @@ SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
     ),
     "a plan that is made anew": (
         [("plan", True), ("steps", 20), ("plan", False), ("steps", 20)],
-        *(40, 0, "not settled in 40 steps: buckets were"),
+        *(40, 0, "40 steps did not reach steady state: buckets were"),
     ),
     "a budget": ([("plan", True), ("learns", 40), ("steps", 60)], 60, 42, ""),
     "a budget that has not come to its end": (
         [("plan", True), ("learns", 40), ("steps", 30)],
         *(
             30,
-            42,
-            "not settled in 30 steps: the method does what it will from step 42 on",
+            0,
+            "30 steps did not reach steady state: the method needs 41",
         ),
     ),
     "methods were tried": (
@@ -151,7 +154,7 @@ SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
         *(
             20,
             0,
-            "not settled in 20 steps: it was still being found out by which method",
+            "20 steps did not reach steady state: methods were still being tried",
         ),
     ),
     "another method": (
@@ -172,14 +175,14 @@ SETTLING: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
             ("change", "asp"),
             ("steps", 12),
         ],
-        *(32, 0, "not settled in 32 steps: buckets were"),
+        *(32, 0, "32 steps did not reach steady state: buckets were"),
     ),
 }
 
 
-@pytest.mark.parametrize("name", SETTLING)
-def test_settled_is_what_comes_after_plans_budgets_and_changes(name: str) -> None:
-    events, steps, settled_from, said = SETTLING[name]
+@pytest.mark.parametrize("name", STEADY)
+def test_steady_is_what_comes_after_tuning_warm_ups_and_changes(name: str) -> None:
+    events, steps, steady_from, said = STEADY[name]
     training = Training()
     recorder = training.recorder
     for event, value in events:
@@ -189,20 +192,19 @@ def test_settled_is_what_comes_after_plans_budgets_and_changes(name: str) -> Non
             case "plan", bool(settled):
                 recorder.planned(2, settled=settled)
             case "learns", int(count):
-                recorder.learning = count
+                recorder.warm_up_steps = count
             case "decides", bool(active):
-                recorder.decides(active)
+                recorder.selecting = active
             case "change", str(spec):
                 recorder.change(spec, spec)
-    assert (recorder.step_count, recorder.settled_from) == (steps, settled_from)
-    result = RunResult.of("real", 1, recorder, [StepStats.of(recorder)])
-    settled = 0 < settled_from <= steps
-    assert result.settled is settled
-    assert result.settled_from == (settled_from if settled else None)
-    assert result.settled_steps == (steps + 1 - settled_from if settled else 0)
-    if settled:
-        numbers = [record.step for record in recorder.settled_steps()]
-        assert numbers == [*range(settled_from, steps + 1)]
+    assert (recorder.step_count, recorder.steady_from) == (steps, steady_from)
+    result = RunResult.of("real", 1, recorder, [recorder.stats()])
+    assert result.steady is (steady_from > 0)
+    assert result.steady_from == (steady_from or None)
+    assert result.steady_steps == (steps + 1 - steady_from if steady_from else 0)
+    if steady_from:
+        numbers = [record.step for record in steady_steps(list(recorder.steps))]
+        assert numbers == [*range(steady_from, steps + 1)]
     assert [text.startswith(said) for text in result.cautions] == [True] * bool(said)
 
 
@@ -226,7 +228,7 @@ def test_a_script_that_ends_before_it_was_asked_to(
     training = Training()
     training.recorder.planned(1, settled=True)
     training.steps(40, 1.0, before)
-    summaries = [StepStats.of(training.recorder)]
+    summaries = [training.recorder.stats()]
     result = RunResult.of("real", 1, training.recorder, summaries, asked, before)
     assert (result.asked, result.cautions) == (asked, said)
 
@@ -239,3 +241,27 @@ def test_a_recorder_is_told_all_and_in_the_jobs_numbers() -> None:
     assert [record.step for record in kept.steps] == [*range(101, STEPS_KEPT + 106)]
     steps = [f"step {number}" for number in range(101, STEPS_KEPT + 106)]
     assert [span.name for span in kept.spans] == ["grads", *steps]
+
+
+def test_a_record_has_the_phase_that_the_recorder_set() -> None:
+    training = Training()
+    recorder = training.recorder
+    training.steps(2, 1.0)
+    recorder.planned(2, settled=True)
+    recorder.warm_up_steps = 2
+    recorder.selecting = True
+    training.steps(4, 1.0)
+    assert (recorder.steady_after, recorder.steady_from) == (5, 0)
+    recorder.selecting = False
+    training.steps(2, 1.0)
+    assert [record.phase for record in recorder.steps] == [
+        "warm-up",
+        *("tuning", "tuning"),
+        *("warm-up", "warm-up"),
+        "selecting",
+        *("steady", "steady"),
+    ]
+    assert recorder.steady_from == 7
+    # Without steady steps, those in which methods were tried tell most.
+    assert len(steady_steps(list(recorder.steps)[:6])) == 1
+    assert len(steady_steps(list(recorder.steps)[:5])) == 4

@@ -5,16 +5,21 @@ Mechanisms count here; methods contain no logging.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from statistics import fmean, median
+from typing import Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
 from paceline.errors import PeerLostError, UsageError
 
-_Step = TypeVar("_Step")
+_T = TypeVar("_T")
+Phase = Literal["warm-up", "tuning", "selecting", "steady"]
+"""What a step is worth: ``"warm-up"`` (the first step, and what a method takes to learn), ``"tuning"``
+(buckets are being measured and tried), ``"selecting"`` (the method is), ``"steady"``: as all later ones."""
 
 MOST_NOTES = 8
 """Sentences that stand beside a run's figures; a training may say ever so many."""
@@ -47,7 +52,8 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     *end_seconds* counts from the start of training on this runtime's clock.
     *exposed_communication_seconds* is waiting for paceline's own communication, and
     *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
-    own collectives included. *method*: by which spec it was done, in a training that changes it.
+    own collectives included. *method*: by which spec it was done, in a training that changes it. *phase*: see
+    `Phase`; the recorder sets it, and all figures are of steady steps.
     *figures*: what the method and what it sends tell of themselves, where somebody has asked
     (`StepRecorder.subscribe`): see `paceline.core.training.Training.figures`.
     """
@@ -61,7 +67,73 @@ class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     bytes_sent: int
     metrics: dict[str, float | None]
     method: str = ""
+    phase: Phase = "steady"
     figures: dict[str, float] = {}
+
+
+def steady_part(steps: Sequence[_T], phases: Sequence[Phase]) -> list[_T]:
+    """Of *steps* with their *phases* the steady ones since the last that was not; without any, those since
+    the last that was tuning or a warm-up; without these all but the first, which carries the
+    start-up's costs."""
+    for accepted in (("steady",), ("steady", "selecting")):
+        first = len(steps)
+        while first and phases[first - 1] in accepted:
+            first -= 1
+        if first < len(steps):
+            return list(steps[first:])
+    return list(steps[1:] or steps)
+
+
+def steady_steps(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Of one worker's records those whose figures tell of all later ones; see `steady_part`."""
+    return steady_part(records, [record.phase for record in records])
+
+
+class StepStats(msgspec.Struct, array_like=True):
+    """One worker's run in numbers: its steps, and medians over them; where workers do not
+    communicate in each step alike, medians over means of as many as it takes to repeat."""
+
+    steps: float
+    step_seconds: float
+    compute_seconds: float
+    exposed_communication_seconds: float
+    bytes_sent: float
+
+    @classmethod
+    def of(
+        cls,
+        records: Sequence[StepRecord],
+        period: int = 1,
+        steps: int | None = None,
+    ) -> Self:
+        """Medians over a worker's steady steps.
+
+        Args:
+            records: Its last steps.
+            period: After so many steps what they take and send repeats.
+            steps: How many it has done in all (None: those of *records*).
+        """
+        steady = steady_steps(records)
+        period = max(1, min(period, len(steady)))
+        rounds = [
+            steady[first : first + period]
+            for first in range(len(steady) % period, len(steady), period)
+        ]
+
+        def middle(field: str) -> float:
+            if not steady:
+                return math.nan
+            return float(
+                median(fmean(getattr(step, field) for step in one) for one in rounds)
+            )
+
+        return cls(
+            len(records) if steps is None else steps,
+            middle("step_seconds"),
+            middle("compute_seconds"),
+            middle("exposed_communication_seconds"),
+            middle("bytes_sent"),
+        )
 
 
 class RecordListener(Protocol):
@@ -113,14 +185,15 @@ class StepRecorder:
         self.method = self.brief = ""
         self.trainings = 0
         self.buckets = 0
-        self.settled_after = 0
+        self.tuned_after = 0
         """After which step buckets are as they will be, as a usual step sees it; 0: not yet."""
-        self.learning = 0
+        self.warm_up_steps = 0
         """Steps that the method takes after that, until it does what it will: a budget, first steps
-        without a code."""
-        self.deciding = False
-        """Whether by which method to train is still being found out."""
-        self._decided_after = 0
+        without compression."""
+        self.selecting = False
+        """Whether methods are being tried, or are about to be."""
+        self.steady_from = 0
+        """Since which step (of this worker, from 1 on) all are steady; 0: the last one was not."""
         self.period = 1
         self.methods: deque[tuple[int, str]] = deque(maxlen=MOST_METHODS)
         """Of a training that changes its method: after which step it went by which spec, the last
@@ -165,7 +238,8 @@ class StepRecorder:
         """From the next step on training goes by another spec: what a usual step takes is found
         out anew."""
         self.method, self.brief = method, brief
-        self.settled_after, self.learning, self.period = 0, 0, 1
+        self.tuned_after, self.warm_up_steps, self.period = 0, 0, 1
+        self.steady_from = 0
         while self.methods and self.methods[-1][0] == self.step_count:
             self.methods.pop()  # no step was done by it
         if not self.methods or self.methods[-1][1] != brief:
@@ -176,45 +250,31 @@ class StepRecorder:
         still measuring, and tells little about a usual step."""
         self.buckets = buckets
         if not settled:
-            self.settled_after = 0
-        elif not self.settled_after:
-            self.settled_after = self.step_count + 1
-
-    def decides(self, active: bool) -> None:
-        """Whether somebody tries methods, or is about to: such steps are not as those that follow."""
-        if self.deciding and not active:
-            self._decided_after = self.step_count
-        self.deciding = active
+            self.tuned_after = self.steady_from = 0
+        elif not self.tuned_after:
+            self.tuned_after = self.step_count + 1
 
     @property
-    def method_settled_after(self) -> int:
+    def steady_after(self) -> int:
         """After which step the present method does what it will; 0: nobody knows yet."""
-        return self.settled_after and self.settled_after + self.learning
+        return self.tuned_after and self.tuned_after + self.warm_up_steps
 
-    @property
-    def settled_from(self) -> int:
-        """The first step (of this worker, from 1 on) that is as all later ones will be: after plans and
-        their trials, budgets that grow, and changes of the method; 0: nobody knows yet."""
-        after = self.method_settled_after
-        return 0 if self.deciding or not after else max(after, self._decided_after) + 1
+    def _phase_of(self, step: int) -> Phase:
+        if step == 1:
+            return "warm-up"
+        if not 0 < self.tuned_after < step:
+            return "tuning"
+        if step <= self.steady_after:
+            return "warm-up"
+        return "selecting" if self.selecting else "steady"
 
     def set_period(self, steps: int) -> None:
         """What steps take and send repeats after so many: a mean over fewer says little."""
         self.period = max(1, steps)
 
-    def settled_steps(self) -> list[StepRecord]:
-        """Of the window those that are as all later ones will be, or else those since the present method
-        does what it will; without such steps, all but the first, which carries the
-        start-up's costs."""
-        first = self.step_count - len(self.steps)  # steps that are no longer kept
-        return self.usual_of(list(enumerate(self.steps, first + 1)))
-
-    def usual_of(self, numbered: Sequence[tuple[int, _Step]]) -> list[_Step]:
-        """Of steps, each with its number, those that `settled_steps` takes."""
-        usual = max(2, self.settled_from or self.method_settled_after + 1)
-        settled = [step for number, step in numbered if number >= usual]
-        warm = [step for number, step in numbered if number > 1]
-        return settled or warm or [step for _, step in numbered]
+    def stats(self) -> StepStats:
+        """Figures of its steady steps."""
+        return StepStats.of(list(self.steps), self.period, self.step_count)
 
     def add_note(self, sentence: str) -> None:
         """Keep a sentence that belongs beside the run's figures: the last few."""
@@ -276,6 +336,10 @@ class StepRecorder:
         end = self._now()
         duration = end - self._last_end
         self.step_count += 1
+        phase = self._phase_of(self.step_count)
+        self.steady_from = (
+            (self.steady_from or self.step_count) if phase == "steady" else 0
+        )
         record = StepRecord(
             worker=self.worker,
             step=before + self.step_count,
@@ -286,6 +350,7 @@ class StepRecorder:
             bytes_sent=self._bytes_sent,
             metrics=dict(self._fresh_metrics),
             method=self.brief if self.methods else "",
+            phase=phase,
             figures=dict(figures or {}),
         )
         self.steps.append(record)

@@ -11,7 +11,6 @@ from paceline.bucketing.timeline import finish_time
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.cluster import Workload
 from paceline.collectives.schedules import Ring
-from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel
 from paceline.runtimes.simulated.launch import result_of
 from tests.bucketing.cases import buckets_of
@@ -160,30 +159,35 @@ def test_one_worker_measures_nothing(rule, capsys):
             "optimal",
             TRIED - 5,
             False,
-            f"not settled in {TRIED - 5} steps: buckets were",
+            f"{TRIED - 5} steps did not reach steady state: buckets were",
         ),
-        ("optimal", TRIED, False, f"not settled in {TRIED} steps: buckets were still"),
+        (
+            "optimal",
+            TRIED,
+            False,
+            f"{TRIED} steps did not reach steady state: buckets were still",
+        ),
         ("optimal", TRIED + 1, True, "figures are of 1 step, from step "),
         ("ddp", 1, False, "one step only: its figures include the start-up"),
         ("ddp", 2, True, "figures are of 1 step, from step 2 on"),
         ("ddp", 11, True, None),
     ],
 )
-def test_a_result_says_whether_its_figures_are_of_settled_steps(
+def test_a_result_says_whether_its_figures_are_of_steady_steps(
     rule, steps, settled, note
 ):
     _, runtime = on(2, lambda rank: train_stand_in(UNEVEN, steps, buckets=rule))
     result = result_of(runtime.result, cluster(rack(2)), ComputeModel())
-    assert result.settled is settled
+    assert result.steady is settled
     said = result.cautions
     assert said == result.notes[: len(said)]
     assert [text.startswith(str(note)) for text in said] == [True] * bool(note)
 
 
-def test_figures_are_of_settled_steps():
+def test_figures_are_of_steady_steps():
     answers, runtime = on(2, lambda rank: train_stand_in(UNEVEN, 30))
     recorder = runtime.result.recorders[0]
-    summary = StepStats.of(recorder)
+    summary = recorder.stats()
     assert summary.steps == 30
     assert summary.step_seconds == pytest.approx(
         recorder.steps[-1].step_seconds, rel=1e-9

@@ -76,7 +76,7 @@ def ended(watched: Watched, optimizer: Any) -> Watched:
     recorder = inspect(optimizer).recorder
     watched.bytes_sent = [step.bytes_sent for step in recorder.steps]
     watched.step_seconds = [step.step_seconds for step in recorder.steps]
-    watched.settled_after = recorder.settled_after
+    watched.settled_after = recorder.tuned_after
     return watched
 
 

@@ -41,7 +41,7 @@ def test_json_is_one_object_and_nothing_else():
         result["compute_seconds"] + result["exposed_communication_seconds"]
     )
     assert set(result["metrics"]) == {"loss"}
-    assert result["settled"] is True
+    assert result["steady"] is True
     trial, processor = result["notes"]
     assert trial.startswith("bucketing: ")
     assert processor.startswith("messages cost processors nothing here")

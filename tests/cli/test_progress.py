@@ -96,7 +96,7 @@ def test_a_line_says_what_is_done_before_the_first_step(
         assert told.wait(SECONDS)
     first, second, *_ = capsys.readouterr().err.splitlines()
     assert first == "paceline: starting · 0:00:00"
-    assert second == "paceline: step 3 of 9 · asp, planning buckets · 0:00:00"
+    assert second == "paceline: step 3 of 9 · asp · 0:00:00"
 
 
 def test_own_work_prints_lines_where_no_terminal_shows_a_bar(
@@ -155,20 +155,18 @@ def test_what_the_line_says() -> None:
         exposed_seconds=0.002,
         method="ssp",
         buckets=3,
-        settled=True,
+        phase="steady",
         metrics={"loss": 2.34567},
     )
     said = describe(standing, 500)
     assert said == (
         "step 12 of 500 · 35.1 ms per step, 2 ms exposed · ssp, 3 buckets · loss 2.346"
     )
-    standing.settled = False
+    standing.phase = "tuning"
     assert "ssp, planning buckets" in describe(standing)
-    standing.deciding = True
+    standing.phase = "selecting"
     assert "ssp, choosing a method" in describe(standing)
-    assert (
-        describe(WorkerProgress(method="bsp")) == "no step yet · bsp, planning buckets"
-    )
+    assert describe(WorkerProgress(method="bsp")) == "no step yet · bsp"
 
 
 class Clock:

@@ -13,7 +13,6 @@ from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rounds
 from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.results import StepStats
 from paceline.testing import inspect
 from paceline.testing.problems import Counting
 from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
@@ -417,7 +416,7 @@ def test_figures_are_of_as_many_steps_as_it_takes_to_repeat(method, period):
             optimizer.step()
         recorder = join_runtime().recorder
         sent = [record.bytes_sent for record in recorder.steps]
-        figure = StepStats.of(recorder).bytes_sent
+        figure = recorder.stats().bytes_sent
         optimizer.finish()
         return recorder.period, figure, sent
 

@@ -104,9 +104,9 @@ def describe(found: WorkerProgress, steps: int | None = None) -> str:
         )
     if found.method:
         phase = ""
-        if found.deciding:
+        if found.phase == "selecting":
             phase = ", choosing a method"
-        elif not found.settled:
+        elif found.phase == "tuning":
             phase = ", planning buckets"
         elif found.buckets:
             phase = f", {show_count(found.buckets, 'bucket')}"

@@ -67,7 +67,7 @@ class Training:
         ]
         recorder = context.runtime.recorder
         recorder.set_period(context.rounds.every)
-        recorder.learning = _learning_steps(context)
+        recorder.warm_up_steps = _learning_steps(context)
 
         on_servers = served is not None
         own = on_servers or getattr(context.method, "averages_buffers", False)

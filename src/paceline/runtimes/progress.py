@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from paceline.records import StepRecorder
+from paceline.records import Phase, StepRecorder
 
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
 """Where a worker writes its `WorkerProgress`."""
@@ -33,8 +33,7 @@ class WorkerProgress(msgspec.Struct, omit_defaults=True):
     """How far a worker has come, and what a step takes now.
 
     *step*: of the job, the last one that has ended. *step_seconds* and *exposed_seconds*: means over
-    its last few. *buckets*: of its plan, which is still being found where it is not *settled*.
-    *deciding*: by which method to train is.
+    its last few. *buckets*: of its plan. *phase*: of its last step.
     """
 
     step: int = 0
@@ -42,8 +41,7 @@ class WorkerProgress(msgspec.Struct, omit_defaults=True):
     exposed_seconds: float = 0.0
     method: str = ""
     buckets: int = 0
-    settled: bool = False
-    deciding: bool = False
+    phase: Phase = "warm-up"
     metrics: dict[str, float] = {}
 
     @classmethod
@@ -60,8 +58,7 @@ class WorkerProgress(msgspec.Struct, omit_defaults=True):
             exposed_seconds=_mean([one.exposed_communication_seconds for one in last]),
             method=recorder.brief,
             buckets=recorder.buckets,
-            settled=recorder.settled_after > 0,
-            deciding=recorder.deciding,
+            phase=steps[-1].phase if steps else "warm-up",
             metrics=dict(metrics[:_MOST_METRICS]),
         )
 

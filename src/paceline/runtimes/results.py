@@ -2,70 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from paceline.records import StepRecorder
+from paceline.records import StepRecorder, StepStats
 from paceline.timeouts import timeouts
 from paceline.units import show_count
 
-
-class StepStats(msgspec.Struct, array_like=True):
-    """One worker's run in numbers: its steps, and medians over them; where workers do not
-    communicate in each step alike, medians over means of as many as it takes to repeat."""
-
-    steps: float
-    step_seconds: float
-    compute_seconds: float
-    exposed_communication_seconds: float
-    bytes_sent: float
-
-    @classmethod
-    def of(cls, recorder: StepRecorder) -> StepStats:
-        """Medians over the recorder's settled steps."""
-        steps = recorder.settled_steps()
-        period = max(1, min(recorder.period, len(steps)))
-        rounds = [
-            steps[first : first + period]
-            for first in range(len(steps) % period, len(steps), period)
-        ]
-
-        def middle(field: str) -> float:
-            if not steps:
-                return math.nan
-            return float(
-                median(fmean(getattr(step, field) for step in one) for one in rounds)
-            )
-
-        return cls(
-            recorder.step_count,
-            middle("step_seconds"),
-            middle("compute_seconds"),
-            middle("exposed_communication_seconds"),
-            middle("bytes_sent"),
-        )
-
-
 FEW = 10
-"""Settled steps: a median of fewer says little."""
+"""Steady steps: a median of fewer says little."""
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """What one run took: per-step figures are medians over a worker's settled steps, of the last
-    thousand (or of means, see `StepStats`), then means over workers. Settled are the *settled_steps* steps from
-    *settled_from* on: after plans, trials, budgets and changes of the method, on rank 0. *asked*: how many
+    """What one run took: per-step figures are medians over a worker's steady steps, of the last
+    thousand (or of means, see `StepStats`), then means over workers. Steady are the *steady_steps* steps from
+    *steady_from* on: after tuning, trials, warm-ups and changes of the method, on rank 0. *asked*: how many
     steps somebody asked for. *buckets* is the number of pieces in
     which the gradient travelled at the end; *metrics* are the last values that rank 0
     logged; *network* and *compute* say where the one and the times of the other come from.
     *notes* are sentences that belong beside the figures, of which *cautions* say why these tell little;
-    *method* is the full spec, *brief* what of it is not as by default. Not *settled*: there
-    were no settled steps (*settled_from* is null), and the figures are of others.
+    *method* is the full spec, *brief* what of it is not as by default. Not *steady*: there
+    were no steady steps (*steady_from* is null), and the figures are of others.
     """
 
     runtime: str
@@ -81,9 +43,9 @@ class RunResult(msgspec.Struct, kw_only=True):
     network: str = ""
     compute: str = ""
     brief: str = ""
-    settled: bool = True
-    settled_from: int | None = None
-    settled_steps: int = 0
+    steady: bool = True
+    steady_from: int | None = None
+    steady_steps: int = 0
     asked: int | None = None
     methods: list[tuple[int, str]] = msgspec.field(default_factory=list)
     cautions: list[str] = msgspec.field(default_factory=list)
@@ -107,19 +69,19 @@ class RunResult(msgspec.Struct, kw_only=True):
             return fmean(values) if values else None
 
         steps = int(max(s.steps for s in summaries))
-        settled = 0 < recorder.settled_from <= steps
-        settled_steps = steps - recorder.settled_from + 1 if settled else 0
+        steady_from = recorder.steady_from
+        steady_steps = steps - steady_from + 1 if steady_from else 0
         cautions = []
         if asked is not None and before + recorder.step_count < asked:
             cautions.append(_ended_early(asked, before + recorder.step_count))
-        if not settled:
-            cautions.append(unsettled(steps, recorder))
-        elif settled_steps < max(FEW, recorder.period):
-            cautions.append(_few(settled_steps, recorder))
+        if not steady_from:
+            cautions.append(not_steady(steps, recorder))
+        elif steady_steps < max(FEW, recorder.period):
+            cautions.append(_few(steady_steps, recorder))
         notes = []
         if len(recorder.methods) > 1:
             notes.append(_changed(recorder))
-        if recorder.period > 1 and settled_steps >= recorder.period:
+        if recorder.period > 1 and steady_steps >= recorder.period:
             notes.append(
                 f"steps repeat after {recorder.period}: figures are medians of means over so many"
             )
@@ -135,9 +97,9 @@ class RunResult(msgspec.Struct, kw_only=True):
             exposed_communication_seconds=mean("exposed_communication_seconds"),
             bytes_sent_per_worker=mean("bytes_sent"),
             metrics=dict(recorder.metrics),
-            settled=settled,
-            settled_from=recorder.settled_from if settled else None,
-            settled_steps=settled_steps,
+            steady=steady_from > 0,
+            steady_from=steady_from or None,
+            steady_steps=steady_steps,
             asked=asked,
             methods=list(recorder.methods),
             cautions=cautions,
@@ -160,26 +122,26 @@ def _ended_early(asked: int, done: int) -> str:
     return f"asked for {asked} steps, and the script ended by itself after {show_count(done, 'step')}"
 
 
-def unsettled(steps: int, recorder: StepRecorder) -> str:
+def not_steady(steps: int, recorder: StepRecorder) -> str:
     """Why a run of so many steps has none in steady state."""
     if not steps:
         return "no step was taken"
-    if recorder.settled_from == 2:
+    if steps == 1 and recorder.steady_after == 1:
         return "one step only: its figures include the start-up"
-    if not 0 < recorder.settled_after < steps:
+    if not 0 < recorder.tuned_after < steps:
         why = "buckets were still being measured and tried"
-    elif recorder.deciding:
-        why = "it was still being found out by which method to train"
+    elif recorder.selecting:
+        why = "methods were still being tried"
     else:
-        why = f"the method does what it will from step {recorder.settled_from} on"
-    return f"not settled in {show_count(steps, 'step')}: {why}, and the figures are of such steps"
+        why = f"the method needs {show_count(recorder.steady_after, 'step')}"
+    return f"{show_count(steps, 'step')} did not reach steady state: {why}"
 
 
-def _few(settled: int, recorder: StepRecorder) -> str:
-    many = f"figures are of {show_count(settled, 'step')}, from step {recorder.settled_from} on"
+def _few(steady: int, recorder: StepRecorder) -> str:
+    many = f"figures are of {show_count(steady, 'step')}, from step {recorder.steady_from} on"
     period = recorder.period
-    wanted = recorder.settled_from - 1 + max(FEW, 4 * period if period > 1 else 0)
-    if settled < period:
+    wanted = recorder.steady_from - 1 + max(FEW, 4 * period if period > 1 else 0)
+    if steady < period:
         many += f", and steps repeat after {period}"
     return f"{many}: train for {wanted} or more"
 

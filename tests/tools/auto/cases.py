@@ -257,7 +257,7 @@ def buckets_that_were_planned_are_known_when_a_method_comes_back():
     for step in range(5):
         one_step(net, wrapped, step)
     assert recorder.buckets == planned
-    assert recorder.settled_after
+    assert recorder.tuned_after
     wrapped.finish()
 
 

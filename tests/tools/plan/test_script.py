@@ -9,7 +9,6 @@ from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.cluster.profiling.step_profiler import MOST_STEPS
 from paceline.run_options import RunOptions, ScriptJob
-from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.launch import run_script
 from paceline.runtimes.simulated.profile_cache import profile_script
@@ -92,7 +91,7 @@ def test_a_prediction_is_what_the_script_itself_takes(
         compute=ComputeModel(workload=spread),
     )
     recorder = run_script(simulation, script, [str(passes), clips]).recorders[0]
-    taken = StepStats.of(recorder)
+    taken = recorder.stats()
     assert isinstance(said, Estimate)
     assert said.step_seconds == pytest.approx(taken.step_seconds, rel=2e-3)
     assert said.compute_seconds == pytest.approx(0.06 * passes)

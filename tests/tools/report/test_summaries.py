@@ -2,7 +2,8 @@
 
 import pytest
 
-from paceline.runtimes.results import StepStats, gather_stats
+from paceline.records import StepStats
+from paceline.runtimes.results import gather_stats
 from paceline.timeouts import timeouts
 from paceline.torch_internals import local_store
 

@@ -70,7 +70,7 @@ def test_a_run_is_a_row_with_its_steps_and_metrics(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     result = Comparison().add("bsp", [{"acc[val]": 0.5}] * 120, workers=2)
-    result.settled_from, result.notes = 14, ["fast links"]
+    result.steady_from, result.notes = 14, ["fast links"]
     print_result(result)
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "2 workers, simulated runtime"

@@ -16,7 +16,7 @@ import torch
 
 from paceline.interfaces import Runtime
 from paceline.interfaces.buckets import wire_bytes
-from paceline.records import Span, StepRecord
+from paceline.records import Phase, Span, StepRecord, steady_part
 from paceline.torch_internals import Uncopied, is_compiled_whole
 
 MOST_STEPS = 200
@@ -91,8 +91,8 @@ class StepWatch:
         self._is_cuda = self._device.type == "cuda"
         self._stopwatch = runtime.clock.stopwatch(self._device)
         self.compiled_whole = is_compiled_whole(model)
-        self._steps: list[tuple[int, dict[str, float]]] = []
-        """Each with its number, as the recorder counts."""
+        self._steps: list[tuple[Phase, dict[str, float]]] = []
+        """Each with its phase, as the recorder says."""
         self._passes: list[_Pass] = []
         self._waits: list[tuple[float, float]] = []
         self._end: float | None = None
@@ -133,8 +133,7 @@ class StepWatch:
         # An evaluation with gradients, or a pass that failed, has none.
         self._passes = [one for one in self._passes if one.ready]
         if before is not None and self._passes:
-            count = self._recorder.step_count
-            self._steps.append((count, self._note(before, now, record)))
+            self._steps.append((record.phase, self._note(before, now, record)))
             del self._steps[:-MOST_STEPS]
         self._passes.clear()
         self._waits.clear()
@@ -212,10 +211,10 @@ class StepWatch:
         """Medians over the steady-state steps, or over all where there are none. Where workers do
         not communicate in each step alike, over means of as many as it takes to repeat. None where
         there was no step."""
-        steps = self._recorder.usual_of(self._steps)
+        phases = [phase for phase, _ in self._steps]
+        steps = steady_part([step for _, step in self._steps], phases)
         if not steps:
             return None
-        first_steady = self._recorder.settled_from
         period = max(1, min(self._recorder.period, len(steps)))
         first = len(steps) % period
         rounds = [steps[i : i + period] for i in range(first, len(steps), period)]
@@ -231,7 +230,7 @@ class StepWatch:
             at_end=median(means("at_end")),
             compiled_whole=self.compiled_whole,
             passes=round(median(means("passes"))),
-            steady=0 < first_steady <= self._steps[-1][0],
+            steady=phases[-1] == "steady",
         )
 
 

@@ -39,7 +39,7 @@ from paceline.runtimes.real.job_store import JobStore
 from paceline.runtimes.real.peer_monitor import PeerMonitor, end_after_grace, exit_grace
 from paceline.runtimes.real.server_process import SURVIVE_VARIABLE
 from paceline.runtimes.real.services import RealServices
-from paceline.runtimes.results import RunResult, StepStats, gather_stats
+from paceline.runtimes.results import RunResult, gather_stats
 from paceline.timeouts import timeouts
 from paceline.tools.report.run_files import WorkerRecords
 from paceline.torch_internals import COLLECTIVES, local_store
@@ -316,7 +316,7 @@ class RealRuntime:
         if self.options.profile is not None:
             self._write_profile(self.options.profile)
         if self.options.json:
-            mine = StepStats.of(self.recorder)
+            mine = self.recorder.stats()
             summaries = [mine]
             if dist.is_initialized():
                 store = default_store()

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
-from paceline.runtimes.results import RunResult, StepStats
+from paceline.runtimes.results import RunResult
 from paceline.runtimes.simulated.compute import ComputeModel
 from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
 
@@ -58,9 +58,7 @@ def result_of(
         raise UsageError(
             "the script ended without calling paceline.distribute: nothing was trained"
         )
-    summaries = outcome.by_worker(
-        [StepStats.of(recorder) for recorder in outcome.recorders]
-    )
+    summaries = outcome.by_worker([recorder.stats() for recorder in outcome.recorders])
     result = RunResult.of(
         "simulated", cluster.workers, outcome.recorders[0], summaries, asked
     )

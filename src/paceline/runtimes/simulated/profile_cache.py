@@ -35,6 +35,7 @@ from paceline.cluster.profiling import GradientDump, coding_times, coding_times_
 from paceline.cluster.workload import CompressorTimes, Workload, made_with
 from paceline.compression import make
 from paceline.errors import UsageError
+from paceline.records import steady_steps
 from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.simulated.compute import Shapes
 from paceline.runtimes.simulated.launch import run_script
@@ -111,7 +112,7 @@ def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
     if len(profilers) != 1 or not profilers[0].profiled_steps:
         return None
     workload = profilers[0].workload(f"as paced by {Path(script).name}")
-    steps = outcome.recorders[0].settled_steps()
+    steps = steady_steps(list(outcome.recorders[0].steps))
     # What is paced outside of the passes, before them as a loader's time is.
     step = median(step.compute_seconds for step in steps)
     more = max(0.0, step - workload.compute_seconds)

@@ -123,7 +123,7 @@ class TrainingMeasurements:
     @property
     def steady(self) -> bool:
         """See `Measurements.steady`."""
-        after = self._recorder.method_settled_after
+        after = self._recorder.steady_after
         return 0 < after <= self._recorder.step_count
 
     def exposed(self) -> float:

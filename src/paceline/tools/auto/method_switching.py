@@ -158,7 +158,7 @@ class MethodSwitcher:
         self._constraints.watch(active.training, now.method)
         if self._measurements is not None:
             self._measurements.begin(active.training)
-        self._runtime.recorder.decides(not self.controller.steady)
+        self._runtime.recorder.selecting = not self.controller.steady
 
     def _auto_controller(self, config: AutoConfig) -> StepController:
         inputs, runtime = self._inputs, self._runtime
@@ -196,7 +196,7 @@ class MethodSwitcher:
             self._measurements.step_ended()
         wanted = self._decisions.send(self._reply if self._begun else None)
         self._begun, self._reply = True, ""
-        self._runtime.recorder.decides(not self.controller.steady)
+        self._runtime.recorder.selecting = not self.controller.steady
         if wanted is None:
             return
         met = self.controller.meets_before_change

@@ -240,8 +240,8 @@ class _Comparison:
             return cells | {"step": Number(None, "failed")}
         step, sent = result.step_seconds, result.bytes_sent_per_worker
         steady = ""
-        if result.settled_from is not None:
-            steady = f"steps {result.settled_from} to {result.steps}"
+        if result.steady_from is not None:
+            steady = f"steps {result.steady_from} to {result.steps}"
         cells |= {
             "buckets": Number(result.buckets, str(result.buckets)),
             "step": None if step is None else Number(step, show_seconds(step), steady),

@@ -29,7 +29,7 @@ from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.results import unsettled
+from paceline.runtimes.results import not_steady
 from paceline.runtimes.simulated import Simulation
 from paceline.tools.doctor.evidence import (
     ConcurrentFlows,
@@ -183,7 +183,7 @@ def _cautions(runtime: Runtime, said: Sequence[_WorkerReport]) -> tuple[str, ...
     step = said[0].worker.step
     if step is None or step.steady:
         return ()
-    return (unsettled(runtime.recorder.step_count, runtime.recorder),)
+    return (not_steady(runtime.recorder.step_count, runtime.recorder),)
 
 
 def _median_workload(said: Sequence[_WorkerReport]) -> Workload | None:

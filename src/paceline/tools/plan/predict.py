@@ -38,10 +38,9 @@ from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
 from paceline.interfaces import Method, Runtime
 from paceline.interfaces.buckets import nearly_square
-from paceline.records import StepRecord, StepRecorder
+from paceline.records import StepRecord, StepRecorder, steady_steps
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
-from paceline.runtimes.results import StepStats
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
 from paceline.spec import convert_fields
 from paceline.tools.plan.candidates import declared_consistency
@@ -164,7 +163,7 @@ def _predicted(
         return Infeasible(spec=spec, consistency=consistency, reason=str(reason))
     recorders = outcome.by_worker(outcome.recorders)
     step, compute, exposed, sent = _figures(recorders, run)
-    steady = 0 if run.short else recorders[0].method_settled_after
+    steady = 0 if run.short else recorders[0].steady_after
     warm_up = _warm_up(job, spec)
     return Estimate(
         spec=spec,
@@ -274,7 +273,7 @@ def _simulate(job: TrainingJob, run: _Run) -> SimulationResult:
         )
         optimizer = train(TrainingInputs(runtime, model, plain), run.method, settings)
         if run.short:
-            runtime.recorder.learning = 0
+            runtime.recorder.warm_up_steps = 0
         # No two workers' gradients are alike, and none is zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
         while not _is_enough(runtime.recorder, run, job):
@@ -369,13 +368,13 @@ def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
 
 def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
     if run.drifts:
-        wanted = drifting_steps(run.short, job.cluster.workers) + recorder.learning
+        wanted = drifting_steps(run.short, job.cluster.workers) + recorder.warm_up_steps
         wanted += job.settled - SETTLED
     else:
         late = getattr(run.method, "waits_in_forward", False)
         settled = job.settled if late or not job.brief else SETTLED_AT_ONCE
         rounds = max(settled, 2 * recorder.period)
-        wanted = (recorder.method_settled_after or MOST_STEPS) + rounds
+        wanted = (recorder.steady_after or MOST_STEPS) + rounds
     return recorder.step_count >= wanted
 
 
@@ -395,7 +394,7 @@ _FIELDS = (
 def _figures(recorders: Sequence[StepRecorder], run: _Run) -> Figures:
     if run.drifts:
         return _drifting(recorders)
-    stats = [StepStats.of(recorder) for recorder in recorders]
+    stats = [recorder.stats() for recorder in recorders]
     step = fmean(s.step_seconds for s in stats)
     compute = fmean(s.compute_seconds for s in stats)
     exposed = fmean(s.exposed_communication_seconds for s in stats)
@@ -412,7 +411,7 @@ def _lengthened(
     for the slowest: so each of them takes as long as its step, and the others wait for the rest."""
     period = recorders[0].period
     usual = [
-        [median(getattr(step, name) for step in recorder.settled_steps()) for name in _FIELDS]
+        [median(getattr(step, name) for step in steady_steps(list(recorder.steps))) for name in _FIELDS]
         for recorder in recorders
     ]  # fmt: skip
     slowest = max(step for step, *_ in usual)

@@ -30,7 +30,7 @@ def print_result(result: RunResult) -> None:
 
 
 def _table_of(result: RunResult) -> model.Table:
-    first, sent = result.settled_from, result.bytes_sent_per_worker
+    first, sent = result.steady_from, result.bytes_sent_per_worker
     legend = (
         "step = compute + exposed communication. Each figure is a median over steady-state steps. "
         "sent: per worker and step."

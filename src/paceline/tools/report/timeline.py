@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from paceline.records import STEP_ROW, Span, StepRecord
+from paceline.records import STEP_ROW, Span, StepRecord, steady_steps
 from paceline.units import show_seconds
 
 MOST_WORKERS = 4
@@ -102,7 +102,8 @@ def step_of(
 
 def usual_step(records: Sequence[StepRecord]) -> StepRecord:
     """Of a worker's last steps, but not the very last, one that sends as much as most of those
-    that send, and is neither short nor long: at the start buckets are tried."""
+    that send, and is neither short nor long. They are steady steps, where it has any."""
+    records = steady_steps(records)
     count = max(3, min(LOOKED_AT, len(records) // 2))
     late = list(records[-count:-1])
     if not any(record.bytes_sent for record in late):
