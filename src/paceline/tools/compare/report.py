@@ -78,6 +78,7 @@ def comparison_report(
     sections: list[Section | None] = [
         shown.table(),
         shown.notes(),
+        shown.where_steps_go(),
         shown.step_times(),
         *shown.metric_charts(),
         _timeline(shown, folder),
@@ -188,15 +189,10 @@ class _Comparison:
 
     def table(self) -> Table:
         """A row per method; where one machine's time is known, a row for it."""
-        metrics = list(
-            dict.fromkeys(name for *_, result in self.ran for name in result.metrics)
-        )
-        if self.goal is not None:
-            metrics = [self.goal.metric]
+        metrics = self._metrics() if self.goal is None else [self.goal.metric]
         planned = any(run.variant.predicted is not None for run in self.runs)
-        headings = ["consistency", "method", "buckets", "step"]
-        headings += ["predicted"] if planned else []
-        headings += ["compute", "exposed", "sent"]
+        headings = ["consistency", "method", "step"]
+        headings += ["predicted"] if planned else ["exposed"]
         headings += [f"vs. {self.baseline_name}"] if len(self.runs) > 1 else []
         headings += ["vs. 1 machine"] if self.one_machine is not None else []
         headings += metrics
@@ -227,6 +223,27 @@ class _Comparison:
             colours=colours,
             caption=self._legend(),
             level="summary",
+        )
+
+    def _metrics(self) -> list[str]:
+        return list(
+            dict.fromkeys(name for *_, result in self.ran for name in result.metrics)
+        )
+
+    def where_steps_go(self) -> Table:
+        """The parts of each method's step, what it sends, and all metrics."""
+        headings = ["method", "buckets", "step", "compute", "exposed", "sent"]
+        headings += self._metrics()
+        rows = []
+        for _, name, run, _ in self.ran:
+            cells: dict[str, Cell] = {"method": name, **self._cells(run, None)}
+            rows.append([cells.get(heading) for heading in headings])
+        return Table(
+            title="Where a step goes",
+            headings=headings,
+            rows=rows,
+            colours=[_colour(run) for *_, run, _ in self.ran],
+            caption="step = compute + exposed communication. sent: per worker and step.",
         )
 
     def _cells(self, run: VariantRun, base: float | None) -> dict[str, Cell]:
@@ -264,7 +281,7 @@ class _Comparison:
     def _legend(self) -> str:
         text = (
             "step: time per global batch, compute + exposed communication. Each figure is a median "
-            "over steady-state steps. sent: per worker and step."
+            "over steady-state steps."
         )
         if self.one_machine is not None:
             text += ' "One machine" is computed, not run.'

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _WIDTH_OF_FILES = 120
 """Columns where standard output is no terminal: nothing needs to be folded there."""
+_SHORT = 16
+"""Letters of a word that is not broken into lines, such as a class of consistency."""
 
 
 def print_result(result: RunResult) -> None:
@@ -168,12 +170,13 @@ def _print_table(console: Console, section: model.Table) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     rows = [[_cell(one) for one in row] for row in section.rows]
     for column, heading in enumerate(section.headings):
+        # A heading may be broken into lines; a number, or a name from a list, may not.
+        width = max((len(row[column]) for row in rows), default=0)
         if column in numbers:
-            # A heading may be broken into lines, a number may not.
-            width = max(len(row[column]) for row in rows)
             table.add_column(heading, justify="right", min_width=width)
         else:
-            table.add_column(heading, overflow="fold")
+            least = width if width <= _SHORT else None
+            table.add_column(heading, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*map(Text, row))
     console.print()
