@@ -124,13 +124,13 @@ def split_arguments(words: Sequence[str], grammar: Grammar) -> Arguments:
             ahead = len(words[:dashes]) - len(left)
     suspects = [word for word in found.of_script if grammar.is_suspicious(word)]
     if suspects or (found.of_script and options_follow):
-        if dashes < len(words):
+        names = [word for word in found.of_script if word.startswith("-")]
+        word = [*suspects, *names, *found.of_script][0]
+        if dashes < len(words) or word.partition("=")[0] in grammar.other_verbs:
             head = [*found.torchrun, *found.own, str(found.script)]
             tail = [*found.of_script, *after]
         else:
             head, tail = list(words[:ahead]), list(words[ahead:])
-        names = [word for word in found.of_script if word.startswith("-")]
-        word = [*suspects, *names, *found.of_script][0]
         raise UsageError(_ambiguous(word, words, [*head, "--", *tail], grammar))
     found.of_script += after
     return found
@@ -170,9 +170,13 @@ def _ambiguous(
             f"If it is the script's own, it stands after --:\n{script_line}"
         )
     verb = grammar.other_verbs.get(name)
-    other = f", but one of paceline {verb}" if verb else ""
+    if verb:
+        return (
+            f"{name!r} is no option of paceline {grammar.verb}, but one of paceline {verb}: leave "
+            f"it out. If it is the script's own, it stands after --:\n{script_line}"
+        )
     return (
-        f"{name!r} is no option of paceline {grammar.verb}{other}. The script's own arguments "
+        f"{name!r} is no option of paceline {grammar.verb}. The script's own arguments "
         f"stand after --, and paceline's options before the script:\n{script_line}"
     )
 
