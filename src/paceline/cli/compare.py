@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.interfaces import Consistency
     from paceline.runtimes.simulated import ComputeModel
-    from paceline.tools.compare.runner import Goal, Variant, VariantRun
+    from paceline.tools.compare.runner import Goal, Training, Variant, VariantRun
     from paceline.tools.plan import Plan
 
 PLAN_PART = 2 / 3
@@ -164,7 +164,7 @@ def compare(
         print(to_json(runs, plan=plan))
     if ran and not (json and no_html):
         title = f"{script}: {show_count(len(runs), 'method')}"
-        _report(runs, output, title, goal, plan, page=not no_html, json=json)
+        _report(runs, training, title, goal, plan, page=not no_html, json=json)
     if goal is not None and ran:
         goal.check_logged(ran[0].metrics)
     if len(ran) < len(runs):
@@ -180,7 +180,7 @@ def _how_far(file: Path) -> str:
 
 def _report(
     runs: Sequence[VariantRun],
-    output: Path,
+    training: Training,
     title: str,
     goal: Goal | None,
     plan: Plan | None,
@@ -193,6 +193,7 @@ def _report(
     from paceline.tools.report.html import NAME, write_page
     from paceline.tools.report.terminal import print_report
 
+    output = training.folder
     report = comparison_report(
         runs,
         output,
@@ -200,6 +201,8 @@ def _report(
         command=shlex.join(["paceline", *sys.argv[1:]]),
         goal=goal,
         one_machine=None if plan is None else plan.baseline.single.step_seconds,
+        script=training.script,
+        arguments=training.arguments,
     )
     if page:
         write_page(output / NAME, report)

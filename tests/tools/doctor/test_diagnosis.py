@@ -262,7 +262,7 @@ def faults_of(found, evidence):
     (text,) = [
         one
         for one in report.sections
-        if isinstance(one, Text) and one.level == "summary"
+        if isinstance(one, Text) and one.level == "summary" and one.title != "Run"
     ]
     return text.lines
 

@@ -334,7 +334,7 @@ class ModelCompute:
                 f"{costs.what}: it does not say what compression {spec} takes"
             )
         self._worker.estimated_compressors.add(
-            f"what compression {spec} takes is an estimate from bytes, as no workload says it: "
+            f"the time of compression {spec} is estimated from bytes, as it was not profiled: "
             f"paceline profile SCRIPT --compression {spec} measures it"
         )
 

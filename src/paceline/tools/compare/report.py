@@ -18,6 +18,7 @@ from paceline.records import StepRecord
 from paceline.runtimes.results import RunResult
 from paceline.tools.compare.runner import Goal, VariantRun
 from paceline.tools.plan.estimates import DDP
+from paceline.tools.plan.report import command
 from paceline.tools.report.model import (
     GREY,
     Bar,
@@ -56,6 +57,8 @@ def comparison_report(
     command: str = "",
     goal: Goal | None = None,
     one_machine: float | None = None,
+    script: str = "",
+    arguments: Sequence[str] = (),
 ) -> Report:
     """A comparison of which at least one run has not failed.
 
@@ -67,6 +70,7 @@ def comparison_report(
         goal: The value of a metric whose time was asked for.
         one_machine: Seconds in which one machine processes the same global batch, if a plan
             predicts it.
+        script: What was trained, with its *arguments*, for commands; empty: none are shown.
     """
     first = next(run.result for run in runs if run.result is not None)
     shown = _Comparison(runs, goal, one_machine)
@@ -78,6 +82,7 @@ def comparison_report(
     sections: list[Section | None] = [
         shown.table(),
         shown.notes(),
+        shown.commands(script, arguments),
         shown.where_steps_go(),
         shown.step_times(),
         *shown.metric_charts(),
@@ -284,7 +289,7 @@ class _Comparison:
             "over steady-state steps."
         )
         if self.one_machine is not None:
-            text += ' "One machine" is computed, not run.'
+            text += ' "One machine" is computed from its step, without evaluations; it was not run.'
         if self.first.runtime == "simulated":
             text += (
                 " All times are virtual: a script reads them with paceline.now(), not with "
@@ -307,6 +312,28 @@ class _Comparison:
             for note, names in about.items()
         ]
         return Text(title="Notes", lines=lines, level="summary")
+
+    def commands(self, script: str, arguments: Sequence[str]) -> Text | None:
+        """What trains with the method that is best here, and with the best exact one."""
+        ranked = sorted(
+            (seconds, number)
+            for number, run in enumerate(self.runs)
+            if (seconds := self._rank(run)) is not None
+        )
+        order = [self.runs[number] for _, number in ranked]
+        exact = [run for run in order if run.variant.consistency == "exact"]
+        specs = [run.variant.spec for run in (*order[:1], *exact[:1])]
+        if not specs or not script:
+            return None
+        lines = [command(spec, script, arguments) for spec in dict.fromkeys(specs)]
+        title = "Run the best" + (", or the best exact one" if len(lines) > 1 else "")
+        return Text(title=title, lines=lines, kind="code", level="summary")
+
+    def _rank(self, run: VariantRun) -> float | None:
+        """Seconds to the goal, where one was asked for; else of a step."""
+        if self.goal is None:
+            return _step(run)
+        return None if run.reached is None else run.reached.end_seconds
 
     # ---- charts ----
 

@@ -156,8 +156,8 @@ def slow_method(seen: Observed) -> Detection | None:
     best = better[0]  # of the strongest class
     spec = best.spec
     cause = (
-        f"{name} takes {show_seconds(now)} per step here, {spec} ({best.consistency}) "
-        f"{show_seconds(best.step_seconds)} (predicted)"
+        f"{name} takes {show_seconds(now)} per step, {spec} ({best.consistency}) "
+        f"{show_seconds(best.step_seconds)} (both predicted, without faults of the system)"
     )
     advice = f"Use --method {spec}"
     if _on_one_server(training):

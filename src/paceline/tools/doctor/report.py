@@ -45,7 +45,7 @@ def doctor_report(
     """
     what = evidence.script or "network and hosts"
     phases = _phase_table(found, evidence)
-    faults = _faults(found, next_command)
+    faults = _faults(found, evidence, next_command)
     sections: list[Section | None] = [
         *((phases, faults) if found.healthy else (faults, phases)),
         _commands(found.faults),
@@ -77,7 +77,8 @@ def _headline(found: Diagnosis, evidence: Evidence) -> str:
     if found.step_seconds is not None:
         text = f"{where}, {found.spec}: {_seconds(found.step_seconds)} per step"
         if found.single_seconds:
-            text += f", {found.single_seconds / found.step_seconds:.2f}x one machine"
+            factor = found.single_seconds / found.step_seconds
+            text += f", {factor:.2f}x as fast as one machine"
     if not found.healthy and found.fixed_seconds is not None:
         count = len(found.faults)
         these = "this fault" if count == 1 else f"these {count} faults"
@@ -89,8 +90,9 @@ def _headline(found: Diagnosis, evidence: Evidence) -> str:
     return f"{text} ({show_count(steps[0].steps, f'{kind} step')})"
 
 
-def _faults(found: Diagnosis, next_command: str) -> Text:
+def _faults(found: Diagnosis, evidence: Evidence, next_command: str) -> Text:
     """Faults, with what to do; where there are none, what was checked."""
+    steady = all(one.step.steady for one in evidence.workers if one.step is not None)
     if not found.healthy:
         return Text(
             title="Faults",
@@ -99,6 +101,10 @@ def _faults(found: Diagnosis, next_command: str) -> Text:
             level="summary",
         )
     lines = [f"Checked: {', '.join(found.checked)}."]
+    if found.step_seconds is not None and not steady:
+        lines.append(
+            "Measure steps of the steady state, too: give more of them (--steps)."
+        )
     if found.harmless:
         causes = "; ".join(
             f"{one.title.lower()}, {one.cause}" for one in found.harmless
@@ -154,7 +160,9 @@ def _explained(found: Diagnosis, evidence: Evidence) -> str:
 
 def _commands(faults: Sequence[Fault]) -> Text | None:
     lines = [fault.command for fault in faults if fault.command]
-    return Text(title="Run", lines=lines, kind="code") if lines else None
+    if not lines:
+        return None
+    return Text(title="Run", lines=lines, kind="code", level="summary")
 
 
 def _all_faults(found: Diagnosis) -> list[Section]:

@@ -397,7 +397,9 @@ def _best(plan: Plan, question: Question) -> Table:
     for consistency, name, one in shown:
         marks = ""
         if one.steady_after >= MANY_STEPS:
-            marks += notes.mark(f"reached after about {one.steady_after + 1} steps")
+            marks += notes.mark(
+                f"reached after about {one.steady_after + 1} steps; earlier ones are slower"
+            )
         if one.estimated_compression:
             marks += notes.mark(estimated)
         cells = [column.cell(plan, one) for column in columns]
@@ -407,6 +409,10 @@ def _best(plan: Plan, question: Question) -> Table:
         headings=("consistency", "method", *(one.heading for one in columns)),
         rows=rows,
         notes=notes.texts,
+        caption=" ".join(
+            f"{_class_name(one).capitalize()}: {CONSISTENCY_MEANS[one]}."
+            for one in plan.fastest
+        ),
         level="summary",
     )
 
@@ -437,7 +443,7 @@ def _estimated_compression(estimates: Sequence[Estimate], script: str) -> str:
         word for code in dict.fromkeys(codes) for word in ("--compression", code)
     ]
     measure = shlex.join(["paceline", "profile", script, *options])
-    return f"compression time estimated: {measure}"
+    return f"compression time estimated; to measure it: {measure}"
 
 
 def _candidates(plan: Plan) -> Table:
@@ -479,7 +485,7 @@ def counts(plan: Plan) -> str:
     rejected = sum(one.rejected for one in plan.estimates)
     short = sum(one.fidelity == "short" for one in plan.estimates) - rejected
     if rejected:
-        text += f" {rejected} too slow in their class for a full run (~)."
+        text += f" {rejected} predicted roughly (~), as too slow in their class."
     if short:
         text += f" {short} in a short run only (~), as {_NO_BUDGET}."
     if plan.skipped:
@@ -525,11 +531,7 @@ def bar_chart(plan: Plan) -> BarChart:
         rows=bars,
         limit=baseline.lower_bound_seconds,
         limit_name="lower bound for exact averaging",
-        caption=". ".join(
-            f"{_class_name(one).capitalize()}: {CONSISTENCY_MEANS[one]}"
-            for one in plan.fastest
-        )
-        + ".",
+        caption="Colour: consistency.",
     )
 
 
@@ -545,7 +547,7 @@ def _why(plan: Plan, cluster: Cluster) -> Text:
         text += f": {show_seconds(seconds)} at {show_rate(rate)}"
         hidden = seconds - best.exposed_seconds
         if hidden > VISIBLE * best.step_seconds:
-            text += f", {show_seconds(hidden)} of it hidden behind backward"
+            text += f", {show_seconds(hidden)} of it hidden behind computing"
     bound = show_seconds(plan.baseline.lower_bound_seconds)
     return Text(
         title="Why",
@@ -567,7 +569,7 @@ def _break_even(suggestions: Suggestions) -> Text | None:
         name = "DDP" if best is ddp else best.spec
         text = f"Below {_two_digits(best.rate)} one machine is faster than {name}"
         if ddp is not None and ddp is not best and ddp.rate is not None:
-            text += f" ({_two_digits(ddp.rate)} with DDP)"
+            text += f", below {_two_digits(ddp.rate)} faster than DDP"
         lines.append(f"{text}.")
     if ddp is not None and ddp is not best and (ddp.rate is None or best.rate is None):
         words = ddp.words if ddp.rate is None else f"{_two_digits(ddp.rate)}"
