@@ -61,4 +61,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) site paceline-runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) site paceline-runs paceline-plan paceline-doctor paceline-switches .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -77,6 +77,7 @@ def test_without_a_script():
             "\n    paceline run t.py --workers 4 --epochs 3\nIf",
         ),
         ("t.py a.py --json", "'a.py' is no option of paceline run."),
+        ("t.py workers --json", "'workers' is no option of paceline run."),
         ("t.py a -- b", "paceline run t.py -- a b"),
         (
             "t.py --wrkers 4",

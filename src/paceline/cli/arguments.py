@@ -161,7 +161,7 @@ def _ambiguous(
     name, equals, value = word.partition("=")
     command = f"    paceline {grammar.verb} "
     script_line = command + shlex.join(for_script)
-    near = grammar.similar(word)
+    near = grammar.similar(word) if word.startswith("-") else ""
     if near:
         right = [near + equals + value if one == word else one for one in words]
         return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +135,15 @@ def doctor(
         with progress(json, "predicting what each fix saves"):
             diagnosis = diagnose(evidence, processes=processes())
         command = shlex.join(["paceline", *sys.argv[1:]])
-        following = _next_command(evidence, context, workers, link, latency, cluster)
+        options = {
+            "--workers": workers,
+            "--link": link,
+            "--latency": latency,
+            "--dedicated-servers": dedicated_servers,
+            "--cluster": cluster,
+            "--workload": workload,
+        }
+        following = _next_command(evidence, context, options)
         report = doctor_report(diagnosis, evidence, command, following)
         with (
             open(true_output, "w", closefd=False) as stream,
@@ -151,12 +159,7 @@ def doctor(
 
 
 def _next_command(
-    evidence: Evidence,
-    context: typer.Context,
-    workers: int | None,
-    link: str | None,
-    latency: str | None,
-    cluster: Path | None,
+    evidence: Evidence, context: typer.Context, options: Mapping[str, object]
 ) -> str:
     """What to run where nothing is wrong."""
     if not evidence.script:
@@ -164,12 +167,6 @@ def _next_command(
     words = ["paceline", "plan", evidence.script]
     if evidence.runtime == "real":
         words += ["--probe", *torchrun_words(context)]
-    options = {
-        "--workers": workers,
-        "--link": link,
-        "--latency": latency,
-        "--cluster": cluster,
-    }
     for name, value in options.items():
         words += [] if value is None else [name, str(value)]
     return shlex.join(

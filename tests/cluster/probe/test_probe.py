@@ -33,6 +33,8 @@ def test_two_processes_of_one_machine(tmp_path):
     findings = json.loads(done.stdout)
     assert findings["hosts"] == [0, 1]
     assert findings["goodput"][0][1] > 1e6
+    beside = findings["message_while_computing"]
+    assert beside is None if findings["shared_cores"] > 2 else beside >= 0
     cluster = load_cluster(tmp_path / "cluster.toml")
     assert (cluster.workers, len(cluster.racks)) == (2, 1)
     assert cluster.processor.cores >= 1

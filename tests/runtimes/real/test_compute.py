@@ -43,13 +43,15 @@ def test_what_a_script_loads_passes_within_a_steps_input(clock, passes, loads):
         backward=(2.0,),
         update=0.5,
         input=2.0,
+        overhead=0.25,
+        passes=passes,
     )
     paced = PacedCompute(workload, 1.0, speed=0.5)
     take_step(paced, passes)
     ended = clock.now
     clock.now += loads
     take_step(paced, passes)
-    step = passes * (1.0 + 2.0) + 0.5
+    step = passes * (1.0 + 2.0) + 0.25 + 0.5
     assert clock.now - ended == pytest.approx(max(2.0 * 2.0, loads) + 2.0 * step)
 
 

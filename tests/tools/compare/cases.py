@@ -60,7 +60,10 @@ class Comparison:
         reached = None
         if goal is not None:
             mine = [step for step in steps if step.worker == 0]
-            reached = goal.reached(mine, result.metrics.get(goal.metric))
+            reached = goal.reached(
+                (curve := goal.curve(mine, result.metrics.get(goal.metric))),
+                goal.rises([curve]),
+            )
         self.end(spec, result, steps, reached, consistency, predicted)
         return result
 

@@ -134,6 +134,23 @@ def test_one_method_has_nothing_to_be_compared_with() -> None:
     assert charts_of(report) == {}
 
 
+def test_a_metric_may_have_the_name_of_a_column() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", [{"step": 7.0}] * 3)
+    tables = [one for one in comparison.report().sections if isinstance(one, Table)]
+    for table in tables:
+        (row,) = table.rows
+        cells = list(zip(table.headings, row, strict=True))
+        steps = [cell for heading, cell in cells if heading == "step"]
+        assert [one.value for one in steps if isinstance(one, Number)] == [0.04, 7.0]
+
+
+def test_no_run_took_a_step_and_one_logged() -> None:
+    comparison = Comparison()
+    comparison.add("bsp", last={"accuracy": 0.8}, goal=Goal("accuracy", 0.9))
+    assert comparison.report(goal=Goal("accuracy", 0.9)).sections
+
+
 def test_a_run_without_steps() -> None:
     comparison = Comparison()
     comparison.add("bsp")

@@ -19,10 +19,45 @@ def test_a_value_in_single_precision_reaches_what_it_is_printed_as() -> None:
     metrics = {"accuracy": float(torch.tensor(342 / 360)), "loss": 0.5}
     step = record(0, 7, 1.0, metrics)
     assert metrics["accuracy"] < 0.95
-    assert Goal("accuracy", 0.95).reached([step], None) is step
-    assert Goal("accuracy", 0.9501).reached([step], None) is None
-    assert Goal("loss", 0.5).reached([step], 0.1) is step
-    assert Goal("loss", 0.5).reached([], 0.1) is None  # logged, and no step taken
+    assert reached(Goal("accuracy", 0.95), [step]) is step
+    assert reached(Goal("accuracy", 0.9501), [step]) is None
+    assert reached(Goal("loss", 0.5), [step], 0.1) is step
+    # Logged, and no step taken.
+    assert reached(Goal("loss", 0.5), [], 0.1) is None
+
+
+def reached(
+    goal: Goal, steps: list[StepRecord], last: float | None = None
+) -> StepRecord | None:
+    curve = goal.curve(steps, last)
+    return goal.reached(curve, goal.rises([curve]))
+
+
+@pytest.mark.parametrize(
+    ("curves", "first"),
+    [
+        ([[0.93, 0.96], [0.96, 0.97]], [2, 1]),
+        # The others tell which way a single value is to go.
+        ([[0.5, 0.9], [0.96]], [None, 1]),
+        ([[2.0, 0.9], [0.96]], [2, None]),
+        ([[0.96, 0.97], [2.0, 3.0]], [1, 1]),
+    ],
+)
+def test_all_runs_tell_whether_a_metric_is_to_rise(
+    tmp_path: Path, curves: list[list[float]], first: list[int | None]
+) -> None:
+    variants = [Variant(number, f"m{number}") for number in range(len(curves))]
+    outcomes = []
+    for variant, curve in zip(variants, curves, strict=True):
+        logged = [{"m": value} for value in curve]
+        outcomes.append(Comparison().add(variant.spec, logged))
+        steps = [
+            record(0, number, float(number), metrics)
+            for number, metrics in enumerate(logged, start=1)
+        ]
+        leave(tmp_path, variant, steps)
+    runs = merge_records(variants, outcomes, tmp_path, Goal("m", 0.95))
+    assert [run.reached and run.reached.step for run in runs] == first
 
 
 @pytest.mark.parametrize("text", ["accuracy", "=3", "loss=low", "loss=inf"])

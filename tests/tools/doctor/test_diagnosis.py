@@ -168,10 +168,11 @@ def test_bars_hatch_exposed_communication():
     assert any(HATCHED in chart.parts for chart in charts)
 
 
-def test_input_is_what_was_measured_of_each_worker():
-    evidence = replace_all(site().evidence(), workload=replace(WORK, input=1.0))
-    training = TrainingModel.of(NetworkModel(evidence))
-    assert training.workload.input == 0.0
+def test_input_and_hooks_are_those_that_were_measured_of_each_worker():
+    named = replace(WORK, input=1.0, overhead=1.0)
+    evidence = replace_all(site().evidence(), workload=named)
+    workload = TrainingModel.of(NetworkModel(evidence)).workload
+    assert (workload.input, workload.overhead) == (0.0, 0.0)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from paceline.tools.report.model import (
     Text,
     TimelineSection,
 )
-from paceline.tools.report.terminal import print_report, print_result
+from paceline.tools.report.terminal import parts_of_step, print_report, print_result
 from tests.tools.compare.cases import Comparison
 
 REPORT = Report(
@@ -64,6 +64,16 @@ def test_everything_has_the_other_tables_and_texts(
     assert "from \\ to" in said
     assert "Bars" not in said
     assert "Steps" not in said
+
+
+def test_the_legend_does_not_add_up_what_does_not() -> None:
+    plain, odd = (Comparison().add("bsp", [{}] * 3) for _ in range(2))
+    assert odd.step_seconds is not None
+    legend = parts_of_step([plain])
+    odd.step_seconds *= 1.004  # rounding
+    assert parts_of_step([plain, odd]) == legend
+    odd.step_seconds *= 1.004
+    assert "medians" in parts_of_step([plain, odd])
 
 
 def test_a_run_is_a_row_with_its_steps_and_metrics(

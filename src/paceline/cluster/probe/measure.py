@@ -109,6 +109,8 @@ class _Probe:
             hosts = list(range(self._size))
         one_machine = len({row[0] for row in machines}) == 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        # Workers may be bound to different ones.
+        cores = int(self.pairs.max(float(cores)))
         return hosts, cores if one_machine else None
 
     def names(self, hosts: Sequence[int]) -> list[str]:
@@ -209,15 +211,18 @@ class _Probe:
             )
         return found
 
-    def message_while_computing(self, shared_cores: int) -> float:
+    def message_while_computing(self, shared_cores: int) -> float | None:
         """Core-seconds of one message while all cores compute: by how much longer the same computing takes
-        with all-reduces under way, whose end nobody waits for."""
+        with all-reduces under way, whose end nobody waits for. None: a network so slow that it would take
+        minutes."""
         work = torch.randn(64, 64)
         start = time.thread_time()
         for _ in range(200):
             work @ work
         each = (time.thread_time() - start) / 200
         alone = self.pairs.max(self._run(BESIDE_BYTES, BESIDE_AT_ONCE))
+        if 9 * alone > LONGEST_SECONDS:
+            return None
         # As long as all-reduces take by themselves, and twice that: they end meanwhile.
         share = max(1.0, self._size / shared_cores)
         part = max(1, int(self.pairs.max(3 * alone / share / each) / BESIDE_AT_ONCE))

@@ -82,7 +82,9 @@ class PacedCompute:
 
     def gradient(self, index: int) -> None:
         self._pass(self._left)
-        self._deadline += self.workload.backward[index] * self._scale
+        work = self.workload
+        hooks = work.overhead / (len(work.names) * (work.passes or 1) * self._speed)
+        self._deadline += work.backward[index] * self._scale + hooks
         self._sleep()
         self._late = max(0.0, time.perf_counter() - self._deadline)
         self._pending = True

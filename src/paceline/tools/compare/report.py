@@ -35,6 +35,7 @@ from paceline.tools.report.model import (
     Text,
     TimelineSection,
 )
+from paceline.tools.report.terminal import parts_of_step
 from paceline.tools.report.timeline import Step, step_of
 from paceline.tools.report.traces import spans_in
 from paceline.units import show_bytes, show_count, show_seconds
@@ -115,8 +116,8 @@ class _Comparison:
             else run.variant.spec
             for i, run in enumerate(runs, start=1)
         ]
-        results = [run.result for run in runs if run.result is not None]
-        self.first = results[0]
+        self._results = [run.result for run in runs if run.result is not None]
+        self.first = self._results[0]
         timed = [run for run in runs if _step(run) is not None]
         ddp = [run for run in timed if run.variant.spec == DDP]
         self.baseline = next(iter(ddp or timed), None)
@@ -200,8 +201,7 @@ class _Comparison:
         headings += ["predicted"] if planned else ["exposed"]
         headings += [f"vs. {self.baseline_name}"] if len(self.runs) > 1 else []
         headings += ["vs. 1 machine"] if self.one_machine is not None else []
-        headings += metrics
-        headings += [] if self.goal is None else [f"to {self.goal}"]
+        to_goal = [] if self.goal is None else [f"to {self.goal}"]
         base = None if self.baseline is None else _step(self.baseline)
         rows: list[list[Cell]] = []
         colours = []
@@ -212,18 +212,20 @@ class _Comparison:
                 f"vs. {self.baseline_name}": _ratio(base, self.one_machine),
                 "vs. 1 machine": _ratio(1.0, 1.0),
             }
-            if self.goal is not None:
-                known[f"to {self.goal}"] = _seconds(self._one_machine_to_goal())
-            rows.append([known.get(heading) for heading in headings])
+            row = [known.get(heading) for heading in headings]
+            row += [None] * len(metrics)
+            rows.append(row + [_seconds(self._one_machine_to_goal())] * len(to_goal))
             colours.append(GREY)
         for name, run in zip(self.names, self.runs, strict=True):
             cells = self._cells(run, base)
             cells["method"] = f"DDP ({name})" if run.variant.spec == DDP else name
-            rows.append([cells.get(heading) for heading in headings])
+            row = [cells.get(heading) for heading in headings]
+            row += _metric_cells(run, metrics)
+            rows.append(row + [self._goal_cell(run)] * len(to_goal))
             colours.append(_colour(run))
         return Table(
             title=f"{show_count(self.first.workers, 'worker')}, {self.first.runtime} runtime",
-            headings=headings,
+            headings=[*headings, *metrics, *to_goal],
             rows=rows,
             colours=colours,
             caption=self._legend(),
@@ -238,17 +240,18 @@ class _Comparison:
     def where_steps_go(self) -> Table:
         """The parts of each method's step, what it sends, and all metrics."""
         headings = ["method", "buckets", "step", "compute", "exposed", "sent"]
-        headings += self._metrics()
+        metrics = self._metrics()
         rows = []
         for _, name, run, _ in self.ran:
             cells: dict[str, Cell] = {"method": name, **self._cells(run, None)}
-            rows.append([cells.get(heading) for heading in headings])
+            parts = [cells.get(heading) for heading in headings]
+            rows.append(parts + _metric_cells(run, metrics))
         return Table(
             title="Where a step goes",
-            headings=headings,
+            headings=[*headings, *metrics],
             rows=rows,
             colours=[_colour(run) for *_, run, _ in self.ran],
-            caption="step = compute + exposed communication. sent: per worker and step.",
+            caption=f"{parts_of_step(self._results)} sent: per worker and step.",
         )
 
     def _cells(self, run: VariantRun, base: float | None) -> dict[str, Cell]:
@@ -273,19 +276,20 @@ class _Comparison:
             f"vs. {self.baseline_name}": _ratio(base, step),
             "vs. 1 machine": _ratio(self.one_machine, step),
         }
-        for metric, value in result.metrics.items():
-            cells[metric] = None if value is None else Number(value, f"{value:.4g}")
-        if self.goal is not None:
-            cells[f"to {self.goal}"] = Number(None, "never")
-            if run.reached is not None:
-                seconds, count = run.reached.end_seconds, run.reached.step
-                text = f"{show_seconds(seconds)} ({show_count(count, 'step')})"
-                cells[f"to {self.goal}"] = Number(seconds, text)
         return cells
+
+    def _goal_cell(self, run: VariantRun) -> Cell:
+        """When a run reached the goal; nothing for one that failed."""
+        if run.result is None:
+            return None
+        if run.reached is None:
+            return Number(None, "never")
+        seconds, count = run.reached.end_seconds, run.reached.step
+        return Number(seconds, f"{show_seconds(seconds)} ({show_count(count, 'step')})")
 
     def _legend(self) -> str:
         text = (
-            "step: time per global batch, compute + exposed communication. Each figure is a median "
+            f"step: time per global batch. {parts_of_step(self._results)} Each figure is a median "
             "over steady-state steps."
         )
         if self.one_machine is not None:
@@ -407,9 +411,8 @@ class _Comparison:
             run.reached.end_seconds for run in self.runs if run.reached is not None
         ]
         if not times:
-            ends = max(
-                step.end_seconds for *_, run, _ in self.ran for step in run.steps
-            )
+            steps = [step for *_, run, _ in self.ran for step in run.steps]
+            ends = max((step.end_seconds for step in steps), default=0.0)
             return [0.0, ends], [goal.value, goal.value]
         when = min(times)
         return [0.0, when, when], [goal.value, goal.value, min(values)]
@@ -450,6 +453,13 @@ def _files(shown: _Comparison) -> list[Section]:
             caption="One line of JSON per method, worker and step.",
         ),
     ]
+
+
+def _metric_cells(run: VariantRun, metrics: Sequence[str]) -> list[Cell]:
+    """A run's last values; a metric may have the name of another column."""
+    found = {} if run.result is None else run.result.metrics
+    values = [found.get(metric) for metric in metrics]
+    return [None if one is None else Number(one, f"{one:.4g}") for one in values]
 
 
 def _step(run: VariantRun) -> float | None:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,10 @@ ROUNDING = 1e-6
 _VERBS = {"simulated": "simulate", "real": "run", "emulated": "emulate"}
 _RECORDS = "records.jsonl"
 _OURS = "paceline: "
+
+
+Curve = Sequence[tuple[StepRecord, float]]
+"""Values of a metric, each with the step that logged it."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,11 @@ class Goal:
                 f"paceline.log({self.metric}=...)"
             )
 
-    def reached(
-        self, steps: Sequence[StepRecord], last: float | None
-    ) -> StepRecord | None:
-        """The first step whose metric is at least as good as the goal.
+    def curve(self, steps: Sequence[StepRecord], last: float | None) -> Curve:
+        """The values that one worker logged, each with its step.
 
         Args:
-            steps: One worker's steps. The first value tells whether the metric is to rise or to
-                fall.
+            steps: The worker's steps.
             last: The metric after the last step, if any was logged there.
         """
         values = [
@@ -85,10 +86,23 @@ class Goal:
         ]
         if last is not None and steps:
             values.append((steps[-1], last))
-        if not values:
-            return None
+        return values
+
+    def rises(self, curves: Sequence[Curve]) -> bool:
+        """Whether the metric is to rise, as it does in most runs; where none tells, whether a run begins
+        below the goal."""
+        firsts = [curve[0][1] for curve in curves if curve]
+        lasts = [curve[-1][1] for curve in curves if curve]
+        pairs = list(zip(firsts, lasts, strict=True))
+        up = sum(last > first for first, last in pairs)
+        down = sum(last < first for first, last in pairs)
+        if up != down:
+            return up > down
+        return any(first <= self.value for first in firsts)
+
+    def reached(self, values: Curve, rises: bool) -> StepRecord | None:
+        """The first step whose metric is at least as good as the goal."""
         near = ROUNDING * abs(self.value)
-        rises = values[0][1] <= self.value
         return next(
             (
                 step
@@ -268,18 +282,24 @@ def merge_records(
     Their steps are gathered in ``records.jsonl``; each trace is named after its variant,
     ``NAME.trace.json``.
     """
-    runs = []
+    runs: list[VariantRun] = []
+    curves: dict[int, Curve] = {}
     decode = msgspec.json.Decoder(StepRecord).decode_lines
     for variant, outcome in zip(variants, outcomes, strict=True):
         if isinstance(outcome, FailedRun):
             runs.append(VariantRun(variant, outcome))
             continue
         steps = decode((folder / variant.file_name / _RECORDS).read_bytes())
-        reached = None
         if goal is not None:
             mine = [step for step in steps if step.worker == 0]
-            reached = goal.reached(mine, outcome.metrics.get(goal.metric))
-        runs.append(VariantRun(variant, outcome, steps, reached))
+            last = outcome.metrics.get(goal.metric)
+            curves[len(runs)] = goal.curve(mine, last)
+        runs.append(VariantRun(variant, outcome, steps))
+    if goal is not None:
+        rises = goal.rises(list(curves.values()))
+        for place, curve in curves.items():
+            reached = goal.reached(curve, rises)
+            runs[place] = replace(runs[place], reached=reached)
     ran = [run for run in runs if run.result is not None]
     names = [f"{run.variant.file_name}.trace.json" for run in ran]
     claim(str(folder), _RECORDS, *names)

@@ -11,9 +11,12 @@ import math
 import shlex
 from collections.abc import Collection
 from dataclasses import replace
+from functools import lru_cache
+
+import msgspec
 
 from paceline.bucketing.rules import FIXED
-from paceline.cluster import Processor
+from paceline.cluster import Cluster, Processor, Workload
 from paceline.collectives.registry import COLLECTIVES
 from paceline.core.settings import parse_method, short_spec
 from paceline.errors import UsageError
@@ -41,17 +44,35 @@ def _recommended(
     seen: Observed, allowed: Collection[Consistency]
 ) -> dict[Consistency, Estimate]:
     """What ``paceline plan`` recommends for the training; nothing where nothing can run."""
-    job = seen.training.job
+    training = seen.training
+    classes = tuple(one for one in CONSISTENCIES if one in allowed)
     try:
-        found = plan(
-            job.cluster,
-            seen.training.workload,
-            allowed=allowed,
-            processes=seen.processes,
+        found = _estimates(
+            training.job.cluster, training.workload, classes, seen.processes
         )
     except UsageError:
         return {}
-    return recommend(found.estimates, allowed)
+    recommended = recommend(found, allowed)
+    if not any(training.inputs):
+        return recommended
+    # A plan's workers have their batches at once.
+    took = {q: training.step_seconds(one.spec) for q, one in recommended.items()}
+    return {
+        q: msgspec.structs.replace(one, step_seconds=seconds)
+        for q, one in recommended.items()
+        if (seconds := took[q]) is not None
+    }
+
+
+@lru_cache(maxsize=8)
+def _estimates(
+    cluster: Cluster,
+    workload: Workload,
+    allowed: tuple[Consistency, ...],
+    processes: int,
+) -> tuple[Estimate, ...]:
+    """What several faults ask of the same job is predicted once."""
+    return plan(cluster, workload, allowed=allowed, processes=processes).estimates
 
 
 def _as_strong(own: Consistency) -> list[Consistency]:

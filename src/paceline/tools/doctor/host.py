@@ -19,7 +19,7 @@ _STATISTICS = Path("/proc/stat")
 _UP, _LOOPBACK = 0x1, 0x8
 _IPV4 = 2
 _CONTAINERS = ("veth", "macvlan", "ipvlan")
-_OVER_DEVICES = ("vlan", "bond")
+_OVER_DEVICES = ("vlan", "bond", "ipoib")
 """Interfaces that are as their devices."""
 
 

@@ -246,8 +246,10 @@ def _measured(network: NetworkModel) -> TrainingModel:
         speeds=_speeds(network),
         inputs=tuple(network.inputs.get(rank, 0.0) for rank in range(len(workers))),
         # A workload that was named may be of another script.
-        # Input is measured, of each worker.
-        workload=replace(evidence.workload, passes=network.passes_a_step, input=0.0)
+        # Input is measured, of each worker; what hooks take is a part of its passes.
+        workload=replace(
+            evidence.workload, passes=network.passes_a_step, input=0.0, overhead=0.0
+        )
         if evidence.workload and network.trains
         else NO_SCRIPT,
         spec=evidence.spec,

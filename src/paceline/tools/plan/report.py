@@ -41,6 +41,8 @@ MANY_STEPS = 50
 """A method that needs more steps to become as fast as predicted has a note."""
 VISIBLE = 0.01
 """Part of a step: less communication is not worth a word."""
+LITTLE = 0.05
+"""Per cent: a gain that is no gain."""
 MOST_WEAKER = 3
 """Weaker classes in the answer, which has at most five lines."""
 STAND_IN = "examples/workload.py"
@@ -194,6 +196,8 @@ def _stay_with_ddp(plan: Plan, consistency: Consistency) -> str:
     if fastest.spec == DDP:
         return f"Stay with DDP: no {consistency} method is faster."
     gain = 100 * (_over_ddp(plan, fastest) - 1)
+    if gain < LITTLE:
+        return f"Stay with DDP: no {consistency} method is faster."
     return (
         f"Stay with DDP: {fastest.spec}, the best {consistency} method, is only "
         f"{gain:.1g} % faster."

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _WIDTH_OF_FILES = 120
 """Columns where standard output is no terminal: nothing needs to be folded there."""
+ADDS_UP = 0.005
+"""To this part of a step its figures are seen to add up."""
 _SHORT = 16
 """Letters of a word that is not broken into lines, such as a class of consistency."""
 
@@ -34,7 +36,7 @@ def print_result(result: RunResult) -> None:
 def _table_of(result: RunResult) -> model.Table:
     first, sent = result.steady_from, result.bytes_sent_per_worker
     legend = (
-        "step = compute + exposed communication. Each figure is a median over steady-state steps. "
+        f"{parts_of_step([result])} Each figure is a median over steady-state steps. "
         "sent: per worker and step."
     )
     if result.runtime == "simulated":
@@ -75,6 +77,19 @@ def _table_of(result: RunResult) -> model.Table:
         ],
         caption=legend,
     )
+
+
+def parts_of_step(results: Sequence[RunResult]) -> str:
+    """What a step is made of, for a table's legend."""
+    text = "step = compute + exposed communication"
+    for one in results:
+        step, compute = one.step_seconds, one.compute_seconds
+        exposed = one.exposed_communication_seconds
+        if step is None or compute is None or exposed is None:
+            continue
+        if abs(step - compute - exposed) > ADDS_UP * step:
+            return f"{text}, in each step: medians of these need not add up."
+    return f"{text}."
 
 
 def _seconds(value: float | None) -> model.Number | None:
