@@ -231,7 +231,7 @@ def check_bare_script(folder, end, launchers, workers=2, **options):
     # under paceline run, what a step took, as in the other runtimes
     assert f"{workers} worker" in jobs[0].stdout
     assert ", real runtime" in jobs[0].stdout
-    assert "│ bsp " in jobs[0].stdout
+    assert "\nbsp  " in jobs[0].stdout
 
 
 @pytest.mark.slow
