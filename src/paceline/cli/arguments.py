@@ -50,8 +50,8 @@ class Grammar:
     Attributes:
         verb: Its name.
         options: Its own options, by name.
-        torchrun: Returns torchrun's options, where they are passed through. It imports torch, so it
-            is called only for an option that is nobody else's.
+        torchrun: Returns torchrun's options, where they are passed through. It imports torch, so
+            only options that paceline does not have are looked up there.
         other_verbs: Options of other verbs, and a verb that has each.
         runs_script: Whether it takes a script.
     """

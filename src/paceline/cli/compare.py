@@ -83,9 +83,7 @@ def compare(
             rich_help_panel=o.OUTPUT,
         ),
     ] = Path("paceline-runs"),
-    no_html: Annotated[
-        bool, typer.Option("--no-html", help="Write no page.", rich_help_panel=o.OUTPUT)
-    ] = False,
+    no_html: o.NoHtml = False,
     json: o.Json = False,
 ) -> None:
     """Train with several methods; compare step time, metrics, and time to a target metric.

@@ -81,12 +81,7 @@ def doctor(
     output: Annotated[
         Path, typer.Option(help="Folder for the HTML report.", rich_help_panel=o.OUTPUT)
     ] = Path("paceline-doctor"),
-    no_html: Annotated[
-        bool,
-        typer.Option(
-            "--no-html", help="Write no HTML report.", rich_help_panel=o.OUTPUT
-        ),
-    ] = False,
+    no_html: o.NoHtml = False,
     json: o.Json = False,
 ) -> None:
     """Find what slows a job down: network, hosts, input or method.

@@ -202,6 +202,10 @@ ReportTo = Annotated[
         rich_help_panel=OUTPUT,
     ),
 ]
+NoHtml = Annotated[
+    bool,
+    typer.Option("--no-html", help="Write no HTML report.", rich_help_panel=OUTPUT),
+]
 Json = Annotated[
     bool,
     typer.Option(

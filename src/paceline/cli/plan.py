@@ -102,12 +102,7 @@ def plan(
             rich_help_panel=o.OUTPUT,
         ),
     ] = Path("paceline-plan"),
-    no_html: Annotated[
-        bool,
-        typer.Option(
-            "--no-html", help="Write no HTML report.", rich_help_panel=o.OUTPUT
-        ),
-    ] = False,
+    no_html: o.NoHtml = False,
     json: o.Json = False,
 ) -> None:
     """Predict the step time of every method on a network and recommend one.

@@ -57,12 +57,7 @@ def plan_switches(
             rich_help_panel=o.OUTPUT,
         ),
     ] = Path("paceline-switches"),
-    no_html: Annotated[
-        bool,
-        typer.Option(
-            "--no-html", help="Write no HTML report.", rich_help_panel=o.OUTPUT
-        ),
-    ] = False,
+    no_html: o.NoHtml = False,
     json: o.Json = False,
 ) -> None:
     """Rank racks by the gain of an aggregating switch.
