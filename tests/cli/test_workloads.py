@@ -305,7 +305,7 @@ def test_what_a_compressor_takes_is_measured_when_it_is_first_used(
     result = json.loads(output.out)
     times = known.coding[spec]
     assert result["step_seconds"] >= times.encode + times.after(2)
-    assert "an estimate from bytes" not in str(result["notes"])
+    assert "estimated from bytes" not in str(result["notes"])
     again = paceline(*words, *code)
     assert again.out == output.out
     assert "profiling again" not in again.err
@@ -323,7 +323,7 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
     code = ("--method", "bsp:compression=bf16")
     output = paceline("simulate", "train.py", *words, *code)
     (note,) = (
-        n for n in json.loads(output.out)["notes"] if "an estimate from bytes" in n
+        n for n in json.loads(output.out)["notes"] if "estimated from bytes" in n
     )
     assert "paceline profile SCRIPT --compression bf16:error_feedback=false" in note
 
