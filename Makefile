@@ -9,7 +9,7 @@ export NO_MKDOCS_2_WARNING := 1
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all trainers test-integrations test-ray site lint clean
+.PHONY: demo test durations test-all test-extras test-integrations test-ray test-browser test-reports trainers site lint clean
 
 # The main job: which method, here? Planned, then each class's best trained for real, in virtual
 # time, on a described network: a table that says what is gained. A step is taken to compute for
@@ -21,28 +21,43 @@ demo: $(READY)
 test: lint
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow"
 
+# Fast tests that took more than 2 s in the last run, once more, alone: they fail if they still do.
+durations: $(READY)
+	$(BIN)/python -m tests.support.durations
+
 # With as many examples of each law as its test asks for (tests/support/profiles.py).
 test-all: lint
 	HYPOTHESIS_PROFILE=ci $(BIN)/python -m pytest $(PARALLEL)
 
-trainers: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt \
-	    --editable ".[lightning,transformers,prometheus,manifests]"
+# With all that is optional: others' trainers, Ray, pages in Chromium (Debian: chromium,
+# chromium-driver), W&B and MLflow. GPU tests are among `make test-all`: they run where CUDA is.
+test-extras: test-integrations test-ray test-browser test-reports
 
-# Others' trainers: what they learn under their own DDP and under paceline.
+# What they learn under their own DDP and under paceline.
 test-integrations: trainers
 	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) trainers" \
 	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
 # Jobs on Ray, whose workers, server and nodes are killed.
-test-ray: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[ray]"
-	$(BIN)/python -m pytest tests/integrations/test_ray.py
+test-ray: $(VENV)/.with-ray
+	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) ray" $(BIN)/python -m pytest tests/integrations/test_ray.py
+
+test-browser: $(VENV)/.with-browser
+	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) browser" $(BIN)/python -m pytest tests/tools/report
+
+test-reports: $(VENV)/.with-reports
+	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) reports" $(BIN)/python -m pytest tests/integrations/test_reports.py
 
 # The documentation as pages: site/index.html. A link that leads nowhere is an error.
-site: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+site: $(VENV)/.with-docs
 	$(BIN)/python -m mkdocs build --quiet --strict --config-file website/mkdocs.yml
+
+trainers: $(VENV)/.with-lightning,transformers,prometheus,manifests
+
+# Extras of pyproject.toml, installed once.
+$(VENV)/.with-%: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
+	touch $@
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

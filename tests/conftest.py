@@ -1,7 +1,9 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Tests run side by side, a process a core. Where each would start a thread a core, small
@@ -10,7 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
-from tests.support import profiles, skips
+from tests.support import durations, profiles, skips
 
 profiles.load()
 
@@ -31,6 +33,29 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # A shell's background jobs ignore SIGINT, and so would all that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep durations of the run: once, where tests run side by side."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(durations.Recorder())
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and thousands of collected tests out of garbage collection.
+
+    Servers and trainings collect at their ends: each time 0.5 s of looking through what pytest holds.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collected_between_modules() -> Iterator[None]:
+    """Leave out what earlier modules have made, too: caches grow all the time."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
