@@ -139,7 +139,10 @@ def failed(error, context):
     ("error", "follows"),
     [
         (PeerLostError("server 0 is lost"), True),
-        (UsageError("worker 1 was taken for lost: join with another life"), True),
+        (
+            UsageError("worker 1 was taken for lost: join with another incarnation"),
+            True,
+        ),
         # It was let in, and the connection broke before it knew: the same incarnation is not let in again.
         (UsageError(f"incarnation 2 of worker 1, {HAS_BEEN_HERE} 2"), True),
         (failed(ValueError("a step"), PeerLostError("server 0 is lost")), True),

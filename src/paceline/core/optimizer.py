@@ -264,7 +264,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if active.finished and job.ended:
             if job.options.steps:
                 raise self._ended()
-            # Another life has done the step: the script goes on to what follows its loop.
+            # Another incarnation has done the step: the script goes on to what follows its loop.
             return None if closure is None else closure()
         if active.finished:
             raise UsageError(

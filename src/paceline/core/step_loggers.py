@@ -126,7 +126,7 @@ class Csv:
     """A row a step; metrics that come later than the first step's stand in a column ``more``.
 
     A file that is there is begun anew with the job's first step. Where worker 0 comes back into a job that
-    survives, its rows go on below those of its earlier lives.
+    survives, its rows go on below those of its earlier incarnations.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,7 +134,7 @@ class Csv:
             raise UsageError("report to csv: expected a file, such as csv:steps.csv")
         self._path = Path(name)
         try:
-            # Nobody knows yet whether this is a first life: what is there stays until a step says so.
+            # Nobody knows yet whether this is a first incarnation: what is there stays until a step says so.
             self._file: TextIO = self._path.open("a", newline="", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {name}: {error.strerror}") from None
@@ -151,7 +151,7 @@ class Csv:
         self._file.flush()
 
     def _begin(self, step: int, names: list[str]) -> None:
-        """The header, unless the columns of earlier lives are there."""
+        """The header, unless the columns of earlier incarnations are there."""
         if self._path.is_file():  # a pipe, or /dev/null, has nothing to begin anew
             if step == 1:
                 self._file.truncate(0)

@@ -107,7 +107,7 @@ class BackupWorkers(Discipline):
         for worker in list(self._late):
             pushes = self._late[worker]
             if worker not in shard.active_workers(pushes[0].step):
-                # It has left, is gone, or is here in another life.
+                # It has left, is gone, or is here in another incarnation.
                 del self._late[worker]
                 for push in pushes:
                     shard.reply(push)

@@ -95,7 +95,7 @@ class StepLengths:
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._measured: Counter[int] = Counter()
         self.done: Counter[int] = Counter()
-        """By worker: its steps, over all its lives."""
+        """By worker: its steps, over all its incarnations."""
 
     def step_is_in(self, worker: int, now: float) -> None:
         began = self._began.pop(worker, None)

@@ -74,7 +74,7 @@ _BROKEN = (
 class ServerConnection:
     """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
 
-    *incarnation* None: the server numbers this life. *workers*: how many this worker takes the job
+    *incarnation* None: the server numbers this incarnation. *workers*: how many this worker takes the job
     to have, 0: it does not say. Who only *asks* learns that, ``workers``, and is no worker by it; nothing
     can be requested then. *token* is the job's; *service*: which one of that process; *security*: as the environment says, see `security`. Bytes and
     waits are counted in *recorder*.

@@ -51,8 +51,8 @@ HAS_BEEN_HERE = "which has been here as"
 """In the refusal of a worker that has left: a later training may be about to begin."""
 IS_HERE = "is here already, from"
 """In the refusal of a worker whose number somebody has: that one may be about to be lost."""
-TAKEN_FOR_LOST = "taken for lost: join with another life"
-"""The refusal of what a life of a worker asks that is not here any more."""
+TAKEN_FOR_LOST = "taken for lost: join with another incarnation"
+"""The refusal of a request from an incarnation of a worker that is no longer here."""
 BEFORE_IT_STOOD = "before it stood"
 """In the words of a worker whose connection was closed while it shook hands."""
 QUEUED_REQUESTS = 2
@@ -134,7 +134,7 @@ FromWorker = Hello | RequestHeader | Bye
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
     """The connection is known. Channel ``""`` gets the *port* for the liveness connection,
     and the *ticket* that is to be its first line; the others get neither. *incarnation*: the
-    number of this life. *workers*: how many the job has, for who asks. *memory*: for payloads of
+    number of this incarnation. *workers*: how many the job has, for who asks. *memory*: for payloads of
     replies, where the server has opened the worker's."""
 
     port: int = 0

@@ -63,7 +63,7 @@ def test_a_silent_worker_is_taken_for_lost():
     steps(talk, 10, 59, workers=(0, 1))  # it spoke last at 9 s, and now it is 69 s
     assert evicted == [(2, 0, 60.0)]
     [answer] = talk.push(2, 10, 0)
-    assert "taken for lost: join with another life" in answer.message.reason
+    assert "taken for lost: join with another incarnation" in answer.message.reason
     [answer] = talk.ask(2, talk.join, life=1)
     assert isinstance(answer.message, Joined)
 

@@ -201,6 +201,6 @@ _COUNTED = (
         ("pushes that came again",),
         "Pushes that came again.",
     ),
-    ("workers_lost", ("workers lost",), "Lives of workers that were lost."),
+    ("workers_lost", ("workers lost",), "Incarnations of workers that were lost."),
 )
 """Counters: what they are called, what a state machine calls that, and what it means."""

@@ -1,4 +1,4 @@
-"""The workers of a training: which of them take part, in which life, and how far each is."""
+"""The workers of a training: which are active, in which incarnation, and how far each is."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ class Members:
         self._workers = workers
         self._known: dict[int, Member] = {}
         self.return_from_loss = False
-        """Lost workers come back, each as another life."""
+        """Lost workers come back, each as a new incarnation."""
         self._returning: set[int] = set()
         self._left: set[int] = set()
-        """Workers that have left well, in one life or another."""
+        """Workers that have left well, in one incarnation or another."""
         self._awaited = set(range(workers))
         """Workers that are to join before the first step, and have not yet."""
         self.left_out: set[int] = set()
@@ -188,7 +188,7 @@ class Members:
         self._left.add(worker)
 
     def has_left(self, worker: int) -> bool:
-        """Whether this life of a worker, or an earlier one, has done all of its steps."""
+        """Whether this incarnation of a worker, or an earlier one, has done all of its steps."""
         return worker in self._left
 
     def lose(self, worker: int) -> None:

@@ -27,7 +27,7 @@ class WorkerRecords:
 
     JSON lines as they come, an object for a step and an array for a span: all that a step
     took is in the file when it has ended. Only the last line of a killed worker's may be
-    incomplete; what the worker writes in another life comes after the last whole one. *clock*:
+    incomplete; what the worker's next incarnation writes comes after the last whole one. *clock*:
     what to add to a span's times to have seconds since 1970.
     """
 
