@@ -59,6 +59,12 @@ $(VENV)/.with-%: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
+# What five papers claim, and what paceline reaches: docs/reference/paper-results.md. About an hour;
+# QUICK=1 checks a lower bound of each in a minute, PAPER=osp is one paper, AGAIN=1 measures anew.
+.PHONY: reproduce
+reproduce: $(READY)
+	$(BIN)/python -m benchmarks.papers $(if $(QUICK),--quick) $(addprefix --paper ,$(PAPER)) $(if $(AGAIN),--again)
+
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

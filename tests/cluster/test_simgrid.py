@@ -1,4 +1,4 @@
-"""Messages that share links take the times that SimGrid finds (``benchmarks/simgrid_figures.py``)."""
+"""Messages that share links take the times that SimGrid finds (``benchmarks/measure/simgrid_figures.py``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Pages that are made from the code, and README's commands, are up to date."""
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -73,3 +74,5 @@ def test_numbers_in_readme_have_a_command():
     table = (ROOT / "docs" / "measured.md").read_text()
     for path in re.findall(r"python (benchmarks/\S+\.py)", readme + table):
         assert (ROOT / path).exists()
+    for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", readme + table):
+        assert importlib.util.find_spec(name) is not None, name

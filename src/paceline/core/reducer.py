@@ -27,7 +27,7 @@ from paceline.torch_internals import copy_together, join_into
 
 _LARGE_BYTES = 64 * 1024
 """From here on a tensor is copied by itself: a second pass over its memory would cost more than a
-call saves (`benchmarks/hooks.py`)."""
+call saves (`benchmarks/measure/hooks.py`)."""
 _GROUP_BYTES = 1 << 20
 """The most that a copy group has: its gradients stay in memory until all of them are there."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.osp_comparisons import compared
+from benchmarks.papers.osp_comparisons import compared
 from hypothesis import strategies as st
 from torch import nn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.osp_comparisons import compared
+from benchmarks.papers.osp_comparisons import compared
 from torch import nn
 
 import paceline

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from benchmarks.osp_comparisons import KINDS, compared
+from benchmarks.papers.osp_comparisons import KINDS, compared
 from torch import nn
 
 import paceline

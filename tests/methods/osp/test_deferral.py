@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from benchmarks.osp_comparisons import Inverse, InverseOSP, Random
+from benchmarks.papers.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given
 from hypothesis import strategies as st
 

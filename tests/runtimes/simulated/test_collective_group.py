@@ -50,7 +50,7 @@ def test_ring_alone_costs_what_the_formula_says(n: int) -> None:
     if n == 8:
         assert expected == pytest.approx(56.7 * MS, rel=1e-12)
     ends = ends_of(n, lambda rank: all_reduce(800_000))
-    assert ends == [pytest.approx(expected, rel=1e-6)] * n
+    assert ends == [pytest.approx(expected, rel=1e-9)] * n
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """Faults that are made in simulated time are measured there, and named: one of each kind that fits in seconds.
-`benchmarks/doctor.py` makes all of them, five times each."""
+`benchmarks/measure/doctor.py` makes all of them, five times each."""
 
 from dataclasses import replace
 

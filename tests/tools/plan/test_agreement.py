@@ -1,4 +1,4 @@
-"""A small version of `benchmarks/agreement.py`, and what the documents say of the large one."""
+"""A small version of `benchmarks/measure/agreement.py`, and what the documents say of the large one."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ from tests.runtimes.emulated.conftest import refusal
 from tests.support.hanging import eventually
 
 HOUSE = Path(__file__).parent.parent.parent.parent
-PATH = HOUSE / "benchmarks" / "agreement.py"
+PATH = HOUSE / "benchmarks" / "measure" / "agreement.py"
 ROW = re.compile(r"\| ([\d.]+) % \| ([+-][\d.]+) % \| *(\w*) *\|$", re.MULTILINE)
 
 

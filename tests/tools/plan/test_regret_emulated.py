@@ -1,16 +1,12 @@
 """Results of emulated regret, class by class."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+from benchmarks.measure import regret_emulated as benchmark
 
 
 def test_one_class_is_added_to_what_a_cell_has_or_has_not(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    benchmark = importlib.import_module("regret_emulated")
     results = tmp_path / "results.json"
     monkeypatch.setattr(benchmark, "RESULTS", results)
 

@@ -88,7 +88,7 @@ class OSPOptions:
     """Steps from one decision to the next."""
     importance_class: ClassVar[type[Importance]] = Importance
     correction_class: ClassVar[type[LocalStep]] = LocalStep
-    """Comparisons take others: ``benchmarks/osp_comparisons.py``."""
+    """Comparisons take others: ``benchmarks/papers/osp_comparisons.py``."""
 
     def piece_bytes(self, total: int) -> int:
         """The most that a piece has, of a model of *total* bytes."""

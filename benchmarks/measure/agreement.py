@@ -1,0 +1,392 @@
+"""The simulated runtime's predictions held against real processes on an emulated network.
+
+    python -m benchmarks.measure.agreement                    # the table of docs/agreement.md
+    python -m benchmarks.measure.agreement --only layers-8-1000 --repeats 1
+
+For each network: `paceline probe` measures the emulated cluster and writes what it finds as
+a cluster file; for each script: `paceline profile` measures what a step computes, with the
+same number of workers. From these two files alone `paceline simulate` predicts the seconds
+of a step; `paceline emulate` measures them, several times. Each cell is held against two
+bounds: 10 % of the median, and 10 % plus the spread (largest less smallest) of the
+measurements, since nobody can predict noise; how many keep each is counted.
+
+`--group held-out`: cells that were written down before the model of the network was last changed,
+and run after; all others were there while it was made. `--group averaging`: methods that average
+models, now and then or in groups, and collectives that know of racks; a step is then the mean
+over those from one round to the next. `--group past-backward`: methods that wait for means in the
+next forward pass, with plans that are made while training. `--group compression`: codes of square
+matrices. `--group shared-cores` and `--group held-out-cores`: workers that are not paced, on fewer cores than
+they are. `--group groups`: two classes of workers, one half as fast, each a group with its server.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.cluster import Cluster, Rack, ServerHost, Workload, cluster_toml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MBIT = 1e6 / 8
+FIXED = ("ddp", "single", "wfbp")
+RULES = (*FIXED, "optimal")
+
+
+def equal(workers, mbit):
+    return Cluster((Rack(workers=workers, link=mbit * MBIT, latency=50e-6),))
+
+
+def one_slow(workers, mbit):
+    links = (mbit * MBIT,) * (workers - 1) + (mbit / 4 * MBIT,)
+    return Cluster((Rack(workers=workers, link=links, latency=50e-6),))
+
+
+def with_server(workers, mbit):
+    return replace(equal(workers, mbit), servers=(ServerHost(),))
+
+
+def two_racks(workers, mbit, uplink):
+    rack = Rack(
+        workers=workers // 2, link=mbit * MBIT, latency=50e-6, uplink=uplink * MBIT
+    )
+    return Cluster((rack, rack))
+
+
+def two_classes(workers, mbit):
+    """The second half of workers is half as fast."""
+    speed = (1.0,) * (workers // 2) + (0.5,) * (workers // 2)
+    link = mbit * MBIT
+    return Cluster((Rack(workers=workers, link=link, latency=50e-6, speed=speed),))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A script on a network under a method; *pace* multiplies the profiled times that
+    workers take instead of their own (None: their own)."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...]
+    cluster: Cluster
+    method: str
+    pace: float | None = None
+    steps: int = 6
+
+
+LAYERS = ("layers", ())
+LONGER = ("--train-steps", "80")
+CELLS = [
+    *(
+        Cell(f"layers-8-{mbit}", *LAYERS, equal(8, mbit), f"bsp:buckets={rule}")
+        for mbit in (100, 400, 1000)
+        for rule in RULES
+    ),
+    *(
+        Cell(
+            f"digits-8-{mbit}", "digits", (), equal(8, mbit), f"bsp:buckets={rule}", 30
+        )
+        for mbit in (100, 400, 1000)
+        for rule in FIXED
+    ),
+    *(
+        Cell(
+            *(f"digits-2-{mbit}", "digits", (), equal(2, mbit), f"bsp:buckets={rule}"),
+            steps=80,
+        )
+        for mbit in (100, 400, 1000)
+        for rule in FIXED
+    ),
+    *(
+        Cell("layers-8-slow", *LAYERS, one_slow(8, 400), f"bsp:buckets={rule}")
+        for rule in FIXED
+    ),
+    *(
+        Cell("server-8-1000", *LAYERS, with_server(8, 1000), method)
+        for method in (
+            "bsp:collective=parameter-server,buckets=ddp",
+            "bsp:collective=parameter-server,overlap=false,buckets=ddp",
+            "asp:buckets=ddp",
+            "ssp:buckets=ddp",
+        )
+    ),
+    # Budgets have settled after two decisions, of which one comes every 20 steps.
+    *(
+        Cell(
+            f"osp-8-{mbit}",
+            *("layers", LONGER, equal(8, mbit)),
+            method="osp:collective=native,budget=constant,buckets=ddp",
+            steps=60,
+        )
+        for mbit in (200, 1000)
+    ),
+    *(
+        Cell(
+            f"osp-server-{mbit}",
+            *("layers", (*LONGER, "--megabytes", size), with_server(8, mbit)),
+            method=method,
+            steps=60,
+        )
+        for mbit, size in ((200, "2"), (1000, "8"))
+        for method in ("osp:budget=constant,buckets=ddp", "r2sp:buckets=ddp")
+    ),
+    *(
+        Cell("layers-8-racks", *LAYERS, two_racks(8, 1000, 400), f"bsp:buckets={rule}")
+        for rule in FIXED
+    ),
+]
+# `optimal` plans for some 29 steps before it settles.
+CELLS = [
+    replace(cell, steps=36) if cell.method.endswith("optimal") else cell
+    for cell in CELLS
+]
+HELD_OUT = [
+    Cell("unseen-5-250", *LAYERS, equal(5, 250), "bsp:buckets=ddp"),
+    Cell("unseen-6-racks", *LAYERS, two_racks(6, 600, 150), "bsp:buckets=wfbp"),
+    Cell("unseen-4-slow", "digits", (), one_slow(4, 300), "bsp:buckets=single", 20),
+]
+MIDDLE = two_racks(8, 400, 200)
+AVERAGING = [
+    *(
+        Cell(name, *("layers", LONGER, cluster), f"{method},buckets=ddp", steps=steps)
+        for name, cluster, method, steps in (
+            ("local-8-100", equal(8, 100), "local-sgd:sync_every=8", 33),
+            ("local-8-100", equal(8, 100), "diloco:sync_every=8", 33),
+            (
+                "local-8-100",
+                equal(8, 100),
+                "streaming-diloco:sync_every=16,fragments=4,delay=2",
+                49,
+            ),
+            ("local-8-racks", MIDDLE, "hierarchical-local-sgd:sync_every=8", 33),
+            ("ds-sync-8-100", equal(8, 100), "ds-sync:overlap=none", 13),
+            ("ds-sync-8-100", equal(8, 100), "ds-sync:overlap=forward", 13),
+            ("ds-sync-8-racks", MIDDLE, "ds-sync:overlap=none", 13),
+            ("ds-sync-8-racks", MIDDLE, "ds-sync:overlap=forward", 13),
+            ("hierarchical-8-racks", MIDDLE, "bsp:collective=hierarchical", 6),
+            ("hierarchical-8-racks", MIDDLE, "bsp:collective=ring", 6),
+        )
+    ),
+]
+PAST_BACKWARD = [
+    Cell(
+        f"past-8-{mbit}",
+        *("layers", ("--train-steps", "140"), equal(8, mbit)),
+        method=method,
+        steps=120,
+    )
+    for mbit in (200, 400)
+    for method in (
+        "bsp:buckets=optimal",
+        "dear:buckets=optimal",
+        "priority:buckets=optimal",
+    )
+]
+COMPRESSION = [
+    Cell(
+        f"codes-8-{mbit}",
+        *("layers", ("--square",), equal(8, mbit)),
+        method=f"bsp:buckets=ddp,compression={code}",
+    )
+    for mbit in (100, 400)
+    for code in (
+        *("bf16", "int8", "top-k,compression.density=0.01"),
+        "powersgd,compression.rank=2,compression.warmup_steps=0",
+    )
+]
+SERVERS_OF_GROUPS = [
+    Cell("groups-8-400", *("layers", LONGER, two_classes(8, 400)), method, steps=40)
+    for method in ("gssp:members=0-3+4-7,buckets=ddp", "ssp:buckets=ddp")
+]
+# Workers that take the time they take, on fewer cores than workers, or as many: computing and messages
+# share them. The held-out ones were written down before the model of shared cores.
+SHARED_CORES = [
+    Cell(
+        f"cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method, steps=80
+    )
+    for workers, mbit, method in (
+        (2, 1000, "bsp:buckets=wfbp"),
+        (2, 100, "bsp:buckets=ddp,compression=bf16"),
+        (4, 1000, "bsp:buckets=ddp"),
+        (4, 100, "bsp:buckets=wfbp"),
+        (8, 400, "bsp:buckets=ddp"),
+        (8, 400, "bsp:buckets=wfbp"),
+    )
+]
+HELD_OUT_CORES = [
+    Cell(
+        *(f"unseen-cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method),
+        steps=80,
+    )
+    for workers, mbit, method in (
+        (2, 600, "bsp:buckets=wfbp"),
+        (2, 200, "bsp:buckets=ddp,compression=int8"),
+        (4, 400, "bsp:buckets=ddp"),
+        (4, 1000, "bsp:buckets=wfbp"),
+        (4, 200, "bsp:buckets=ddp,compression=top-k,compression.density=0.01"),
+        (8, 1000, "bsp:buckets=ddp"),
+        (8, 1000, "bsp:buckets=wfbp"),
+        (8, 200, "bsp:buckets=single"),
+    )
+]
+GROUPS = {
+    "main": CELLS,
+    "held-out": HELD_OUT,
+    "shared-cores": SHARED_CORES,
+    "held-out-cores": HELD_OUT_CORES,
+    "averaging": AVERAGING,
+    "past-backward": PAST_BACKWARD,
+    "compression": COMPRESSION,
+    "groups": SERVERS_OF_GROUPS,
+}
+WAYS = {"layers": ("--train-steps", "40"), "digits": ("--epochs", "4")}
+
+
+BOUND = 0.10
+
+
+def judge(off, spread):
+    """Within which bound a prediction is: "", of 10 %; "spread", of 10 % plus the spread;
+    "off", of neither."""
+    if abs(off) <= BOUND:
+        return ""
+    return "spread" if abs(off) <= BOUND + spread else "off"
+
+
+def summary(rows):
+    judged = [judge(row["off"], row["spread"]) for row in rows]
+    middle = statistics.median(abs(row["off"]) for row in rows)
+    return (
+        f"median cell off by {middle:.1%}; of {len(rows)} cells {judged.count('')} within "
+        f"{BOUND:.0%}, {len(rows) - judged.count('off')} within {BOUND:.0%} plus the spread"
+    )
+
+
+class Bench:
+    """Probes and profiles, each made once, in a folder."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.networks = {}
+
+    def files(self, cell):
+        """The probe's cluster file and the workload for a cell."""
+        key = cluster_toml(cell.cluster)
+        if key not in self.networks:
+            number = len(self.networks)
+            described = self.folder / f"network-{number}.toml"
+            described.write_text(key)
+            probed = self.folder / f"probed-{number}.toml"
+            paceline(
+                *("probe", "--runtime=emulated", f"--cluster={described}"),
+                f"--output={probed}",
+            )
+            self.networks[key] = described, probed
+        described, probed = self.networks[key]
+        workers = cell.cluster.workers
+        name = "".join([f"{cell.script}-{workers}", *cell.arguments])
+        profile = self.folder / f"{name}.json"
+        script = EXAMPLES / f"{cell.script}.py"
+        if not profile.exists():
+            paceline(
+                *("profile", script, f"--workers={workers}", "--steps=30"),
+                *(f"--output={profile}", "--", *WAYS[cell.script], *cell.arguments),
+            )
+        if cell.pace is None:
+            return described, probed, profile
+        paced = self.folder / f"{name}-x{cell.pace}.json"
+        if not paced.exists():
+            slower(Workload.load(profile), cell.pace).save(paced)
+        return described, probed, paced
+
+    def predicted(self, cell):
+        _, probed, workload = self.files(cell)
+        return paceline(
+            *("simulate", EXAMPLES / f"{cell.script}.py", f"--cluster={probed}"),
+            *(f"--workload={workload}", f"--method={cell.method}", "--json"),
+            *(f"--steps={cell.steps}", "--", *WAYS[cell.script], *cell.arguments),
+        )["step_seconds"]
+
+    def measured(self, cell):
+        described, _, workload = self.files(cell)
+        pace = () if cell.pace is None else (f"--pace={workload}",)
+        return paceline(
+            *("emulate", EXAMPLES / f"{cell.script}.py", f"--cluster={described}"),
+            *(*pace, f"--method={cell.method}", "--json"),
+            *(f"--steps={cell.steps}", "--", *WAYS[cell.script], *cell.arguments),
+        )["step_seconds"]
+
+
+def slower(workload, factor):
+    """The same, to be slept out."""
+    return replace(
+        workload,
+        cores=0,
+        forward=tuple(factor * t for t in workload.forward),
+        backward=tuple(factor * t for t in workload.backward),
+        update=factor * workload.update,
+    )
+
+
+def paceline(*words):
+    """Run it; returns its JSON, if it was asked for one."""
+    command = [sys.executable, "-m", "paceline", *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
+    return json.loads(done.stdout) if "--json" in words else None
+
+
+def run(cells, repeats, folder):
+    bench, rows = Bench(folder), []
+    print("| cell | method | predicted s | measured s | spread | off by | |")
+    print("|---|---|---|---|---|---|---|")
+    for cell in cells:
+        predicted = bench.predicted(cell)
+        times = [bench.measured(cell) for _ in range(repeats)]
+        middle = statistics.median(times)
+        spread = (max(times) - min(times)) / middle
+        off = predicted / middle - 1
+        judged = judge(off, spread)
+        rows.append(
+            {
+                "cell": cell.name,
+                "method": cell.method,
+                "predicted_seconds": predicted,
+                "measured_seconds": times,
+                "spread": spread,
+                "off": off,
+                "judged": judged,
+            }
+        )
+        print(
+            f"| {cell.name} | {cell.method} | {predicted:.3f} | {middle:.3f} | "
+            f"{spread:.1%} | {off:+.1%} | {judged} |",
+            flush=True,
+        )
+    print(f"\n{summary(rows)}")
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", help="cells whose name begins so")
+    parser.add_argument("--method", help="methods that contain this")
+    parser.add_argument("--group", choices=GROUPS, default="main")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--folder", help="keep probes and profiles here")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    args = parser.parse_args()
+    cells = [c for c in GROUPS[args.group] if c.name.startswith(args.only or "")]
+    cells = [c for c in cells if (args.method or "") in c.method]
+    with tempfile.TemporaryDirectory() as scratch:
+        rows = run(cells, args.repeats, args.folder or scratch)
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

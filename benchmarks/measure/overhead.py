@@ -1,0 +1,137 @@
+"""Time per step over loopback against PyTorch DDP, 2 processes, in one job.
+
+    python -m benchmarks.measure.overhead            # both models
+    python -m benchmarks.measure.overhead --model layers --pairs 300
+
+Sides take turns in short blocks of steps, so that the machine's moods hit all of them; a
+ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Three comparisons:
+default against default (``buckets="optimal"`` once it has settled, and what its settling took);
+DDP's bucket sizes against DDP's (1 MiB, then 25 MiB); and best against best: DDP's best of
+five bucket caps, paceline's best of its fixed rules, found in the same job. DDP against a second
+copy of itself shows the noise.
+"""
+
+import argparse
+import statistics
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from benchmarks.measure.harness import (
+    SETTLING_STEPS,
+    Side,
+    ddp,
+    example,
+    finish,
+    on_processes,
+    ours,
+)
+from paceline.bucketing.rules import FIXED
+
+CAPS = (1, 4, 10, 25, 100)  # MiB
+PAIRS_A_LIFE = 10
+
+
+def make_layers():
+    model = example("layers").Layers(16, 8.0, 0.0, 0.0)
+    x = torch.zeros(())
+    return model, lambda model: (model(x) - 1.0) ** 2
+
+
+def make_digits():
+    module = example("digits")
+    (images, labels), _ = module.load_data()
+    rank = dist.get_rank()
+    x, y = images[32 * rank :][:32], labels[32 * rank :][:32]
+    return module.make_model(), lambda model: F.cross_entropy(model(x), y)
+
+
+MODELS = {"layers": make_layers, "digits": make_digits}
+
+
+def best(sides):
+    """The key of the fastest side, the same on all ranks."""
+    times = {key: [] for key in sides}
+    for side in sides.values():
+        side.block(10)
+    for _ in range(12):
+        for key, side in sides.items():
+            times[key].append(side.block(8))
+    means = torch.tensor([statistics.median(times[key]) for key in sides])
+    dist.all_reduce(means)
+    return list(sides)[int(means.argmin())]
+
+
+def upper_bound_of_median(ratios):
+    """Distribution-free upper 95 % bound: the order statistic that the true median
+    exceeds with a probability of at most 5 % (binomial)."""
+    ordered, n = sorted(ratios), len(ratios)
+    tail, weight = 0.0, 0.5**n
+    for k in range(n):
+        tail += weight
+        if 1 - tail <= 0.05:
+            return ordered[min(k + 1, n - 1)]
+        weight = weight * (n - k) / (k + 1)
+    return ordered[-1]
+
+
+def compare(title, make, mine, theirs, pairs, steps, warm_up=10, noise="DDP / DDP"):
+    """Blocks of three sides in turn, *mine* and twice *theirs*; prints the ratios to the
+    second. Sides are made anew every few pairs: where its memory lies makes one side of a
+    pair of equals faster by up to 5 % for as long as it lives. Also said is how much
+    longer *mine* takes for its first *warm_up* steps."""
+    rows, settling = [], []
+    while len(rows) < pairs:
+        sides = [Side("", make, wrap) for wrap in (mine, theirs, theirs)]
+        first = [warm_up * side.block(warm_up) for side in sides]
+        settling.append(first[0] - first[1])
+        for turn in range(PAIRS_A_LIFE):
+            order = sides[turn % 3 :] + sides[: turn % 3]
+            took = {side: side.block(steps) for side in order}
+            rows.append([took[side] for side in sides])
+        finish(sides)
+    if dist.get_rank() == 0:
+        ratios = [a / b for a, b, _ in rows]
+        same = [c / b for _, b, c in rows]
+        typical = [
+            1e3 * statistics.median(column) for column in zip(*rows, strict=True)
+        ]
+        print(
+            f"{title}: {typical[0]:.2f} against {typical[1]:.2f} ms a step; ratio "
+            f"{statistics.median(ratios):.3f}, upper 95 % bound "
+            f"{upper_bound_of_median(ratios):.3f}; {noise} "
+            f"{statistics.median(same):.3f}, upper {upper_bound_of_median(same):.3f} "
+            f"({len(rows)} pairs of {steps} steps); the first {warm_up} steps took "
+            f"{1e3 * statistics.median(settling):+.0f} ms (median of {len(settling)})",
+            flush=True,
+        )
+
+
+def measure(name, pairs, steps):
+    make = MODELS[name]
+    title, settled = f"{name}, defaults", SETTLING_STEPS
+    planned, as_ddp = ours(buckets="optimal"), ours(buckets="ddp")
+    compare(title, make, planned, ddp(), pairs, steps, warm_up=settled)
+    compare(f"{name}, DDP's sizes", make, as_ddp, ddp(), pairs, steps)
+    caps = {cap: Side(f"{cap} MiB", make, ddp(cap)) for cap in CAPS}
+    cap = best(caps)
+    rules = {rule: Side(rule, make, ours(buckets=rule)) for rule in FIXED}
+    rule = best(rules)
+    finish(rules.values())
+    title = f"{name}, best ({rule}, {cap} MiB)"
+    compare(title, make, ours(buckets=rule), ddp(cap), pairs, steps)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, action="append")
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=8, help="steps a block")
+    args = parser.parse_args()
+    for name in args.model or MODELS:
+        on_processes(2, measure, name, args.pairs, args.steps)
+
+
+if __name__ == "__main__":
+    main()

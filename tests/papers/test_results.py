@@ -1,0 +1,138 @@
+"""Figures of papers are measured once, kept with how they were made, and shown where they were run."""
+
+import json
+import math
+import re
+from dataclasses import fields, replace
+
+import pytest
+from benchmarks.papers import NAMES, load
+from benchmarks.papers import results as kept
+from benchmarks.papers.results import (
+    NOT_RUN,
+    Claim,
+    OutOfTimeError,
+    Paper,
+    Record,
+    Results,
+    cell,
+    claims_table,
+    page,
+    refreshed,
+)
+
+ROOT = kept.ROOT
+COMMAND = r"python -m benchmarks\.papers --paper (\w+)((?: --table \S+?)*)(?=[`\s,)])"
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "paper.jsonl"
+
+
+def never():
+    raise AssertionError("measured, though it is kept")
+
+
+def test_a_figure_is_measured_once_and_kept_with_how_it_was_made(path):
+    results = Results(path)
+    results.command = "make figures"
+    assert results.value("a row", "s", lambda: 1.5) == 1.5
+    assert Results(path).value("a row", "s", never) == 1.5
+    (line,) = path.read_text().splitlines()
+    record = json.loads(line)
+    assert set(record) == {field.name for field in fields(Record)}
+    assert record["command"] == "make figures"
+    assert record["commit"] == kept.commit()
+    assert record["seconds"] >= 0
+
+
+def test_figures_of_one_run_are_a_line_each(path):
+    units = {"steps": "steps", "seconds": "s"}
+    figures = {"steps": 3, "seconds": None}
+    assert Results(path).values("a run", units, lambda: figures) == figures
+    assert Results(path).values("a run", units, never) == figures
+    assert len(path.read_text().splitlines()) == 2
+
+
+def test_again_measures_what_another_commit_has_measured(path, monkeypatch):
+    monkeypatch.setattr(kept, "commit", lambda: "before")
+    Results(path).value("a row", "s", lambda: 1.0)
+    monkeypatch.setattr(kept, "commit", lambda: "now")
+    assert Results(path).value("a row", "s", never) == 1.0
+    assert Results(path, again=True).value("a row", "s", lambda: 2.0) == 2.0
+    assert Results(path, again=True).value("a row", "s", never) == 2.0
+
+
+def test_no_row_begins_when_the_time_is_over(path):
+    results = Results(path, seconds=-1)
+    with pytest.raises(OutOfTimeError):
+        results.value("a row", "s", never)
+
+
+def test_what_was_not_run_is_said_to_be_and_is_no_number():
+    results = Results(measures=False)
+    assert math.isnan(results.value("a row", "s", never))
+    claim = Claim(
+        row="speed",
+        says="twice as fast",
+        conditions="here",
+        ours=lambda results: results.value("a row", "", never),
+        at_least=2,
+    )
+    paper = Paper("p", "P", "p.md", "abstract", claims=(claim,))
+    (row,) = claims_table(paper, results)
+    assert row["ours"] == NOT_RUN
+    assert row["reached"] == ""
+    measured = replace(claim, ours=lambda results: results.value("a", "", lambda: 3.0))
+    (row,) = claims_table(replace(paper, claims=(measured,)), Results())
+    assert row["reached"] == "yes"
+    assert "3.00" in row["ours"]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (math.nan, NOT_RUN),
+        (math.inf, "not reached"),
+        (1234.5, "1,234"),
+        (1.3, "1.30"),
+        ((0.5, 0.1), "0.50 ± 0.10"),
+        ("text", "text"),
+    ],
+)
+def test_a_cell_shows_a_value(value, shown):
+    assert cell(value) == shown
+
+
+def test_the_page_of_claims_is_made_of_the_kept_figures():
+    fresh = page(map(load, NAMES)) == kept.PAGE.read_text()
+    assert fresh, "run: python -m benchmarks.papers --show"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tables_of_a_page_are_made_of_the_kept_figures(name):
+    text = (ROOT / "docs" / load(name).page).read_text()
+    assert refreshed(text, load) == text, "run: python -m benchmarks.papers --show"
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize(
+    "path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_commands_of_a_page_name_papers_and_tables_that_exist(path):
+    for name, tables in re.findall(COMMAND, path.read_text()):
+        assert name in NAMES
+        assert set(re.findall(r"--table (\S+)", tables)) <= set(load(name).tables)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_kept_line_has_its_form(name):
+    path = load(name).path
+    for line in path.read_text().splitlines() if path.exists() else ():
+        record = Record(**json.loads(line))
+        assert record.row
+        assert record.commit
+        assert record.command.startswith(load(name).command())
