@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.cli.script_registrations import may_register
+from paceline.cli.script_run import may_register
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError

@@ -39,6 +39,8 @@ from paceline.bucketing.rules import MEASURED, check_rule, plan_buckets
 from paceline.bucketing.timeline import finish_time
 from paceline.interfaces import Comm, Half, Message, Pending, ReduceOperation, Runtime
 
+IN_A_TRIAL = "in a trial "
+"""Of notes that say how two plans did, and of no others."""
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
 """Steps with one plan of a trial, the first of which does not count."""
@@ -282,7 +284,7 @@ class BucketTuner:
             planned, plain, self.timer.duration, "DDP's rule is kept"
         )
         self._report(
-            f"bucketing: {planned} planned from measured times, {trial.new} a pass in a trial "
+            f"bucketing: {planned} planned from measured times, {trial.new} a pass {IN_A_TRIAL}"
             f"(one forward, one backward, and waiting for its means); DDP's rule, {plain}, "
             f"{trial.old}: {trial.verdict.why}"
         )
@@ -304,7 +306,7 @@ class BucketTuner:
         )
         self._report(
             f"bucketing: {planned}, waited for where the next forward pass uses them, "
-            f"{trial.new} a step in a trial (from one backward pass's end to the next "
+            f"{trial.new} a step {IN_A_TRIAL}(from one backward pass's end to the next "
             f"one's); waited for where backward ends, {settled}, {trial.old}: "
             f"{trial.verdict.why}"
         )

@@ -8,11 +8,10 @@ options are answered at once. A verb imports what it works with in its own funct
 - `probe`, `profile`, `check`: measure a network, a training step, this machine.
 - `serve`, `aggregate`, `plan_switches`: parameter servers, aggregators, and switches to upgrade.
 - `list`: methods, compressors and collectives.
-- `options`: options that several verbs share; `runtime_options`: those that some runtimes have.
+- `options`: options that several verbs share, and which runtimes have them.
 - `arguments`: which arguments are paceline's, torchrun's and the script's.
-- `script_run`: what `run`, `emulate` and `simulate` share, from a job to its result.
-- `compute_times`, `script_plan`: a script's compute times, and its plan.
-- `script_registrations`: whether a script adds rows to the registries, told without running it.
+- `script_run`: what verbs check of a job, and what `run`, `emulate` and `simulate` share beyond that.
+- `script_plan`: a script's plan, for verbs that make one.
 - `progress`: bars and status lines.
 """
 

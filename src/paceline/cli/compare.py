@@ -13,10 +13,11 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.progress import describe, progress, task_rows
-from paceline.cli.runtime_options import Given
 from paceline.cli.script_plan import classes, plan_script, processes
+from paceline.cli.script_run import check_job
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions, ScriptJob
+from paceline.runtimes.results import standard_output_for_result
 from paceline.tools.report.run_files import clear
 from paceline.units import show_count, show_seconds
 
@@ -92,13 +93,13 @@ def compare(
 
     A variant that fails has a row that says so, the others go on, and the exit status is 1.
     """
-    o.check_job(script, *method or ())
+    check_job(script, *method or ())
     _check_plan(runtime, method, consistency)
     from paceline.tools.compare.runner import Goal, Training, run_variants
 
     goal = None if until is None else Goal.read(until)
     allowed = classes(consistency)
-    given = Given(
+    given = o.Given(
         network={
             "--cluster": cluster,
             "--link": link,
@@ -157,9 +158,9 @@ def compare(
         )
     ran = [run.result for run in runs if run.result is not None]
     if json:
-        from paceline.tools.compare.runner import to_json
+        from paceline.tools.compare.report import to_json
 
-        print(to_json(runs, plan=plan))
+        print(to_json(runs, goal, plan))
     if ran and not (json and no_html):
         title = f"{script}: {show_count(len(runs), 'method')}"
         _report(runs, training, title, goal, plan, page=not no_html, json=json)
@@ -198,7 +199,7 @@ def _report(
         title=title,
         command=shlex.join(["paceline", *sys.argv[1:]]),
         goal=goal,
-        one_machine=None if plan is None else plan.baseline.single.step_seconds,
+        planned=None if plan is None else plan.baseline,
         script=training.script,
         arguments=training.arguments,
     )
@@ -240,7 +241,7 @@ def _planned(
     from paceline.tools.plan.prediction_cost import Budget, usual_seconds
     from paceline.tools.plan.report import faster_but_not_recommended, headline
 
-    with o.standard_output_for_result(True), progress(json) as told:
+    with standard_output_for_result(True), progress(json) as told:
         made = plan_script(
             script,
             arguments,
@@ -301,11 +302,11 @@ def _measured(
 ) -> dict[str, object]:
     """Profile the script once, unless it is cached, for all variants. Returns their options where
     there is nothing to measure, since the script says what it computes."""
-    from paceline.cli.compute_times import profiled
+    from paceline.runtimes.simulated.profile_cache import profiled
 
     # It runs whatever the variants do.
     job = ScriptJob(str(script), arguments, RunOptions(method="bsp", seed=seed))
-    compute = profiled(job, cluster, compute)
+    compute = profiled(job, cluster, compute, o.SCRATCH)
     if compute.workload is not None:
         return {}
     return {"--forward": compute.forward, "--backward": compute.backward}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,16 +16,18 @@ from paceline.cli import options as o
 from paceline.cli.arguments import LaunchCommand, torchrun_words
 from paceline.cli.progress import progress, status_lines
 from paceline.cli.script_plan import processes
+from paceline.cli.script_run import check_job, check_workers
 from paceline.errors import PacelineError, UsageError
-from paceline.run_options import CLUSTER_VARIABLE, RunOptions, ScriptJob
+from paceline.run_options import CLUSTER_VARIABLE, RunOptions
+from paceline.runtimes.results import standard_output_for_result
 from paceline.runtimes.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.tools.doctor import Diagnosis, Evidence
+    from paceline.tools.doctor import Evidence
+    from paceline.tools.doctor.measure import ExaminedJob
     from paceline.tools.report.model import Report
 
-SCRIPT = str(Path(__file__).parent.parent / "tools" / "doctor" / "__main__.py")
 NO_ANSWER = 2
 """Exit status where the examination failed: 0 is healthy, 1 are faults."""
 
@@ -92,29 +93,36 @@ def doctor(
     if not seconds > 0:
         raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
     if script is not None:
-        o.check_job(script, method)
-    job = _Job(
-        script=script,
+        check_job(script, method)
+    from paceline.tools.doctor.measure import ExaminedJob
+
+    job = ExaminedJob(
+        script=None if script is None else str(script),
         arguments=script_arguments or [],
-        seconds=seconds,
         options=RunOptions(method=method, steps=steps, tells=False),
-        json=json,
+        seconds=seconds,
     )
-    with o.standard_output_for_result(True) as true_output:
+    network = {
+        "--link": link,
+        "--latency": latency,
+        "--dedicated-servers": dedicated_servers,
+        "--cluster": cluster,
+        "--workload": workload,
+    }
+    with standard_output_for_result(True) as true_output:
         if runtime == "real":
-            described = (link, latency, dedicated_servers, cluster, workload)
-            evidence = job.real(context, workers, described)
+            evidence = _real(job, torchrun_words(context), workers, network, json)
         else:
             for word in torchrun_words(context)[:1]:
                 raise UsageError(f"{word} means nothing in the {runtime} runtime")
-            network = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
-            if network.workers < 2:
+            hosts = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
+            if hosts.workers < 2:
                 raise UsageError(
                     "one worker has nobody to wait for: expected --workers 2, or more"
                 )
-            o.check_workers(method, network.workers, network.groups)
-            run = job.emulated if runtime == "emulated" else job.simulated
-            evidence = run(network, workload)
+            check_workers(method, hosts.workers, hosts.groups)
+            examine = _emulated if runtime == "emulated" else _simulated
+            evidence = examine(job, hosts, workload, json)
         if evidence is None:
             return  # another machine's rank 0 has it
         if script is not None and evidence.workers[0].step is None:
@@ -124,49 +132,27 @@ def doctor(
                 file=sys.stderr,
             )
         from paceline.tools.doctor import diagnose
-        from paceline.tools.doctor.report import doctor_report
+        from paceline.tools.doctor.report import doctor_report, plan_command, to_json
         from paceline.tools.report.terminal import print_report
 
         with progress(json, "predicting what each fix saves"):
             diagnosis = diagnose(evidence, processes=processes())
         command = shlex.join(["paceline", *sys.argv[1:]])
-        options = {
-            "--workers": workers,
-            "--link": link,
-            "--latency": latency,
-            "--dedicated-servers": dedicated_servers,
-            "--cluster": cluster,
-            "--workload": workload,
-        }
-        following = _next_command(evidence, context, options)
+        following = plan_command(
+            evidence, torchrun_words(context), {"--workers": workers, **network}
+        )
         report = doctor_report(diagnosis, evidence, command, following)
         with (
             open(true_output, "w", closefd=False) as stream,
             redirect_stdout(stream),
         ):
             if json:
-                print(_json(diagnosis, evidence))
+                print(to_json(diagnosis, evidence))
             else:
                 print_report(report)
         if not no_html:
             _write_page(output, report)
     sys.exit(0 if diagnosis.healthy else 1)
-
-
-def _next_command(
-    evidence: Evidence, context: typer.Context, options: Mapping[str, object]
-) -> str:
-    """What to run where nothing is wrong."""
-    if not evidence.script:
-        return "paceline doctor SCRIPT (it also measures where each step goes)"
-    words = ["paceline", "plan", evidence.script]
-    if evidence.runtime == "real":
-        words += ["--probe", *torchrun_words(context)]
-    for name, value in options.items():
-        words += [] if value is None else [name, str(value)]
-    return shlex.join(
-        [*words, *(["--", *evidence.arguments] if evidence.arguments else [])]
-    )
 
 
 def _write_page(folder: Path, report: Report) -> None:
@@ -180,125 +166,63 @@ def _write_page(folder: Path, report: Report) -> None:
         print(f"paceline: {error}", file=sys.stderr)
 
 
-def _json(diagnosis: Diagnosis, evidence: Evidence) -> str:
-    import msgspec
+def _real(
+    job: ExaminedJob,
+    words: Sequence[str],
+    workers: int | None,
+    network: Mapping[str, object],
+    json: bool,
+) -> Evidence | None:
+    """Examine processes on this machine, or on all that torchrun's *words* name."""
+    from paceline.runtimes.real.launch import launch
 
-    everything = msgspec.to_builtins(diagnosis) | {
-        "evidence": msgspec.to_builtins(evidence)
-    }
-    return msgspec.json.encode(everything).decode()
-
-
-class _Job:
-    """The job that is examined, in any runtime."""
-
-    def __init__(
-        self,
-        script: Path | None,
-        arguments: list[str],
-        seconds: float,
-        options: RunOptions,
-        json: bool,
-    ) -> None:
-        self._script, self._arguments = script, arguments
-        self._seconds, self._options = seconds, options
-        self._json = json
-
-    def real(
-        self, context: Any, workers: int | None, described: tuple[object, ...]
-    ) -> Evidence | None:
-        from paceline.runtimes.real.launch import launch
-
-        names = (
-            "--link",
-            "--latency",
-            "--dedicated-servers",
-            "--cluster",
-            "--workload",
-        )
-        for name, value in zip(names, described, strict=True):
-            if value is not None:
-                raise UsageError(
-                    f"{name} describes what this measures: leave it out, or say --runtime "
-                    "emulated or simulated"
-                )
-        os.environ.pop(CLUSTER_VARIABLE, None)  # the cluster is to be measured
-        words = torchrun_words(context)
-        workers = o.real_workers(workers, words)
-        if workers == 1 and not words and o.NODES_VARIABLE not in os.environ:
+    for name, value in network.items():
+        if value is not None:
             raise UsageError(
-                "one worker has nobody to wait for: expected --workers 2 or more on this "
-                "machine, or torchrun's options on each of several (--nnodes 2 --node-rank 0 "
-                "--master-addr HOST ...); or --runtime emulated or simulated"
+                f"{name} describes what this measures: leave it out, or say --runtime "
+                "emulated or simulated"
             )
-        with scratch_folder() as scratch:
-            file = Path(scratch) / "evidence.json"
-            with self._live():
-                status = launch(self._examiner(file), workers, words)
-            return self._read(file, status)
-
-    def emulated(self, network: Cluster, workload: str | None) -> Evidence | None:
-        from paceline.runtimes.emulated.launch import EmulatedJob
-        from paceline.runtimes.emulated.network import EmulatedNetwork
-
-        with scratch_folder() as scratch, EmulatedNetwork(network) as emulated:
-            file = Path(scratch) / "evidence.json"
-            for warning in emulated.warnings:
-                print(f"paceline: {warning}", file=sys.stderr)
-            job = EmulatedJob(self._examiner(file, workload), emulated, "first")
-            with self._live():
-                status = job.run()
-            return self._read(file, status)
-
-    def simulated(self, network: Cluster, workload: str | None) -> Evidence | None:
-        from paceline.cli.compute_times import profiled, run_or_profile_anew
-        from paceline.runtimes.simulated import Simulation
-        from paceline.tools.doctor.measure import (
-            examine_simulated_network,
-            examine_simulation,
+    os.environ.pop(CLUSTER_VARIABLE, None)  # the cluster is to be measured
+    workers = o.real_workers(workers, words)
+    if workers == 1 and not words and o.NODES_VARIABLE not in os.environ:
+        raise UsageError(
+            "one worker has nobody to wait for: expected --workers 2 or more on this "
+            "machine, or torchrun's options on each of several (--nnodes 2 --node-rank 0 "
+            "--master-addr HOST ...); or --runtime emulated or simulated"
         )
+    with scratch_folder() as scratch:
+        file = Path(scratch) / "evidence.json"
+        with status_lines(json, "measuring", job.options.steps):
+            status = launch(job.program(file), workers, words)
+        return _read(job, file, status)
 
-        if self._script is None:
-            with progress(self._json, "measuring the links"):
-                return examine_simulated_network(network, self._seconds)
-        compute = o.make_compute(workload, None, None, 0.0, None)
-        job = ScriptJob(str(self._script), self._arguments, self._options)
-        if workload is None:
-            compute = profiled(job, network, compute)
-        found: list[Evidence] = []
 
-        def make(compute: Any) -> Simulation:
-            simulation = Simulation(
-                network, options=self._options, compute=compute, output="first"
-            )
-            examine_simulation(simulation, found.append, self._seconds)
-            return simulation
+def _emulated(
+    job: ExaminedJob, cluster: Cluster, workload: str | None, json: bool
+) -> Evidence | None:
+    from paceline.runtimes.emulated.launch import EmulatedJob
+    from paceline.runtimes.emulated.network import EmulatedNetwork
 
-        run_or_profile_anew(make, job, network, compute)
-        return self._named(found[-1])
+    with scratch_folder() as scratch, EmulatedNetwork(cluster) as network:
+        file = Path(scratch) / "evidence.json"
+        for warning in network.warnings:
+            print(f"paceline: {warning}", file=sys.stderr)
+        with status_lines(json, "measuring", job.options.steps):
+            status = EmulatedJob(job.program(file, workload), network, "first").run()
+        return _read(job, file, status)
 
-    def _live(self) -> AbstractContextManager[None]:
-        return status_lines(self._json, "measuring", self._options.steps)
 
-    def _examiner(self, file: Path, pace: str | None = None) -> ScriptJob:
-        """The program of each worker's process, which runs the script."""
-        words = [f"--output={file}", f"--seconds-per-pair={self._seconds}"]
-        if self._script is not None:
-            words += [str(self._script), *self._arguments]
-        return ScriptJob(SCRIPT, words, replace(self._options, pace=pace))
+def _read(job: ExaminedJob, file: Path, status: int) -> Evidence | None:
+    """What rank 0 wrote; nothing where that is on another machine."""
+    if status:
+        sys.exit(status if status > 128 else NO_ANSWER)  # a signal's is its own
+    return job.read(file)
 
-    def _read(self, file: Path, status: int) -> Evidence | None:
-        from paceline.tools.doctor import Evidence
 
-        if status:
-            sys.exit(status if status > 128 else NO_ANSWER)  # a signal's is its own
-        return self._named(Evidence.read(file.read_bytes())) if file.exists() else None
-
-    def _named(self, evidence: Evidence) -> Evidence:
-        import msgspec
-
-        return msgspec.structs.replace(
-            evidence,
-            script="" if self._script is None else str(self._script),
-            arguments=tuple(self._arguments),
-        )
+def _simulated(
+    job: ExaminedJob, cluster: Cluster, workload: str | None, json: bool
+) -> Evidence | None:
+    compute = o.make_compute(workload, None, None, 0.0, None)
+    # A script prints by itself how far it is.
+    with nullcontext() if job.script else progress(json, "measuring the links"):
+        return job.simulate(cluster, compute, o.SCRATCH)

@@ -9,7 +9,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.progress import progress, status_lines
-from paceline.cli.script_run import checked_job, script_run
+from paceline.cli.script_run import check_workers, checked_job, script_run
 
 if TYPE_CHECKING:
     from paceline.runtimes.emulated.network import EmulatedNetwork
@@ -60,7 +60,7 @@ def emulate(
         pace=pace,
     )
     described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
-    o.check_workers(method, described.workers, described.groups)
+    check_workers(method, described.workers, described.groups)
     with script_run(job, json, described) as run, EmulatedNetwork(described) as network:
         for warning in network.warnings:
             print(f"paceline: {warning}", file=sys.stderr)

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import os
 import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.cli.script_registrations import may_register
 from paceline.cluster import Cluster, Workload, load_cluster, uniform_cluster
-from paceline.errors import ClusterError, UnknownNameError, UsageError
+from paceline.errors import ClusterError, UsageError
 
 if TYPE_CHECKING:
     from paceline.runtimes.results import RunResult
@@ -216,69 +214,43 @@ Json = Annotated[
 ]
 
 
-def check_lone_worker(
-    survive: bool,
-    server: str | None,
-    torchrun_options: Sequence[str],
-    snapshot: Path | None,
-    resume: bool,
-) -> None:
-    """Raise `UsageError` for options that mean nothing to one worker whose server is elsewhere."""
-    if not survive or server is None:
-        raise UsageError(
-            "--server and --rank are of one worker of a job that survives: expected --survive "
-            "--server HOST:PORT"
-        )
-    if torchrun_options:
-        raise UsageError(
-            f"--server: this command is one worker: leave out {' '.join(torchrun_options)}"
-        )
-    if snapshot is not None or resume:
-        raise UsageError(
-            "--snapshot and --resume are the server's: paceline serve --survive --snapshot "
-            "FILE, which goes on from the file that is there"
-        )
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """Options that only some runtimes have, by name; None: not given."""
 
+    network: Mapping[str, object]
+    times: Mapping[str, object]
+    jitter: float | None
+    pace: str | None
 
-def check_job(script: Path, *specs: str | None) -> None:
-    """Raise `UsageError` here, once, for what every worker would stumble over: a script
-    that is not there, a spec that names nothing. What the script may register is its own matter."""
-    if not script.is_file():
-        raise UsageError(f"there is no script {script}")
-    if not any(specs):
-        return
-    from paceline.core.settings import parse_method
-    from paceline.tools.auto.config import parse_auto
+    @property
+    def _simulated(self) -> dict[str, object]:
+        return {**self.times, "--jitter": self.jitter}
 
-    for spec in specs:
-        if spec is not None and parse_auto(spec) is None:
-            try:
-                parse_method(spec)
-            except UnknownNameError:
-                if not may_register(script):
-                    raise
+    def check(self, runtime: str) -> None:
+        """Raises `UsageError` where one is of another runtime."""
+        pace: dict[str, object] = {"--pace": self.pace}
+        foreign: dict[str, dict[str, object]] = {
+            "simulated": pace,
+            "emulated": self._simulated,
+            "real": {**self.network, **self._simulated, **pace},
+        }
+        for name, value in foreign[runtime].items():
+            if value is not None:
+                raise UsageError(
+                    f"{name} means nothing in the {runtime} runtime; leave it out"
+                )
 
-
-def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) -> None:
-    """Raise `UsageError` here, once, for a method that so many workers cannot train by, such as
-    one with groups of others. *groups*: each worker's, where the cluster file names them."""
-    if spec is None:
-        return
-    from paceline import methods
-    from paceline.core.settings import parse_method
-    from paceline.interfaces import UpdatesOnServer
-    from paceline.tools.auto.config import parse_auto
-
-    auto = parse_auto(spec)
-    if auto is not None:
-        auto.load_cluster(workers)  # which says it, if it is of others
-        return
-    try:
-        method = methods.grouped(parse_method(spec)[0], groups)
-    except UnknownNameError:
-        return  # the script may register it: `check_job`
-    if method.updates_on == "server":
-        cast(UpdatesOnServer, method).server(workers)
+    def options(self, runtime: str, shared: Mapping[str, object]) -> list[str]:
+        """As words for a variant's command, with those that all runtimes have. What was measured stands
+        in *shared*, in place of what nobody gave."""
+        of_runtime: dict[str, Mapping[str, object]] = {
+            "simulated": {**self._simulated, **shared, **self.network},
+            "emulated": {**shared, **self.network, "--pace": self.pace},
+            "real": shared,
+        }
+        items = of_runtime[runtime].items()
+        return [f"{name}={value}" for name, value in items if value is not None]
 
 
 def make_cluster(
@@ -357,21 +329,3 @@ def show(result: RunResult, json: bool, true_output: int) -> None:
     from paceline.tools.report.terminal import print_result
 
     print_result(result)
-
-
-@contextmanager
-def standard_output_for_result(active: bool) -> Iterator[int]:
-    """Within it, what anybody prints goes to standard error; yields a descriptor of the
-    true standard output. Not *active*: nothing is moved."""
-    if not active:
-        yield 1
-        return
-    sys.stdout.flush()
-    true_output = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield true_output
-    finally:
-        sys.stdout.flush()
-        os.dup2(true_output, 1)
-        os.close(true_output)

@@ -23,8 +23,10 @@ from paceline.cli.script_plan import (
     processes,
     this_machines_cores,
 )
+from paceline.cli.script_run import check_job
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
+from paceline.runtimes.results import standard_output_for_result
 from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
 from paceline.units import show_age, show_seconds
 
@@ -114,7 +116,7 @@ def plan(
     parameters are averaged every few steps; asynchronous = workers do not wait for all others.
     """
     began = time.perf_counter()
-    o.check_job(script, None)
+    check_job(script, None)
     if budget is not None and not budget > 0:
         raise UsageError(f"--budget: expected more than zero, got {budget:g}")
     allowed = classes(consistency)
@@ -147,7 +149,7 @@ def plan(
     page = ""
     with (
         _says_what_ended(script),
-        o.standard_output_for_result(True) as true_output,
+        standard_output_for_result(True) as true_output,
         progress(json) as told,
         in_processes(processes()) as predict,
     ):
@@ -310,7 +312,7 @@ def _probed(
         )
     from paceline.cli.probe import probe
 
-    with scratch_folder() as folder, o.standard_output_for_result(True):
+    with scratch_folder() as folder, standard_output_for_result(True):
         file = Path(folder) / "cluster.toml"
         probe(context, runtime="real", workers=workers, output=file, seconds=0.1)
         return load_cluster(file) if file.exists() else None

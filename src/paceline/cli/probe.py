@@ -17,6 +17,7 @@ from paceline.cli.progress import progress, status_lines
 from paceline.cluster import ServerHost, cluster_toml
 from paceline.errors import UsageError
 from paceline.run_options import CLUSTER_VARIABLE, ScriptJob
+from paceline.runtimes.results import standard_output_for_result
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import make_folder
 
@@ -71,7 +72,7 @@ def probe(
         raise UsageError(f"--seconds: expected more than zero, got {seconds:g}")
     with (
         scratch_folder() as scratch,
-        o.standard_output_for_result(json) as true_output,
+        standard_output_for_result(json) as true_output,
     ):
         found = Path(scratch) / "findings.json"
         words = (f"--output={found}", f"--seconds-per-pair={seconds}")

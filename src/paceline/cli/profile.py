@@ -13,9 +13,11 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.progress import progress, status_lines
+from paceline.cli.script_run import check_job
 from paceline.cluster import Workload
 from paceline.errors import UsageError
 from paceline.run_options import RunOptions, ScriptJob
+from paceline.runtimes.results import standard_output_for_result
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import make_folder
 
@@ -64,7 +66,7 @@ def profile(
     over workers; simulate and plan read it with --workload. With --compression, a table shows what
     each compressor costs and gains on this model. torchrun's options are passed through.
     """
-    o.check_job(script, None)
+    check_job(script, None)
     from paceline.cluster.profiling import (
         CompressorCost,
         GradientDump,
@@ -87,7 +89,7 @@ def profile(
     make_folder(str(path.parent), "the profile")
     with (
         scratch_folder() as scratch,
-        o.standard_output_for_result(json) as true_output,
+        standard_output_for_result(json) as true_output,
     ):
         measured = Path(scratch) / "workload.json"
         options = RunOptions(
@@ -135,4 +137,6 @@ def profile(
             print_workload(workload)
             if rows:
                 print_compressor_costs(rows, among)
-            print(f"workload: {path}")
+        # The file is what the command is for: it stays where the command was given.
+        file = sys.stderr if json else sys.stdout
+        print(f"Workload file (--workload reads it): {path}", file=file)

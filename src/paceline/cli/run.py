@@ -12,7 +12,12 @@ import typer
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
 from paceline.cli.progress import status_lines
-from paceline.cli.script_run import checked_job, script_run
+from paceline.cli.script_run import (
+    check_lone_worker,
+    check_workers,
+    checked_job,
+    script_run,
+)
 from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 
@@ -102,7 +107,7 @@ def run(
         cluster=cluster,
     )
     if server is not None or rank is not None:
-        o.check_lone_worker(survive, server, torchrun_options, snapshot, resume)
+        check_lone_worker(survive, server, torchrun_options, snapshot, resume)
         from paceline.runtimes.real.external_worker import exec_as_worker
 
         job = replace(job, options=replace(job.options, json=json))
@@ -120,7 +125,7 @@ def run(
         groups: tuple[int, ...] = ()
         if described is not None and described.workers == workers:
             groups = described.groups
-        o.check_workers(method, workers, groups)
+        check_workers(method, workers, groups)
     from paceline.runtimes.real.launch import launch
     from paceline.runtimes.real.supervisor import Supervisor
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.cli import options as o
 from paceline.errors import UsageError, unknown
 from paceline.run_options import RunOptions, ScriptJob
+from paceline.runtimes.results import standard_output_for_result
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster, Workload
@@ -87,8 +89,13 @@ def plan_script(
     from paceline.tools.plan.script import analyze_script
 
     compute = o.make_compute(workload, forward, backward, 0.0, None)
-    told(f"running {script}", None, None)
-    facts = analyze_script(str(script), arguments, o.SCRATCH)
+    facts = analyze_script(str(script), arguments, o.SCRATCH, allowed, told)
+    if facts.file:
+        print(
+            f"script: as an earlier run found in {facts.file} (delete it to run {script} again)",
+            file=sys.stderr,
+        )
+    told(f"compute times of {script}", None, None)
     if forward is None and backward is None:
         times, compute = _workload(script, arguments, cluster, compute, facts)
     else:
@@ -151,7 +158,7 @@ def _with_codes(
         if not codes:
             break
         told(f"measuring {', '.join(codes)}", None, None)
-        with o.standard_output_for_result(True), redirect_checkpoints(o.SCRATCH):
+        with standard_output_for_result(True), redirect_checkpoints(o.SCRATCH):
             coding = measure_compressors(str(script), arguments, codes, cores)
         if not coding:  # nothing is predicted again
             budget.left += sum(prices[code] for code in codes)
@@ -195,8 +202,8 @@ def _workload(
 ) -> tuple[Workload, ComputeModel]:
     """A step's times: from the file that is named, or what the model stands for, or as the script
     paces itself, or measured; and what its training is charged in virtual time."""
-    from paceline.cli.compute_times import profiled
-    from paceline.runtimes.simulated.profile_cache import paced_workload
+    from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+    from paceline.runtimes.simulated.profile_cache import paced_workload, profiled
 
     if compute.workload is not None:
         facts.check(compute.workload, compute.what)
@@ -204,9 +211,11 @@ def _workload(
         return named if named.source else replace(named, source=compute.what), compute
     if facts.workload is not None:
         return replace(facts.workload, cores=0), compute  # it sleeps
-    job = ScriptJob(str(script), arguments, RunOptions(method="bsp"))
-    compute = profiled(job, cluster, compute)
-    measured = compute.workload or paced_workload(str(script), arguments)
+    if not facts.paced:
+        job = ScriptJob(str(script), arguments, RunOptions(method="bsp"))
+        compute = profiled(job, cluster, compute, o.SCRATCH)
+    with standard_output_for_result(True), redirect_checkpoints(o.SCRATCH):
+        measured = compute.workload or paced_workload(str(script), arguments)
     if measured is None:
         raise UsageError(
             f"{script} trains more than one model, or never calls the model itself: nobody "

@@ -8,22 +8,31 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from paceline.cli import options as o
 from paceline.cluster import Workload
+from paceline.errors import UnknownNameError, UsageError
 from paceline.run_options import RunOptions, ScriptJob
+from paceline.runtimes.results import standard_output_for_result
 from paceline.runtimes.temporary_folder import scratch_folder
 from paceline.tools.report.run_files import forget_workers, merge_workers
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
     from paceline.runtimes.results import RunResult
+
+
+REGISTRIES = frozenset({"METHODS", "COMPRESSORS", "COLLECTIVES"})
+APART = frozenset({"paceline", "torch", *sys.stdlib_module_names})
+"""Packages that register nothing."""
 
 
 def checked_job(
@@ -39,7 +48,7 @@ def checked_job(
     pace: str | None = None,
 ) -> ScriptJob:
     """Make the job of a command's options. Raises `UsageError`."""
-    o.check_job(script, method)
+    check_job(script, method)
     if report_to is not None:
         from paceline.core.step_loggers import check_place
 
@@ -57,6 +66,143 @@ def checked_job(
         pace=str(Path(pace).resolve()) if pace and Path(pace).exists() else pace,
     )
     return ScriptJob(str(script), arguments or [], options)
+
+
+def check_lone_worker(
+    survive: bool,
+    server: str | None,
+    torchrun_options: Sequence[str],
+    snapshot: Path | None,
+    resume: bool,
+) -> None:
+    """Raise `UsageError` for options that mean nothing to one worker whose server is elsewhere."""
+    if not survive or server is None:
+        raise UsageError(
+            "--server and --rank are of one worker of a job that survives: expected --survive "
+            "--server HOST:PORT"
+        )
+    if torchrun_options:
+        raise UsageError(
+            f"--server: this command is one worker: leave out {' '.join(torchrun_options)}"
+        )
+    if snapshot is not None or resume:
+        raise UsageError(
+            "--snapshot and --resume are the server's: paceline serve --survive --snapshot "
+            "FILE, which goes on from the file that is there"
+        )
+
+
+def check_job(script: Path, *specs: str | None) -> None:
+    """Raise `UsageError` here, once, for what every worker would stumble over: a script
+    that is not there, a spec that names nothing. What the script may register is its own matter."""
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
+    if not any(specs):
+        return
+    from paceline.core.settings import parse_method
+    from paceline.tools.auto.config import parse_auto
+
+    for spec in specs:
+        if spec is not None and parse_auto(spec) is None:
+            try:
+                parse_method(spec)
+            except UnknownNameError:
+                if not may_register(script):
+                    raise
+
+
+def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) -> None:
+    """Raise `UsageError` here, once, for a method that so many workers cannot train by, such as
+    one with groups of others. *groups*: each worker's, where the cluster file names them."""
+    if spec is None:
+        return
+    from paceline import methods
+    from paceline.core.settings import parse_method
+    from paceline.interfaces import UpdatesOnServer
+    from paceline.tools.auto.config import parse_auto
+
+    auto = parse_auto(spec)
+    if auto is not None:
+        auto.load_cluster(workers)  # which says it, if it is of others
+        return
+    try:
+        method = methods.grouped(parse_method(spec)[0], groups)
+    except UnknownNameError:
+        return  # the script may register it: `check_job`
+    if method.updates_on == "server":
+        cast(UpdatesOnServer, method).server(workers)
+
+
+def may_register(script: Path) -> bool:
+    """Whether *script*, or a module that it imports, names a registry. Of modules that do not lie beside the
+    script, their first file counts, as soon as it names paceline."""
+    folder = script.resolve().parent
+    left, seen = [script.resolve()], set[Path]()
+    while left:
+        file = left.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        tree = _tree(file)
+        if any(_name(node) in REGISTRIES for node in ast.walk(tree)):
+            return True
+        for module in _imports(tree):
+            beside = _beside(folder, module)
+            if beside:
+                left += beside
+            elif _names_paceline(module.partition(".")[0]):
+                return True
+    return False
+
+
+def _tree(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # whoever runs it says so
+        return ast.Module([], [])
+
+
+def _name(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.name if isinstance(node, ast.alias) else ""
+
+
+def _imports(tree: ast.Module) -> Iterator[str]:
+    """Modules by their full names, and what may be modules in a package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (one.name for one in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            yield module
+            yield from (f"{module}.{one.name}".strip(".") for one in node.names)
+
+
+def _beside(folder: Path, module: str) -> list[Path]:
+    """Files of a module in the script's folder: its own, and of the packages that it is in."""
+    found: list[Path] = []
+    at = folder
+    for part in module.split(".") if module else []:
+        files = (at / f"{part}.py", at / part / "__init__.py")
+        found += [file for file in files if file.is_file()]
+        at /= part
+    return found
+
+
+def _names_paceline(package: str) -> bool:
+    if not package or package in APART:
+        return False
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return False
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    tree = _tree(Path(spec.origin))
+    return any(name.partition(".")[0] == "paceline" for name in _imports(tree))
 
 
 @dataclass
@@ -83,7 +229,7 @@ def script_run(
         forget_workers(records)
     with (
         scratch_folder() as scratch,
-        o.standard_output_for_result(json) as output,
+        standard_output_for_result(json) as output,
     ):
         file = Path(scratch) / "result.json"
         options = replace(job.options, json=True, result=str(file))

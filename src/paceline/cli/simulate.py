@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.progress import describe, progress
-from paceline.cli.script_run import checked_job, script_run
+from paceline.cli.script_run import check_workers, checked_job, script_run
 from paceline.runtimes.progress import WorkerProgress, place
 from paceline.tools.report.run_files import write_run
 
@@ -78,10 +78,10 @@ def simulate(
         report_to=report_to,
     )
     described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
-    o.check_workers(method, described.workers, described.groups)
-    from paceline.cli.compute_times import profiled, run_or_profile_anew
+    check_workers(method, described.workers, described.groups)
     from paceline.runtimes.simulated import Simulation
     from paceline.runtimes.simulated.launch import result_of
+    from paceline.runtimes.simulated.profile_cache import profiled, run_or_profile_anew
 
     there = place()
     compute = o.make_compute(workload, forward, backward, jitter, seed)
@@ -89,7 +89,7 @@ def simulate(
     with script_run(job, json, described) as run:
         with progress(json, "profiling", prints=True) as told:
             if measured:
-                compute = profiled(job, described, compute, patience, scratch)
+                compute = profiled(job, described, compute, scratch, patience)
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
@@ -111,7 +111,7 @@ def simulate(
                 return simulation
 
             outcome, compute = run_or_profile_anew(
-                make, job, described, compute, patience, scratch
+                make, job, described, compute, scratch, patience
             )
         if outcome.paced_by_script and (forward is not None or backward is not None):
             print(

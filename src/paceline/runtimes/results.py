@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -109,6 +112,24 @@ class RunResult(msgspec.Struct, kw_only=True):
     def to_json(self) -> str:
         """One line. Values that are not finite become null: JSON has no words for them."""
         return msgspec.json.encode(self).decode()
+
+
+@contextmanager
+def standard_output_for_result(active: bool) -> Iterator[int]:
+    """Within it, what anybody prints goes to standard error; yields a descriptor of the
+    true standard output. Not *active*: nothing is moved."""
+    if not active:
+        yield 1
+        return
+    sys.stdout.flush()
+    true_output = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield true_output
+    finally:
+        sys.stdout.flush()
+        os.dup2(true_output, 1)
+        os.close(true_output)
 
 
 def read_result(path: Path) -> RunResult | None:

@@ -151,8 +151,10 @@ def test_the_text_has_a_line_for_each_fact():
     )
     headline, facts = facts_of(DECISION, answer, CLUSTER, "paceline-auto.json")
     assert "from bsp to osp: 1 s -> 720 ms" in headline
-    assert list(facts) == ["measured", "predicted", "tried", "also", "saved"]
+    names = ["method", "measured", "predicted", "tried", "also", "saved"]
+    assert list(facts) == names
     for name, figures in {
+        "method": ("waits for every worker", "not deferred"),
         "measured": ("50 %", "4 workers", "200 Mbit/s"),
         "predicted": ("40 candidates", "650 ms", "980 ms"),
         "tried": ("osp", "700 ms", "720 ms", "1 s"),

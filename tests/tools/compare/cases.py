@@ -10,6 +10,7 @@ from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.runtimes.results import FailedRun, Outcome, RunResult
 from paceline.tools.compare.report import comparison_report
 from paceline.tools.compare.runner import Goal, Variant, VariantRun
+from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from paceline.tools.report.html import NAME, write_page
 from paceline.tools.report.model import Report
 from paceline.tools.report.traces import chrome_trace
@@ -95,7 +96,7 @@ class Comparison:
             title=title,
             command=command,
             goal=goal,
-            one_machine=one_machine,
+            planned=None if one_machine is None else plan_of(one_machine).baseline,
         )
 
     def write(self, folder: Path, title: str = "", command: str = "") -> Path:
@@ -108,6 +109,23 @@ class Comparison:
             (folder / f"{run.variant.file_name}.trace.json").write_bytes(trace)
         report = self.report(folder, title=title, command=command)
         return write_page(folder / NAME, report)
+
+
+def plan_of(one_machine: float) -> Plan:
+    """A plan by which one machine takes so long."""
+    single = Estimate(
+        spec="",
+        consistency="exact",
+        step_seconds=one_machine,
+        compute_seconds=one_machine,
+        exposed_seconds=0.0,
+        bytes_sent=0.0,
+        buckets=0,
+    )
+    baseline = Baseline(
+        workers=4, batch=None, single=single, lower_bound_seconds=one_machine / 8
+    )
+    return Plan(cluster="", workload="", baseline=baseline, estimates=(), infeasible=())
 
 
 def record(worker: int, step: int, end: float, metrics: Metrics) -> StepRecord:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from paceline.bucketing.tuner import IN_A_TRIAL
 from paceline.interfaces import CONSISTENCIES
 from paceline.tools.compare.report import (
+    KEYS,
     Curve,
     metric_curves,
     thinned,
+    to_json,
 )
 from paceline.tools.compare.runner import Goal
 from paceline.tools.report.model import (
@@ -25,7 +29,14 @@ from paceline.tools.report.model import (
     Text,
 )
 from paceline.tools.report.terminal import print_report
-from tests.tools.compare.cases import Comparison, falling, record, three
+from tests.tools.compare.cases import (
+    FAILED,
+    Comparison,
+    falling,
+    plan_of,
+    record,
+    three,
+)
 
 GOAL = Goal("accuracy", 0.15)
 
@@ -45,8 +56,12 @@ def charts_of(report: Report) -> dict[str, LineChart]:
 
 
 def notes_of(report: Report) -> Sequence[str]:
+    return lines_of(report, "Notes")
+
+
+def lines_of(report: Report, title: str) -> Sequence[str]:
     texts = [one for one in report.sections if isinstance(one, Text)]
-    return texts[0].lines if texts else []
+    return next((one.lines for one in texts if one.title == title), [])
 
 
 def planned() -> Comparison:
@@ -191,6 +206,80 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     print_report(comparison.report())
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
+
+
+def test_trials_of_buckets_are_no_notes_of_the_table() -> None:
+    trial = f"bucketing: 4 buckets, 1 s a pass {IN_A_TRIAL}(one forward)"
+    comparison = Comparison()
+    for spec in ("dear", "bsp"):
+        comparison.add(spec, [{}] * 3).notes = [trial, "slow"]
+    report = comparison.report()
+    assert notes_of(report) == ["slow"]
+    assert lines_of(report, "Trials of buckets") == [trial]
+
+
+def test_each_method_but_ddps_has_a_line_that_says_what_it_does() -> None:
+    comparison = Comparison()
+    for spec in ("bsp:buckets=ddp", "dear", "local-sgd:sync_every=5"):
+        comparison.add(spec, [{}] * 3)
+    comparison.end("osp")
+    dear, local = lines_of(comparison.report(), "Methods")
+    assert dear.startswith("dear: waits for every worker")
+    assert "in every 5-th step" in local
+
+
+# ---- JSON ----
+
+
+@pytest.mark.parametrize("one_machine", [None, 0.32])
+def test_json_has_the_columns_of_both_tables(one_machine: float | None) -> None:
+    comparison = planned() if one_machine else three()
+    goal = GOAL if one_machine else None
+    plan = None if one_machine is None else plan_of(one_machine)
+    report = comparison.report(goal=goal, one_machine=one_machine)
+    content = json.loads(to_json(comparison.runs, goal, plan))
+    assert set(content) == {"variants"} | ({"plan", "one_machine"} if plan else set())
+    tables = [one for one in report.sections if isinstance(one, Table)]
+    compared = 0
+    for table in tables:
+        rows = list(table.rows)
+        found = content["variants"][: len(rows)]
+        if len(rows) > len(found):
+            found = [content["one_machine"], *found]
+        for row, mine in zip(rows, found, strict=True):
+            for heading, cell in zip(table.headings, row, strict=True):
+                if (
+                    heading in KEYS
+                    and isinstance(cell, Number)
+                    and "failed" not in mine
+                ):
+                    assert mine[KEYS[heading]] == cell.value, heading
+                    compared += 1
+        metrics = {
+            name for one in content["variants"] for name in one.get("metrics", ())
+        }
+        assert set(table.headings) <= KEYS.keys() | metrics | {f"to {goal}"}
+    assert compared > 15
+    assert "steady_from" in content["variants"][0]
+
+
+def test_json_says_why_a_variant_has_no_figures() -> None:
+    comparison = Comparison()
+    comparison.end("asp", consistency="asynchronous")
+    failed = json.loads(to_json(comparison.runs))["variants"]
+    comparison.add("bsp", falling(20), goal=GOAL, predicted=0.05)
+    content = json.loads(to_json(comparison.runs, GOAL))
+    first, second = content["variants"]
+    assert failed == [first]
+    assert first == {
+        "variant": "asp",
+        "consistency": "asynchronous",
+        "failed": FAILED.failed,
+        "exit_status": 1,
+    }
+    assert second["predicted_seconds"] == 0.05
+    assert second["first_speedup"] == 1.0
+    assert (second["reached_step"], second["reached_seconds"]) == (20, 0.8)
 
 
 # ---- charts ----

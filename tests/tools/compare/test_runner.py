@@ -1,4 +1,4 @@
-"""Goals, the records that variants leave, and what programs read."""
+"""Goals, and the records that variants leave."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.records import StepRecord
-from paceline.tools.compare.runner import Goal, Variant, merge_records, to_json
-from tests.tools.compare.cases import FAILED, Comparison, falling, record
+from paceline.tools.compare.runner import Goal, Variant, merge_records
+from tests.tools.compare.cases import Comparison, falling, record
 
 
 def test_a_value_in_single_precision_reaches_what_it_is_printed_as() -> None:
@@ -93,21 +93,3 @@ def test_records_of_all_that_ran_are_gathered(tmp_path: Path) -> None:
     }
     lines = (tmp_path / "records.jsonl").read_text().splitlines()
     assert [json.loads(line)["variant"] for line in lines] == ["bsp"] * 49
-
-
-def test_a_program_reads_figures_and_why_a_variant_has_none() -> None:
-    goal = Goal("accuracy", 0.15)
-    comparison = Comparison()
-    comparison.end("asp", consistency="asynchronous")
-    comparison.add("bsp", falling(20), goal=goal, predicted=0.05)
-    content = json.loads(to_json(comparison.runs, plan=None))
-    assert list(content) == ["variants"]
-    first, second = content["variants"]
-    assert first == {
-        "variant": "asp",
-        "consistency": "asynchronous",
-        "failed": FAILED.failed,
-        "exit_status": 1,
-    }
-    assert second["predicted_seconds"] == 0.05
-    assert (second["reached_step"], second["reached_seconds"]) == (20, 0.8)

@@ -1,5 +1,6 @@
 """A diagnosis: faults that cost something, what fixing them saves, and its report."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ from paceline.tools.doctor import Diagnosis, faults
 from paceline.tools.doctor import diagnose as diagnosed
 from paceline.tools.doctor.faults import FAULTS
 from paceline.tools.doctor.network_model import NetworkModel
-from paceline.tools.doctor.report import doctor_report
+from paceline.tools.doctor.report import doctor_report, to_json
 from paceline.tools.doctor.training_model import TrainingModel
 from paceline.tools.plan import plan
 from paceline.tools.plan.predict import TrainingJob, predict
@@ -288,6 +289,13 @@ def test_the_terminal_shows_each_worker_s_phases_and_what_is_unexplained():
     found = diagnosed(evidence)
     part = 100 * abs(found.unexplained_seconds) / found.step_seconds
     assert f"{part:.0f} %" in table.caption
+    content = json.loads(to_json(found, evidence))
+    assert content["speedup"] == found.single_seconds / found.step_seconds
+    assert f"{content['speedup']:.2f}x" in content["headline"]
+    assert content["unexplained_seconds"] == found.unexplained_seconds
+    for row, worker in zip(table.rows, content["evidence"]["workers"], strict=True):
+        for heading, cell in zip(table.headings[1:], row[1:], strict=True):
+            assert worker["step"][heading]["median"] == cell.value
     many = site(hosts=12).evidence()
     report = doctor_report(diagnosed(many), many, "")
     assert len(next(one for one in report.sections if isinstance(one, Table)).rows) < 12

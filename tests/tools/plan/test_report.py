@@ -216,6 +216,19 @@ def test_footnotes_say_when_a_figure_holds_and_what_is_estimated():
     assert table.notes[1].endswith(measure)
 
 
+def test_each_method_but_ddps_has_a_line_that_says_what_it_does():
+    found = report(
+        sped("bsp:compression=int4", "lossy", 0.05),
+        sped("osp:collective=native", "delayed", 0.09),
+        sped("backup:servers=per-node", "asynchronous", 0.04),
+        sped(DDP, seconds=0.2),
+    )
+    osp, int4, backup = section(found, "Methods").lines
+    assert "what is not deferred" in osp
+    assert "half a byte an element" in int4
+    assert "the fastest wait_for workers" in backup  # 0: found out by itself
+
+
 def test_candidates_with_equal_figures_share_a_row():
     rows = [sped("bsp"), sped("bsp:buckets=wfbp"), sped("bsp:collective=auto")]
     table = section(report(*rows, sped("dear", seconds=0.12)), "All 4 candidates")
@@ -459,6 +472,11 @@ def test_json_has_the_keys_of_the_plan_and_commands():
     first = content["estimates"][0]
     assert first["step_seconds"] == 0.178
     assert first["speedup"] == pytest.approx(0.36 / 0.178)
+    assert first["ddp_speedup"] == pytest.approx(0.18 / 0.178)
+    table = section(plan_report(plan, NOTHING, ASKED), "All 2 candidates")
+    figures = {cell.value for cell in table.rows[0] if isinstance(cell, Number)}
+    assert len(table.headings) == 10
+    assert figures <= {value for value in first.values() if type(value) in (int, float)}
     assert first["bound_ratio"] == pytest.approx(0.178 / 0.2)
     assert first["samples_per_second"] == pytest.approx(32 / 0.178)
     assert content["fastest"] == {"exact": "dear"}

@@ -8,6 +8,8 @@ import torch
 from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.cluster.profiling.step_profiler import MOST_STEPS
+from paceline.errors import UsageError
+from paceline.interfaces import CONSISTENCIES
 from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.launch import run_script
@@ -173,3 +175,79 @@ def test_what_a_pass_does_to_a_gradient_is_not_the_scripts_doing():
     habits.step_is_called()
     habits.step_ended()
     assert habits.uses_gradients is False
+
+
+COUNTED = """
+import pathlib, sys, torch, paceline
+from torch import nn
+paceline.init()
+if paceline.rank() == 0:
+    with pathlib.Path(sys.argv[1]).open("a") as file:
+        print(paceline.runtime_name(), file=file)
+model = nn.Linear(4, 1)
+{optimizer}
+optimizer = paceline.distribute(model, inner)
+for step in range(4):
+    paceline.pace(0.01)
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+optimizer.finish()
+"""
+ADAM = "inner = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9))"
+OWN = """
+class Own(torch.optim.SGD):
+    pass
+inner = Own(model.parameters(), lr=0.1)
+"""
+
+
+def count_runs(folder, optimizer):
+    script, runs = folder / "train.py", folder / "runs.txt"
+    script.write_text(COUNTED.format(optimizer=optimizer))
+    texts = []
+
+    def analyze(*allowed):
+        runs.write_text("")
+        texts.clear()
+        found = analyze_script(
+            str(script),
+            [str(runs)],
+            folder / "scratch",
+            allowed,
+            lambda text, *_: texts.append(text),
+        )
+        names = runs.read_text().split()
+        assert names == ["simulated"] * len(texts)
+        return found, len(names)
+
+    return analyze, texts
+
+
+def test_a_script_runs_once_for_each_kind_that_is_allowed_and_was_not_run(tmp_path):
+    analyze, texts = count_runs(tmp_path, ADAM)
+    first, runs = analyze("exact")
+    assert runs == 2
+    assert [text.partition(": ")[2][:6] for text in texts] == ["1 of 2", "2 of 2"]
+    assert not first.refused.keys() & {"asp", "local-sgd"}
+    again, runs = analyze("exact")
+    assert runs == 0
+    assert again.file
+    assert replace(again, file="", optimizer=first.optimizer) == first
+    more, runs = analyze(*CONSISTENCIES)
+    assert runs == 2  # servers' and local methods' kinds
+    assert "asp" in more.refused
+    last, runs = analyze("exact", "local")
+    assert runs == 0
+    made = last.optimizer([torch.nn.Parameter(torch.zeros(1))])
+    assert type(made) is torch.optim.Adam
+    assert made.defaults["betas"] == (0.8, 0.9)
+    (tmp_path / "train.py").write_text("raise SystemExit")
+    with pytest.raises(UsageError, match="without calling"):
+        analyze_script(str(tmp_path / "train.py"), [], tmp_path, ("exact",))
+
+
+def test_an_optimizer_of_the_scripts_own_is_not_cached(tmp_path):
+    analyze, _ = count_runs(tmp_path, OWN)
+    assert [analyze("lossy")[1] for _ in range(2)] == [1, 1]

@@ -1,30 +1,34 @@
 """A script's compute times: measured before it is simulated, and cached in the user's cache folder.
 
+`CachedFile` is one file there; `paceline.tools.plan.script` has one, too.
+
 Only one worker runs at a time in a simulation, with its own share of the batch and one thread, so
 the host's clock tells what that worker computes. Compressors that the script trains with are
 timed afterwards, on a gradient of that worker.
 
 A cached file's name is a hash of all that changes these times and is known before the script runs
-(`CachedProfile.of`). The modules that a script imports are known only after a run: the file holds
+(`CachedFile.of`). The modules that a script imports are known only after a run: the file holds
 their hashes, and does not count once one of them has changed. The model and its inputs are
 compared while the script runs (`StaleProfileError`).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch
@@ -34,14 +38,24 @@ from paceline.cluster.cluster_file import uniform_cluster
 from paceline.cluster.profiling import GradientDump, coding_times, coding_times_of_busy
 from paceline.cluster.workload import CompressorTimes, Workload, made_with
 from paceline.compression import make
-from paceline.errors import UsageError
+from paceline.errors import UsageError, WorkerFailedError
 from paceline.records import steady_steps
 from paceline.run_options import RunOptions, ScriptJob
-from paceline.runtimes.simulated.compute import Shapes
+from paceline.runtimes.results import standard_output_for_result
+from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
+from paceline.runtimes.simulated.compute import (
+    ComputeModel,
+    Shapes,
+    StaleProfileError,
+    UnmeasuredCodeError,
+)
 from paceline.runtimes.simulated.launch import run_script
 from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
 
+_T = TypeVar("_T")
 PROFILED_STEPS = 7
+FEW_WORKERS = 2
+"""Where the number of workers changes nothing that is looked for."""
 MAX_WORKERS = 32
 """A larger job is profiled with so many: others would only compute the same once more."""
 
@@ -75,21 +89,133 @@ def profile_script(
         return _profile(outcome, kept, job.script, workers)
 
 
+def profiled(
+    job: ScriptJob,
+    cluster: Cluster,
+    compute: ComputeModel,
+    scratch: Path,
+    patience: float = 20.0,
+) -> ComputeModel:
+    """*compute* with the script's own times: those that are cached, or else measured now. What the
+    script prints meanwhile goes to standard error."""
+    cached = CachedProfile.of(job, cluster.workers)
+    profile = cached.load()
+    if profile is None:
+        return _profiled_anew(job, cluster, compute, scratch, patience)
+    print(
+        f"compute: from {cached.path} (of the same script and arguments; delete it to "
+        "profile again)",
+        file=sys.stderr,
+    )
+    return replace(
+        compute,
+        workload=profile.workload,
+        what=str(cached.path),
+        cached=True,
+        inputs=profile.inputs,
+    )
+
+
+def _profiled_anew(
+    job: ScriptJob,
+    cluster: Cluster,
+    compute: ComputeModel,
+    scratch: Path,
+    patience: float,
+    known: Workload | None = None,
+) -> ComputeModel:
+    """*compute* with the script's own times, measured now; of what is *known* only compressors'
+    times are. Its checkpoints go to *scratch*."""
+    # Named before the script runs: it may be edited meanwhile.
+    cached = CachedProfile.of(job, cluster.workers)
+    with standard_output_for_result(True), redirect_checkpoints(scratch):
+        profile = profile_script(job, cluster, patience=patience)
+    if profile is None:
+        return replace(compute, workload=None, what="", cached=False, inputs=None)
+    workload, what = profile.workload, "measured now"
+    if known is not None:
+        workload = replace(known, coding={**known.coding, **workload.coding})
+    try:
+        cached.save(replace(profile, workload=workload))
+        what = str(cached.path)
+        print(f"compute: profiled {job.script} once: {what}", file=sys.stderr)
+    except UsageError as error:
+        _say_once(f"compute: profiled {job.script}, for this time: {error}")
+    return replace(compute, workload=workload, what=what, cached=False, inputs=None)
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def run_or_profile_anew(
+    make: Callable[[ComputeModel], Simulation],
+    job: ScriptJob,
+    cluster: Cluster,
+    compute: ComputeModel,
+    scratch: Path,
+    patience: float = 20.0,
+) -> tuple[SimulationResult, ComputeModel]:
+    """Run the script; where it turns out that the cached profile is not of what is
+    trained now, once more with a new one. Returns also what it was charged by."""
+    try:
+        return _run(make(compute), job, scratch), compute
+    except WorkerFailedError as error:
+        cause = error.__cause__
+        if not isinstance(cause, StaleProfileError):
+            raise
+        print(f"compute: profiling again: {cause}", file=sys.stderr)
+        # What is known still holds where only a compressor's times are missing.
+        known = compute.workload if isinstance(cause, UnmeasuredCodeError) else None
+    compute = _profiled_anew(job, cluster, compute, scratch, patience, known)
+    return _run(make(compute), job, scratch), compute
+
+
+def _run(simulation: Simulation, job: ScriptJob, scratch: Path) -> SimulationResult:
+    with redirect_checkpoints(scratch) as made:
+        outcome = run_script(simulation, job.script, job.arguments)
+    if made:
+        words = made[0].name + ", ..." * (len(made) > 1)
+        print(
+            f"checkpoints: this simulation's are in {scratch} ({words}); what was there "
+            "before is as it was",
+            file=sys.stderr,
+        )
+    return outcome
+
+
 def measure_compressors(
     script: str, arguments: Sequence[str], codes: Sequence[str], cores: int = 1
 ) -> dict[str, CompressorTimes]:
-    """What each of *codes*, specs of compressors, takes for the script's first gradient, where so
-    many *cores* have such work at the same time; nothing where there is none."""
+    """What each of *codes*, full specs of compressors, takes for the script's first gradient, where so
+    many *cores* have such work at the same time; nothing where there is none. What was measured before
+    is cached."""
+    job = ScriptJob(script, arguments)
+    cached = CachedFile.of(job, FEW_WORKERS, "compressors")
+    known = cached.read(dict[str, dict[str, CompressorTimes]]) or {}
+    times = known.setdefault(str(cores), {})
+    unknown = [code for code in codes if code not in times]
+    if unknown:
+        times |= _measure_compressors(job, unknown, cores)
+        with suppress(UsageError):  # for this time, then
+            cached.keep(known)
+    return {code: times[code] for code in codes if code in times}
+
+
+def _measure_compressors(
+    job: ScriptJob, codes: Sequence[str], cores: int
+) -> dict[str, CompressorTimes]:
     with TemporaryDirectory(prefix="paceline-") as folder:
         kept = GradientDump(folder)
         simulation = Simulation(
-            uniform_cluster(2, "1gbit", "50us"),
+            uniform_cluster(FEW_WORKERS, "1gbit", "50us"),
             options=RunOptions(method="bsp", steps=2, tells=False),
             profile=True,
             keep=kept,
             output="first",
         )
-        run_script(simulation, script, arguments)
+        run_script(simulation, job.script, job.arguments)
         if not len(kept):
             return {}
         if cores > 1:
@@ -99,19 +225,32 @@ def measure_compressors(
 
 def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
     """The times that a script says itself (`paceline.pace`), tensor by tensor; None where it
-    trains more than one model, or never calls the model itself."""
+    trains more than one model, or never calls the model itself. They are cached, too."""
+    job = ScriptJob(script, arguments)
+    cached = CachedFile.of(job, FEW_WORKERS, "paced")
+    known = cached.read(Workload)
+    if known is not None:
+        return known
+    workload = _paced_workload(job)
+    if workload is not None:
+        with suppress(UsageError):
+            cached.keep(workload)
+    return workload
+
+
+def _paced_workload(job: ScriptJob) -> Workload | None:
     simulation = Simulation(
-        uniform_cluster(2, "1gbit", "50us"),
+        uniform_cluster(FEW_WORKERS, "1gbit", "50us"),
         options=RunOptions(method="bsp", steps=PROFILED_STEPS, tells=False),
         profile=True,
         paced=True,
         output="first",
     )
-    outcome = run_script(simulation, script, arguments)
+    outcome = run_script(simulation, job.script, job.arguments)
     profilers = outcome.profilers
     if len(profilers) != 1 or not profilers[0].profiled_steps:
         return None
-    workload = profilers[0].workload(f"as paced by {Path(script).name}")
+    workload = profilers[0].workload(f"as paced by {Path(job.script).name}")
     steps = steady_steps(list(outcome.recorders[0].steps))
     # What is paced outside of the passes, before them as a loader's time is.
     step = median(step.compute_seconds for step in steps)
@@ -148,6 +287,13 @@ MAX_AGE_SECONDS = 90 * 86400.0
 """Older files are removed whenever one is written."""
 
 
+class _Held(msgspec.Struct, kw_only=True):
+    """A cached file that is no workload file; *files* as in `_Measured`."""
+
+    files: dict[str, str]
+    content: Any
+
+
 class _Measured(msgspec.Struct, kw_only=True):
     """What else a cached file holds: the SHA-256 of each module that the script has imported from
     its own folder, and the model's inputs, see `Profile`."""
@@ -161,23 +307,23 @@ _CONTENT = 3
 
 
 @dataclass(frozen=True)
-class CachedProfile:
-    """The file, named *name*, in which a profile of *script* is cached, or will be."""
+class CachedFile:
+    """The file, named *name*, in which something about *script* is cached, or will be."""
 
     script: Path
     name: str
 
     @classmethod
-    def of(cls, job: ScriptJob, workers: int) -> CachedProfile:
+    def of(cls, job: ScriptJob, workers: int, kind: str = "workload") -> Self:
         """The file for the job's script as it is now, among so many *workers*: many scripts cut a
-        batch by that."""
+        batch by that. *kind*: what is cached."""
         script = Path(job.script).resolve()
         known = [
             *(str(script), _hash(script), str(Path.cwd()), list(job.arguments)),
             *(workers, _processor(), version("torch"), _CONTENT),
         ]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
-        return cls(script, f"{script.stem}-{key}.workload.json")
+        return cls(script, f"{script.stem}-{key}.{kind}.json")
 
     @property
     def path(self) -> Path:
@@ -192,30 +338,46 @@ class CachedProfile:
             ) from error
         return folder / "paceline" / self.name
 
-    def load(self) -> Profile | None:
-        """What is cached; None where nothing is, or a module of the script has changed."""
+    def read(
+        self, kind: type[_T], decode: Callable[[type, Any], Any] | None = None
+    ) -> _T | None:
+        """What `keep` cached; None where nothing is, or a module of the script has changed. *decode*:
+        makes what msgspec cannot."""
         try:
-            workload = Workload.load(self.path)
-            measured = msgspec.convert(made_with(self.path), _Measured)
+            held = msgspec.json.decode(self.path.read_bytes(), type=_Held)
+            if not self.is_of(held.files):
+                return None
+            return msgspec.convert(held.content, kind, dec_hook=decode)
         except (UsageError, OSError, msgspec.MsgspecError):
             return None
-        folder = self.script.parent
-        if any(_hash(folder / name) != of for name, of in measured.files.items()):
-            return None
-        return Profile(workload, measured.inputs)
 
-    def save(self, profile: Profile) -> None:
-        """Cache what was measured in this process just now. Raises `UsageError` where that is
+    def keep(self, content: object, encode: Callable[[Any], Any] | None = None) -> None:
+        """Cache what was found in this process just now. Raises `UsageError` where that is
         impossible."""
-        path, folder = self.path, self.script.parent
-        files = {str(f.relative_to(folder)): _hash(f) for f in _modules_in(folder)}
-        measured = _Measured(files=files, inputs=profile.inputs)
+        plain = msgspec.to_builtins(content, enc_hook=encode)
+        held = _Held(files=self.modules(), content=plain)
+        self.write(lambda part: part.write_bytes(msgspec.json.encode(held)))
+
+    def is_of(self, files: dict[str, str]) -> bool:
+        """Whether the script's modules are those with these hashes."""
+        folder = self.script.parent
+        return all(_hash(folder / name) == known for name, known in files.items())
+
+    def modules(self) -> dict[str, str]:
+        """The hash of each module that the script has imported from its own folder."""
+        folder = self.script.parent
+        return {str(f.relative_to(folder)): _hash(f) for f in _modules_in(folder)}
+
+    def write(self, content: Callable[[Path], object]) -> None:
+        """Replace the file by what *content* writes at a path. Raises `UsageError` where that is
+        impossible."""
+        path = self.path
         # Two processes may write at once, and a third one read.
         part = path.with_name(f"{os.getpid()}-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_old(path.parent)
-            profile.workload.save(part, made=msgspec.to_builtins(measured))
+            content(part)
             part.replace(path)
         except (OSError, UsageError) as error:
             with suppress(OSError):
@@ -225,9 +387,32 @@ class CachedProfile:
             ) from error
 
 
+@dataclass(frozen=True)
+class CachedProfile(CachedFile):
+    """The file in which a script's profile is cached: a workload file."""
+
+    def load(self) -> Profile | None:
+        """What is cached; None where nothing is, or a module of the script has changed."""
+        try:
+            workload = Workload.load(self.path)
+            measured = msgspec.convert(made_with(self.path), _Measured)
+        except (UsageError, OSError, msgspec.MsgspecError):
+            return None
+        return (
+            Profile(workload, measured.inputs) if self.is_of(measured.files) else None
+        )
+
+    def save(self, profile: Profile) -> None:
+        """Cache what was measured in this process just now. Raises `UsageError` where that is
+        impossible."""
+        measured = _Measured(files=self.modules(), inputs=profile.inputs)
+        made = msgspec.to_builtins(measured)
+        self.write(lambda part: profile.workload.save(part, made=made))
+
+
 def _remove_old(folder: Path) -> None:
     oldest = time.time() - MAX_AGE_SECONDS
-    for file in folder.glob("*.workload.json"):
+    for file in folder.glob("*.json"):
         with suppress(OSError):  # another process may have removed it
             if file.stat().st_mtime < oldest:
                 file.unlink()

@@ -23,6 +23,7 @@ from paceline.run_options import RunOptions
 from paceline.tools.auto.config import AutoConfig
 from paceline.tools.auto.controller import Decision, TrialResult
 from paceline.tools.auto.planner_process import Answer
+from paceline.tools.plan.candidates import summary_line
 from paceline.units import show_seconds
 
 FILE = "paceline-auto.json"
@@ -233,6 +234,8 @@ def describe_decision(
 ) -> list[str]:
     """A decision for people: a headline, and a line for each fact behind it."""
     facts = [("measured", _measured(decision, cluster))]
+    if decision.chosen != decision.before:
+        facts.insert(0, ("method", summary_line(decision.chosen)))
     if answer is not None:
         facts.append(("predicted", _predicted(answer, consistency)))
     facts += [("tried", _tried(trial)) for trial in decision.trials]

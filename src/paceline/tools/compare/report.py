@@ -1,24 +1,28 @@
 """A comparison as a report: which method is fastest, one table, charts, a step of each.
 
-The page and the terminal show the same headline and the same table.
+The page and the terminal show the same headline and the same table. `to_json` has the same columns, by
+the names of `KEYS`.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
+
+from paceline.bucketing.tuner import IN_A_TRIAL
 from paceline.interfaces import CONSISTENCIES
 from paceline.records import StepRecord
 from paceline.runtimes.results import RunResult
 from paceline.tools.compare.runner import Goal, VariantRun
-from paceline.tools.plan.estimates import DDP
-from paceline.tools.plan.report import command
+from paceline.tools.plan.estimates import DDP, Baseline, Plan
+from paceline.tools.plan.report import command, summary_lines
 from paceline.tools.report.model import (
     GREY,
     Bar,
@@ -46,6 +50,22 @@ MOST_POINTS, MOST_POINTS_OF_ALL = 300, 2400
 """Of a line, and of all lines of a chart; more would be a big file of dots."""
 MOST = 1e300
 """Of a value: beyond it axes overflow."""
+KEYS = {
+    "consistency": "consistency",
+    "method": "variant",
+    "step": "step_seconds",
+    "predicted": "predicted_seconds",
+    "compute": "compute_seconds",
+    "exposed": "exposed_communication_seconds",
+    "sent": "bytes_sent_per_worker",
+    "buckets": "buckets",
+    "vs. DDP": "ddp_speedup",
+    "vs. first": "first_speedup",
+    "vs. 1 machine": "speedup",
+    "vs. bound": "bound_ratio",
+}
+"""What JSON calls the columns. Metrics are in ``metrics``, and the goal's column is
+``reached_seconds``."""
 WIDE = 1000.0
 """A metric whose largest value is so many times its smallest has a logarithmic axis."""
 
@@ -57,7 +77,7 @@ def comparison_report(
     title: str,
     command: str = "",
     goal: Goal | None = None,
-    one_machine: float | None = None,
+    planned: Baseline | None = None,
     script: str = "",
     arguments: Sequence[str] = (),
 ) -> Report:
@@ -69,12 +89,12 @@ def comparison_report(
         title: What was compared: the script, the network.
         command: The command that ran it.
         goal: The value of a metric whose time was asked for.
-        one_machine: Seconds in which one machine processes the same global batch, if a plan
-            predicts it.
+        planned: What a plan predicts of one machine with the same global batch, and of the shortest
+            exact step; None: there is no plan.
         script: What was trained, with its *arguments*, for commands; empty: none are shown.
     """
     first = next(run.result for run in runs if run.result is not None)
-    shown = _Comparison(runs, goal, one_machine)
+    shown = _Comparison(runs, goal, planned)
     notes = [
         ("network", first.network),
         ("compute", first.compute),
@@ -82,9 +102,11 @@ def comparison_report(
     ]
     sections: list[Section | None] = [
         shown.table(),
+        summary_lines([run.variant.spec for *_, run, _ in shown.ran]),
         shown.notes(),
         shown.commands(script, arguments),
         shown.where_steps_go(),
+        shown.bucket_trials(),
         shown.step_times(),
         *shown.metric_charts(),
         _timeline(shown, folder),
@@ -106,9 +128,10 @@ class _Comparison:
         self,
         runs: Sequence[VariantRun],
         goal: Goal | None,
-        one_machine: float | None,
+        planned: Baseline | None = None,
     ) -> None:
-        self.runs, self.goal, self.one_machine = runs, goal, one_machine
+        self.runs, self.goal, self.planned = runs, goal, planned
+        self.one_machine = None if planned is None else planned.single.step_seconds
         counts = Counter(run.variant.spec for run in runs)
         self.names = [
             f"{run.variant.spec} (number {i})"
@@ -171,7 +194,7 @@ class _Comparison:
             for name, run in zip(self.names, self.runs, strict=True)
             if run.reached is not None
         ]
-        alone = self._one_machine_to_goal()
+        alone = self.one_machine_to_goal()
         if alone is not None:
             times.append((alone, "one machine"))
         missed = [_short(name) for _, name, run, _ in self.ran if run.reached is None]
@@ -184,7 +207,7 @@ class _Comparison:
             text += f" {', '.join(missed)} did not reach it."
         return text if times else f"{text}no method reached it."
 
-    def _one_machine_to_goal(self) -> float | None:
+    def one_machine_to_goal(self) -> float | None:
         """One machine learns what DDP learns, step by step."""
         if self.one_machine is None or self.baseline_name != "DDP":
             return None
@@ -202,22 +225,20 @@ class _Comparison:
         headings += [f"vs. {self.baseline_name}"] if len(self.runs) > 1 else []
         headings += ["vs. 1 machine"] if self.one_machine is not None else []
         to_goal = [] if self.goal is None else [f"to {self.goal}"]
-        base = None if self.baseline is None else _step(self.baseline)
         rows: list[list[Cell]] = []
         colours = []
         if self.one_machine is not None:
             known: dict[str, Cell] = {
                 "method": "one machine, same global batch",
                 "step": _seconds(self.one_machine),
-                f"vs. {self.baseline_name}": _ratio(base, self.one_machine),
-                "vs. 1 machine": _ratio(1.0, 1.0),
+                **self.ratios(self.one_machine),
             }
             row = [known.get(heading) for heading in headings]
             row += [None] * len(metrics)
-            rows.append(row + [_seconds(self._one_machine_to_goal())] * len(to_goal))
+            rows.append(row + [_seconds(self.one_machine_to_goal())] * len(to_goal))
             colours.append(GREY)
         for name, run in zip(self.names, self.runs, strict=True):
-            cells = self._cells(run, base)
+            cells = self._cells(run)
             cells["method"] = f"DDP ({name})" if run.variant.spec == DDP else name
             row = [cells.get(heading) for heading in headings]
             row += _metric_cells(run, metrics)
@@ -240,10 +261,14 @@ class _Comparison:
     def where_steps_go(self) -> Table:
         """The parts of each method's step, what it sends, and all metrics."""
         headings = ["method", "buckets", "step", "compute", "exposed", "sent"]
+        caption = f"{parts_of_step(self._results)} sent: per worker and step."
+        if self.planned is not None:
+            headings.append("vs. bound")
+            caption += " vs. bound: over the shortest step of any exact averaging."
         metrics = self._metrics()
         rows = []
         for _, name, run, _ in self.ran:
-            cells: dict[str, Cell] = {"method": name, **self._cells(run, None)}
+            cells: dict[str, Cell] = {"method": name, **self._cells(run)}
             parts = [cells.get(heading) for heading in headings]
             rows.append(parts + _metric_cells(run, metrics))
         return Table(
@@ -251,10 +276,21 @@ class _Comparison:
             headings=[*headings, *metrics],
             rows=rows,
             colours=[_colour(run) for *_, run, _ in self.ran],
-            caption=f"{parts_of_step(self._results)} sent: per worker and step.",
+            caption=caption,
         )
 
-    def _cells(self, run: VariantRun, base: float | None) -> dict[str, Cell]:
+    def ratios(self, seconds: float | None) -> dict[str, Number | None]:
+        """How a step of so many seconds compares, by column."""
+        found: dict[str, Number | None] = {}
+        if len(self.runs) > 1:
+            base = None if self.baseline is None else _step(self.baseline)
+            found[f"vs. {self.baseline_name}"] = _ratio(base, seconds)
+        if self.planned is not None:
+            found["vs. 1 machine"] = _ratio(self.one_machine, seconds)
+            found["vs. bound"] = _ratio(seconds, self.planned.lower_bound_seconds)
+        return found
+
+    def _cells(self, run: VariantRun) -> dict[str, Cell]:
         """A run's cells by their headings."""
         cells: dict[str, Cell] = {
             "consistency": run.variant.consistency or None,
@@ -273,8 +309,7 @@ class _Comparison:
             "compute": _seconds(result.compute_seconds),
             "exposed": _seconds(result.exposed_communication_seconds),
             "sent": None if sent is None else Number(sent, show_bytes(sent)),
-            f"vs. {self.baseline_name}": _ratio(base, step),
-            "vs. 1 machine": _ratio(self.one_machine, step),
+            **self.ratios(step),
         }
         return cells
 
@@ -303,19 +338,26 @@ class _Comparison:
 
     def notes(self) -> Text | None:
         """Each note once, with the methods that it is about."""
+        lines = self._notes(trials=False)
+        return Text(title="Notes", lines=lines, level="summary") if lines else None
+
+    def bucket_trials(self) -> Text | None:
+        """How planned buckets did against others: the table has which ones were used."""
+        lines = self._notes(trials=True)
+        return Text(title="Trials of buckets", lines=lines) if lines else None
+
+    def _notes(self, *, trials: bool) -> list[str]:
         about: dict[str, list[str]] = {}
         for name, run in zip(self.names, self.runs, strict=True):
             for note in run.outcome.notes:
-                about.setdefault(note, []).append(name)
-        if not about:
-            return None
-        lines = [
+                if (IN_A_TRIAL in note) == trials:
+                    about.setdefault(note, []).append(name)
+        return [
             note
             if len(names) == len(self.runs) and len(names) > 1
             else f"{', '.join(names)}: {note}"
             for note, names in about.items()
         ]
-        return Text(title="Notes", lines=lines, level="summary")
 
     def commands(self, script: str, arguments: Sequence[str]) -> Text | None:
         """What trains with the method that is best here, and with the best exact one."""
@@ -416,6 +458,53 @@ class _Comparison:
             return [0.0, ends], [goal.value, goal.value]
         when = min(times)
         return [0.0, when, when], [goal.value, goal.value, min(values)]
+
+
+def to_json(
+    runs: Sequence[VariantRun], goal: Goal | None = None, plan: Plan | None = None
+) -> str:
+    """The runs for programs, as ``{"variants": [...]}``.
+
+    A variant has its spec as given, its consistency, what its result or its failure holds, how its step
+    compares (`KEYS`), and the step and the seconds of training with which it reached the goal. With a
+    *plan* there are ``one_machine`` and ``plan``, too.
+    """
+    planned = None if plan is None else plan.baseline
+    ran = any(run.result is not None for run in runs)
+    shown = _Comparison(runs, goal, planned) if ran else None
+    rows = []
+    for run in runs:
+        row: dict[str, object] = {"variant": run.variant.spec}
+        if run.variant.consistency:
+            row["consistency"] = run.variant.consistency
+        if run.variant.predicted is not None:
+            row["predicted_seconds"] = run.variant.predicted
+        row |= msgspec.structs.asdict(run.outcome)
+        if shown is not None and run.result is not None:
+            row |= _by_key(shown.ratios(_step(run)))
+        if run.reached is not None:
+            row["reached_seconds"] = run.reached.end_seconds
+            row["reached_step"] = run.reached.step
+        rows.append(row)
+    content: dict[str, object] = {"variants": rows}
+    if shown is not None and shown.one_machine is not None:
+        one = {
+            "step_seconds": shown.one_machine,
+            **_by_key(shown.ratios(shown.one_machine)),
+        }
+        reached = shown.one_machine_to_goal()
+        content["one_machine"] = one | (
+            {} if reached is None else {"reached_seconds": reached}
+        )
+    if plan is not None:
+        content["plan"] = plan
+    return msgspec.json.encode(content).decode()
+
+
+def _by_key(cells: Mapping[str, Number | None]) -> dict[str, float | None]:
+    return {
+        KEYS[name]: None if one is None else one.value for name, one in cells.items()
+    }
 
 
 def _timeline(shown: _Comparison, folder: Path) -> TimelineSection | None:

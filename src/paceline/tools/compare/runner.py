@@ -314,26 +314,3 @@ def merge_records(
             (own / "records.trace.json").replace(folder / name)
             own.rmdir()
     return runs
-
-
-def to_json(runs: Sequence[VariantRun], **more: object) -> str:
-    """The runs for programs, as ``{"variants": [...]}``.
-
-    A variant has its spec as given, its consistency, what its result or its failure holds, and the
-    step and the seconds of training with which it reached the goal. *more* are other keys; those
-    that are None are left out.
-    """
-    rows = []
-    for run in runs:
-        row: dict[str, object] = {"variant": run.variant.spec}
-        if run.variant.consistency:
-            row["consistency"] = run.variant.consistency
-        if run.variant.predicted is not None:
-            row["predicted_seconds"] = run.variant.predicted
-        row |= msgspec.structs.asdict(run.outcome)
-        if run.reached is not None:
-            row["reached_seconds"] = run.reached.end_seconds
-            row["reached_step"] = run.reached.step
-        rows.append(row)
-    known = {key: value for key, value in more.items() if value is not None}
-    return msgspec.json.encode({"variants": rows} | known).decode()

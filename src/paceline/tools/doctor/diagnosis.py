@@ -98,6 +98,13 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
         return not self.faults
 
     @property
+    def speedup(self) -> float | None:
+        """How many times as fast as one machine with the same global batch."""
+        if not self.step_seconds or not self.single_seconds:
+            return None
+        return self.single_seconds / self.step_seconds
+
+    @property
     def unexplained_seconds(self) -> float | None:
         """What a step takes beyond its prediction; negative where it takes less."""
         if self.step_seconds is None or self.predicted_seconds is None:

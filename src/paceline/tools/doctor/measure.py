@@ -2,7 +2,7 @@
 
 `Examination` watches what a script trains; when the script has ended it measures network and hosts
 together with the other workers. `examine_simulation` and `examine_simulated_network` do so in simulated
-time, `main` in the process of a real or emulated worker.
+time, `main` in the process of a real or emulated worker. `ExaminedJob` is what `paceline doctor` launches.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from paceline.cluster.profiling.step_phases import StepWatch
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.results import not_steady
-from paceline.runtimes.simulated import Simulation
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.runtimes.simulated.profile_cache import profiled, run_or_profile_anew
 from paceline.tools.doctor.evidence import (
     ConcurrentFlows,
     Evidence,
@@ -353,6 +355,71 @@ def _concurrent_flows(
         targets=tuple(hosts[(i + shift) % count] for i in range(count)),
         rates=tuple(found),
     )
+
+
+# ---- jobs ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExaminedJob:
+    """A job as it is to be examined, in any runtime.
+
+    Attributes:
+        script: What trains, with its *arguments*; None: network and hosts are examined alone.
+        options: Those of the training.
+        seconds: For each pair of hosts and direction.
+    """
+
+    script: str | None
+    arguments: Sequence[str]
+    options: RunOptions
+    seconds: float
+
+    def program(self, file: Path, pace: str | None = None) -> ScriptJob:
+        """The program of each worker's process: rank 0 writes the evidence to *file*."""
+        words = [f"--output={file}", f"--seconds-per-pair={self.seconds}"]
+        if self.script is not None:
+            words += [self.script, *self.arguments]
+        return ScriptJob(_PROGRAM, words, replace(self.options, pace=pace))
+
+    def read(self, file: Path) -> Evidence | None:
+        """What the program wrote; None where rank 0 is on another machine."""
+        return self._named(Evidence.read(file.read_bytes())) if file.exists() else None
+
+    def simulate(
+        self, cluster: Cluster, compute: ComputeModel, scratch: Path
+    ) -> Evidence:
+        """Examine it on a simulated *cluster*.
+
+        Args:
+            cluster: The network.
+            compute: Compute times; those without a workload are replaced by the script's profile.
+            scratch: Where the script's checkpoints go.
+        """
+        if self.script is None:
+            return examine_simulated_network(cluster, self.seconds)
+        job = ScriptJob(self.script, self.arguments, self.options)
+        if compute.workload is None:
+            compute = profiled(job, cluster, compute, scratch)
+        found: list[Evidence] = []
+
+        def make(compute: ComputeModel) -> Simulation:
+            simulation = Simulation(
+                cluster, options=self.options, compute=compute, output="first"
+            )
+            examine_simulation(simulation, found.append, self.seconds)
+            return simulation
+
+        run_or_profile_anew(make, job, cluster, compute, scratch)
+        return self._named(found[-1])
+
+    def _named(self, evidence: Evidence) -> Evidence:
+        return msgspec.structs.replace(
+            evidence, script=self.script or "", arguments=tuple(self.arguments)
+        )
+
+
+_PROGRAM = str(Path(__file__).parent / "__main__.py")
 
 
 # ---- simulated runtime ----

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+import shlex
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
+
+import msgspec
 
 from paceline.cluster.profiling.step_phases import StepPhases
 from paceline.tools.doctor.diagnosis import UNLIKE, Diagnosis, Fault
@@ -67,6 +70,33 @@ def doctor_report(
     )
 
 
+def plan_command(
+    evidence: Evidence, torchrun: Sequence[str], options: Mapping[str, object]
+) -> str:
+    """What to run where nothing is wrong: the plan of the same job, with its *options*."""
+    if not evidence.script:
+        return "paceline doctor SCRIPT (it also measures where each step goes)"
+    words = ["paceline", "plan", evidence.script]
+    if evidence.runtime == "real":
+        words += ["--probe", *torchrun]
+    for name, value in options.items():
+        words += [] if value is None else [name, str(value)]
+    return shlex.join(
+        [*words, *(["--", *evidence.arguments] if evidence.arguments else [])]
+    )
+
+
+def to_json(found: Diagnosis, evidence: Evidence) -> str:
+    """One object: the diagnosis, what its report derives from it, and the ``evidence``."""
+    content = msgspec.to_builtins(found) | {
+        "headline": _headline(found, evidence),
+        "speedup": found.speedup,
+        "unexplained_seconds": found.unexplained_seconds,
+        "evidence": msgspec.to_builtins(evidence),
+    }
+    return msgspec.json.encode(content).decode()
+
+
 # ---- the answer ----
 
 
@@ -76,9 +106,8 @@ def _headline(found: Diagnosis, evidence: Evidence) -> str:
     text = f"{where}: averaging 64 MiB takes {_seconds(found.predicted_seconds)} (predicted)"
     if found.step_seconds is not None:
         text = f"{where}, {found.spec}: {_seconds(found.step_seconds)} per step"
-        if found.single_seconds:
-            factor = found.single_seconds / found.step_seconds
-            text += f", {factor:.2f}x as fast as one machine"
+        if found.speedup is not None:
+            text += f", {found.speedup:.2f}x as fast as one machine"
     if not found.healthy and found.fixed_seconds is not None:
         count = len(found.faults)
         these = "this fault" if count == 1 else f"these {count} faults"

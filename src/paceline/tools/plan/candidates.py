@@ -17,6 +17,7 @@ predicted.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -30,7 +31,7 @@ from paceline.errors import UsageError
 from paceline.interfaces import Consistency, Method, weaker
 from paceline.methods import METHODS
 from paceline.spec import Spec, parse
-from paceline.tools.plan.estimates import Infeasible
+from paceline.tools.plan.estimates import DDP, Infeasible
 
 CODES = 2
 """Compressors that the best of each class is tried with."""
@@ -66,6 +67,38 @@ def declared_consistency(text: str) -> Consistency:
         row = METHODS.get(spec.name)
         own: Consistency = getattr(row, "consistency", "asynchronous")
         return weaker(own, "lossy") if "compression" in spec.values else own
+
+
+def summary_line(text: str) -> str:
+    """What a spec's method does that DDP does not: whom it waits for and what it sends, by the registries;
+    empty where they say nothing."""
+    try:
+        method, settings = parse_method(text)
+    except UsageError:
+        return ""
+    parts = []
+    summary = getattr(method, "summary", None)
+    if summary is not None and method.name != parse(DDP).name:
+        parts.append(f"waits for {summary.waits_for}; sends {summary.sends}")
+    collective = getattr(COLLECTIVES[settings.collective], "summary", None)
+    if settings.collective != Settings().collective and collective is not None:
+        parts.append(f"sums by {collective.formed_by}")
+    code = settings.compression.code
+    summary = getattr(code, "summary", None)
+    if settings.compression.compresses and summary is not None:
+        parts.append(f"compressed by {code.name}: {_with_values(summary.sends, code)}")
+    return _with_values("; ".join(parts), method)
+
+
+def _with_values(text: str, row: object) -> str:
+    """*text* with a number for each key in backticks that has one; 0 means that it is found out."""
+
+    def value(key: re.Match[str]) -> str:
+        number = getattr(row, key[1], None)
+        known = isinstance(number, int | float) and not isinstance(number, bool)
+        return f"{number:g}" if known and number else key[1]
+
+    return re.sub(r"`(\w+)`", value, text)
 
 
 def first(cluster: Cluster) -> tuple[list[Candidate], list[Infeasible]]:

@@ -12,6 +12,7 @@ import msgspec
 from paceline.cluster import Cluster, Workload
 from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
+from paceline.tools.plan.candidates import summary_line
 from paceline.tools.plan.estimates import DDP, Estimate, Plan
 from paceline.tools.plan.suggestions import Suggestion, Suggestions
 from paceline.tools.plan.what_if import ScalingPoint
@@ -126,6 +127,7 @@ def plan_report(
     if plan.estimates:
         sections = [
             _best(plan, question),
+            summary_lines([one.spec for *_, one in best_of_each_class(plan)[1:]]),
             bar_chart(plan),
             _why(plan, question.cluster),
             _break_even(suggestions),
@@ -306,9 +308,11 @@ def _slowest_link(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class _Column:
-    """One column of all tables of estimates; *cell* is of a plan's estimate."""
+    """One column of all tables of estimates; *cell* is of a plan's estimate, which JSON has as
+    *key*."""
 
     heading: str
+    key: str
     cell: Callable[[Plan, Estimate], Cell]
     brief: bool = False
 
@@ -349,16 +353,21 @@ def _samples(plan: Plan, one: Estimate) -> Number | None:
 
 
 _COLUMNS = (
-    _Column("step", _step, True),
-    _Column("compute", lambda _, one: _seconds(one.compute_seconds)),
-    _Column("exposed", _exposed, True),
-    _Column("sent", _sent),
-    _Column("vs. bound", _vs_bound),
-    _Column("vs. DDP", lambda plan, one: _ratio(_over_ddp(plan, one)), True),
+    _Column("step", "step_seconds", _step, True),
+    _Column("compute", "compute_seconds", lambda _, one: _seconds(one.compute_seconds)),
+    _Column("exposed", "exposed_seconds", _exposed, True),
+    _Column("sent", "bytes_sent", _sent),
+    _Column("vs. bound", "bound_ratio", _vs_bound),
     _Column(
-        "vs. 1 machine", lambda plan, one: _ratio(plan.baseline.speedup(one)), True
+        "vs. DDP", "ddp_speedup", lambda plan, one: _ratio(_over_ddp(plan, one)), True
     ),
-    _Column("samples/s", _samples),
+    _Column(
+        "vs. 1 machine",
+        "speedup",
+        lambda plan, one: _ratio(plan.baseline.speedup(one)),
+        True,
+    ),
+    _Column("samples/s", "samples_per_second", _samples),
 )
 LEGEND = (
     "step: time for one global batch in steady state, compute + exposed communication. "
@@ -419,6 +428,12 @@ def _best(plan: Plan, question: Question) -> Table:
         ),
         level="summary",
     )
+
+
+def summary_lines(specs: Sequence[str]) -> Text | None:
+    """What each method does that DDP does not, for tables that show it."""
+    lines = [f"{spec}: {line}." for spec in specs if (line := summary_line(spec))]
+    return Text(title="Methods", lines=lines, level="summary") if lines else None
 
 
 def best_of_each_class(plan: Plan) -> list[tuple[str, str, Estimate]]:
@@ -822,22 +837,23 @@ def to_json(
     points: Sequence[ScalingPoint] = (),
 ) -> str:
     """One object: the plan's keys and the suggestions', the `headline`, the `fastest` and
-    `recommended` spec and the `commands` by class, and `scaling`. Estimates also have what
-    compares them with the baseline."""
+    `recommended` spec and the `commands` by class, and `scaling`. Estimates also have the columns
+    that compare them with others."""
     content = msgspec.to_builtins(plan) | msgspec.to_builtins(suggestions)
-    baseline = plan.baseline
-    content["estimates"] = [
-        msgspec.to_builtins(one)
-        | {
-            "speedup": baseline.speedup(one),
-            "bound_ratio": baseline.bound_ratio(one),
-            "samples_per_second": baseline.samples_per_second(one),
-        }
-        for one in plan.estimates
-    ]
+    content["estimates"] = [_with_columns(plan, one) for one in plan.estimates]
     content["headline"] = headline(plan, suggestions, question.cluster)
     content["fastest"] = {c: one.spec for c, one in plan.fastest.items()}
     content["recommended"] = {c: one.spec for c, one in plan.recommended.items()}
     content["commands"] = commands(plan, question.script, question.arguments)
     content["scaling"] = msgspec.to_builtins(points)
     return msgspec.json.encode(content).decode()
+
+
+def _with_columns(plan: Plan, one: Estimate) -> dict[str, object]:
+    cells = {column.key: column.cell(plan, one) for column in _COLUMNS}
+    figures = {
+        key: cell.value if isinstance(cell, Number) else None
+        for key, cell in cells.items()
+    }
+    fields: dict[str, object] = msgspec.to_builtins(one)
+    return figures | fields

@@ -1,11 +1,15 @@
-"""What a script trains, found out by running a few steps of it in virtual time."""
+"""What a script trains, found out by running a few steps of it in virtual time.
+
+What is found out is cached beside the script's compute times, where it can be written down.
+"""
 
 from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,16 +21,20 @@ from paceline.cluster import Workload, uniform_cluster
 from paceline.cluster.profiling import StepHabits
 from paceline.core.optimizer import training_of
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
-from paceline.interfaces import Method
+from paceline.interfaces import CONSISTENCIES, Consistency, Method
 from paceline.interfaces.buckets import wire_bytes
 from paceline.methods import METHODS
-from paceline.run_options import RunOptions
+from paceline.run_options import RunOptions, ScriptJob
 from paceline.runtimes.simulated import ComputeModel, Simulation
 from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
 from paceline.runtimes.simulated.launch import run_script
+from paceline.runtimes.simulated.profile_cache import FEW_WORKERS, CachedFile
 from paceline.spec import parse
+from paceline.tools.plan.candidates import declared_consistency
 from paceline.tools.plan.predict import MakeOptimizer, plain_sgd
+from paceline.tools.plan.predictor import has_rows_of_others
 
+Told = Callable[[str, int | None, int | None], None]
 TRIED_STEPS = 3
 """A script that clips by itself does so in its first step; a scheduler may come after it."""
 
@@ -34,8 +42,8 @@ TRIED_STEPS = 3
 @dataclass(frozen=True)
 class ScriptAnalysis:
     """*optimizer* makes one like the script's; *workload* is what the script's model stands for,
-    if it does. *refused*: methods under which the script fails, and why. *names* and *sizes*: of what is
-    trained, in bytes."""
+    if it does. *refused*: methods under which the script fails, and why, of those that were *tried*.
+    *names* and *sizes*: of what is trained, in bytes."""
 
     optimizer: MakeOptimizer = plain_sgd
     workload: Workload | None = None
@@ -49,6 +57,9 @@ class ScriptAnalysis:
     passes: int | None = None
     uses_gradients: bool | None = None
     """As `Workload` has them; None: no step has shown it."""
+    tried: tuple[str, ...] = ()
+    file: str = ""
+    """Where it was cached by an earlier run; empty: the script ran now."""
 
     def of_script(self, workload: Workload) -> Workload:
         """*workload* with what this script does in a step, whatever script it was measured in."""
@@ -70,14 +81,64 @@ class ScriptAnalysis:
 
 
 def analyze_script(
-    script: str, arguments: Sequence[str], scratch: Path
+    script: str,
+    arguments: Sequence[str],
+    scratch: Path,
+    allowed: Collection[Consistency] = CONSISTENCIES,
+    told: Told = lambda what, number, count: None,
 ) -> ScriptAnalysis:
     """Runs two workers for a few steps under bsp, and under one method of each kind that
-    sees gradients otherwise: what the script does to them is refused by all of a kind. Checkpoints
-    that it writes go to *scratch*.
+    sees gradients otherwise and has a method of an *allowed* class: what the script does to them is refused
+    by all of a kind. Checkpoints that it writes go to *scratch*. What an earlier call found out is
+    cached, and not run again. *told* is called before each run.
 
     Raises what the script raises under bsp.
     """
+    cached = CachedFile.of(ScriptJob(script, arguments), FEW_WORKERS, "analysis")
+    analysis = cached.read(ScriptAnalysis, _decode)
+    count = len(_untried(analysis, allowed))
+    if analysis is not None and not count:
+        return replace(analysis, file=str(cached.path))
+    done = 0
+    if analysis is None:
+        done, count = 1, count + 1
+        told(_run_text(script, 1, count, "bsp"), None, None)
+        analysis = _analyzed(script, arguments, scratch)
+    # Once more: the script may have registered methods.
+    for number, kind in enumerate(_untried(analysis, allowed), start=done + 1):
+        told(_run_text(script, number, max(number, count), kind[0]), None, None)
+        analysis = replace(
+            analysis,
+            refused=analysis.refused | _refusals(script, arguments, kind, scratch),
+            tried=(*analysis.tried, *kind),
+        )
+    # What a script registers is there only after it has run.
+    if not has_rows_of_others():
+        with suppress(UsageError, NotImplementedError):  # it runs again, then
+            cached.keep(analysis, _encode)
+    return analysis
+
+
+def _run_text(script: str, number: int, count: int, method: str) -> str:
+    return (
+        f"running {script} for {TRIED_STEPS} steps: {number} of {count}, under {method}"
+    )
+
+
+def _refusals(
+    script: str, arguments: Sequence[str], kind: Sequence[str], scratch: Path
+) -> dict[str, str]:
+    """Why the script fails under the methods of a *kind*; empty where it does not."""
+    try:
+        _run(script, arguments, kind[0], scratch)
+    except PacelineError as error:
+        cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
+        return dict.fromkeys(kind, str(cause or error))
+    return {}
+
+
+def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAnalysis:
+    """What a run under bsp shows."""
     habits: list[StepHabits] = []
     simulation = _run(script, arguments, "bsp", scratch, habits)
     trainings = simulation.registry_of(0).trainings
@@ -89,13 +150,6 @@ def analyze_script(
     sampler = training_of(trainings[0].optimizer).context.sampler
     own = getattr(trainings[0].model, "workload", None)
     workload = own if isinstance(own, Workload) else None
-    refused: dict[str, str] = {}
-    for kind in _kinds():
-        try:
-            _run(script, arguments, kind[0], scratch)
-        except PacelineError as error:
-            cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
-            refused |= dict.fromkeys(kind, str(cause or error))
     said = parse(simulation.result.recorders[0].method).values
     waits_for_means = not {"clip_norm", "check_finite"}.isdisjoint(said)
     trained = [
@@ -106,14 +160,26 @@ def analyze_script(
     return ScriptAnalysis(
         optimizer,
         workload,
-        refused,
-        tuple(name for name, _ in trained),
-        tuple(size for _, size in trained),
+        names=tuple(name for name, _ in trained),
+        sizes=tuple(size for _, size in trained),
         epoch_steps=0 if sampler is None else len(sampler),
         paced=simulation.result.paced_by_script,
         passes=habits[0].passes,
         uses_gradients=waits_for_means or habits[0].uses_gradients,
     )
+
+
+def _untried(
+    analysis: ScriptAnalysis | None, allowed: Collection[Consistency]
+) -> list[list[str]]:
+    """The kinds that have a method of an *allowed* class, and were not run yet."""
+    tried = () if analysis is None else analysis.tried
+    return [
+        kind
+        for kind in _kinds()
+        if not set(kind) <= set(tried)
+        and any(declared_consistency(name) in allowed for name in kind)
+    ]
 
 
 def _kinds() -> list[list[str]]:
@@ -126,6 +192,38 @@ def _kinds() -> list[list[str]]:
     return [names for names in kinds.values() if "bsp" not in names]
 
 
+def _encode(optimizer: object) -> dict[str, object]:
+    """One of `torch.optim`, as data. Raises `NotImplementedError` for any other."""
+    if not isinstance(optimizer, partial) or not _is_plain(optimizer.keywords.values()):
+        raise NotImplementedError
+    name = optimizer.func.__name__
+    if getattr(torch.optim, name, None) is not optimizer.func:
+        raise NotImplementedError
+    return {"name": name, "values": optimizer.keywords}
+
+
+def _is_plain(values: Iterable[object]) -> bool:
+    """Whether JSON can hold all of them."""
+    return all(
+        _is_plain(value)
+        if isinstance(value, tuple)
+        else value is None
+        or isinstance(value, bool | int | str)
+        or (isinstance(value, float) and math.isfinite(value))
+        for value in values
+    )
+
+
+def _decode(kind: type, data: Any) -> MakeOptimizer:
+    """What `_encode` wrote."""
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in data["values"].items()
+    }
+    make: MakeOptimizer = partial(getattr(torch.optim, data["name"]), **values)
+    return make
+
+
 def _run(
     script: str,
     arguments: Sequence[str],
@@ -135,7 +233,7 @@ def _run(
 ) -> Simulation:
     """*habits*: gets those of worker 0, by training."""
     simulation = Simulation(
-        uniform_cluster(2, "10gbit", "50us"),
+        uniform_cluster(FEW_WORKERS, "10gbit", "50us"),
         options=RunOptions(method=method, steps=TRIED_STEPS, tells=False),
         compute=ComputeModel(),
         output="first",
