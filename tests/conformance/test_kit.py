@@ -249,6 +249,57 @@ class KeepsEachGradient(BSPWorker):
         super().bucket_ready(bucket)
 
 
+class HidesInfinities(BSPWorker):
+    """Worker 0 sees none, and steps where the others leave out their updates."""
+
+    def backward_ended(self):
+        super().backward_ended()
+        for bucket in self.run.buckets if self.run.comm.rank == 0 else ():
+            bucket.buffer.nan_to_num_(posinf=0.0)
+
+
+class AveragesOldMemory:
+    """Averages parameters where they were when training began."""
+
+    def __init__(self, run):
+        self.run, self.memory = run, [p.data for p in run.parameters]
+
+    def after_update(self):
+        for values in self.memory:
+            self.run.comm.all_reduce(values, "sum").wait()
+            values.div_(self.run.comm.size)
+
+    def finish(self):
+        self.run.participate_until_all_finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemembersMemory(NeverAgrees):
+    """Averages models in each step, as long as they stay where they are."""
+
+    visible_gradient: ClassVar[str] = "local"
+
+    def start(self, run):
+        return AveragesOldMemory(run)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakesOneGroupForAll(OSP):
+    """Steps all parameters with the last group's hyperparameters."""
+
+    collective: str = "native"
+
+    def start(self, run):
+        worker = super().start(run)
+        of_all = worker.updater.hyperparameters
+
+        def of_one():
+            return [of_all()[-1]] * len(of_all())
+
+        worker.updater.hyperparameters = of_one
+        return worker
+
+
 @dataclass(frozen=True, kw_only=True)
 class ForgetsItsBuffers(BSP):
     """Says that it averages buffers, and does not."""
@@ -270,6 +321,21 @@ class TakesAnyPeriod(BSP):
             bsp_with(AddsAThousandth),
             "equals_its_reference",
             "after step 1 parameters differ from the reference: by",
+        ),
+        (
+            TakesOneGroupForAll(),
+            "workers_with_one_batch_train_as_one",
+            "differs from one worker in plain torch",
+        ),
+        (
+            bsp_with(HidesInfinities),
+            "a_scaler_leaves_out_infinite_gradients",
+            "workers hold different models",
+        ),
+        (
+            RemembersMemory(),
+            "parameters_may_get_other_memory",
+            "other memory changes the result",
         ),
         (
             bsp_with(SendsOnceAStep),

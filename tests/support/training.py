@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Loss = Callable[[nn.Module, int, int], "torch.Tensor | None"]
 """Of a model, on a rank, in a step; None where a step has none."""
+Script = Callable[[int, int, nn.Module, Any], None]
+"""All of one step: of a rank, by number, with the model and its optimizer."""
 
 STEPS = 9
 
@@ -57,38 +60,43 @@ def flat(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
 
 
-def simulate(
-    where: int | Cluster, body: Callable[[int], Any], servers: int = 0
-) -> list[Any]:
-    """What *body* returned on each worker, in rank order; of a cluster, or of so many workers at
-    1 Gbit/s, and *servers* beside them."""
+Where = int | Cluster | Simulation
+"""So many workers at 1 Gbit/s; on a cluster; or in a simulation."""
+
+
+def simulate(where: Where, body: Callable[[int], Any], servers: int = 0) -> list[Any]:
+    """What *body* returned on each worker, in rank order; *servers* beside so many workers."""
     if isinstance(where, int):
         where = uniform_cluster(where, "1gbit", "50us", servers)
-    answers: list[Any] = [None] * where.workers
+    if isinstance(where, Cluster):
+        where = Simulation(where)
+    answers: list[Any] = [None] * where.cluster.workers
 
     def main(rank: int) -> None:
         paceline.init()
         answers[rank] = body(rank)
 
-    Simulation(where).run(main)
+    where.run(main)
     return answers
 
 
 @dataclass
 class Trained:
     """One worker's: its parameters after each step, and after `finish`; bytes sent in each
-    step; virtual seconds in all; its model."""
+    step; virtual seconds in all; its model and optimizer; what the run noted."""
 
     steps: list[torch.Tensor]
     end: torch.Tensor
     sent: list[int]
     seconds: float
     model: nn.Module
+    optimizer: Any
+    notes: list[str]
 
 
 def train(
     method: Any,
-    where: int | Cluster = 2,
+    where: Where = 2,
     steps: int | Sequence[int] = STEPS,
     *,
     make: MakeModel = network,
@@ -101,13 +109,18 @@ def train(
     pace: float = 0.0,
     set_to_none: bool = True,
     watch: Callable[[int, int, nn.Module, Any], None] | None = None,
+    script: Script | None = None,
+    reads: bool = True,
+    first: int = 0,
+    load: Path | None = None,
+    save: Path | None = None,
     **settings: Any,
 ) -> list[Trained]:
     """Each worker's training.
 
     Args:
         method: A spec, or a method.
-        where: A cluster, or a number of workers.
+        where: A number of workers, a cluster, or a simulation.
         steps: How many, of all or of each worker.
         make: Makes the model.
         optimizer: Makes the optimizer, of parameters.
@@ -120,6 +133,11 @@ def train(
         pace: Seconds that each step takes.
         set_to_none: As of ``zero_grad``.
         watch: Is called after each step with rank, step, model and optimizer.
+        script: Does each step, instead of the usual ``zero_grad``, loss, backward and ``step``.
+        reads: Whether parameters are read after each step; else they are at the end only.
+        first: The first step's number.
+        load: A checkpoint from which to go on.
+        save: Where to write one after the last step.
         settings: Others of `distribute`.
     """
 
@@ -133,26 +151,39 @@ def train(
             **settings,
         )
         after = (lambda: None) if prepare is None else prepare(wrapped)
+        if load is not None:
+            paceline.load(load)
+        recorder = join_runtime().recorder
         seen, began = [], join_runtime().clock.now()
-        for step in range(steps if isinstance(steps, int) else steps[rank]):
+        for step in range(
+            first, first + (steps if isinstance(steps, int) else steps[rank])
+        ):
             if rates:
                 for group in wrapped.param_groups:
                     group["lr"] = rates[step]
-            wrapped.zero_grad(set_to_none)
-            value = loss(model, 0 if same else rank, step)
-            if value is not None:
-                value.backward()
-            if pace:
-                paceline.pace(pace)
-            wrapped.step()
+            if script is not None:
+                script(rank, step, model, wrapped)
+            else:
+                wrapped.zero_grad(set_to_none)
+                value = loss(model, 0 if same else rank, step)
+                if value is not None:
+                    value.backward()
+                if pace:
+                    paceline.pace(pace)
+                wrapped.step()
             after()
-            seen.append(flat(model))
+            if reads:
+                seen.append(flat(model))
             if watch is not None:
                 watch(rank, step, model, wrapped)
-        sent = [record.bytes_sent for record in join_runtime().recorder.steps]
+        sent = [record.bytes_sent for record in recorder.steps]
         seconds = join_runtime().clock.now() - began
+        if save is not None:
+            paceline.save(save)
         wrapped.finish()
-        return Trained(seen, flat(model), sent, seconds, model)
+        return Trained(
+            seen, flat(model), sent, seconds, model, wrapped, list(recorder.notes)
+        )
 
     return simulate(where, body)
 

@@ -56,11 +56,14 @@ from paceline.testing.problems import (
     step,
 )
 from paceline.testing.script_checks import (
+    a_scaler_leaves_out_infinite_gradients,
     buffers_follow_the_policy,
     gradients_are_clipped_once,
     loads_take_effect,
+    parameters_may_get_other_memory,
     schedules_are_followed,
     script_idioms,
+    workers_with_one_batch_train_as_one,
 )
 
 CLOSE = 1e-5
@@ -287,12 +290,16 @@ def strides_change_nothing(case: Case, rule: str) -> None:
 
 
 def uneven_data_ends(case: Case, rule: str) -> None:
-    """Workers with different numbers of batches all end, with one model."""
-    model, optimizer = begin(case, rule)
-    with optimizer.join():
-        for number in range(1, 4 + 2 * paceline.rank()):
-            step(model, optimizer, centers_of(paceline.rank(), number))
-    _require_one_model(model, optimizer)
+    """Workers with different numbers of batches all end, with one model; also where some have none,
+    or nobody has any."""
+    rank = paceline.rank()
+    for batches in (3 + 2 * rank, 5 * (rank % 2), 0):
+        model, optimizer = begin(case, rule)
+        with optimizer.join():
+            for number in range(1, 1 + batches):
+                step(model, optimizer, centers_of(rank, number))
+        _require_one_model(model, optimizer)
+    require_equal(model, Quadratic(), "nobody had data, and the model has moved")
 
 
 def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
@@ -551,6 +558,12 @@ def _under_first_rule(case: Case, rule: str, workers: int) -> bool:
     return rule == RULES[0]
 
 
+def _has_plain_twin(case: Case, rule: str, workers: int) -> bool:
+    if workers == 1:
+        return _has_reference(case, rule, workers)
+    return case.timing_free and case.counts and not case.lossy
+
+
 def _once(case: Case, rule: str, workers: int) -> bool:
     return workers == 1 and rule == RULES[0]
 
@@ -594,8 +607,8 @@ CHECKS: dict[str, Check] = {
         Check(converges),
         Check(one_worker_is_the_reference, _has_reference),
         Check(equals_its_reference, _has_several_references),
+        Check(workers_with_one_batch_train_as_one, _has_plain_twin),
         Check(options_are_validated, _once),
-        Check(types_and_shapes_are_kept),
         Check(strides_change_nothing, repeats),
         Check(uneven_data_ends),
         Check(leaving_after_backward_ends_with_one_model, _together),
@@ -607,10 +620,13 @@ CHECKS: dict[str, Check] = {
         Check(a_checkpoint_loses_nothing, _counts),
         Check(gradients_are_clipped_once, _counts),
         Check(schedules_are_followed, _counts),
-        Check(script_idioms, _counts),
-        Check(buffers_follow_the_policy),
         Check(loads_take_effect, _counts),
+        Check(script_idioms, _counts),
+        Check(a_scaler_leaves_out_infinite_gradients, _counts),
+        Check(parameters_may_get_other_memory, repeats),
+        Check(buffers_follow_the_policy),
         Check(memory_does_not_grow, _under_first_rule),
+        Check(types_and_shapes_are_kept),
     )
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +23,26 @@ from paceline.testing.cases import Case
 from paceline.testing.problems import (
     PAUSE,
     Counting,
+    begin,
     begin_counting,
+    centers_of,
     counted,
     distribute_as,
     everyone,
     flat_parameters,
     momentum,
     require,
+    require_equal,
     sgd,
+    step,
 )
 from paceline.torch_internals import step_was_noted
 
 LIMIT = 0.5
 """To which norms are clipped."""
+
+ROUNDING = 1e-5
+"""How far apart two orders to add the same gradients may end."""
 
 Script = Callable[[Counting, DistributedOptimizer, float], None]
 """One step, whose gradients add up to the last argument."""
@@ -236,6 +244,112 @@ def _end_refused(optimizer: DistributedOptimizer) -> None:
     dist.barrier()
     optimizer.finish()
     dist.barrier()
+
+
+def a_scaler_leaves_out_infinite_gradients(case: Case, rule: str) -> None:
+    """One worker's loss is infinite in one step, and a GradScaler leaves out that update: on all
+    workers, or on that one where each updates by itself. All end with one finite model. A method
+    may refuse scaled gradients with a `GradientError`."""
+    model, optimizer = begin_counting(case, rule)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    steps, last = 6, paceline.world_size() - 1
+    try:
+        for number in range(steps):
+            optimizer.zero_grad()
+            loss = model()
+            if number == 2 and paceline.rank() == last:
+                loss = loss * torch.inf
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    except GradientError:
+        _end_refused(optimizer)
+        return
+    optimizer.finish()
+    found = counted(model, case)
+    require(bool((everyone(found) == found).all()), "workers hold different models")
+    off = 1e-3 + case.lossy * steps
+    least, most = found.min().item(), found.max().item()
+    require(
+        steps - 1 - off <= least <= most <= steps + off,
+        f"of {steps} steps one was infinite on one worker, and {least:.3f} to {most:.3f} are "
+        "in the model",
+    )
+
+
+class _Branches(torch.nn.Module):
+    """A weight that is used twice, a branch of every other step and one of none, and a parameter
+    that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=generator) / 2)
+
+        self.shared, self.never = drawn(4, 4), drawn(4, 4)
+        self.bias, self.seldom = drawn(4), drawn(4)
+        self.frozen = drawn(4)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, number: int) -> torch.Tensor:
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+        hidden = (x @ self.shared + self.bias).tanh() * self.frozen
+        if number % 2:
+            hidden = hidden * self.seldom
+        return (hidden @ self.shared - x.sin()).square().mean()
+
+    def optimizer(self, learning_rate: float, **keys: float) -> torch.optim.Optimizer:
+        """SGD, whose first group has a learning rate of its own, and *keys*."""
+        others = [self.bias, self.seldom, self.never, self.frozen]
+        groups: list[dict[str, Any]] = [
+            {"params": [self.shared], "lr": learning_rate / 2, **keys},
+            {"params": others},
+        ]
+        return torch.optim.SGD(groups, lr=learning_rate)
+
+
+def workers_with_one_batch_train_as_one(case: Case, rule: str) -> None:
+    """Workers that have the same batches end as plain torch does with one of them: also where
+    weights are shared, unused, frozen or not the optimizer's, and groups have hyperparameters of
+    their own. Momentum and decay move nothing that was not used."""
+    alone = paceline.world_size() == 1
+    keys = {"momentum": 0.9, "weight_decay": 0.1}
+    if not (alone or case.equals or case.under_way):
+        keys = {}  # a server may take each worker's gradient in a step of its own
+    model, expected = _Branches(), _Branches()
+    inner = model.optimizer(case.learning_rate / 4, **keys)
+    optimizer = distribute_as(case, rule, model, inner)
+    plain = expected.optimizer(case.learning_rate / 4, **keys)
+    for number in range(1, 8):
+        optimizer.zero_grad()
+        model(number).backward()
+        optimizer.step()
+        plain.zero_grad()
+        expected(number).backward()
+        if case.reference is None:
+            plain.step()
+        else:
+            case.reference(plain)
+    optimizer.finish()
+    require_equal(model, expected, "differs from one worker in plain torch", ROUNDING)
+
+
+def parameters_may_get_other_memory(case: Case, rule: str) -> None:
+    """A script may give parameters other memory between steps, as optimizers do that look ahead, and
+    as `torch.nn.utils.vector_to_parameters` does: no bit changes."""
+    ends = []
+    for moves in (False, True):
+        model, optimizer = begin(case, rule, momentum)
+        for number in range(1, 8):
+            step(model, optimizer, centers_of(paceline.rank(), number))
+            if moves and number in (2, 5):
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+        optimizer.finish()
+        ends.append(model)
+    require_equal(ends[0], ends[1], "other memory changes the result")
 
 
 def schedules_are_followed(case: Case, rule: str) -> None:
