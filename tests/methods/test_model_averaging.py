@@ -13,6 +13,7 @@ from paceline.methods.model_averaging import FlatTensors, ModelAverager
 from paceline.runtimes.join import join_runtime
 from tests.support.profiles import examples
 from tests.support.simulations import run
+from tests.support.training import train
 
 KINDS = (torch.float32, torch.bfloat16, torch.complex64)
 
@@ -110,6 +111,41 @@ def test_a_worker_without_weight_only_learns_the_mean(spoil):
     ):
         for one, other in zip(parameters, others, strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("method", "equal_after"),
+    [
+        ("local-sgd:sync_every=2", {1, 3, 5}),
+        ("daso:sync_every=3,delay=0,group=2", {2, 5}),
+        ("sel-sync:delta=inf,window=3", {0, 1}),
+        ("ds-sync:size=4", {0, 1, 2, 3, 4, 5}),
+        ("streaming-diloco:sync_every=4,fragments=1,delay=2", None),
+        ("daso:group=2,sync_every=4,delay=3", None),
+        ("ds-sync:overlap=step", None),
+    ],
+)
+def test_batchnorm_s_statistics_are_averaged_with_the_parameters(method, equal_after):
+    """Counters are the largest: a mean that is late takes no step from one."""
+    means, counts = {}, {}
+
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+
+    def watch(rank, step, model, optimizer):
+        means[step, rank] = model[1].running_mean.clone()
+        counts[step, rank] = model[1].num_batches_tracked.item()
+
+    for one in train(method, 4, 6, make=make, watch=watch):
+        assert one.model[1].num_batches_tracked.item() == 6
+    assert all(number == step + 1 for (step, _), number in counts.items())
+    equal = {
+        step
+        for step in range(6)
+        if all(torch.equal(means[step, rank], means[step, 0]) for rank in range(4))
+    }
+    assert equal_after is None or equal == equal_after
 
 
 def test_a_snapshot_puts_back_every_bit():

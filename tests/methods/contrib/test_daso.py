@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.core.settings import parse_method
-from paceline.errors import UsageError
 from tests.methods.local_updates.helpers import adam, double, momentum, spread, train
 from tests.support.tables import crossed
-from tests.support.training import Trained, flat, loss_of, simulate
+from tests.support.training import Trained, flat, loss_of
 
 STEPS = 14
 CLOSE = {"rtol": 0.0, "atol": 1e-12}
@@ -112,25 +107,12 @@ def test_one_node_is_bsp(optimizer: Any) -> None:
         torch.testing.assert_close(mine, other, **CLOSE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [4, 3])
-def test_where_nodes_wait_in_each_step_it_is_bsp_under_sgd(workers: int) -> None:
-    """Also of nodes that differ in size; and not under Adam, which is not linear."""
-    method = "daso:sync_every=1,delay=0,group=2"
-    ours, theirs = train(method, workers, STEPS), train("bsp", workers, STEPS)
-    for mine, other in zip(ours[0].steps, theirs[0].steps, strict=True):
-        torch.testing.assert_close(mine, other, **CLOSE)
-    ours = train(method, workers, STEPS, optimizer=adam)
-    theirs = train("bsp", workers, STEPS, optimizer=adam)
-    assert (ours[0].end - theirs[0].end).abs().max() > 1e-4
-
-
 @pytest.mark.parametrize(
     ("nodes", "pace"),
     crossed(
         3,
         [(2, 2), (2, 2, 2), (2, 1)],
-        [(1, 0), (3, 0), (1, 1), (2, 2), (3, 1), (4, 2)],
+        [(1, 0), (3, 0), (1, 1), (2, 2), (4, 2)],
     ),
 )
 def test_what_arrives_late_is_merged_as_the_formula_says(
@@ -192,114 +174,3 @@ def test_nobody_waits_for_an_uplink_that_is_fast_enough_for_the_delay() -> None:
     alone = seconds[1000, 0]
     assert seconds[4, 2] == pytest.approx(alone, abs=0.1 * step)
     assert seconds[4, 0] == pytest.approx(alone + 3 * 1.5 * step, rel=0.05)
-
-
-def test_statistics_of_batchnorm_travel_with_the_parameters() -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-    found: dict[int, list[torch.Tensor]] = {step: [] for step in range(6)}
-
-    def watch(rank: int, step: int, model: nn.Module, _: Any) -> None:
-        found[step].append(model[1].running_var.clone())  # type: ignore[index]
-
-    trained = train("daso:sync_every=3,delay=0,group=2", 4, 6, make=make, watch=watch)
-    for step, theirs in found.items():
-        equal = all(torch.equal(one, theirs[0]) for one in theirs)
-        assert equal == ((step + 1) % 3 == 0)
-    counters = [one.model[1].num_batches_tracked.item() for one in trained]  # type: ignore[index]
-    assert counters == [6] * 4
-
-
-# ---- checkpoints ----
-
-
-@pytest.mark.parametrize("workers", [2, 6])
-def test_another_number_of_workers_goes_on_from_the_mean(
-    workers: int, tmp_path: Path
-) -> None:
-    method = "daso:sync_every=3,delay=2,group=2"
-
-    def begin() -> tuple[nn.Module, paceline.DistributedOptimizer]:
-        model = double()
-        return model, paceline.distribute(
-            model, momentum(model.parameters()), method=method, buckets="wfbp"
-        )
-
-    def steps(model: nn.Module, optimizer: Any, rank: int, numbers: range) -> None:
-        for step in numbers:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-
-    def save(rank: int) -> torch.Tensor:
-        model, optimizer = begin()
-        steps(model, optimizer, rank, range(4))  # an exchange is on its way
-        paceline.save(tmp_path / "checkpoint")
-        with optimizer.consolidated():
-            shown = flat(model)
-        optimizer.finish()
-        return shown
-
-    def load(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        model, optimizer = begin()
-        paceline.load(tmp_path / "checkpoint")
-        loaded = flat(model)
-        steps(model, optimizer, rank, range(4, 12))
-        optimizer.finish()
-        return loaded, flat(model)
-
-    shown = simulate(4, save)[0]
-    ends = simulate(workers, load)
-    for loaded, end in ends:
-        torch.testing.assert_close(loaded, shown, **CLOSE)
-        assert torch.equal(end, ends[0][1])
-
-
-def test_a_restart_may_have_other_buckets(tmp_path: Path) -> None:
-    """An exchange is on its way. Two workers are in one node, and two nodes exchange: their
-    sums are the same in any order."""
-
-    def body(rank: int, first: int, last: int, buckets: str) -> torch.Tensor:
-        model = double()
-        optimizer = paceline.distribute(
-            model,
-            momentum(model.parameters()),
-            method="daso:sync_every=4,delay=3,group=2",
-            buckets=buckets,
-        )
-        if first:
-            paceline.load(tmp_path / "checkpoint")
-        for step in range(first, last):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        if last < STEPS:
-            paceline.save(tmp_path / "checkpoint")
-        optimizer.finish()
-        return flat(model)
-
-    straight = simulate(4, lambda rank: body(rank, 0, STEPS, "wfbp"))
-    simulate(4, lambda rank: body(rank, 0, 5, "wfbp"))
-    for end in simulate(4, lambda rank: body(rank, 5, STEPS, "ddp")):
-        assert torch.equal(end, straight[0])
-
-
-# ---- bad input ----
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ("sync_every=0", "1 or more steps"),
-        ("delay=-1", "0 to sync_every=4"),
-        ("delay=5", "0 to sync_every=4"),
-        ("warm_up=-1", "0 or more steps"),
-        ("group=1", "group of one"),
-        ("group=machine", "rack, host"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(keys: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        parse_method(f"daso:{keys}")

@@ -1,8 +1,8 @@
-"""Small trainings of local updates in the simulated runtime, and the same in plain torch."""
+"""Small trainings of local updates in the simulated runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,9 @@ from torch import nn
 
 from paceline.cluster import Cluster
 from tests.support import training
-from tests.support.training import Trained, flat, loss_of, network
+from tests.support.training import Trained, network
 
-Make = Callable[[Any], torch.optim.Optimizer]
-Loss = Callable[[nn.Module, int, int], torch.Tensor]
+CLOSE = 1e-12
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -22,10 +21,6 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -37,6 +32,12 @@ def double() -> nn.Module:
     return network(torch.float64)
 
 
+def count(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The loss of a model that counts."""
+    loss: torch.Tensor = model()
+    return loss
+
+
 def train(
     method: Any, where: int | Cluster, steps: int | Sequence[int], **options: Any
 ) -> list[Trained]:
@@ -45,44 +46,14 @@ def train(
     return training.train(method, where, steps, **options)
 
 
-def alone(
-    every: int,
-    workers: int,
-    steps: int,
-    outer: Callable[[list[torch.Tensor], list[torch.Tensor]], None],
-    *,
-    make: Callable[[], nn.Module] = double,
-    optimizer: Make = momentum,
-    loss: Loss = loss_of,
-) -> torch.Tensor:
-    """The same program in plain torch, in one process: *outer* is given the anchors and the
-    mean change of each, and moves the anchors. Returns the first worker's parameters."""
-    models = [make() for _ in range(workers)]
-    inner = [optimizer(model.parameters()) for model in models]
-    anchors = [p.detach().clone() for p in models[0].parameters()]
-    for step in range(steps):
-        for rank, (model, own) in enumerate(zip(models, inner, strict=True)):
-            own.zero_grad()
-            loss(model, rank, step).backward()
-            own.step()
-        if (step + 1) % every:
-            continue
-        with torch.no_grad():
-            changes = []
-            for number, anchor in enumerate(anchors):
-                theirs = [list(model.parameters())[number] for model in models]
-                changes.append(sum((anchor - p) * (1 / workers) for p in theirs))
-            outer(anchors, changes)
-            for model in models:
-                for parameter, anchor in zip(model.parameters(), anchors, strict=True):
-                    parameter.copy_(anchor)
-    return flat(models[0])
+def apart(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
+    """How far tensors are from each other, at most."""
+    return max((x - y).abs().max().item() for x, y in zip(a, b, strict=True))
 
 
 def spread(trained: Sequence[Trained], step: int) -> float:
     """How far workers are from the first one after a step."""
-    first = trained[0].steps[step]
-    return max((one.steps[step] - first).abs().max().item() for one in trained)
+    return max(apart([one.steps[step]], [trained[0].steps[step]]) for one in trained)
 
 
 def mean(trained: Sequence[Trained], step: int) -> torch.Tensor:

@@ -1,62 +1,72 @@
-"""SparseLoCo: a method whose compression comes with it."""
+"""Names of local updates: each is a preset of options, and sparse-loco has a compression with it."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
 
-import paceline
 from paceline.cli.list import methods_table
 from paceline.compression import make
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.methods import METHODS
-from paceline.methods.local_updates import SparseLoCo
+from paceline.methods.local_updates import LocalSGD, LocalUpdates, SparseLoCo
 from paceline.runtimes.join import join_runtime
-from tests.methods.local_updates.helpers import adam, train
-from tests.methods.local_updates.test_compressed import PLAIN, WIDE, to_own, wide
-from tests.methods.local_updates.test_laws import CLOSE, apart
-from tests.support.training import simulate
+from tests.methods.local_updates.helpers import CLOSE, adam, apart, momentum, train
+from tests.methods.local_updates.test_rounds import PLAIN, WIDE, to_own, wide
 
 PRESET = SparseLoCo.default_compression
+PRESETS = [cls for cls in METHODS.values() if LocalUpdates in cls.__mro__]
 
 
-def test_it_is_diloco_with_options_and_a_code() -> None:
+@pytest.mark.parametrize("cls", PRESETS, ids=lambda cls: cls.name)
+def test_a_name_is_a_preset_and_nothing_else(cls: type[LocalUpdates]) -> None:
+    """Local SGD with another one's options does what that one does, the code apart that a name
+    may have."""
+    options: dict[str, Any] = {}
+    if cls().sync_every > 16:
+        options = {"sync_every": 4, "sync_each_step_until": 0}
+    if cls().delay:
+        options |= {"fragments": 2, "delay": 1}
+    preset = cls(**options)
+    named = {f.name: getattr(preset, f.name) for f in fields(preset)}
+    if preset.has_groups:
+        named["group"] = options["group"] = "2"
+    methods = cls(**options), LocalSGD(**named)
+    one, other = (train(m, 2, 5, compression="none")[0].end for m in methods)
+    assert torch.equal(one, other)
+
+
+def test_sparse_loco_is_diloco_with_options_and_a_compression() -> None:
     keys = WIDE | {"optimizer": adam}
-    own = train("sparse-loco:sync_every=3", 3, 10, **keys)
-    options = f"diloco:sync_every=3,{PLAIN}"
-    same = train(options, 3, 10, **keys, compression=PRESET)
-    other = train(options, 3, 10, **keys, compression="top-k")
-    for one, twin, third in zip(own, same, other, strict=True):
-        assert torch.equal(one.end, twin.end)
-        assert not torch.equal(one.end, third.end)
-
-
-def test_with_all_elements_and_no_decay_it_is_local_sgd() -> None:
-    own = train(
-        "sparse-loco:sync_every=3",
-        3,
-        9,
-        **WIDE,
-        compression="top-k:density=1,decay=0.95",
+    own, same, other = (
+        train(method, 3, 10, **keys, **compressed)[0].end
+        for method, compressed in (
+            ("sparse-loco:sync_every=3", {}),
+            (f"diloco:sync_every=3,{PLAIN}", {"compression": PRESET}),
+            (f"diloco:sync_every=3,{PLAIN}", {"compression": "top-k"}),
+        )
     )
+    assert torch.equal(own, same)
+    assert not torch.equal(own, other)
+
+
+def test_with_all_elements_and_no_decay_sparse_loco_is_local_sgd() -> None:
+    code = "top-k:density=1,decay=0.95"
+    own = train("sparse-loco:sync_every=3", 3, 9, **WIDE, compression=code)
     plain = train("local-sgd:sync_every=3", 3, 9, **WIDE)
     assert apart([one.end for one in own], [one.end for one in plain]) < CLOSE
 
 
-def test_a_round_is_the_papers_equation() -> None:
+def test_a_round_of_sparse_loco_is_the_papers_equation() -> None:
     """Beside the code itself, which is asked of the compressor, worker by worker."""
     workers, rounds = 2, 4
-    after = [
-        one.steps for one in train("sparse-loco:sync_every=1", workers, rounds, **WIDE)
-    ]
+    first, second = train("sparse-loco:sync_every=1", workers, rounds, **WIDE)
     models = [wide() for _ in range(workers)]
-    inner = [
-        torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-        for m in models
-    ]
+    inner = [momentum(model.parameters()) for model in models]
     code: Any = make(PRESET).code
     anchors = [p.detach().clone() for p in models[0].parameters()]
     residuals = [[torch.zeros_like(x) for x in anchors] for _ in models]
@@ -78,11 +88,8 @@ def test_a_round_is_the_papers_equation() -> None:
                 for model in models:
                     list(model.parameters())[n].copy_(x)
         here = torch.cat([x.reshape(-1) for x in anchors])
-        assert apart([here], [after[0][step]]) < CLOSE
-        assert torch.equal(after[0][step], after[1][step])
-
-
-# ---- who says what the code is ----
+        assert apart([here], [first.steps[step]]) < CLOSE
+        assert torch.equal(first.steps[step], second.steps[step])
 
 
 @pytest.mark.parametrize(
@@ -95,11 +102,10 @@ def test_a_round_is_the_papers_equation() -> None:
         ("diloco", "none"),
     ],
 )
-def test_the_code_is_the_methods_unless_the_user_names_one(
+def test_the_compression_is_the_method_s_unless_the_user_names_one(
     spec: str, code: str
 ) -> None:
-    settings = parse_method(spec)[1]
-    assert settings.compression == make(code)
+    assert parse_method(spec)[1].compression == make(code)
     given = parse_method(spec, Settings(compression=make("bf16")))[1].compression
     assert given == make(code if "compression" in spec else "bf16")
 
@@ -111,24 +117,21 @@ def test_the_code_is_the_methods_unless_the_user_names_one(
         ("sparse-loco", {"compression": "none"}, "sparse-loco:compression=none"),
         ("sparse-loco", {"compression": PRESET}, "sparse-loco"),
         (SparseLoCo(), {}, "sparse-loco"),
-        (
-            "local-sgd",
-            {"compression": "bf16"},
-            "local-sgd:compression=bf16",
-        ),
+        ("local-sgd", {"compression": "bf16"}, "local-sgd:compression=bf16"),
     ],
     ids=str,
 )
-def test_what_is_saved_says_it(spec: Any, options: dict[str, Any], said: str) -> None:
-    def body(rank: int) -> tuple[str, str]:
-        model = wide()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, inner, method=spec, **options)
-        optimizer.finish()
-        recorder = join_runtime().recorder
-        return recorder.method, recorder.brief
+def test_a_run_is_called_by_the_compression_that_is_not_the_method_s(
+    spec: Any, options: dict[str, Any], said: str
+) -> None:
+    found = []
 
-    full, brief = simulate(1, body)[0]
+    def watch(rank: int, step: int, model: Any, optimizer: Any) -> None:
+        recorder = join_runtime().recorder
+        found.append((recorder.method, recorder.brief))
+
+    train(spec, 1, 1, **WIDE, **options, watch=watch, buckets="optimal")
+    ((full, brief),) = found
     assert brief == said
     assert parse_method(full) == parse_method(brief)
     if said == "sparse-loco":
@@ -136,7 +139,7 @@ def test_what_is_saved_says_it(spec: Any, options: dict[str, Any], said: str) ->
         assert "compression.decay=0.95" in full
 
 
-def test_the_table_of_methods_shows_it() -> None:
+def test_the_table_of_methods_shows_the_compression() -> None:
     rows = methods_table().splitlines()
     (row,) = (row for row in rows if row.startswith("| `sparse-loco`"))
     for key in ("compression=top-k", "compression.bits=2", "compression.decay=0.95"):
@@ -148,7 +151,7 @@ def test_every_default_is_a_compression() -> None:
         make(getattr(cls, "default_compression", "none"))
 
 
-def test_a_code_of_gradients_alone_is_refused() -> None:
+def test_a_compression_of_gradients_alone_is_refused() -> None:
     with pytest.raises(UsageError, match=r"momentum .* of gradients"):
         parse_method("diloco:compression=dgc")
     parse_method("bsp:compression=dgc")
