@@ -1,5 +1,7 @@
-"""Divide: groups that spare scarce links, on any cluster partitions that connect."""
+"""Divide: groups that spare scarce links, on any cluster partitions that connect; and those that
+follow from the workers' digits alone."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 from paceline.cluster import Cluster, Rack, uniform_cluster
 from paceline.errors import UsageError
 from paceline.methods.ds_sync.cost import group_seconds, period_rate, step_seconds
-from paceline.methods.ds_sync.divide import divide, make_plan, sites_of
-from paceline.methods.ds_sync.plan import Plan, check_partition, parts
+from paceline.methods.ds_sync.divide import digits, divide, make_plan, sites_of
+from paceline.methods.ds_sync.plan import Plan, check_partition, cut, parts
 from tests.methods.ds_sync.clusters import LINK, any_cluster, rack, racks
 from tests.support.profiles import examples
 
@@ -30,7 +32,7 @@ def crossing(cluster, groups):
 
 
 @given(any_cluster, st.data())
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(60))
 def test_any_cluster_is_divided_into_partitions_that_connect(cluster, data):
     everybody = range(cluster.workers)
     gone = data.draw(st.sets(st.sampled_from(everybody), max_size=3))
@@ -53,7 +55,7 @@ def test_any_cluster_is_divided_into_partitions_that_connect(cluster, data):
 
 
 @given(any_cluster, st.integers(0, 5))
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 def test_an_uplink_carries_no_more_groups_than_it_has_time_for(cluster, seed):
     if cluster.workers < 2:
         return
@@ -128,7 +130,7 @@ def test_rows_and_columns_of_a_grid_agree_in_two_steps():
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(2, 6))
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 def test_links_that_are_not_scarce_leave_racks_of_one_size_exact(count, side, size):
     if count * side < 2:
         return
@@ -140,7 +142,7 @@ def test_links_that_are_not_scarce_leave_racks_of_one_size_exact(count, side, si
 
 
 @given(st.integers(3, 9), st.integers(0, 8), st.sampled_from([0.1, 0.25, 0.5]))
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(40))
 def test_a_slow_host_is_with_one_other_and_with_each_of_them_in_turn(
     workers, host, part
 ):
@@ -204,8 +206,8 @@ def test_auto_looks_at_the_network():
         (Cluster((rack(8, None, slow=(5,)),)), True),
     ):
         plan = make_plan(range(8), cluster=cluster, bytes=PAYLOAD)
-        digits = make_plan(range(8), groups="digits")
-        assert (plan.phases == digits.phases) is not uneven
+        plain = make_plan(range(8), groups="digits")
+        assert (plan.phases == plain.phases) is not uneven
 
 
 @pytest.mark.parametrize(
@@ -226,3 +228,64 @@ def test_a_later_plan_may_be_for_a_part_of_the_cluster():
     assert plan.members == tuple(range(7))
     with pytest.raises(UsageError, match="there is a worker 8"):
         make_plan([0, 8], cluster=racks(2, 4), bytes=PAYLOAD, version=1)
+
+
+# ---- digits ----
+
+
+def product(phases):
+    """What a period does to the workers' values."""
+    members = sorted(worker for group in phases[0] for worker in group)
+    total = np.eye(len(members))
+    for groups in phases:
+        mean = np.zeros_like(total)
+        for group in groups:
+            places = [members.index(worker) for worker in group]
+            mean[np.ix_(places, places)] = 1 / len(group)
+        total = mean @ total
+    return total
+
+
+@given(st.integers(2, 80), st.integers(2, 12))
+@settings(max_examples=examples(60))
+def test_groups_are_as_equal_as_can_be_and_nobody_is_alone(count, size):
+    groups = cut(range(count), min(size, count))
+    sizes = {len(group) for group in groups}
+    assert [worker for group in groups for worker in group] == list(range(count))
+    assert min(sizes) >= 2
+    assert max(sizes) - min(sizes) <= 1
+    # no larger than asked for, except where an odd worker has nowhere else to go
+    assert max(sizes) <= size + (size == 2 and count % 2)
+
+
+@given(st.integers(2, 90), st.integers(2, 12), st.integers(0, 1000))
+@settings(max_examples=examples(50))
+def test_digits_partition_and_connect_any_workers(count, size, first):
+    members = range(first, first + 3 * count, 3)
+    phases = digits(members, min(size, count))
+    for number, groups in enumerate(phases):
+        check_partition(groups, members, f"phase {number}")
+    assert len(parts(phases)) == 1
+    np.testing.assert_allclose(product(phases).sum(0), 1)
+    np.testing.assert_allclose(product(phases).sum(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "steps"),
+    [(4, 2, 2), (8, 2, 3), (16, 4, 2), (64, 8, 2), (27, 3, 3), (24, 4, 3), (6, 2, 2)],
+)
+def test_digits_agree_exactly_after_as_many_steps_as_there_are_digits(
+    count, size, steps
+):
+    phases = digits(range(count), size)
+    assert len(phases) == steps
+    np.testing.assert_allclose(product(phases), 1 / count)
+    assert not np.allclose(product(phases[:-1]), 1 / count)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(1, "two or more"), (0, "two or more"), (5, "2 to 4")]
+)
+def test_sizes_that_cannot_be_are_told(size, words):
+    with pytest.raises(UsageError, match=words):
+        make_plan(range(4), groups="digits", size=size)

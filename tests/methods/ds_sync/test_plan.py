@@ -15,7 +15,7 @@ from tests.support.profiles import examples
     st.randoms(use_true_random=False),
     st.integers(0, 10_000),
 )
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(60))
 def test_a_plan_does_not_depend_on_who_makes_it(members, order, step):
     ordered = sorted(members)
     mixed = ordered.copy()
