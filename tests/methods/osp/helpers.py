@@ -1,4 +1,4 @@
-"""Small trainings in the simulated runtime, and the masks with which native OSP is tried."""
+"""The masks with which OSP is tried, and the gradients that workers have computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import nn
 from paceline.methods.osp import OSP
 from paceline.methods.osp.deferral import PATIENCE
 from paceline.methods.osp.measurement import TRIAL_STEPS, ModelPieces, Rate, StepTimes
-from tests.support.training import loss_of
 
 FIRST_DEFERRED = 2
 """With ``budget=constant`` the first decision is made in step 0, and known after step 1."""
@@ -44,14 +43,14 @@ MASKS: dict[str, str | OSP] = {
     "0.5, after backward": f"{HALF},overlap=false",
     "growing": HALF.replace("constant", "linear,ramp=8"),
 }
-"""Where importance decides and `decide_often` holds, masks change from step to step."""
+"""By all-reduce. Where importance decides and `decide_often` holds, masks change from step to
+step."""
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+SERVED: dict[str, str | OSP] = {
+    f"{name}, served": MASKS[name].replace("collective=native,", "")  # type: ignore[union-attr]
+    for name in ("0.3 product", "0.5", "all")
 }
+"""The same by parameter servers."""
 
 
 def decide_often(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
@@ -59,32 +58,40 @@ def decide_often(monkeypatch: pytest.MonkeyPatch, steps: int = 3) -> None:
     monkeypatch.setattr(OSP, "interval", steps)
 
 
+Loss = Callable[[nn.Module, int, int], torch.Tensor | None]
+
+
 class Gradients:
     """A loss function that notes each worker's own gradients, as ``own[step][rank]``:
     ``.grad`` may hold what travels, and hold it no longer after the step."""
 
-    def __init__(
-        self,
-        workers: int,
-        steps: int,
-        loss: Callable[[nn.Module, int, int], torch.Tensor] = loss_of,
-    ) -> None:
+    def __init__(self, workers: int, steps: int, loss: Loss) -> None:
         self.own: list[list[torch.Tensor | None]] = [
             [None] * workers for _ in range(steps)
         ]
         self._loss = loss
 
-    def __call__(self, model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    def __call__(self, model: nn.Module, rank: int, step: int) -> torch.Tensor | None:
         value = self._loss(model, rank, step)
         self.own[step][rank] = gradient_of(model, value)
         return value
 
+    def means(self) -> list[torch.Tensor]:
+        """Of each step, over those that took it."""
+        return [
+            torch.stack([one for one in own if one is not None]).mean(0)
+            for own in self.own
+        ]
 
-def gradient_of(model: nn.Module, loss: torch.Tensor) -> torch.Tensor:
-    """All gradients of *loss* likewise; zeros where it does not depend on a parameter."""
+
+def gradient_of(model: nn.Module, loss: torch.Tensor | None) -> torch.Tensor:
+    """All gradients of *loss*; zeros where it does not depend on a parameter."""
+    parameters: list[Any] = list(model.parameters())
+    if loss is None:
+        return torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     gradients = torch.autograd.grad(
         loss,
-        list(model.parameters()),
+        parameters,
         retain_graph=True,
         materialize_grads=True,
         allow_unused=True,

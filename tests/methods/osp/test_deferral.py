@@ -1,18 +1,28 @@
-"""Which pieces are deferred, in which order, and how a trial of deferring ends."""
+"""Which pieces are deferred, in which order, and how a trial of deferring ends: in the same step
+everywhere.
+
+In virtual time nothing but the network is shared. Where processors carry the messages a script
+computes for longer while something is deferred: it paces itself so.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from benchmarks.papers.osp_comparisons import Inverse, InverseOSP, Random
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from paceline.core.settings import parse_method
-from paceline.errors import UsageError
+import paceline
+from paceline.cluster import Cluster, Rack, ServerHost, Workload
+from paceline.cluster.cluster import Rule, throttle
 from paceline.methods.osp.deferral import (
+    MUCH_LONGER,
     PATIENCE,
     DeferralPolicy,
     StepSummary,
@@ -22,13 +32,25 @@ from paceline.methods.osp.deferral import (
     largest_bucket_first,
 )
 from paceline.methods.osp.measurement import (
+    TRIAL_STEPS,
     ModelPieces,
     Rate,
     StepTimes,
     step_seconds,
 )
 from paceline.methods.osp.options import Importance, OSPOptions
-from tests.methods.osp.helpers import steps
+from paceline.runtimes.simulated import ComputeModel, Simulation
+from paceline.testing import inspect
+from tests.methods.osp.helpers import (
+    AGAIN,
+    INTERVAL,
+    NATIVE_TRIAL,
+    SERVER_TRIAL,
+    steps,
+)
+from tests.support import training
+from tests.support.tables import crossed
+from tests.support.training import plain_sgd
 
 # ---- what to defer ----
 
@@ -187,35 +209,6 @@ def test_a_random_order_repeats_with_its_seed():
     assert sorted(orders[2]) == list(range(30))
 
 
-# ---- options ----
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("osp:most=2", r"osp:most=2.*between 0 and 1"),
-        ("osp:most=-0.1", r"most=-0.1.*between 0 and 1"),
-        ("osp:most=nan", r"between 0 and 1"),
-        ("osp:ramp=0", r"osp:ramp=0.*1 or more steps"),
-        ("osp:chunk=0", r"osp:chunk=0.*1 or more bytes"),
-        ("osp:budget=foo", r"budget.*constant.*linear.*loss"),
-        ("osp:order=foo", r"order.*importance.*time"),
-        ("osp:correction=foo", r"correction.*local.*none"),
-        ("osp:correction=plain", r"correction.*local.*none"),
-        ("osp:importance=random", r"'osp'.*unknown key 'importance'"),
-        ("osp:state=predict", r"'osp'.*unknown key 'state'"),
-        ("osp:defer=foo", r"defer.*measured.*most.*nothing"),
-        ("osp:overlap=foo", r"overlap"),
-        ("osp:frobnicate=1", r"'osp'.*frobnicate"),
-    ],
-)
-def test_bad_options_are_refused(spec, words):
-    with pytest.raises(UsageError, match=words):
-        parse_method(spec)
-    with pytest.raises(UsageError, match=words):
-        parse_method(spec.replace("osp:", "osp:collective=native,"))
-
-
 # ---- a trial of deferring ----
 
 
@@ -299,3 +292,277 @@ def test_other_workers_are_no_failure() -> None:
     trial = begun()
     assert trial.rests(True, seen(0.8, workers=(1,)))
     assert not trial.rests(False, seen(0.9, workers=(1,)))
+
+
+# ---- whole trainings: what is deferred follows the network ----
+
+NATIVE = "osp:collective=native,budget=constant"
+COMPUTE = 0.03
+"""Seconds that a step computes."""
+
+Mask = tuple[int, ...]
+
+
+def layers(count: int, size: int) -> Workload:
+    """Equal ones; forward takes a third of the time."""
+    return Workload(
+        names=tuple(f"layer{number}" for number in range(count)),
+        sizes=(size,) * count,
+        forward=(COMPUTE / 3 / count,) * count,
+        backward=(COMPUTE * 2 / 3 / count,) * count,
+    )
+
+
+SMALL, FOUR, SIXTEEN = layers(4, 2**17), layers(4, 2**20), layers(16, 2**18)
+
+
+def link_for(ratio: float, workload: Workload) -> float:
+    """Bytes a second with which a ring of two moves the model in *ratio* computations."""
+    return sum(workload.sizes) / (ratio * COMPUTE)
+
+
+class Played(NamedTuple):
+    """Per rank, after each step: what is deferred, where something is; and when that was."""
+
+    masks: list[dict[int, Mask]]
+    moments: list[list[float]]
+    parts: list[float]
+    """Of worker 0: how much of the model is deferred."""
+
+    def step_seconds(self, last: int = 20) -> float:
+        return (self.moments[0][-1] - self.moments[0][-1 - last]) / last
+
+    def took(self, step: int) -> float:
+        return self.moments[0][step] - self.moments[0][step - 1]
+
+
+def play(
+    method: str,
+    steps: int | Sequence[int],
+    workload: Workload = SMALL,
+    ratio: float = 1.0,
+    *,
+    workers: int = 2,
+    servers: int = 0,
+    buckets: str = "wfbp",
+    rules: tuple[Rule, ...] = (),
+    slower: Callable[[int, int], float] | None = None,
+) -> Played:
+    """Train on a network that takes *ratio* computations for a model. *slower*: a rank computes so
+    many times as long in a step while something is deferred."""
+    played = Played([{} for _ in range(workers)], [[] for _ in range(workers)], [])
+
+    def loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+        if slower is not None:
+            longer = step - 1 in played.masks[rank]
+            paceline.pace(COMPUTE * (slower(rank, step) if longer else 1.0))
+        value: torch.Tensor = model(torch.ones(1))
+        return value
+
+    def watch(rank: int, step: int, model: nn.Module, optimizer: Any) -> None:
+        layout = getattr(inspect(optimizer).worker, "layout", None)
+        mask = () if layout is None else tuple(layout.deferred)
+        if mask:
+            played.masks[rank][step] = mask
+        played.moments[rank].append(paceline.now())
+        if rank == 0:
+            sizes = (1,) if layout is None else layout.sizes
+            played.parts.append(sum(sizes[n] for n in mask) / sum(sizes))
+
+    rack = Rack(workers=workers, link=link_for(ratio, workload), latency=5e-6)
+    cluster = Cluster((rack,), rules, servers=(ServerHost(),) * servers)
+    compute = ComputeModel(workload=workload) if slower is None else None
+    training.train(
+        method,
+        Simulation(cluster, compute=compute),
+        steps,
+        make=lambda: paceline.stand_in(workload),
+        optimizer=plain_sgd,
+        loss=loss,
+        watch=watch,
+        buckets=buckets,
+        reads=False,
+    )
+    return played
+
+
+def test_a_fast_network_defers_nothing_until_it_becomes_slow() -> None:
+    slow = link_for(1.5, FOUR)
+    rules = tuple(throttle(f"worker {w}", slow, step=50) for w in range(2))
+    played = play(NATIVE, 105, FOUR, 1.5 / 1000, rules=rules)
+    assert played.parts[:50] == [0.0] * 50
+    # Decisions are made every twenty steps, of the medians over as many, and hold a
+    # step later: one in step 80 has seen the throttled network alone.
+    assert min(played.parts[82:]) >= 0.3
+    throttled = (played.moments[0][58] - played.moments[0][52]) / 6
+    assert played.step_seconds() < 0.8 * throttled
+
+
+def test_what_backward_hides_stays() -> None:
+    """Only the last layer's gradients are waited for, a quarter of all."""
+    ratio = 0.5
+    plain = play("bsp", 25, FOUR, ratio).step_seconds()
+    assert plain == pytest.approx(COMPUTE * (1 + ratio / 4), rel=0.01)
+    played = play(NATIVE, 45, FOUR, ratio)
+    assert 0 < played.parts[-1] <= 0.25
+    assert played.step_seconds() == pytest.approx(COMPUTE, rel=0.01)
+
+
+def test_where_communication_takes_as_long_as_computing_a_quarter_is_saved() -> None:
+    """The paper's best case, over bsp that overlaps as well. A step can be as short as that
+    only if the network is busy from its beginning on: what it moves until the first
+    gradients are ready is the least that must be deferred."""
+    plain = play("bsp", 25, SIXTEEN).step_seconds()
+    played = play(NATIVE, 60, SIXTEEN)
+    idle = (1 / 3 + 2 / 3 / 16) * COMPUTE
+    assert plain == pytest.approx(idle + COMPUTE, rel=0.01)
+    assert played.step_seconds() <= plain / 1.3
+    assert idle / COMPUTE <= played.parts[-1] <= idle / COMPUTE + 1 / 16
+
+
+@pytest.mark.slow
+def test_a_step_that_only_communicates_defers_no_more_than_helps() -> None:
+    """At r = 2 the network must be busy all the time, and it is when what is deferred
+    lasts until the first gradients are ready."""
+    played = play(NATIVE, 65, SIXTEEN, 2.0)
+    assert play("bsp", 25, SIXTEEN, 2.0).step_seconds() > 2.3 * COMPUTE
+    assert played.step_seconds() == pytest.approx(2 * COMPUTE, rel=0.03)
+    assert 0.15 < played.parts[-1] < 0.3
+
+
+# ---- whole trainings: trials ----
+
+TRYING = f"{NATIVE},most=1"
+TRYING_ON_SERVER = "osp:budget=constant,most=1"
+BOTH = [(TRYING, 0), (TRYING_ON_SERVER, 1)]
+
+
+def by(factor: float) -> Callable[[int, int], float]:
+    return lambda rank, step: factor
+
+
+def assert_one_mask(masks: Sequence[dict[int, Mask]], steps: Sequence[int]) -> None:
+    """Whoever trains in a step defers what the others do."""
+    for one in range(len(steps)):
+        for other in range(one):
+            both = range(min(steps[one], steps[other]))
+            here = [masks[one].get(step) for step in both]
+            assert here == [masks[other].get(step) for step in both]
+
+
+@pytest.mark.parametrize(
+    ("of", "workers"),
+    crossed(
+        3,
+        [
+            (TRYING, 0, NATIVE_TRIAL),
+            (f"{TRYING},overlap=false", 0, NATIVE_TRIAL),
+            (TRYING_ON_SERVER, 1, SERVER_TRIAL),
+            (TRYING_ON_SERVER, 2, SERVER_TRIAL),
+            (f"{TRYING_ON_SERVER},servers=per-node", 0, SERVER_TRIAL),
+        ],
+        [2, 3],
+    ),
+)
+def test_a_trial_that_makes_steps_much_longer_ends_soon(
+    of: tuple[str, int, set[int]], workers: int
+) -> None:
+    method, servers, trial = of
+    played = play(
+        method, 3 * INTERVAL, workers=workers, servers=servers, slower=by(4.0)
+    )
+    for mask in played.masks:
+        assert set(mask) == trial
+    before, after = played.took(INTERVAL), played.took(3 * INTERVAL - 1)
+    assert after == pytest.approx(before, rel=0.01)  # it is as without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "servers"), BOTH)
+def test_what_has_failed_is_tried_again_and_then_rests_for_longer(
+    method: str, servers: int
+) -> None:
+    trial = SERVER_TRIAL if servers else NATIVE_TRIAL
+    played = play(method, AGAIN + 4 * INTERVAL, servers=servers, slower=by(4.0))
+    assert set(played.masks[0]) == trial | {step + AGAIN for step in trial}
+
+
+@pytest.mark.parametrize(("method", "servers"), BOTH)
+def test_a_trial_that_pays_goes_on_though_some_steps_are_longer(
+    method: str, servers: int
+) -> None:
+    steps, odd = 3 * INTERVAL, {INTERVAL + 4: 30.0, INTERVAL + 6: 30.0}
+    played = play(
+        method, steps, servers=servers, slower=lambda rank, step: odd.get(step, 1.0)
+    )
+    assert set(played.masks[0]) == set(range(INTERVAL + 1, steps))
+    assert played.took(steps - 1) < 0.8 * played.took(INTERVAL)
+
+
+@pytest.mark.parametrize(("method", "servers"), BOTH)
+def test_a_trial_that_gains_nothing_ends_with_its_interval(
+    method: str, servers: int
+) -> None:
+    """Computing takes longer by what the network takes no longer."""
+    hidden = play(method, INTERVAL + 10, servers=servers, slower=by(1.0))
+    plain = hidden.took(INTERVAL - 1)
+    factor = 1 + (plain - hidden.took(INTERVAL + 9)) * 1.1 / COMPUTE
+    played = play(method, 3 * INTERVAL, servers=servers, slower=by(factor))
+    assert set(played.masks[0]) == set(range(INTERVAL + 1, 2 * INTERVAL + 1))
+    assert plain < played.took(2 * INTERVAL - 1) < MUCH_LONGER * plain
+
+
+# ---- uneven data: a step in which one rank decides and another does not is a hang ----
+
+ENDS = [
+    *range(INTERVAL, INTERVAL + 4),
+    *range(INTERVAL + TRIAL_STEPS + 1, INTERVAL + TRIAL_STEPS + 6),
+]
+"""Around all that ranks do together: decisions, and the steps after which they hold."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("short", "end"), crossed(1, [0, 1], ENDS))
+def test_a_rank_runs_out_of_data_around_a_trial(short: int, end: int) -> None:
+    """Rank 0 is who decides; who then does has seen no step yet as the one who decides, and
+    finds out anew what steps take without."""
+    steps = [3 * INTERVAL] * 3
+    steps[short] = end
+    masks = play(TRYING, steps, workers=3, slower=by(4.0)).masks
+    assert_one_mask(masks, steps)
+    last = masks[(short + 1) % 3]
+    assert set(last) <= set(range(INTERVAL + 1, 3 * INTERVAL))
+    assert end < INTERVAL or set(last) >= NATIVE_TRIAL
+    assert not set(last).intersection(range(2 * INTERVAL + 1, 3 * INTERVAL))
+
+
+@pytest.mark.parametrize(
+    ("factor", "steps"),
+    crossed(
+        2,
+        [1.0, 4.0],
+        [(0, 33, 45), (33, 0, 45), (24, 27, 28), (28, 27, 24), (27, 0, 28)],
+    ),
+)
+def test_ranks_run_out_of_data_one_after_the_other(
+    factor: float, steps: tuple[int, ...]
+) -> None:
+    buckets = "ddp" if sum(steps) % 2 else "optimal"
+    played = play(TRYING, steps, workers=3, buckets=buckets, slower=by(factor))
+    assert_one_mask(played.masks, steps)
+
+
+@pytest.mark.parametrize(
+    ("method", "end"),
+    crossed(
+        2,
+        [TRYING_ON_SERVER, f"{TRYING_ON_SERVER},servers=per-node"],
+        [INTERVAL + 3, INTERVAL + TRIAL_STEPS + 3],
+    ),
+)
+def test_a_rank_runs_out_of_data_over_servers(method: str, end: int) -> None:
+    steps = (2 * INTERVAL, end, 2 * INTERVAL)
+    servers = 0 if "per-node" in method else 2
+    masks = play(method, steps, workers=3, servers=servers, slower=by(4.0)).masks
+    assert_one_mask(masks, steps)
+    assert set(masks[0]) >= set(range(INTERVAL + 1, end))

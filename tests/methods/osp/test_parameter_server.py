@@ -32,8 +32,6 @@ from paceline.interfaces.server_messages import (
     Rejected,
     Unit,
 )
-from paceline.methods.asp import ASP
-from paceline.methods.backup import Backup
 from paceline.methods.osp import OSP
 from paceline.methods.osp.measurement import TRIAL_STEPS, WorkerReport, encode_report
 from paceline.methods.osp.parameter_server import (
@@ -41,10 +39,9 @@ from paceline.methods.osp.parameter_server import (
     decode_mask,
     next_deferred,
 )
-from paceline.methods.ssp import SSP
 from paceline.parameter_server.client.remote_model import RemoteModel, ServedModel
 from paceline.parameter_server.state_machine.server import ParameterServer
-from tests.methods.osp.helpers import AGAIN, INTERVAL, SERVER_TRIAL
+from tests.methods.osp.helpers import INTERVAL, SERVER_TRIAL
 from tests.parameter_server.state_machine.test_server import HOW, Case
 from tests.support.direct_endpoint import Direct
 from tests.support.refusals import Refusal
@@ -195,14 +192,6 @@ def test_a_round_waits_for_the_step_before_of_its_units_only() -> None:
     ]
 
 
-def test_the_second_stage_may_come_after_all_of_the_next_first() -> None:
-    case = Talk(workers=1).begin(0)
-    assert len(case.first(0, 0, [0, 1], None)) == 2
-    assert len(case.first(0, 1, [0, 1], None)) == 2  # the same is deferred again
-    assert heard(case.second(0, 0, 0, 2)) == [(0, 0, [-1.0])]
-    assert heard(case.second(0, 1, 0, 2)) == [(0, 0, [-2.0])]
-
-
 def test_the_work_is_counted_by_units() -> None:
     case = Talk().begin(0, 1)
     case.server.take_work()
@@ -304,14 +293,6 @@ def test_importance_is_ranked_when_answers_have_left(
 
 
 @pytest.mark.usefixtures("every_step")
-def test_nothing_is_deferred_where_that_was_asked_for() -> None:
-    case = Talk(OSP(defer="nothing"), 1).begin(0)
-    for step in range(4):
-        answers = case.first(0, step, measured=NAMED)
-        assert told(answers) == {(0, ()), (1, ())}
-
-
-@pytest.mark.usefixtures("every_step")
 def test_who_is_gone_does_not_hold_the_budget_down() -> None:
     case = Talk(OSP(defer="most", most=1.0)).begin(0, 1)
     nothing = WorkerReport(
@@ -401,9 +382,12 @@ def test_state_that_cannot_leave_is_refused_to_who_asked() -> None:
 # ---- refusals ----
 
 
-def begun(method: UpdatesOnServer | None = None) -> Talk:
+NEXT = "whose next step is"
+
+
+def begun() -> Talk:
     """Two workers have parameters."""
-    return Talk(method).begin(0, 1)
+    return Talk().begin(0, 1)
 
 
 def after_first(
@@ -418,46 +402,6 @@ def after_first(
         return case
 
     return moment
-
-
-def after_second() -> Talk:
-    """Worker 0 has sent all that it had deferred of bucket 0."""
-    case = after_first([0, 2], [0, 1])()
-    case.second(0, 0, 0, 1)
-    return case
-
-
-def in_the_first_stage() -> Talk:
-    case = begun()
-    case.push(0, 0, 0, units=[0, 2])
-    return case
-
-
-def owes_step_0() -> Talk:
-    """One worker owes unit 2 of bucket 0 of steps 0 and 1, and has yet to begin step 2."""
-    case = Talk(workers=1).begin(0)
-    case.first(0, 0, [0, 1], [1])
-    case.second(0, 0, 1, 0)
-    case.first(0, 1, [0, 1], None)
-    return case
-
-
-def owes_step_1() -> Talk:
-    case = Talk(workers=1).begin(0)
-    case.first(0, 0, [0, 1], None)
-    case.first(
-        0, 1, [0], None
-    )  # unit 2 is not in: step 0 leaves it to its second stage
-    return case
-
-
-def in_step_3() -> Talk:
-    case = owes_step_0()
-    case.second(0, 0, 0, 2)
-    case.first(0, 2, [0, 1], None)
-    for step in (1, 2):
-        case.second(0, step, 0, 2)
-    return case
 
 
 def comes_back() -> Talk:
@@ -480,88 +424,21 @@ def left() -> Talk:
     return case
 
 
-def late(step: int, bucket: int, *units: int) -> Push:
-    return a_push(step, bucket, late=True, units=list(units))
-
-
 def reported(change: dict[str, Any]) -> Push:
     """A push whose report is `NAMED` but for this."""
     return a_push(measured=structs.replace(NAMED, **change))
 
 
-def both(first: list[int] | None, second: list[int] | None) -> Refusal:
-    """What came in both stages would wait for ever for its update of this step, as what came in
-    none would in the next one; and a push of nothing for all others."""
-    kept = [] if first is None else [u for u in range(3) if u not in first]
-    left = f"expected units {kept}" if kept else "expected none"
-    message = a_push(0, 0, late=True, units=second)
-    return Refusal(after_first(first, None), message, left)
-
-
-def unknown(
-    units: list[int], size: int, words: str, used: int | None = None
-) -> list[Refusal]:
-    """Units, or a payload, that do not fit, of either stage."""
-    flags = [True] * (len(units) if used is None else used)
-    gradient = torch.ones(size, dtype=torch.float64)
-    return [
-        Refusal(
-            moment, a_push(late=late, units=units, used=flags), words, payload=gradient
-        )
-        for moment, late in ((begun, False), (after_first([], []), True))
-    ]
-
-
-NEXT = "whose next step is"
-IN_ORDER = "units of its 3, in order, got"
-SENSE = "make no sense"
-WITHOUT: list[UpdatesOnServer] = [ASP(), SSP(staleness=0), Backup()]
 REFUSALS = [
-    # Second stages at another time than theirs.
-    *(
-        Refusal(after_second, late(step, 0, 0, 1, 2), f"{NEXT} 1")
-        for step in (-1, 1, 7)
-    ),
-    *(
-        Refusal(moment, late(0, 0, 1), f"{NEXT} 0")
-        for moment in (begun, in_the_first_stage)
-    ),
-    Refusal(after_second, late(0, 0, 1), "bucket 0 of step 0 before"),
-    Refusal(comes_back, late(0, 0, 2), f"worker 1, {NEXT} 1", worker=1, life=1),
-    Refusal(left, late(0, 0, 1), "has left", worker=1),
-    # What has to come after them.
-    Refusal(owes_step_0, a_push(2, 0, units=[0, 1]), "late before step 2"),
-    Refusal(owes_step_0, late(1, 0, 2), "late before late units of step 1"),
-    Refusal(in_step_3, late(0, 0, 2), f"{NEXT} 3"),
+    # Who came back after the first stage of step 0 has nothing to send late, nor has who left.
+    Refusal(comes_back, a_push(0, 0, late=True, units=[2]), NEXT, worker=1, life=1),
+    Refusal(left, a_push(0, 0, late=True, units=[1]), "has left", worker=1),
     Refusal(after_first(None, [1]), Leave(), "late before it leaves", worker=1),
-    # Of other units than those that are left.
-    both([0, 2], [0, 1]),
-    *(both([0, 2], second) for second in (None, [0], [])),
-    *(both(first, second) for first, second in (([0], [2]), ([], [0, 1]), ([], []))),
-    *(both(None, second) for second in (None, [1], [])),
     Refusal(
-        after_first([0, 2], None, workers=[0]), late(0, 0, 0), "expected units [1]"
-    ),
-    Refusal(owes_step_1, late(0, 0, 1, 2), "expected units [2]"),
-    Refusal(after_first([0], None), late(0, 0, 1), "all that worker 1 has", worker=1),
-    # Units that are none.
-    *unknown([0, 3], 5, f"{IN_ORDER} [0, 3]"),
-    *unknown([-1], 1, f"{IN_ORDER} [-1]"),
-    *unknown([2, 0], 3, f"{IN_ORDER} [2, 0]"),
-    *unknown([0, 0], 4, f"{IN_ORDER} [0, 0]"),
-    *unknown([0], 3, "expected 2 elements of torch.float64, got 3"),
-    *unknown([0], 2, "expected 1 used bits, got 3", used=3),
-    *unknown([], 2, "expected 0 elements"),
-    # States.
-    *(
-        Refusal(begun, PullState(bucket=0, units=units), f"{IN_ORDER} {units}")
-        for units in ([3], [-1], [1, 0], [1, 1])
-    ),
-    *(
-        Refusal(
-            after_first(), PullState(bucket=0, units=[1], step=step), f"got step {step}"
-        )
-        for step in (3, 10**9)
+        after_first([0], None),
+        a_push(0, 0, late=True, units=[1]),
+        "all that worker 1 has",
+        worker=1,
     ),
     Refusal(
         goes_on_with_step_7,
@@ -570,9 +447,8 @@ REFUSALS = [
         worker=1,
         life=1,
     ),
-    # Reports.
     *(
-        Refusal(begun, reported(change), SENSE)
+        Refusal(begun, reported(change), "make no sense")
         for change in (
             *({"ready": [0.1]}, {"ready": [0.1, math.nan]}, {"ready": [0.1, -1.0]}),
             *({"end": math.inf}, {"per_byte": -1.0}, {"start_up": math.nan}),
@@ -587,17 +463,8 @@ REFUSALS = [
             encode_report(NAMED) + b"x",
         )
     ),
-    # Methods without stages.
-    *(
-        Refusal(lambda method=method: begun(method), message, words)  # type: ignore[misc]
-        for method in WITHOUT
-        for message, words in (
-            (a_push(late=True), "no late units"),
-            (a_push(units=[0]), "whole buckets, got units [0]"),
-            (a_push(report=encode_report(NAMED)), "no reports"),
-        )
-    ),
 ]
+"""What the kit, which makes mistakes at any moment, does not try."""
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda one: one.words)
@@ -656,34 +523,7 @@ def test_units_of_a_first_stage_that_differ_stop_a_second_one_that_waits() -> No
     assert case.refusal(1, push, payload(push)) == words
 
 
-def test_who_waits_for_state_is_told_that_training_stopped() -> None:
-    case = Talk(workers=2).begin(0, 1)
-    assert case.ask(1, PullState(bucket=1, units=[1], step=1)) == []
-    case.push(0, 0, 0, units=[0])
-    answers = case.push(1, 0, 0, units=[1])
-    assert sorted(a.to.worker for a in answers) == [0, 1, 1]
-    assert all(isinstance(a.message, Rejected) for a in answers)
-
-
 # ---- who dies, and who comes back ----
-
-
-def test_rounds_go_on_when_what_they_waited_for_is_skipped() -> None:
-    """Unit 1, deferred in step 0, is in the first stage of step 1, which waits for it."""
-    case = Talk().begin(0, 1)
-    for worker in (0, 1):
-        case.first(worker, 0, [0, 2], None)
-    assert case.push(0, 1, 0) == []
-    case.server.on_worker_lost(1, 0, 0.0)
-    case.server.on_worker_lost(0, 0, 0.0)
-    assert case.ask(1, JOIN, life=1)[0].message == Joined(
-        step=2, loaded=True, late_joiner=True
-    )
-    (answer,) = case.ask(1, Pull(bucket=0, step=2), life=1)
-    assert heard([answer]) == [(1, 0, [-2.0, -2.0, -1.0, -1.0, -1.0, -2.0])]
-    (answer,) = case.ask(1, Pull(bucket=1, step=2), life=1)
-    assert heard([answer]) == [(1, 1, [-1.0] * 6)]
-    assert case.server.counts["updates of units that nobody sent"] == 1 + 2
 
 
 def test_a_later_step_that_another_server_named() -> None:
@@ -799,18 +639,6 @@ def quick(deferring: bool) -> float:
     return 0.8 if deferring else 1.0
 
 
-def test_a_server_ends_a_trial_that_fails() -> None:
-    case = Trying(2)
-    case.steps(AGAIN + 3 * INTERVAL, slow)
-    assert case.deferring() == SERVER_TRIAL | {step + AGAIN for step in SERVER_TRIAL}
-
-
-def test_a_server_goes_on_with_a_trial_that_pays() -> None:
-    case = Trying(2)
-    case.steps(5 * INTERVAL, quick)
-    assert case.deferring() == set(range(INTERVAL + 1, 5 * INTERVAL))
-
-
 @pytest.mark.parametrize("at", [INTERVAL + 2, INTERVAL + TRIAL_STEPS + 3])
 @pytest.mark.parametrize("whole", [slow, quick])
 def test_a_worker_dies_during_a_trial(at: int, whole: Callable[[bool], float]) -> None:
@@ -826,12 +654,6 @@ def test_a_worker_dies_during_a_trial(at: int, whole: Callable[[bool], float]) -
         {step + 2 * INTERVAL for step in SERVER_TRIAL} if whole is slow else set(again)
     )
     assert later == ends
-
-
-def test_times_that_tell_nothing_begin_no_trial() -> None:
-    case = Trying(2)
-    case.steps(3 * INTERVAL, lambda deferring: 0.0)
-    assert case.deferring() == set()
 
 
 def test_a_server_that_always_defers_has_no_trial() -> None:

@@ -65,6 +65,7 @@ class ServerWorker(OSPWorker[ServerRun]):
         # What the last second stage has brought, once that was waited for.
         self.late: Values | None = None
         self.rates: list[float] = []  # of the last step, by group
+        self._weight = 1.0  # of this worker's gradients in the mean
         self._begin_step()
 
     def _send(self, bucket: Bucket) -> None:
@@ -78,8 +79,9 @@ class ServerWorker(OSPWorker[ServerRun]):
             )
         inside = enumerate(layout.inside[bucket.index])
         units = [unit for unit, number in inside if number not in late]
-        weight = self.run.weight
-        self.remote.push(bucket, self.step, weight, units, report=report)
+        # Kept, since a forward pass before step() would make it the next batch's.
+        self._weight = self.run.weight
+        self.remote.push(bucket, self.step, self._weight, units, report=report)
 
     def after_update(self) -> None:
         how = self.updater.hyperparameters()
@@ -97,8 +99,7 @@ class ServerWorker(OSPWorker[ServerRun]):
         for bucket in self.run.buckets:
             inside = enumerate(self.layout.inside[bucket.index])
             if units := [unit for unit, number in inside if number in late]:
-                weight = self.run.weight
-                self.remote.push(bucket, self.step, weight, units, late=True)
+                self.remote.push(bucket, self.step, self._weight, units, late=True)
         if self.options.correction == "local":
             self._mirror_state(earlier, how)
         self._step_tentatively(deferring, how)
