@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import UsageError
 from paceline.interfaces import UpdatesOnServer
 from paceline.interfaces.server_messages import Parameters
 from paceline.methods.asp import ASP
@@ -102,12 +101,6 @@ def test_the_fastest_goes_on_where_it_would_wait_less_later() -> None:
     waits = [b - a - 1.0 for a, b in pairwise(began)]
     # Nothing is known of worker 1 before its second step.
     assert waits[:3] == pytest.approx([2.1, 2.1, 0.0])
-
-
-@pytest.mark.parametrize("key", ["staleness", "extra"])
-def test_bounds_below_0_are_refused(key: str) -> None:
-    with pytest.raises(UsageError, match=f"dssp:{key}=-1: expected 0 or more"):
-        DSSP(**{key: -1})
 
 
 def test_a_bound_that_counts_too_many_would_be_seen() -> None:

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import paceline
-from paceline.runtimes.join import join_runtime
-from paceline.testing.problems import Counting, flat_parameters
-from tests.support.training import simulate
+from paceline.testing.problems import Counting
+from tests.support.training import train
 
 RATE = 0.25
 Seconds = Callable[[int, float], float]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=RATE)
 
 
 def job(
@@ -29,29 +33,22 @@ def job(
 ) -> tuple[torch.Tensor, list[float], list[str]]:
     """How many steps of all are in the parameters at the end, element by element; when each ended; and
     what was said. *seconds* of a step by rank and moment; *save* after so many own steps."""
-    models, ends = dict[int, torch.Tensor](), dict[int, float]()
-    notes: list[str] = []
+    ends: dict[int, float] = {}
 
-    def train(rank: int) -> None:
-        model = Counting()
-        inner = torch.optim.SGD(model.parameters(), lr=RATE)
-        optimizer = paceline.distribute(model, inner, method=method, buckets="wfbp")
-        for step in range(counts[rank]):
-            if save is not None and step == save[0]:
-                paceline.save(save[1])
-            paceline.pace(seconds(rank, paceline.now()))
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
+    def loss(model: torch.nn.Module, rank: int, step: int) -> Any:
+        if save is not None and step == save[0]:
+            paceline.save(save[1])
+        paceline.pace(seconds(rank, paceline.now()))
+        return model()
+
+    def watch(rank: int, step: int, model: torch.nn.Module, optimizer: Any) -> None:
         ends[rank] = paceline.now()
-        optimizer.finish()
-        models[rank] = flat_parameters(model)
-        notes[:] = join_runtime().recorder.notes
 
-    simulate(workers, train)
-    for rank in range(workers):
-        assert torch.equal(models[rank], models[0]), "they end with different models"
-    return -models[0] / RATE, [ends[rank] for rank in range(workers)], notes
+    keys = {"make": Counting, "optimizer": sgd, "reads": False}
+    run = train(method, workers, counts, loss=loss, watch=watch, **keys)
+    for one in run:
+        assert torch.equal(one.end, run[0].end), "they end with different models"
+    return -run[0].end / RATE, [ends[rank] for rank in range(workers)], run[0].notes
 
 
 def test_groups_are_found_and_every_gradient_is_in_every_model() -> None:
@@ -67,44 +64,40 @@ def test_groups_are_found_and_every_gradient_is_in_every_model() -> None:
 
 def test_schedules_by_samples_are_at_the_same_rate_everywhere(tmp_path: Path) -> None:
     """Also where servers come into use later, and in a job that loads what another has saved."""
-    rates: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
-    own: dict[int, int] = {}
 
-    def train(rank: int) -> None:
-        model = Counting()
-        inner = torch.optim.SGD(model.parameters(), lr=RATE)
-        optimizer = paceline.distribute(
-            model, inner, method="gssp:measure_steps=3", buckets="wfbp"
-        )
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.5)
-        if (tmp_path / "saved").exists():
-            paceline.load(tmp_path / "saved")
-            rates[rank].append((paceline.now(), optimizer.steps_of_all))
-        count = (30, 10)[rank]
-        for _ in range(count):
+    def play(**files: Path) -> list[list[tuple[float, float]]]:
+        """By rank: moments, and how many steps of all were done then."""
+        seen: list[list[tuple[float, float]]] = [[], []]
+        schedules: dict[int, Any] = {}
+
+        def prepare(optimizer: Any) -> Callable[[], None]:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.5)
+            schedules[paceline.rank()] = schedule
+            return lambda: None
+
+        def loss(model: torch.nn.Module, rank: int, step: int) -> Any:
             paceline.pace((1.0, 3.0)[rank])
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-            rates[rank].append((paceline.now(), optimizer.steps_of_all))
-            while scheduler.last_epoch < int(optimizer.steps_of_all):
-                scheduler.step()
-        own[rank] = count
-        paceline.save(tmp_path / "saved")
-        optimizer.finish()
+            return model()
 
-    simulate(2, train)
+        def watch(rank: int, step: int, model: torch.nn.Module, optimizer: Any) -> None:
+            seen[rank].append((paceline.now(), optimizer.steps_of_all))
+            while schedules[rank].last_epoch < int(optimizer.steps_of_all):
+                schedules[rank].step()
+
+        keys: dict[str, Any] = {"make": Counting, "optimizer": sgd, "reads": False}
+        keys |= {"loss": loss, "watch": watch, "prepare": prepare, **files}
+        train("gssp:measure_steps=3", 2, (30, 10), **keys)
+        return seen
+
     # Both have seen about as much at the same time, however many steps each has done.
-    fast, slow = rates[0], rates[1]
+    fast, slow = play(save=tmp_path / "saved")
     for now, steps in slow[4:]:
         there = max(s for at, s in fast if at <= now + 1e-3)
         assert abs(steps - there) <= 2
     assert fast[-1][1] == pytest.approx(20, abs=2)
-    for its in rates.values():
-        its.clear()
-    simulate(2, train)
-    assert rates[0][0][1] == pytest.approx(20, abs=2)
-    assert rates[0][-1][1] == pytest.approx(40, abs=3)
+    fast, _ = play(load=tmp_path / "saved")
+    assert fast[0][1] == pytest.approx(21, abs=2)
+    assert fast[-1][1] == pytest.approx(40, abs=3)
 
 
 def test_where_nobody_is_slower_it_says_that_it_is_ssp() -> None:
