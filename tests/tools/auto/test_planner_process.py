@@ -60,6 +60,7 @@ def plan_of(*rows):
     )
 
 
+@pytest.mark.slow
 def test_what_a_slow_network_wants():
     found = answer(question(consistency="delayed"))
     assert not found.fault

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import cache
 
 import msgspec
 import pytest
@@ -45,14 +46,27 @@ def named(made):
     return {one.name: one for one in diagnose(made.evidence()).faults}
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_each_fault_is_the_only_one_and_gains_something(name):
+@cache
+def with_fault(name):
+    """Evidence of that fault, and its diagnosis, which takes seconds."""
     made = site(noise=0.03)
     if name == "no-overlap":
         late = (0.0, 0.0, 0.0, 0.06)  # what is registered last is ready first
         made.workload = replace(WORK, backward=late)
     MAKERS[name](made, 1)
-    found = diagnose(made.evidence())
+    evidence = made.evidence()
+    return evidence, diagnose(evidence)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "slow-link" else pytest.mark.slow)
+        for name in MAKERS
+    ],
+)
+def test_each_fault_is_the_only_one_and_gains_something(name):
+    _, found = with_fault(name)
     assert [one.name for one in found.faults] == [name]
     assert not found.healthy
     fault = found.faults[0]
@@ -82,10 +96,10 @@ def test_a_wrong_interface_of_all_hosts_is_named_where_two_have_a_slow_path():
     made = site(link=ETHERNET.rate / 10, paths={(1, 2): 0.4, (2, 1): 0.4})
     used = (BRIDGE, replace_all(ETHERNET, rate=fast))
     made.interfaces = dict.fromkeys(range(made.hosts), used)
-    (found,) = diagnose(made.evidence()).faults
-    assert found.name == "wrong-interface"
-    fixed = diagnose(site(link=fast).evidence()).predicted_seconds
-    assert diagnose(made.evidence()).fixed_seconds == pytest.approx(fixed, rel=0.05)
+    found = diagnose(made.evidence())
+    assert [one.name for one in found.faults] == ["wrong-interface"]
+    fixed = TrainingModel.of(NetworkModel(site(link=fast).evidence())).step_seconds()
+    assert found.fixed_seconds == pytest.approx(fixed, rel=0.05)
 
 
 @pytest.mark.slow
@@ -152,6 +166,7 @@ def test_what_a_small_model_does_not_wait_for_is_no_fault():
     assert set(named(made)) == {"slow-link", "scarce-uplink"}
 
 
+@pytest.mark.slow
 def test_a_fault_that_another_hides_is_named_and_gains_add_up():
     made = site()
     made.slow = {(1, "out"): 0.1}
@@ -163,8 +178,8 @@ def test_a_fault_that_another_hides_is_named_and_gains_add_up():
 
 
 def test_bars_hatch_exposed_communication():
-    evidence = site().evidence()
-    report = doctor_report(diagnosed(evidence), evidence, "")
+    evidence, found = with_fault("slow-link")
+    report = doctor_report(found, evidence, "")
     charts = [one for one in report.sections if isinstance(one, BarChart)]
     assert any(HATCHED in chart.parts for chart in charts)
 
@@ -242,7 +257,7 @@ def test_nothing_is_named_slow_where_there_is_nothing_to_wait_for():
 
 def test_a_page_marks_what_is_a_fault_and_nothing_else():
     """A link for which nobody waits is none; and what is to be run is written as it is typed."""
-    made = site(hosts=6, workload=layers(4, 0.01, 0.03, 0.06))
+    made = site(workload=layers(4, 0.01, 0.03, 0.06))
     MAKERS["slow-link"](made, 1)
     evidence = made.evidence()
     found = diagnose(evidence)
@@ -253,9 +268,8 @@ def test_a_page_marks_what_is_a_fault_and_nothing_else():
     lines = faults_of(found, evidence)
     assert any(line.endswith("paceline plan train.py") for line in lines)
     assert all(row.checks in lines[0] for row in FAULTS)
-    made.workload = WORK
-    evidence = made.evidence()
-    assert _marked(doctor_report(diagnose(evidence), evidence, ""))
+    evidence, found = with_fault("slow-link")
+    assert _marked(doctor_report(found, evidence, ""))
 
 
 def faults_of(found, evidence):
@@ -269,9 +283,10 @@ def faults_of(found, evidence):
     return text.lines
 
 
-def test_the_terminal_shows_each_worker_s_phases_and_what_is_unexplained():
-    evidence = site(hosts=3).evidence()
-    report = doctor_report(diagnosed(evidence), evidence, "")
+def test_the_terminal_and_json_show_each_worker_s_phases_and_what_is_unexplained():
+    evidence, found = with_fault("slow-link")
+    found = replace_all(found, step_seconds=1.5 * found.predicted_seconds)
+    report = doctor_report(found, evidence, "")
     (table,) = [
         one
         for one in report.sections
@@ -281,14 +296,7 @@ def test_the_terminal_shows_each_worker_s_phases_and_what_is_unexplained():
         *("worker", "input", "forward", "backward"),
         *("exposed", "update", "step"),
     )
-    first = evidence.workers[0].step
-    assert [cell.value for cell in table.rows[0][1:4]] == [
-        *(first.input.median, first.forward.median, first.backward.median)
-    ]
-    assert len(table.rows) == 3
-    found = diagnosed(evidence)
-    part = 100 * abs(found.unexplained_seconds) / found.step_seconds
-    assert f"{part:.0f} %" in table.caption
+    assert "33 %" in table.caption
     content = json.loads(to_json(found, evidence))
     assert content["speedup"] == found.single_seconds / found.step_seconds
     assert f"{content['speedup']:.2f}x" in content["headline"]
@@ -296,9 +304,8 @@ def test_the_terminal_shows_each_worker_s_phases_and_what_is_unexplained():
     for row, worker in zip(table.rows, content["evidence"]["workers"], strict=True):
         for heading, cell in zip(table.headings[1:], row[1:], strict=True):
             assert worker["step"][heading]["median"] == cell.value
-    many = site(hosts=12).evidence()
-    report = doctor_report(diagnosed(many), many, "")
-    assert len(next(one for one in report.sections if isinstance(one, Table)).rows) < 12
+    many = doctor_report(found, site(hosts=12).evidence(), "")
+    assert len(next(one for one in many.sections if isinstance(one, Table)).rows) < 12
 
 
 def _marked(page):

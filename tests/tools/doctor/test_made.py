@@ -77,7 +77,10 @@ slow = pytest.mark.slow
     [
         ("slow-link", "outgoing link of worker 1", slower("worker 1 out"), WORK, None),
         ("", "", ONE, WORK, {0: 0.002}),
-        ("slow-path", "between worker 1 and worker 2", BOTH, WORK, None),
+        pytest.param(
+            *("slow-path", "between worker 1 and worker 2", BOTH, WORK, None),
+            marks=slow,
+        ),
         pytest.param(
             *("slow-path", "worker 3 to worker 0", ONE_WAY, WORK, None),
             marks=slow,
