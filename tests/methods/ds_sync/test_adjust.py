@@ -128,7 +128,7 @@ def test_only_the_uplink_that_is_congested_counts():
     st.sampled_from([0.1, 0.25, 0.5, 0.7]),
     st.data(),
 )
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(12))
 def test_plans_settle_on_whatever_has_moved(count, workers, uplink, part, data):
     if count * workers < 2:
         return

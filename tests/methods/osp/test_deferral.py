@@ -401,7 +401,7 @@ def test_a_fast_network_defers_nothing_until_it_becomes_slow() -> None:
 def test_what_backward_hides_stays() -> None:
     """Only the last layer's gradients are waited for, a quarter of all."""
     ratio = 0.5
-    plain = play("bsp", 25, FOUR, ratio).step_seconds()
+    plain = play("bsp", 15, FOUR, ratio).step_seconds(10)
     assert plain == pytest.approx(COMPUTE * (1 + ratio / 4), rel=0.01)
     played = play(NATIVE, 45, FOUR, ratio)
     assert 0 < played.parts[-1] <= 0.25
@@ -412,8 +412,8 @@ def test_where_communication_takes_as_long_as_computing_a_quarter_is_saved() -> 
     """The paper's best case, over bsp that overlaps as well. A step can be as short as that
     only if the network is busy from its beginning on: what it moves until the first
     gradients are ready is the least that must be deferred."""
-    plain = play("bsp", 25, SIXTEEN).step_seconds()
-    played = play(NATIVE, 60, SIXTEEN)
+    plain = play("bsp", 15, SIXTEEN).step_seconds(10)
+    played = play(NATIVE, 45, SIXTEEN)
     idle = (1 / 3 + 2 / 3 / 16) * COMPUTE
     assert plain == pytest.approx(idle + COMPUTE, rel=0.01)
     assert played.step_seconds() <= plain / 1.3
@@ -507,7 +507,7 @@ def test_a_trial_that_gains_nothing_ends_with_its_interval(
     hidden = play(method, INTERVAL + 10, servers=servers, slower=by(1.0))
     plain = hidden.took(INTERVAL - 1)
     factor = 1 + (plain - hidden.took(INTERVAL + 9)) * 1.1 / COMPUTE
-    played = play(method, 3 * INTERVAL, servers=servers, slower=by(factor))
+    played = play(method, 2 * INTERVAL + 5, servers=servers, slower=by(factor))
     assert set(played.masks[0]) == set(range(INTERVAL + 1, 2 * INTERVAL + 1))
     assert plain < played.took(2 * INTERVAL - 1) < MUCH_LONGER * plain
 
