@@ -301,11 +301,11 @@ class _Branches(torch.nn.Module):
         return (hidden @ self.shared - x.sin()).square().mean()
 
     def optimizer(self, learning_rate: float, **keys: float) -> torch.optim.Optimizer:
-        """SGD, whose first group has a learning rate of its own, and *keys*."""
+        """SGD with *keys*, whose first group has a learning rate of its own."""
         others = [self.bias, self.seldom, self.never, self.frozen]
         groups: list[dict[str, Any]] = [
             {"params": [self.shared], "lr": learning_rate / 2, **keys},
-            {"params": others},
+            {"params": others, **keys},
         ]
         return torch.optim.SGD(groups, lr=learning_rate)
 

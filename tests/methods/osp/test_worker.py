@@ -219,12 +219,49 @@ def mixed_loss(model, rank, step):
     return (model(inputs(rank, step)) - 0.5).square().mean()
 
 
-MODELS = [{}, {"make": Mixed, "loss": mixed_loss}]
+class Branches(nn.Module):
+    """Of its branches one is never used, and one where it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(6, 6)
+        self.never, self.first = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x, with_first):
+        hidden = self.stem(x).tanh()
+        return self.head(hidden) + (self.first(hidden) if with_first else 0)
+
+
+def on_one_rank(model, rank, step):
+    x = inputs(rank, step).double()
+    with_first = rank == 1 and step % 3 == 0
+    return (model(x, with_first) - x[:, :3].sin()).square().mean()
+
+
+def by_turns(model, rank, step):
+    return on_one_rank(model, step % 2, step)
+
+
+MODELS = [
+    {},
+    {"make": Mixed, "loss": mixed_loss},
+    {"make": Branches, "loss": by_turns},
+]
 
 
 @pytest.mark.parametrize(
     ("mask", "name", "workers", "model"),
-    crossed(12, MASKS, OPTIMIZERS, [1, 2, 4], MODELS),
+    [
+        pytest.param(
+            *(mask, name, (1, 2, 4)[(i + j) % 3], MODELS[(i + 2 * j) % 3]),
+            marks=[] if (i - j) % 3 == 0 else pytest.mark.slow,
+        )
+        for i, mask in enumerate(MASKS)
+        for j, name in enumerate(OPTIMIZERS)
+    ],
 )
 def test_workers_with_one_batch_train_as_one_without_paceline(
     mask, name, workers, model
@@ -364,28 +401,6 @@ def test_deferring_needs_a_smaller_rate_than_bsp(rate, diverges):
 
 
 # ---- T6: every gradient is applied, once ----
-
-
-class Branches(nn.Module):
-    """Of its branches one is never used, and one where it is asked for."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.stem = nn.Linear(6, 6)
-        self.never, self.first = nn.Linear(6, 3), nn.Linear(6, 3)
-        self.head = nn.Linear(6, 3)
-        self.double()
-
-    def forward(self, x, with_first):
-        hidden = self.stem(x).tanh()
-        return self.head(hidden) + (self.first(hidden) if with_first else 0)
-
-
-def on_one_rank(model, rank, step):
-    x = inputs(rank, step).double()
-    with_first = rank == 1 and step % 3 == 0
-    return (model(x, with_first) - x[:, :3].sin()).square().mean()
 
 
 def on_all_but_one(model, rank, step):
