@@ -301,19 +301,18 @@ class _Branches(torch.nn.Module):
         return (hidden @ self.shared - x.sin()).square().mean()
 
     def optimizer(self, learning_rate: float, **keys: float) -> torch.optim.Optimizer:
-        """SGD with *keys*, whose first group has a learning rate of its own."""
+        """SGD, whose first group has a learning rate of its own, and *keys*."""
         others = [self.bias, self.seldom, self.never, self.frozen]
         groups: list[dict[str, Any]] = [
             {"params": [self.shared], "lr": learning_rate / 2, **keys},
-            {"params": others, **keys},
+            {"params": others},
         ]
         return torch.optim.SGD(groups, lr=learning_rate)
 
 
 def workers_with_one_batch_train_as_one(case: Case, rule: str) -> None:
     """Workers that have the same batches end as plain torch does with one of them: also where
-    weights are shared, unused, frozen or not the optimizer's, and groups have hyperparameters of
-    their own. Momentum and decay move nothing that was not used."""
+    weights are shared, unused or frozen, and groups have hyperparameters of their own."""
     alone = paceline.world_size() == 1
     keys = {"momentum": 0.9, "weight_decay": 0.1}
     if not (alone or case.equals or case.under_way):
