@@ -48,9 +48,6 @@ SECTIONS = {
     "Codes": lambda a: a.COMPRESSION,
     "Groups with a server each": lambda a: a.SERVERS_OF_GROUPS,
     "Workers that share cores": lambda a: a.SHARED_CORES + a.HELD_OUT_CORES,
-    "Two workers that share cores": lambda a: [
-        cell for cell in a.CELLS if cell.name.startswith("digits-2")
-    ],
 }
 
 
