@@ -15,10 +15,8 @@ whole step: forward, backward and update. *calls*: Python functions of paceline 
 import argparse
 import gc
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,6 +27,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from benchmarks.measure.harness import on_processes
 
 SIZES = {
     "32": (32, 256),
@@ -202,6 +201,12 @@ def measure(title, rounds, wraps):
     return rows
 
 
+def measure_alone(title, rounds, rejected):
+    """`measure` in processes with one thread each."""
+    torch.set_num_threads(1)
+    return measure(title, rounds, SIDES | REJECTED if rejected else SIDES)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensors", choices=SIZES, action="append")
@@ -209,23 +214,12 @@ def main():
     parser.add_argument("--rejected", action="store_true")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    if "RANK" not in os.environ:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node=2", __file__, *sys.argv[1:]]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        sys.exit(subprocess.run(command, env=environment, check=False).returncode)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    paceline.init()
-    if dist.get_rank() == 0 and not args.json:
+    if not args.json:
         print(
             f"{'tensors':9} {'side':22} {'us/tensor':>9} {'of DDP':>7} {'step':>6} {'calls':>6}"
         )
     for title in args.tensors or SIZES:
-        wraps = SIDES | REJECTED if args.rejected else SIDES
-        for row in measure(title, args.rounds, wraps):
-            if dist.get_rank():
-                continue
+        for row in on_processes(2, measure_alone, title, args.rounds, args.rejected):
             if args.json:
                 print(json.dumps(row), flush=True)
                 continue
