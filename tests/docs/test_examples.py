@@ -32,8 +32,9 @@ def test_example_prints_what_it_says(expected, tmp_path):
     assert words[:2] == ["$", "paceline"]
     done = forked.run(["-m", *words[1:]], folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert shape(done.stdout) == shape(text)
-    for ours, theirs in zip(numbers(done.stdout), numbers(text), strict=True):
+    printed = done.stdout.replace(f"{ROOT}/examples/", "examples/")
+    assert shape(printed) == shape(text)
+    for ours, theirs in zip(numbers(printed), numbers(text), strict=True):
         assert ours == pytest.approx(theirs, rel=RELATIVE)
 
 
