@@ -60,7 +60,7 @@ def refused(*words):
 def test_what_is_refused(folder):
     assert "--seconds" in refused("--seconds", "0")
     assert "no script" in refused("other.py")
-    assert "nobody to wait for" in refused("--workers", "1", "train.py")
+    assert "waits for no other" in refused("--workers", "1", "train.py")
     assert "--link describes" in refused("--workers", "2", "--link", "1gbit")
     assert "--cluster describes" in refused("--cluster", "slow.toml", "train.py")
     assert "--nnodes=2 means nothing" in refused("--runtime", "simulated", "--nnodes=2")

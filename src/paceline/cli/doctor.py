@@ -118,7 +118,7 @@ def doctor(
             hosts = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
             if hosts.workers < 2:
                 raise UsageError(
-                    "one worker has nobody to wait for: expected --workers 2, or more"
+                    "one worker waits for no other: expected --workers 2, or more"
                 )
             check_workers(method, hosts.workers, hosts.groups)
             examine = _emulated if runtime == "emulated" else _simulated
@@ -186,7 +186,7 @@ def _real(
     workers = o.real_workers(workers, words)
     if workers == 1 and not words and o.NODES_VARIABLE not in os.environ:
         raise UsageError(
-            "one worker has nobody to wait for: expected --workers 2 or more on this "
+            "one worker waits for no other: expected --workers 2 or more on this "
             "machine, or torchrun's options on each of several (--nnodes 2 --node-rank 0 "
             "--master-addr HOST ...); or --runtime emulated or simulated"
         )

@@ -242,8 +242,8 @@ class Given:
                 )
 
     def options(self, runtime: str, shared: Mapping[str, object]) -> list[str]:
-        """As words for a variant's command, with those that all runtimes have. What was measured stands
-        in *shared*, in place of what nobody gave."""
+        """As words for a variant's command, with those that all runtimes have. *shared* has
+        measured values where the command line has none."""
         of_runtime: dict[str, Mapping[str, object]] = {
             "simulated": {**self._simulated, **shared, **self.network},
             "emulated": {**shared, **self.network, "--pace": self.pace},

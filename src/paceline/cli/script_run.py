@@ -158,7 +158,7 @@ def may_register(script: Path) -> bool:
 def _tree(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # whoever runs it says so
+    except (OSError, SyntaxError, ValueError):  # running it reports that
         return ast.Module([], [])
 
 

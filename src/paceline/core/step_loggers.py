@@ -134,7 +134,7 @@ class Csv:
             raise UsageError("report to csv: expected a file, such as csv:steps.csv")
         self._path = Path(name)
         try:
-            # Nobody knows yet whether this is a first incarnation: what is there stays until a step says so.
+            # This may be a later incarnation: earlier rows stay until the first step's number tells.
             self._file: TextIO = self._path.open("a", newline="", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {name}: {error.strerror}") from None

@@ -290,8 +290,8 @@ def strides_change_nothing(case: Case, rule: str) -> None:
 
 
 def uneven_data_ends(case: Case, rule: str) -> None:
-    """Workers with different numbers of batches all end, with one model; also where some have none,
-    or nobody has any."""
+    """Workers with different numbers of batches all end, with one model; also where some workers, or
+    all, have none."""
     rank = paceline.rank()
     for batches in (3 + 2 * rank, 5 * (rank % 2), 0):
         model, optimizer = begin(case, rule)
@@ -299,7 +299,7 @@ def uneven_data_ends(case: Case, rule: str) -> None:
             for number in range(1, 1 + batches):
                 step(model, optimizer, centers_of(rank, number))
         _require_one_model(model, optimizer)
-    require_equal(model, Quadratic(), "nobody had data, and the model has moved")
+    require_equal(model, Quadratic(), "no worker had data, and the model has moved")
 
 
 def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
