@@ -16,6 +16,11 @@ from tests.support import durations, profiles, skips
 
 profiles.load()
 
+# What each process that tests start does first: see its docstring.
+STARTUP = str(Path(__file__).parent / "support" / "startup")
+if STARTUP not in (found := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    os.environ["PYTHONPATH"] = os.pathsep.join([STARTUP, *filter(None, found)])
+
 # matplotlib's list of fonts takes seconds to make: it stays from one run to the next.
 os.environ.setdefault(
     "MPLCONFIGDIR", str(Path(__file__).parents[1] / ".pytest_cache" / "matplotlib")

@@ -36,6 +36,11 @@ class DictStore(dict[str, bytes]):
         return self[key]
 
 
+def python_path(folder: Path | str) -> str:
+    """What ``PYTHONPATH`` is where *folder* has modules, too."""
+    return os.pathsep.join([os.environ["PYTHONPATH"], str(folder)])
+
+
 @dataclass
 class Job:
     """A launched command; its output goes to files in *folder*."""
@@ -65,7 +70,7 @@ class Job:
                 words[1] = "tests.support.forking"
                 self._notes.mkdir()
                 own[forking.FOLDER] = str(self._notes)
-                own["PYTHONPATH"] = str(SCRIPTS.parent.parent.parent)
+                own["PYTHONPATH"] = python_path(SCRIPTS.parent.parent.parent)
             self.process: Forked | subprocess.Popen[bytes] = Forked(
                 words, self.folder, own | self.environment
             )

@@ -16,7 +16,7 @@ from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime
 from paceline.transport.security import TOKEN, TRUSTED
 from tests.support.hanging import SECONDS
-from tests.support.processes import wait_until
+from tests.support.processes import python_path, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
@@ -41,7 +41,7 @@ class Shared:
         file.write_text(cluster_toml(self.cluster, exact=True))
         (self.host,) = self.network.aggregators
         self.base = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": python_path(ROOT),
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": INTERFACE,
             RUNTIME_VARIABLE: EmulatedRuntime.name,

@@ -18,6 +18,7 @@ from paceline.tools.auto.planner_process import (
     worth_trying,
 )
 from paceline.tools.plan.estimates import Baseline, Estimate, Plan
+from tests.support.processes import python_path
 from tests.tools.plan.helpers import cluster, layers
 
 
@@ -182,7 +183,7 @@ def test_asking_does_not_wait_for_who_never_reads(monkeypatch, tmp_path):
     work = msgspec.to_builtins(layers(2000, megabytes=100.0))
     asked = question(workload=work)
     assert len(msgspec.json.encode(asked)) > 2**17
-    process = PlannerProcess(asked, {**os.environ, "PYTHONPATH": str(tmp_path)})
+    process = PlannerProcess(asked, {**os.environ, "PYTHONPATH": python_path(tmp_path)})
     try:
         assert not process.is_over
     finally:

@@ -18,6 +18,7 @@ from paceline.methods.bsp import BSP
 from paceline.tools.plan import predict as predict_module
 from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.predictor import _Pool
+from tests.support.processes import python_path
 from tests.tools.plan.helpers import cluster, layers
 
 PLANS = """
@@ -45,7 +46,7 @@ def test_no_process_of_the_pool_outlives_the_one_that_plans(how, tmp_path):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.getcwd()},
+        env=os.environ | {"PYTHONPATH": python_path(os.getcwd())},
     ) as plans:
         children = [int(word) for word in plans.stdout.readline().split()]
         ends = [os.pidfd_open(child) for child in children]
