@@ -361,15 +361,13 @@ def draw_gssp(path):
 # ---- a plan ----
 
 SCRIPT = DOCS.parent / "examples" / "digits.py"
-BUDGET = 80.0
-"""Seconds that planning may take."""
 
 
 def draw_plan(path):
     """examples/digits.py on 8 workers at 100 Mbit/s, with passes of 20 and 40 ms."""
     from paceline.cli.progress import progress
     from paceline.cli.script_plan import plan_script
-    from paceline.tools.plan.prediction_cost import Budget
+    from paceline.tools.plan.predictor import Predictor
     from paceline.tools.plan.report import bar_chart
     from paceline.tools.report.charts import draw, house_style
 
@@ -381,8 +379,8 @@ def draw_plan(path):
             forward=0.02,
             backward=0.04,
             allowed=CONSISTENCIES,
-            budget=Budget(BUDGET),
-            told=told,
+            predictor=Predictor(),
+            on_progress=told,
         )
     with house_style():
         figure = draw(bar_chart(made.plan))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from pathlib import Path
 from statistics import median
@@ -100,11 +101,12 @@ CELLS: dict[str, tuple[str, Cluster]] = {
 
 
 def run(name: str, most: float) -> dict[str, object]:
-    """One cell: its plan, and what all rows of it take at length; at most about so many seconds."""
+    """One cell: its plan, and what all rows of it take at length; the plan takes at most so many simulated
+    events."""
     model, cluster = CELLS[name]
     workload = layers() if model == "layers" else Workload.load(model)
     begun, used = time.perf_counter(), time.process_time()
-    made = plan(cluster, workload, budget_seconds=most)
+    made = plan(cluster, workload, max_events=most)
     planned, used = time.perf_counter() - begun, time.process_time() - used
     settled = LONGER * SETTLED
     job = TrainingJob(cluster=cluster, workload=workload, settled=settled, brief=False)
@@ -166,14 +168,14 @@ def table(results: dict[str, dict[str, object]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--cell", action="append", choices=CELLS)
-    parser.add_argument("--budget", type=float, default=600.0, help="of a plan")
+    parser.add_argument("--max-work", type=float, default=math.inf, metavar="EVENTS")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     wanted = args.cell or [name for name in CELLS if name not in results]
     for name in [] if args.table else wanted:
-        results[name] = run(name, args.budget)
+        results[name] = run(name, args.max_work)
         ordered = {cell: results[cell] for cell in CELLS if cell in results}
         RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
         print(name, json.dumps(results[name]["regrets"]), flush=True)

@@ -37,9 +37,9 @@ from paceline.core.settings import parse_method
 from paceline.interfaces.buckets import nearly_square
 from paceline.spec import parse
 from paceline.tools.plan import plan
-from paceline.tools.plan.compression_times import codes_in_front, revised
 from paceline.tools.plan.predict import TrainingJob
-from paceline.tools.plan.predictor import in_processes
+from paceline.tools.plan.predictor import Predictor
+from paceline.tools.plan.search import leading_compressors, refine_compression_times
 
 RESULTS = Path(__file__).parents[1] / "results" / "regret_emulated.json"
 CLASSES = ("exact", "delayed", "lossy", "local")
@@ -97,14 +97,15 @@ def run(name, classes):
 def planned(cluster, classes):
     """The plan, with what codes take that are in front: measured here, as for a script."""
     model = workload()
-    with in_processes(2) as predict:
-        made = plan(cluster, model, allowed=classes, budget_seconds=30, predict=predict)
+    with Predictor(2) as predictor:
+        made = plan(cluster, model, allowed=classes, predictor=predictor)
         made = without_servers(made)
         job = TrainingJob(cluster=cluster, workload=model)
         for _ in range(2):
-            if codes := codes_in_front(made):
+            if codes := leading_compressors(made):
                 cores = min(cluster.processor.cores, cluster.workers)
-                made, job = revised(made, job, times_of(codes, cores), predict)
+                times = times_of(codes, cores)
+                made, job = refine_compression_times(made, job, times, predictor)
     return made
 
 

@@ -87,7 +87,9 @@ def test_a_shell_completes(typed, offered):
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_says_what_holds_without_it(verb):
     for parameter in VERBS[verb].params:
-        if parameter.param_type_name == "option" and not parameter.required:
+        if parameter.param_type_name == "option" and not (
+            parameter.required or parameter.hidden
+        ):
             is_switch = parameter.is_flag and not parameter.secondary_opts
             if not is_switch and parameter.name not in ("help",):
                 assert "[default: " in line_of(verb, parameter.opts[0])

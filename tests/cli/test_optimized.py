@@ -45,6 +45,6 @@ def test_a_plan_has_rows(tmp_path):
         "exact",
     )
     said = json.loads(
-        printed("-m", "paceline", "plan", *words, "--budget", "2", cwd=tmp_path)
+        printed("-m", "paceline", "plan", *words, "--max-work", "1e4", cwd=tmp_path)
     )
     assert said["estimates"]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from paceline.tools.plan import Plan
 
 PLAN_PART = 2 / 3
-"""Of a plan's usual budget, for the one where no method is named: it draws no page."""
+"""Part of the simulated events of `paceline plan`: here a plan has no page."""
 MOST_AT_ONCE = 2
 """Variants: each holds a model for every worker."""
 
@@ -238,31 +238,36 @@ def _planned(
     json: bool,
 ) -> Plan:
     """The plan; prints on standard error which methods will run."""
-    from paceline.tools.plan.prediction_cost import Budget, usual_seconds
+    from paceline.tools.plan.predictor import Predictor, usual_events
     from paceline.tools.plan.report import faster_but_not_recommended, headline
 
-    with standard_output_for_result(True), progress(json) as told:
+    most = PLAN_PART * usual_events(cluster)
+    with (
+        standard_output_for_result(True),
+        progress(json) as on_progress,
+        Predictor(processes(), most) as predictor,
+    ):
         made = plan_script(
             script,
             arguments,
             cluster,
             **times,
             allowed=allowed,
-            budget=Budget(PLAN_PART * usual_seconds(cluster)),
-            told=told,
+            predictor=predictor,
+            on_progress=on_progress,
         )
         plan = made.plan
         if plan.baseline.workers == 1:
             raise UsageError(
                 "with one worker there is nothing to compare: give --workers 2 or more"
             )
-        told.say(f"plan: {' '.join(headline(plan))}")
+        on_progress.say(f"plan: {' '.join(headline(plan))}")
         for variant in _variants(None, plan):
             predicted = variant.predicted
             step = "" if predicted is None else f": {show_seconds(predicted)} per step"
-            told.say(f"  {variant.consistency}: {variant.spec}{step}")
+            on_progress.say(f"  {variant.consistency}: {variant.spec}{step}")
         if faster := faster_but_not_recommended(plan):
-            told.say(f"  {faster}")
+            on_progress.say(f"  {faster}")
     return plan
 
 

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,7 @@ import typer
 
 from paceline.cli import options as o
 from paceline.cli.arguments import torchrun_words
-from paceline.cli.progress import Progress, progress
+from paceline.cli.progress import progress
 from paceline.cli.script_plan import (
     Planned,
     classes,
@@ -28,15 +27,12 @@ from paceline.cluster import load_cluster
 from paceline.errors import UsageError
 from paceline.runtimes.results import standard_output_for_result
 from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
-from paceline.units import show_age, show_seconds
+from paceline.units import show_age, show_count, show_seconds
 
 if TYPE_CHECKING:
     from paceline.cluster import Cluster
-    from paceline.tools.plan.prediction_cost import Budget
-    from paceline.tools.plan.predictor import Predict
-    from paceline.tools.plan.report import Question
-    from paceline.tools.plan.suggestions import Suggestions
-    from paceline.tools.plan.what_if import ScalingPoint
+    from paceline.tools.plan import Plan
+    from paceline.tools.report.model import Report
 
 SEARCH = "Search"
 """A panel of ``--help``."""
@@ -71,15 +67,16 @@ def plan(
             rich_help_panel=SEARCH,
         ),
     ] = None,
-    budget: Annotated[
+    max_work: Annotated[
         float | None,
         typer.Option(
-            metavar="SECONDS",
-            help="Stop after about this many seconds of a core, counted from simulated work. "
-            "\\[default: 60, and 8 for each worker beyond 16]",
+            metavar="EVENTS",
+            help="Stop after this many simulated events. "
+            "\\[default: depends on the number of workers]",
             rich_help_panel=SEARCH,
         ),
     ] = None,
+    budget: Annotated[str | None, typer.Option(hidden=True)] = None,
     scaling: Annotated[
         bool,
         typer.Option(
@@ -117,8 +114,13 @@ def plan(
     """
     began = time.perf_counter()
     check_job(script, None)
-    if budget is not None and not budget > 0:
-        raise UsageError(f"--budget: expected more than zero, got {budget:g}")
+    if budget is not None:
+        raise UsageError(
+            "--budget is no option of paceline plan any more: --max-work EVENTS limits the "
+            "search; leave both out for the default"
+        )
+    if max_work is not None and not max_work > 0:
+        raise UsageError(f"--max-work: expected more than zero, got {max_work:g}")
     allowed = classes(consistency)
     if probe:
         described = _probed(
@@ -139,19 +141,17 @@ def plan(
     }
     compute = {"--workload": workload, "--forward": forward, "--backward": backward}
     arguments = script_arguments or []
-    from paceline.tools.plan.prediction_cost import Budget, usual_seconds
-    from paceline.tools.plan.predictor import in_processes
+    from paceline.tools.plan.predictor import Predictor, usual_events
     from paceline.tools.plan.report import Question, plan_report, to_json
-    from paceline.tools.plan.suggestions import helps
+    from paceline.tools.plan.search import trace_steps
+    from paceline.tools.plan.what_if import scaling_grid, suggestions
 
-    most = usual_seconds(described) if budget is None else budget
-    left = Budget(most)
     page = ""
     with (
         _says_what_ended(script),
         standard_output_for_result(True) as true_output,
-        progress(json) as told,
-        in_processes(processes()) as predict,
+        progress(json) as on_progress,
+        Predictor(processes(), max_work or usual_events(described)) as predictor,
     ):
         made = plan_script(
             script,
@@ -161,9 +161,8 @@ def plan(
             forward=forward,
             backward=backward,
             allowed=allowed,
-            budget=left,
-            told=told,
-            predict=predict,
+            predictor=predictor,
+            on_progress=on_progress,
         )
         question = Question(
             cluster=described,
@@ -175,35 +174,36 @@ def plan(
             compute=_options(compute),
             stand_in=_stand_in(described, workload, made),
         )
-        told("other ways to gain")
-        answer = _Answer(
-            question,
-            made,
-            helps(made.plan, made.job, predict, left),
-            _points(made, told, predict) if scaling else [],
+        on_progress("other ways to gain")
+        plan, job = made.plan, made.job
+        found = suggestions(plan, job, predictor)
+        steps = [] if no_html else trace_steps(plan, job, predictor, on_progress)
+        points = (
+            scaling_grid(plan, job, predictor=predictor, on_progress=on_progress)
+            if scaling
+            else []
         )
-        print(f"compute: {made.job.workload.source}", file=sys.stderr)
+        print(f"compute: {job.workload.source}", file=sys.stderr)
         if not no_html:
-            page = _write_page(output, answer, told, predict, left)
+            report = plan_report(plan, found, question, points=points, steps=steps)
+            page = _write_page(output, report)
         if json:
-            text = to_json(made.plan, answer.suggestions, question, answer.points)
+            text = to_json(plan, found, question, points)
             with open(true_output, "w", closefd=False) as stream:
                 print(text, file=stream)
     if not json:
         from paceline.tools.report.terminal import print_report
 
         print(question, end="\n\n")
-        report = plan_report(
-            made.plan, answer.suggestions, question, points=answer.points
-        )
+        report = plan_report(plan, found, question, points=points)
         print_report(report, everything=everything)
-    _print_counts(made, page, json=json)
-    print(_spent(began, most, left, scaling=scaling), file=sys.stderr)
+    _print_counts(plan, page, json=json)
+    print(_searched(plan, predictor.events, began), file=sys.stderr)
 
 
 @contextmanager
 def _says_what_ended(script: Path) -> Iterator[None]:
-    """Within it, a signal to end is answered at once: predictions take seconds to end."""
+    """Answer a signal to end at once: predictions take seconds to end."""
     try:
         yield
     except LauncherInterrupted:
@@ -212,16 +212,6 @@ def _says_what_ended(script: Path) -> Iterator[None]:
             file=sys.stderr,
         )
         raise
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What was asked, and what came of it."""
-
-    question: Question
-    made: Planned
-    suggestions: Suggestions
-    points: list[ScalingPoint]
 
 
 def _options(values: Mapping[str, object]) -> list[str]:
@@ -237,11 +227,11 @@ def _stand_in(cluster: Cluster, workload: str | None, made: Planned) -> str | No
     return what if what == workload or Path(what).exists() else None
 
 
-def _print_counts(made: Planned, page: str, *, json: bool) -> None:
-    """How many candidates there were, and where the page is: the result's last line."""
+def _print_counts(plan: Plan, page: str, *, json: bool) -> None:
+    """Print how many candidates there were, and where the page is."""
     from paceline.tools.plan.report import counts
 
-    texts = [counts(made.plan)] if made.plan.estimates else []
+    texts = [counts(plan)] if plan.estimates else []
     if page:
         texts.append(f"Page: {page}")
     if texts and json:
@@ -250,17 +240,17 @@ def _print_counts(made: Planned, page: str, *, json: bool) -> None:
         print(f"\n{' '.join(texts)}")
 
 
-def _spent(began: float, most: float, left: Budget, *, scaling: bool) -> str:
-    """Time by the clock, and the part of the budget that is used."""
-    text = (
-        f"took {show_seconds(time.perf_counter() - began)}; simulated work: "
-        f"{100 * (most - left.left) / most:.0f} % of --budget {most:g}"
-    )
-    return text + " (not counting --scaling)" * scaling
+def _searched(plan: Plan, events: int, began: float) -> str:
+    """How much was simulated, and the time that it took."""
+    from paceline.tools.plan.report import show_events
+
+    seconds = show_seconds(time.perf_counter() - began)
+    candidates = show_count(len(plan.estimates), "candidate")
+    return f"Searched {candidates}: {show_events(events)} in {seconds}"
 
 
 def _page_before(output: Path) -> str:
-    """That the page of another plan is replaced, where one is there; else nothing."""
+    """A note that the page of another plan is replaced; empty where there is none."""
     from paceline.tools.report.html import NAME
 
     try:
@@ -271,34 +261,12 @@ def _page_before(output: Path) -> str:
     return f" (replaces the page of a plan that was {age} old; --output keeps both)"
 
 
-def _write_page(
-    output: Path, answer: _Answer, told: Progress, predict: Predict, left: Budget
-) -> str:
+def _write_page(output: Path, report: Report) -> str:
     """Write the page; returns its path, and whether it replaces another one."""
-    from paceline.tools.plan.report import plan_report
-    from paceline.tools.plan.traced_step import steps_of
     from paceline.tools.report.html import NAME, write_page
 
-    plan, job = answer.made.plan, answer.made.job
     before = _page_before(output)
-    report = plan_report(
-        plan,
-        answer.suggestions,
-        answer.question,
-        points=answer.points,
-        steps=steps_of(plan, job, told, predict, left),
-    )
     return f"{write_page(output / NAME, report)}{before}"
-
-
-def _points(made: Planned, told: Progress, predict: Predict) -> list[ScalingPoint]:
-    """More workers and faster links, after saying how long that takes."""
-    from paceline.tools.plan.what_if import seconds_at_most
-    from paceline.tools.plan.what_if import what_if as make_points
-
-    seconds = seconds_at_most(made.plan, made.job)
-    told.say(f"--scaling takes about {show_seconds(seconds)} of a core at most")
-    return make_points(made.plan, made.job, told=told, predict=predict)
 
 
 def _probed(

@@ -1,4 +1,4 @@
-"""A script's plan, made of what it trains and of what a step of it takes: for the verbs that plan."""
+"""The plan of a script, from what it trains and what its steps compute: for the verbs that plan."""
 
 from __future__ import annotations
 
@@ -20,20 +20,24 @@ if TYPE_CHECKING:
     from paceline.runtimes.simulated import ComputeModel
     from paceline.tools.plan import Plan
     from paceline.tools.plan.predict import TrainingJob
-    from paceline.tools.plan.prediction_cost import Budget
-    from paceline.tools.plan.predictor import Predict
+    from paceline.tools.plan.predictor import Predictor
     from paceline.tools.plan.script import ScriptAnalysis
 
 MOST_PROCESSES = 4
 FOR_CANDIDATES = 0.75
-"""Of the budget; the rest, and what candidates leave of it, is for what codes take, for what would help
-and for the page."""
+"""Part of the simulated events that the candidates may take. The rest, and what they leave, is for
+measured compression times, other ways to gain, and the page's steps."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The *plan*, the *job* that it is of, and what a training of the script is charged in virtual
-    time (*compute*)."""
+    """The plan of a script.
+
+    Attributes:
+        plan: The plan.
+        job: What it was made of.
+        compute: Compute times of the script in the simulated runtime.
+    """
 
     plan: Plan
     job: TrainingJob
@@ -41,7 +45,7 @@ class Planned:
 
 
 def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
-    """What ``--consistency`` allows."""
+    """The classes that ``--consistency`` allows."""
     from paceline.interfaces import CONSISTENCIES
 
     for name in wanted or []:
@@ -57,12 +61,12 @@ def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
 
 
 def processes() -> int:
-    """Predictions that are made at a time: each process has torch, and a cluster's workers, in memory."""
+    """Predictions at a time: each process holds torch and a cluster's workers in memory."""
     return min(MOST_PROCESSES, this_machines_cores())
 
 
 def this_machines_cores() -> int:
-    """Those that this process may use."""
+    """Cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
@@ -77,25 +81,36 @@ def plan_script(
     forward: float | None = None,
     backward: float | None = None,
     allowed: Collection[Consistency],
-    budget: Budget,
-    told: Callable[[str, int | None, int | None], None],
-    predict: Predict | None = None,
+    predictor: Predictor,
+    on_progress: Callable[[str, int | None, int | None], None],
 ) -> Planned:
-    """Run *script* for a few steps, find out what a step takes, and plan. Candidates take `FOR_CANDIDATES`
-    of *budget*, codes some of the rest; what is left of it is left. *sleeps*: processes will sleep for the
-    *workload*'s times, and keep no core busy."""
+    """Analyze a script, find out what its steps compute, and plan.
+
+    Args:
+        script: It runs for a few steps.
+        arguments: Its arguments.
+        cluster: The network and its workers.
+        workload: A workload file or a built-in model, in place of a profile.
+        sleeps: Whether processes will sleep for the workload's times, and keep no core busy.
+        forward: Seconds of a forward pass.
+        backward: Seconds of a backward pass.
+        allowed: Classes of which candidates are predicted.
+        predictor: Makes the predictions. Candidates take `FOR_CANDIDATES` of its simulated events,
+            compression times some of the rest.
+        on_progress: Called before each piece of work.
+    """
     from paceline.tools.plan import plan
     from paceline.tools.plan.predict import TrainingJob
     from paceline.tools.plan.script import analyze_script
 
     compute = o.make_compute(workload, forward, backward, 0.0, None)
-    facts = analyze_script(str(script), arguments, o.SCRATCH, allowed, told)
+    facts = analyze_script(str(script), arguments, o.SCRATCH, allowed, on_progress)
     if facts.file:
         print(
             f"script: as an earlier run found in {facts.file} (delete it to run {script} again)",
             file=sys.stderr,
         )
-    told(f"compute times of {script}", None, None)
+    on_progress(f"compute times of {script}", None, None)
     if forward is None and backward is None:
         times, compute = _workload(script, arguments, cluster, compute, facts)
     else:
@@ -105,13 +120,12 @@ def plan_script(
         cluster,
         times,
         allowed=allowed,
-        budget_seconds=FOR_CANDIDATES * budget.left,
+        max_events=FOR_CANDIDATES * predictor.events_left,
         optimizer=facts.optimizer,
         refused=facts.refused,
         epoch_steps=facts.epoch_steps,
-        processes=processes(),
-        predict=predict,
-        told=told,
+        predictor=predictor,
+        on_progress=on_progress,
     )
     job = TrainingJob(
         cluster=cluster,
@@ -119,57 +133,46 @@ def plan_script(
         optimizer=facts.optimizer,
         epoch_steps=facts.epoch_steps,
     )
-    budget.left -= made.spent_seconds
     named = workload is not None or forward is not None or backward is not None
     if not named and facts.workload is None and compute.workload is not None:
-        made, job = _with_codes(made, job, script, arguments, budget, told, predict)
+        made, job = _with_measured_compression(
+            made, job, script, arguments, predictor, on_progress
+        )
         compute = replace(compute, workload=job.workload)
     return Planned(made, job, compute)
 
 
-def _with_codes(
+def _with_measured_compression(
     plan: Plan,
     job: TrainingJob,
     script: Path,
     arguments: list[str],
-    budget: Budget,
-    told: Callable[[str, int | None, int | None], None],
-    predict: Predict | None,
+    predictor: Predictor,
+    on_progress: Callable[[str, int | None, int | None], None],
 ) -> tuple[Plan, TrainingJob]:
-    """The same, with what codes take that are in front: the script was measured on this machine, and
-    so are they, the first ones first, as far as *budget* goes. Twice, since what comes next may be another guess."""
+    """Measure the leading compressors on this machine, as the script was, and predict again.
+
+    Twice, since other compressors may lead then."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile_cache import measure_compressors
-    from paceline.tools.plan.compression_times import (
-        codes_in_front,
-        revised,
-        seconds_of,
-    )
-    from paceline.tools.plan.predictor import in_this_process
+    from paceline.tools.plan.search import leading_compressors, refine_compression_times
 
     cores = _busy_cores(job.cluster)
     for _ in range(2):
-        prices = {code: seconds_of(plan, job, [code]) for code in codes_in_front(plan)}
-        codes = []
-        for code, price in prices.items():
-            if not budget.takes(price):
-                break
-            codes.append(code)
-        if not codes:
+        names = leading_compressors(plan)
+        if not names or not predictor.events_left:
             break
-        told(f"measuring {', '.join(codes)}", None, None)
+        on_progress(f"measuring {', '.join(names)}", None, None)
         with standard_output_for_result(True), redirect_checkpoints(o.SCRATCH):
-            coding = measure_compressors(str(script), arguments, codes, cores)
-        if not coding:  # nothing is predicted again
-            budget.left += sum(prices[code] for code in codes)
+            times = measure_compressors(str(script), arguments, names, cores)
+        if not times:
             break
-        plan, job = revised(plan, job, coding, predict or in_this_process)
+        plan, job = refine_compression_times(plan, job, times, predictor)
     return plan, job
 
 
 def _busy_cores(cluster: Cluster) -> int:
-    """How many of this machine's cores code at the same time in *cluster*: those that its hosts share,
-    as far as there are so many; one, where each host has its own."""
+    """Cores of this machine that compress at the same time: as many as hosts of *cluster* share."""
     from paceline.tools.plan.predictor import has_rows_of_others
 
     shared = None if cluster.processor is None else cluster.processor.cores
@@ -179,7 +182,7 @@ def _busy_cores(cluster: Cluster) -> int:
 
 
 def _said(script: Path, compute: ComputeModel, facts: ScriptAnalysis) -> Workload:
-    """The times that options say, spread as a training of the script is charged for them."""
+    """The workload of the times that options give, spread over the script's tensors."""
     from paceline.cluster import Workload
 
     if facts.paced or facts.workload is not None:
@@ -200,8 +203,9 @@ def _workload(
     compute: ComputeModel,
     facts: ScriptAnalysis,
 ) -> tuple[Workload, ComputeModel]:
-    """A step's times: from the file that is named, or what the model stands for, or as the script
-    paces itself, or measured; and what its training is charged in virtual time."""
+    """A step's compute times, and those of the simulated runtime.
+
+    They are from the named file, the model's stand-in, the script's own pace, or measured."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile_cache import paced_workload, profiled
 

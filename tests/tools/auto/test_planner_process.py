@@ -28,7 +28,7 @@ def question(**changes):
         "workload": msgspec.to_builtins(layers(2)),
         "consistency": "exact",
         "present": "bsp",
-        "budget_seconds": 0.8,
+        "max_events": 4000,
     }
     return Question(**(known | changes))
 
@@ -75,7 +75,7 @@ def test_what_a_slow_network_wants():
 
 def test_a_refused_method_is_not_proposed():
     refused = {"priority": "not here", "dear": "nor this"}
-    found = answer(question(refused=refused, budget_seconds=0.3))
+    found = answer(question(refused=refused, max_events=2000))
     assert found.candidates
     assert not {one.spec.partition(":")[0] for one in found.best} & set(refused)
 
@@ -115,7 +115,7 @@ def test_what_was_cut_or_not_allowed_or_not_advised_is_not_tried():
     assert chosen(rows) == ["bsp:compression=int8"]
 
 
-def test_where_the_budget_was_too_small_for_a_class_its_short_runs_count():
+def test_where_the_limit_cuts_a_class_its_short_runs_count():
     rows = [row("bsp:compression=int8", 0.4, "lossy", rejected=True), row("dear", 0.99)]
     assert chosen(rows) == ["bsp:compression=int8"]
     hopeful = row("osp", 0.5, "lossy", fidelity="short")
@@ -139,7 +139,7 @@ def test_the_optimizer_is_like_the_trainings():
 
 @pytest.mark.slow
 def test_the_process_answers():
-    process = PlannerProcess(question(budget_seconds=0.8))
+    process = PlannerProcess(question(max_events=4000))
     process.wait()
     found = process.answer()
     assert not found.fault
@@ -196,7 +196,7 @@ def test_a_large_question_is_answered_however_long_it_takes(monkeypatch):
     monkeypatch.setattr(planner_process, "LEAST_PATIENCE", 0.0)
     monkeypatch.setattr(planner_process, "PATIENCE", 0.0)
     work = msgspec.to_builtins(layers(1000, megabytes=4.0))
-    process = PlannerProcess(question(workload=work, budget_seconds=0.8))
+    process = PlannerProcess(question(workload=work, max_events=4000))
     process.wait()
     assert process.is_over
     found = process.answer()
@@ -206,7 +206,7 @@ def test_a_large_question_is_answered_however_long_it_takes(monkeypatch):
 
 @pytest.mark.slow
 def test_it_ends_with_its_worker():
-    process = PlannerProcess(question(budget_seconds=1000.0))
+    process = PlannerProcess(question(max_events=10**9))
     assert not process.is_over
     process._process.stdin.close()  # which the kernel does when the worker dies
     process.wait()

@@ -12,7 +12,7 @@ from paceline.run_options import RunOptions
 from paceline.tools.auto import measurements, method_switching
 from paceline.tools.auto.decision_cache import FORMAT
 from paceline.tools.auto.planner_process import Answer, Predicted
-from paceline.tools.plan import prediction_cost
+from paceline.tools.plan import predictor
 from tests.support import forked
 from tests.support.simulations import run, run_on, simulation
 from tests.tools.auto.cases import assert_equal_everywhere, changing, flat
@@ -211,7 +211,7 @@ def test_a_decision_says_what_it_was_made_by(planner, tmp_path):
 
 @pytest.mark.slow
 def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
-    monkeypatch.setattr(prediction_cost, "usual_seconds", lambda cluster: 0.3)
+    monkeypatch.setattr(predictor, "usual_events", lambda cluster: 2000)
     first = auto("auto:consistency=delayed", steps=70)
     assert first == auto("auto:consistency=delayed", steps=70)
     assert any("candidates (delayed)" in note for note in first[0][1])

@@ -1,6 +1,10 @@
-"""Small jobs to plan."""
+"""Small jobs to plan, plans without predictions, and a predictor that simulates nothing."""
+
+import math
 
 from paceline.cluster import Workload, uniform_cluster
+from paceline.tools.plan.estimates import Baseline, Estimate, Plan
+from paceline.tools.plan.predictor import Predictor
 
 
 def layers(count=4, megabytes=4.0, forward=0.03, backward=0.06):
@@ -18,3 +22,46 @@ def layers(count=4, megabytes=4.0, forward=0.03, backward=0.06):
 
 def cluster(workers=4, link="100mbit", latency="50us", servers=0):
     return uniform_cluster(workers, link, latency, servers)
+
+
+def row(spec, consistency="exact", seconds=0.09, **others):
+    figures = {
+        "compute_seconds": 0.09,
+        "exposed_seconds": seconds - 0.09,
+        "bytes_sent": 0.0,
+        "buckets": 1,
+    }
+    return Estimate(
+        spec=spec, consistency=consistency, step_seconds=seconds, **(figures | others)
+    )
+
+
+def made(*rows):
+    """A plan of these estimates: 4 workers, of which one alone takes 90 ms for its batch."""
+    return Plan(
+        cluster="4 workers",
+        workload="layers",
+        baseline=Baseline(
+            workers=4,
+            batch=32.0,
+            single=row("one machine", seconds=4 * 0.09),
+            lower_bound_seconds=0.2,
+        ),
+        estimates=rows,
+        infeasible=(),
+    )
+
+
+class FakePredictor(Predictor):
+    """Answers with ``answer(spec, fidelity)``, each for *each* events, and notes what was asked."""
+
+    def __init__(self, answer, max_events=math.inf, each=1):
+        super().__init__(max_events=max_events)
+        self.answer, self.each, self.asked = answer, each, []
+
+    def predict(self, asked, fidelity="full", *, until=None):
+        def one(job, spec):
+            self.asked.append((job, spec, fidelity))
+            return self.answer(spec, fidelity), self.each
+
+        return self.map(one, asked, until=until)

@@ -1,12 +1,13 @@
-"""Candidates that code, once it is known what that takes."""
+"""Measured compression times, and candidates that are predicted again with them."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import script_plan
-from paceline.cli.script_plan import _busy_cores, _with_codes
+from paceline.cli.script_plan import _busy_cores, _with_measured_compression
 from paceline.cluster import Processor
 from paceline.cluster.profiling import coding_times_of_busy
 from paceline.cluster.workload import CompressorTimes
@@ -14,18 +15,14 @@ from paceline.errors import UsageError
 from paceline.runtimes.simulated import profile_cache
 from paceline.runtimes.simulated.profile_cache import measure_compressors
 from paceline.tools.plan import plan
-from paceline.tools.plan.compression_times import (
-    code_of,
-    codes_in_front,
-    revised,
-    seconds_of,
+from paceline.tools.plan.predict import FEW, TrainingJob, predict
+from paceline.tools.plan.predictor import Predictor
+from paceline.tools.plan.search import (
+    compressor_of,
+    leading_compressors,
+    refine_compression_times,
 )
-from paceline.tools.plan.estimates import Infeasible
-from paceline.tools.plan.merged_tensors import FEW
-from paceline.tools.plan.predict import TrainingJob, predict
-from paceline.tools.plan.prediction_cost import Budget
-from tests.tools.plan.helpers import cluster, layers
-from tests.tools.plan.test_more import made, row
+from tests.tools.plan.helpers import FakePredictor, cluster, layers, made, row
 
 SCRIPT = """
 import torch
@@ -43,13 +40,13 @@ for _ in range(4):
 
 def test_a_slow_code_falls_behind_once_it_is_measured():
     job = TrainingJob(cluster=cluster(2), workload=layers(1))
-    made = plan(job.cluster, job.workload, allowed=("lossy",), budget_seconds=2.0)
-    codes = codes_in_front(made)
-    front = made.fastest["lossy"]
-    assert codes[0] == code_of(front.spec)
+    plan_ = plan(job.cluster, job.workload, allowed=("lossy",), max_events=10_000)
+    codes = leading_compressors(plan_)
+    front = plan_.fastest["lossy"]
+    assert codes[0] == compressor_of(front.spec)
     assert front.estimated_compression
     slow = {codes[0]: CompressorTimes(encode=1.0, decode=1.0, decode_per_worker=0.0)}
-    again, knowing = revised(made, job, slow)
+    again, knowing = refine_compression_times(plan_, job, slow)
     row = again.estimate(front.spec)
     assert row is not None
     assert not row.estimated_compression
@@ -65,7 +62,9 @@ def test_a_slow_code_falls_behind_once_it_is_measured():
 def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    found = measure_compressors(str(script), [], [code_of("bsp:compression=int8")])
+    found = measure_compressors(
+        str(script), [], [compressor_of("bsp:compression=int8")]
+    )
     (times,) = found.values()
     assert times.encode > 0
 
@@ -74,7 +73,7 @@ def test_codes_are_measured_on_the_scripts_own_gradient(tmp_path):
 def test_codes_are_measured_on_as_many_cores_as_have_such_work(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    code = code_of("bsp:compression=int8")
+    code = compressor_of("bsp:compression=int8")
     ((full, times),) = measure_compressors(str(script), [], [code], 2).items()
     assert full == code
     assert times.encode > 0
@@ -83,7 +82,7 @@ def test_codes_are_measured_on_as_many_cores_as_have_such_work(tmp_path):
 @pytest.mark.slow
 def test_nobody_waits_for_a_core_that_has_nothing_to_code(tmp_path):
     with pytest.raises(UsageError, match="no gradients were seen"):
-        coding_times_of_busy([code_of("bsp:compression=int8")], str(tmp_path), 2)
+        coding_times_of_busy([compressor_of("bsp:compression=int8")], str(tmp_path), 2)
 
 
 @pytest.mark.parametrize(
@@ -99,56 +98,47 @@ def test_only_hosts_that_share_cores_code_on_all_of_them_at_once(
     assert _busy_cores(cluster(workers)) == 1
 
 
-def test_codes_are_measured_as_far_as_the_budget_goes(monkeypatch):
-    """And what they are predicted again for is counted, in the plan and in the budget."""
+FREE = CompressorTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
+
+
+@pytest.mark.parametrize(("most", "again"), [(math.inf, 3), (2, 2), (0, 0)])
+def test_compressors_are_measured_where_a_prediction_can_follow(
+    monkeypatch, most, again
+):
     job = TrainingJob(cluster=cluster(2), workload=layers(2))
-    first, second, third = (
-        row(f"bsp:compression={name}", "lossy", estimated_compression=True)
-        for name in ("int8", "int4", "ef-sign")
-    )
-    plan_ = made(first, second, third)
-    codes = [code_of(one.spec) for one in (first, second, third)]
-    prices = [seconds_of(plan_, job, [code]) for code in codes]
+    specs = [f"bsp:compression={name}" for name in ("int8", "int4", "ef-sign")]
+    plan_ = made(*(row(spec, "lossy", estimated_compression=True) for spec in specs))
     measured = []
 
-    def measure(script, arguments, codes, cores):
-        measured.extend(codes)
-        free = CompressorTimes(encode=0.0, decode=0.0, decode_per_worker=0.0)
-        return dict.fromkeys(codes, free)
-
-    def predict_(job, specs, *, short):
-        return iter([row(spec, "lossy") for spec in specs])
+    def measure(script, arguments, names, cores):
+        measured.extend(names)
+        return dict.fromkeys(names, FREE)
 
     monkeypatch.setattr(profile_cache, "measure_compressors", measure)
-    budget = Budget(sum(prices[:2]) + 0.5 * min(prices))
-    again, _ = _with_codes(
-        plan_, job, Path("train.py"), [], budget, lambda *_: None, predict_
+    predictor = FakePredictor(lambda spec, fidelity: row(spec, "lossy"), most)
+    found, _ = _with_measured_compression(
+        plan_, job, Path("train.py"), [], predictor, lambda *_: None
     )
-    assert measured == codes[:2]
-    assert budget.left == pytest.approx(0.5 * min(prices))
-    assert again.spent_seconds == pytest.approx(sum(prices[:2]))
-    assert [one.estimated_compression for one in again.estimates].count(True) == 1
+    assert measured == [compressor_of(spec) for spec in specs if most]
+    assert found.events == predictor.events == again
+    left = [one.estimated_compression for one in found.estimates]
+    assert left.count(True) == len(specs) - again
 
 
-def test_rows_that_were_cut_stay_those_of_few_tensors():
+def test_a_short_run_stays_a_short_run():
     job = TrainingJob(cluster=cluster(2), workload=layers(2 * FEW))
-    cut = row(
+    short = row(
         "bsp:compression=int8", "lossy", fidelity="short", estimated_compression=True
     )
     full = row("bsp:buckets=wfbp,compression=int8", "lossy", estimated_compression=True)
-    coding = {
-        code_of(cut.spec): CompressorTimes(
-            encode=0.0, decode=0.0, decode_per_worker=0.0
-        )
-    }
-    asked = {}
-
-    def predict(job, specs, *, short):
-        asked[short] = len(job.workload.names), list(specs)
-        return iter(
-            [Infeasible(spec="", consistency="lossy", reason="not run")] * len(specs)
-        )
-
-    revised(made(cut, full), job, coding, predict)
-    assert asked == {True: (FEW, [cut.spec]), False: (2 * FEW, [full.spec])}
-    assert seconds_of(made(cut), job, coding) < seconds_of(made(full), job, coding)
+    predictor = FakePredictor(lambda spec, fidelity: row(spec, "lossy"))
+    found, _ = refine_compression_times(
+        made(short, full), job, {compressor_of(short.spec): FREE}, predictor
+    )
+    asked = [(spec, fidelity) for _, spec, fidelity in predictor.asked]
+    assert asked == [(short.spec, "short"), (full.spec, "full")]
+    assert [one.fidelity for one in found.estimates] == ["short", "full"]
+    cheap, dear = Predictor(), Predictor()
+    list(cheap.predict([(job, short.spec)], "short"))
+    list(dear.predict([(job, short.spec)], "full"))
+    assert cheap.events < dear.events

@@ -9,13 +9,13 @@ import torch
 
 from paceline.cluster import Cluster, Rack, Workload
 from paceline.tools.plan.estimates import Estimate, Infeasible, lower_bound_seconds
-from paceline.tools.plan.merged_tensors import FEW, coarse
 from paceline.tools.plan.predict import (
+    FEW,
     SHORTENED,
     TrainingJob,
+    merge_tensors,
     predict,
 )
-from paceline.tools.plan.predictor import in_processes, in_this_process
 from tests.tools.plan.helpers import cluster, layers
 
 
@@ -164,7 +164,7 @@ def test_a_larger_batch_takes_longer_also_where_nobody_knows_how_large_it_is():
 
 def test_fewer_tensors_have_the_same_bytes_and_times():
     resnet = Workload.load("resnet50")
-    few = coarse(resnet)
+    few = merge_tensors(resnet)
     assert len(few.names) == FEW
     assert sum(few.sizes) == sum(resnet.sizes)
     assert few.forward_seconds == pytest.approx(resnet.forward_seconds)
@@ -182,17 +182,37 @@ def test_fewer_tensors_have_the_same_bytes_and_times():
         itertools.accumulate(few.gradient_bytes), few.ready_seconds, strict=True
     ):
         assert ready[size] == pytest.approx(seconds)
-    assert coarse(layers()) == layers()
+    assert merge_tensors(layers()) == layers()
 
 
-@pytest.mark.slow
-def test_predictions_in_other_processes_are_the_same():
-    job = TrainingJob(cluster=cluster(2), workload=layers(1))
-    specs = ["bsp:buckets=single", "bsp:compression=dgc,compression.density=3"]
-    with in_processes(2) as predict_all:
-        elsewhere = list(predict_all(job, specs, short=True))
-    assert elsewhere == list(in_this_process(job, specs, short=True))
-    assert isinstance(elsewhere[1], Infeasible)
+def test_a_short_run_has_few_tensors():
+    many = layers(3 * FEW)
+    few = predicted("bsp:buckets=wfbp", "short", workload=many)
+    assert few.buckets == FEW
+    assert predicted("bsp:buckets=wfbp", workload=many).buckets == 3 * FEW
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "gssp:number_of_groups=9",
+        "grouping-sgd:members=0-3+4-7",
+        "bsp:compression=nobody",
+    ],
+)
+def test_a_spec_that_four_workers_refuse_is_infeasible(spec):
+    job = TrainingJob(cluster=cluster(4), workload=layers(2))
+    assert isinstance(predict(job, spec, "short"), Infeasible)
+
+
+@pytest.mark.parametrize("spec", ["bsp:buckets=ddp", "asp:servers=per-node"])
+def test_work_grows_with_workers_and_tensors_and_does_not_depend_on_links(spec):
+    events = predicted(spec, "short").events
+    assert predicted(spec, "short", cluster=cluster(8)).events > 1.5 * events
+    assert predicted(spec, "short", workload=layers(8)).events > events
+    assert predicted(spec).events >= events
+    tensor_steps = 4 * 4 * 3
+    assert events > tensor_steps
 
 
 def test_who_waits_for_its_batch_makes_all_wait():

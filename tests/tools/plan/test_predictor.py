@@ -1,7 +1,8 @@
-"""Processes that predict beside the one that plans: none is left when that one is killed."""
+"""Predictions in several processes: the same answers, one limit, and no process that is left."""
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -11,27 +12,30 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
+import torch
 
 from paceline.cluster import Workload, uniform_cluster
 from paceline.methods import METHODS
 from paceline.methods.bsp import BSP
 from paceline.tools.plan import predict as predict_module
+from paceline.tools.plan.estimates import Infeasible
 from paceline.tools.plan.predict import TrainingJob
-from paceline.tools.plan.predictor import _Pool
+from paceline.tools.plan.predictor import IN_FLIGHT, Predictor
 from tests.support.processes import python_path
-from tests.tools.plan.helpers import cluster, layers
+from tests.tools.plan.helpers import FakePredictor, cluster, layers, row
 
 PLANS = """
 import os, sys
 from paceline.tools.plan.predict import TrainingJob
-from paceline.tools.plan.predictor import in_processes
+from paceline.tools.plan.predictor import Predictor
 from tests.tools.plan.helpers import cluster, layers
 
 if __name__ == "__main__":
     job = TrainingJob(cluster=cluster(), workload=layers())
-    with in_processes(2) as predict:
-        answers = list(predict(job, ["bsp", "bsp:buckets=ddp"] * 4, short=True))
-        print(*predict._pool._processes, flush=True)  # idle by now: they wait for more
+    with Predictor(2) as predictor:
+        asked = [(job, spec) for spec in ["bsp", "bsp:buckets=ddp"] * 4]
+        answers = list(predictor.predict(asked, "short"))
+        print(*predictor._pool._processes, flush=True)  # idle by now: they wait for more
         sys.stdin.read()
 """
 
@@ -62,25 +66,70 @@ def test_no_process_of_the_pool_outlives_the_one_that_plans(how, tmp_path):
                 os.close(end)
 
 
+@pytest.mark.slow
+def test_several_processes_give_the_same_answers_up_to_the_same_limit():
+    job = TrainingJob(cluster=cluster(2), workload=layers(1))
+    names = ["single", "none of these", "wfbp", "ddp", "single", "wfbp", "ddp"]
+    asked = [(job, f"bsp:buckets={name}") for name in names]
+    here = Predictor()
+    answers = list(here.predict(asked, "short"))
+    assert isinstance(answers[1], Infeasible)
+    assert here.events == sum(one.events for one in answers if one is not answers[1])
+    with Predictor(2) as there:
+        assert list(there.predict(asked, "short")) == answers
+        assert there.events == here.events
+        # What lies beyond the limit is dropped, and does not count.
+        middle = there.events + sum(one.events for one in answers[2:4])
+        cut = list(there.predict(asked, "short", until=middle))
+        assert cut == answers[: len(cut)]
+        again = Predictor()
+        again.events = here.events
+        assert list(again.predict(asked, "short", until=middle)) == cut
+        assert 2 < len(cut) < len(asked)
+        assert again.events == there.events >= middle
+
+
+def test_the_limit_ends_predictions_and_the_last_one_may_exceed_it():
+    asked = [(None, spec) for spec in "abcdef"]
+    predictor = FakePredictor(lambda spec, fidelity: row(spec), 25, each=10)
+    assert [one.spec for one in predictor.predict(asked, until=15)] == ["a", "b"]
+    assert predictor.events_left == 5
+    assert [one.spec for one in predictor.predict(asked)] == ["a"]
+    assert predictor.events == 30
+    assert predictor.events_left == 0
+    assert list(predictor.predict(asked)) == []
+    assert len(list(predictor.predict(asked, until=math.inf))) == len(asked)
+
+
 class Submitted:
     """A pool of processes that notes what it is given, in its order."""
 
     def __init__(self):
         self.specs = []
 
-    def submit(self, function, asked):
-        self.specs.append(asked[1])
+    def submit(self, function, job, spec):
+        self.specs.append(spec)
         future = Future()
-        future.set_result(asked[1])
+        future.set_result((row(spec), 10))
         return future
 
 
-def test_the_longest_prediction_begins_first_and_answers_keep_their_order():
-    job = TrainingJob(cluster=cluster(8), workload=layers(8))
+def with_pool(pool, processes=2):
+    predictor = Predictor(processes)
+    predictor._pool = pool  # no process of the real one has begun
+    return predictor
+
+
+def test_few_predictions_are_in_flight():
     pool = Submitted()
-    asked = [(job, spec) for spec in ("bsp:buckets=ddp", "asp", "bsp:collective=tree")]
-    assert list(_Pool(pool).each(asked)) == [spec for _, spec in asked]
-    assert pool.specs == ["asp", "bsp:collective=tree", "bsp:buckets=ddp"]
+    predictor = with_pool(pool)
+    asked = [(None, spec) for spec in "abcdefghij"]
+    answers = predictor.predict(asked)
+    for number, spec in enumerate("abcdefghij", 1):
+        assert next(answers).spec == spec
+        assert "".join(pool.specs) == "abcdefghij"[: number + 2 * IN_FLIGHT]
+    assert next(answers, None) is None
+    assert predictor.events == 100
 
 
 def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
@@ -92,7 +141,19 @@ def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
     monkeypatch.setitem(METHODS, "own", Own)
     pool = Submitted()
     job = TrainingJob(cluster=cluster(2), workload=layers(1))
-    (said,) = _Pool(pool)(job, ["own:buckets=ddp"], short=True)
+    (said,) = with_pool(pool).predict([(job, "own:buckets=ddp")], "short")
+    assert pool.specs == []
+    assert said.step_seconds > 0
+
+
+def test_an_optimizer_that_cannot_be_pickled_is_predicted_here():
+    pool = Submitted()
+    job = TrainingJob(
+        cluster=cluster(2),
+        workload=layers(1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    )
+    (said,) = with_pool(pool).predict([(job, "bsp:buckets=ddp")], "short")
     assert pool.specs == []
     assert said.step_seconds > 0
 

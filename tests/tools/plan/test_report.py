@@ -17,13 +17,16 @@ from paceline.tools.plan.report import (
     times,
     to_json,
 )
-from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
-from paceline.tools.plan.what_if import ScalingPoint
+from paceline.tools.plan.what_if import (
+    BreakEven,
+    ScalingPoint,
+    Suggestion,
+    Suggestions,
+)
 from paceline.tools.report.html import text_of
 from paceline.tools.report.model import Number, Table
 from paceline.tools.report.terminal import print_report
-from tests.tools.plan.helpers import cluster, layers
-from tests.tools.plan.test_more import made, row
+from tests.tools.plan.helpers import cluster, layers, made, row
 
 NOTHING = Suggestions(break_even=(), helps=())
 ASKED = Question(
@@ -263,8 +266,9 @@ def test_counts_tell_short_runs_from_rejected_and_skipped_candidates():
         "4 candidates",
         "3 infeasible",
         " 2 predicted roughly",
-        " 1 in a",
-        " 5 more",
+        " 1 predicted roughly",
+        " 5 not predicted",
+        "--max-work",
     ):
         assert part in text
     table = section(plan_report(plan, NOTHING, ASKED), "3 infeasible")

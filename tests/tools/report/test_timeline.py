@@ -20,10 +20,10 @@ from paceline.tools.report.timeline import (
     Step,
     called,
     row_name,
-    step_of,
-    usual_step,
+    typical_record,
+    typical_step,
 )
-from paceline.tools.report.traces import chrome_trace, spans_in
+from paceline.tools.report.traces import chrome_trace, read_spans
 from tests.tools.compare.cases import Comparison
 
 
@@ -58,7 +58,7 @@ def run_of(
 
 def step_with(rows: list[tuple[str, str, float, float]], workers: int = 1) -> Step:
     spans, records = run_of(rows, workers)
-    found = step_of("bsp", lambda: spans, records)
+    found = typical_step("bsp", lambda: spans, records)
     assert found is not None
     return found
 
@@ -111,18 +111,18 @@ def test_a_usual_step_sends_as_most_that_send_do_and_is_of_middling_length() -> 
     probing = [record(i, 9.0, 5000) for i in range(1, 6)]
     usual = [record(i, 1.0 + i / 100) for i in range(6, 21)]
     slow, last = record(21, 7.0), record(22, 0.1)
-    chosen = usual_step([*probing, *usual, slow, last])
+    chosen = typical_record([*probing, *usual, slow, last])
     assert chosen.step in range(12, 20)
     # of a local method only those that send are worth a look
     rounds = [record(i, 1.0, 1000 if i % 4 == 0 else 0) for i in range(1, 20)]
-    assert usual_step(rounds).step % 4 == 0
-    assert usual_step([record(1)]).step == 1
+    assert typical_record(rounds).step % 4 == 0
+    assert typical_record([record(1)]).step == 1
 
 
 def test_a_run_without_a_trace_has_no_step() -> None:
     spans, records = run_of([])
-    assert step_of("bsp", list, records) is None
-    assert step_of("bsp", lambda: spans, []) is None
+    assert typical_step("bsp", list, records) is None
+    assert typical_step("bsp", lambda: spans, []) is None
 
 
 def test_what_overlaps_stands_side_by_side() -> None:
@@ -137,7 +137,7 @@ def test_of_many_workers_those_who_are_waited_for_are_kept() -> None:
         wait = {17: 0.0, 40: 0.9}.get(worker, 0.5)
         spans.append(Span(worker, "wait", "all_reduce", 3.0 - wait, 3.0))
         spans.append(Span(worker, "compute", "forward", 2.0, 3.0 - wait))
-    step = step_of("bsp", lambda: spans, records)
+    step = typical_step("bsp", lambda: spans, records)
     assert step is not None
     names = [worker.name for worker in step.workers]
     assert names == ["worker 0", "worker 17", "worker 40", "worker 63"]
@@ -181,9 +181,9 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
     spans, _ = run_of([("wait", '},{"ph":"X"}\n],', 2.25, 2.5)], workers=2)
     path = tmp_path / "a.trace.json"
     path.write_bytes(b"".join(chrome_trace(lambda: spans)))
-    assert [*spans_in(path)] == spans
+    assert [*read_spans(path)] == spans
     path.write_bytes(b"".join(chrome_trace(list)))
-    assert [*spans_in(path)] == []
+    assert [*read_spans(path)] == []
     assert "traceEvents" in msgspec.json.decode(path.read_bytes())
 
 
@@ -195,7 +195,7 @@ def test_a_page_of_30_variants_with_64_workers_is_small(tmp_path: Path) -> None:
         spec = f"bsp:buckets=fixed,megabytes={i + 1},collective=halving-doubling"
         logged = [{"loss": random.random(), "accuracy": random.random()}] * 300
         comparison.add(spec, logged)
-    chosen = usual_step(comparison.runs[-1].steps)
+    chosen = typical_record(comparison.runs[-1].steps)
     start, end = chosen.end_seconds - chosen.step_seconds, chosen.end_seconds
     spans = []
     for worker in range(64):

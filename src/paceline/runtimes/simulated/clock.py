@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import faulthandler
 import heapq
-import itertools
 import os
 import signal
 import sys
@@ -123,7 +122,7 @@ class VirtualClock:
         self._on_turn = on_turn
         self._as_worker = as_worker
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self._sequence = itertools.count()
+        self.events = 0  # so far, of which some may be to come
         self._runnable: deque[Worker] = deque()
         self._current: Worker | None = None
         self._has_acted = False
@@ -139,7 +138,8 @@ class VirtualClock:
         """Call *action* when the clock reaches *time*; *last*: after the other events
         of that instant."""
         assert time >= self.now, "time can't go backwards"
-        heapq.heappush(self._heap, (time, int(last), next(self._sequence), action))
+        self.events += 1
+        heapq.heappush(self._heap, (time, int(last), self.events, action))
 
     def complete(self, completion: Completion) -> None:
         """*completion* happens now; whoever waits for it can run."""

@@ -86,8 +86,8 @@ ACTORS = -1
 
 @dataclass
 class SimulationResult:
-    """What a simulation gives back: each worker's recorder, and how many times the turn
-    was handed over. *kept*: each worker's records, and *spans*: those of collectives, where a
+    """What a simulation gives back: each worker's recorder, how many times the turn
+    was handed over (*switches*), and how many *events* the clock had. *kept*: each worker's records, and *spans*: those of collectives, where a
     trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
     each what *inputs* it was given. *estimated_compressors*: sentences on compressors whose
     times no workload has measured. *weights*: by worker that ran, as *recorders* have them, how many it stands for (None:
@@ -98,6 +98,7 @@ class SimulationResult:
     spans: list[Span] = field(default_factory=list)
     virtual_seconds: float = 0.0
     switches: int = 0
+    events: int = 0
     paced_by_script: bool = False
     stand_in: bool = False
     profilers: list[StepProfiler] = field(default_factory=list)
@@ -265,6 +266,7 @@ class Simulation:
         ]
         self.result.virtual_seconds = max(w.time for w in self.clock.workers)
         self.result.switches = self.clock.switches
+        self.result.events = self.clock.events
         self.result.paced_by_script = any(
             runtime.paced_by_script for runtime in self._runtimes.values()
         )

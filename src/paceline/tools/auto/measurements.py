@@ -225,7 +225,7 @@ class TrainingMeasurements:
         is_torchs = getattr(torch.optim, cls.__name__, None) is cls
         sampler = self._inputs.sampler
         # A worker that asks nothing does not import the planner.
-        from paceline.tools.plan.prediction_cost import usual_seconds
+        from paceline.tools.plan.predictor import usual_events
 
         return Question(
             cluster=cluster_toml(cluster, exact=True),
@@ -236,7 +236,7 @@ class TrainingMeasurements:
             hyperparameters={k: v for k, v in values.items() if _is_plain(v)},
             refused=self._refused_methods(),
             epoch_steps=0 if sampler is None else len(sampler),
-            budget_seconds=usual_seconds(cluster),
+            max_events=usual_events(cluster),
         )
 
     def _refused_methods(self) -> dict[str, str]:

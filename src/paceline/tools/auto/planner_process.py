@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 MODULE = "paceline.tools.auto"
 NICE = 19
 PATIENCE, LEAST_PATIENCE = 30.0, 120.0
-"""Times its budget, and seconds at least: a process of low priority on a busy machine."""
+"""Times what its simulated events take on one core, and seconds at least: a process of low priority on
+a busy machine."""
 TRIALS = 2
 """Candidates that are tried."""
 ALIKE = 1.02
@@ -53,7 +54,7 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
         workload: The fields of a `Workload`.
         consistency: The weakest class that is allowed.
         present: The spec of the present method.
-        budget_seconds: What predictions may take.
+        max_events: Simulated events after which the search stops.
         optimizer: The class's name in `torch.optim`; empty: it is not torch's.
         hyperparameters: Its arguments.
         refused: Methods that cannot train this model or script, and why.
@@ -64,7 +65,7 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
     workload: dict[str, object]
     consistency: Consistency
     present: str
-    budget_seconds: float
+    max_events: int
     optimizer: str = ""
     hyperparameters: dict[str, object] = {}
     refused: dict[str, str] = {}
@@ -110,7 +111,10 @@ class PlannerProcess:
     def __init__(
         self, question: Question, environment: Mapping[str, str] = os.environ
     ) -> None:
-        patience = max(LEAST_PATIENCE, PATIENCE * question.budget_seconds)
+        from paceline.tools.plan.predictor import EVENTS_PER_SECOND
+
+        seconds = question.max_events / EVENTS_PER_SECOND
+        patience = max(LEAST_PATIENCE, PATIENCE * seconds)
         self._deadline = time.monotonic() + patience
         # Files, and not pipes: whoever trains neither reads, nor waits until somebody reads.
         self._errors, self._output, asked = _file(), _file(), _file()
@@ -245,7 +249,7 @@ def answer(question: Question) -> Answer:
         cluster,
         workload,
         allowed=(*allowed, *following),
-        budget_seconds=question.budget_seconds,
+        max_events=question.max_events,
         optimizer=optimizer,
         refused=question.refused,
         epoch_steps=question.epoch_steps,

@@ -40,8 +40,8 @@ from paceline.tools.report.model import (
     TimelineSection,
 )
 from paceline.tools.report.terminal import parts_of_step
-from paceline.tools.report.timeline import Step, step_of
-from paceline.tools.report.traces import spans_in
+from paceline.tools.report.timeline import Step, typical_step
+from paceline.tools.report.traces import read_spans
 from paceline.units import show_bytes, show_count, show_seconds
 
 SPANS = 24_000
@@ -513,8 +513,8 @@ def _timeline(shown: _Comparison, folder: Path) -> TimelineSection | None:
     for _, name, run, _ in shown.ran:
         trace = folder / f"{run.variant.file_name}.trace.json"
         if trace.exists():
-            spans = partial(spans_in, trace)
-            step = step_of(name, spans, run.steps, SPANS // max(6, len(shown.ran)))
+            spans = partial(read_spans, trace)
+            step = typical_step(name, spans, run.steps, SPANS // max(6, len(shown.ran)))
             steps += [] if step is None else [step]
     if not steps:
         return None

@@ -32,6 +32,7 @@ from paceline.tools.doctor.system_faults import (
 from paceline.tools.doctor.training_model import TrainingModel
 from paceline.tools.plan.candidates import consistency_of
 from paceline.tools.plan.estimates import Estimate, recommend
+from paceline.tools.plan.predictor import Predictor
 from paceline.tools.plan.search import plan
 from paceline.units import show_bytes, show_rate, show_seconds
 
@@ -72,7 +73,9 @@ def _estimates(
     processes: int,
 ) -> tuple[Estimate, ...]:
     """What several faults ask of the same job is predicted once."""
-    return plan(cluster, workload, allowed=allowed, processes=processes).estimates
+    with Predictor(processes) as predictor:
+        made = plan(cluster, workload, allowed=allowed, predictor=predictor)
+    return made.estimates
 
 
 def _as_strong(own: Consistency) -> list[Consistency]:

@@ -18,8 +18,13 @@ from paceline.errors import UsageError
 from paceline.spec import parse
 from paceline.tools.doctor.network_model import IN, OUT, VARIES, Direction, NetworkModel
 from paceline.tools.plan.estimates import Infeasible, lower_bound_seconds
-from paceline.tools.plan.merged_tensors import FEW, coarse
-from paceline.tools.plan.predict import TrainingJob, predict, predict_single
+from paceline.tools.plan.predict import (
+    FEW,
+    TrainingJob,
+    merge_tensors,
+    predict,
+    predict_single,
+)
 
 SAME = 0.03
 """Figures that differ by less count as equal."""
@@ -174,7 +179,9 @@ class TrainingModel:
         if (
             parse(self.spec).values.get("buckets") != "wfbp"
         ):  # there they are what counts
-            workload = coarse(workload, max(FEW, MOST_TENSORS // len(self.hosts)))
+            workload = merge_tensors(
+                workload, max(FEW, MOST_TENSORS // len(self.hosts))
+            )
         inputs = tuple(self.inputs[rank] / self.passes for rank in self._ranks)
         return TrainingJob(
             cluster=self.cluster,

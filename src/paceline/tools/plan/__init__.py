@@ -1,19 +1,15 @@
-"""Which method a network and a model want: every candidate, predicted in virtual time.
+"""Which method fits a network and a model: every candidate, predicted in virtual time.
 
 `plan` is a pure function of a cluster and a workload: equal arguments, equal plans, to the bit.
 It runs simulations, which take the process for themselves: beside a training it runs in a process
 of its own.
 
 - `search`: predicts every candidate; start here.
-- `candidates`, `candidate_order`: what is worth predicting, and in which order.
+- `candidates`: what is worth predicting.
 - `predict`: one candidate in virtual time; `predictor`: many of them, in several processes.
-- `prediction_cost`, `merged_tensors`: keep predictions quick.
-- `compression_times`: measured compression times of the best candidates.
-- `break_even`: the network that makes all workers as fast as one machine.
 - `estimates`: a plan as data, its lower bound, and which methods it recommends.
-- `suggestions`, `what_if`: what other options, more workers or faster links would give.
+- `what_if`: break-even links, other ways to gain, more workers and faster links.
 - `script`: what a script trains.
-- `traced_step`: a step of a candidate, moment by moment.
 - `report`: a plan for people, in the terminal, on a page and as JSON.
 - `switch_upgrades`: ranks racks by the gain of an aggregating switch.
 """

@@ -1,18 +1,16 @@
-"""What is worth predicting: method x collective x compression x buckets, from the registries.
+"""What is worth predicting: method x collective x compressor x bucket rule, from the registries.
 
-All of them would be thousands. So `first` takes every method as it is by default, and bsp with
-one thing changed: each bucket rule, each collective, each compressor. `crossed` takes the best of each
-class then, and changes one thing more in it. The rules, once for all:
+All combinations would be thousands. `first` has every method as it is by default, and bsp with one
+change: each bucket rule, each collective, each compressor. `crossed` takes the best of each class
+and changes one thing more in it. In both:
 
-- A method that keeps parameters on servers has one on each host, where the cluster has no hosts for
-  servers: a single one would carry all gradients over one link.
-- A collective that needs aggregators is left out where no rack has one. ``ring`` is: it is what
-  native does.
-- Compressors of `CONTRIB` are left out.
-- Compressors are as by default; with the best of a class the `CODES` fastest under bsp are tried.
+- Methods with parameters on servers have a server on each host, where the cluster has no hosts for
+  servers: a single server would carry all gradients over one link.
+- Collectives that need aggregators are infeasible where no rack has one.
+- The collective ``ring`` is left out: native does the same. So are the compressors of `CONTRIB`.
+- Compressors have their defaults. The best of a class is combined with the `CODES` fastest of bsp.
 
-What cannot run is not known here: the code that refuses it does, and says why, when it is
-predicted.
+Whether a candidate can run is found out by predicting it: the code that refuses it says why.
 """
 
 from __future__ import annotations
@@ -34,32 +32,36 @@ from paceline.spec import Spec, parse
 from paceline.tools.plan.estimates import DDP, Infeasible
 
 CODES = 2
-"""Compressors that the best of each class is tried with."""
+"""Compressors that the best of each class is combined with."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A spec, and what it promises."""
+    """A spec and its class."""
 
     spec: str
     consistency: Consistency
 
 
 def candidate(spec: str | Spec) -> Candidate:
-    """Raises `UsageError` for a spec that nobody can train with."""
+    """The candidate of a spec.
+
+    Raises:
+        UsageError: The spec cannot be trained with.
+    """
     text = str(spec)
     method, settings = parse_method(text)
     return Candidate(text, consistency_of(method, settings))
 
 
 def consistency_of(method: Method, settings: Settings) -> Consistency:
-    """The weakest of what method, collective and code promise."""
+    """The weakest class of a method, its collective and its compressor."""
     own: Consistency = getattr(method, "consistency", "asynchronous")
     how: Consistency = getattr(COLLECTIVES[settings.collective], "consistency", "exact")
     return weaker(weaker(own, how), settings.compression.code.consistency)
 
 
 def declared_consistency(text: str) -> Consistency:
-    """The class of a spec, whether it can be trained with or not."""
+    """The class of a spec, also of one that cannot be trained with."""
     try:
         return candidate(text).consistency
     except UsageError:
@@ -102,7 +104,7 @@ def _with_values(text: str, row: object) -> str:
 
 
 def first(cluster: Cluster) -> tuple[list[Candidate], list[Infeasible]]:
-    """The candidates of the first round: bsp first, so that it wins where all are alike."""
+    """Candidates and infeasible specs of the first round: bsp first, so that of equal ones it wins."""
     names = ["bsp", *(name for name in METHODS if name != "bsp")]
     specs = [
         Spec(name, dict(form))
@@ -128,8 +130,13 @@ def first(cluster: Cluster) -> tuple[list[Candidate], list[Infeasible]]:
 def crossed(
     best: Mapping[Consistency, str], codes: Sequence[str], cluster: Cluster
 ) -> tuple[list[Candidate], list[Infeasible]]:
-    """The *best* spec of each class with one thing more changed in it; *codes*: compressors,
-    the fastest first."""
+    """Candidates and infeasible specs of the second round.
+
+    Args:
+        best: The best spec of each class.
+        codes: Compressors, the fastest first.
+        cluster: The network.
+    """
     specs = []
     for text in best.values():
         spec = parse(text)
@@ -184,7 +191,7 @@ def _candidates(
 
 
 def _placed(spec: Spec, cluster: Cluster) -> Spec:
-    """With a server on each host, where there are servers and no hosts for them."""
+    """The spec with a server on each host, where it has servers and the cluster no hosts for them."""
     method, settings = parse_method(str(spec))
     served = (
         method.updates_on == "server"

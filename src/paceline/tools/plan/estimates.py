@@ -44,7 +44,7 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
         rejected: The short run was too slow in its class for a full one.
         steady_after: Steps of a training before its steps take this long (0: not known).
         estimated_compression: The compressor's time is derived from bytes, not measured.
-        events: Simulator events that the prediction took.
+        events: Simulated events that the prediction took.
         notes: What the training logged.
     """
 
@@ -108,8 +108,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         baseline: What estimates are compared with.
         estimates: From the fastest to the slowest.
         infeasible: Candidates that cannot run.
-        skipped: How many candidates the budget left no time for.
-        spent_seconds: Of the budget.
+        skipped: How many candidates were not predicted, as the search had reached its limit.
+        events: Simulated events of all predictions.
     """
 
     cluster: str
@@ -118,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     estimates: tuple[Estimate, ...]
     infeasible: tuple[Infeasible, ...]
     skipped: int = 0
-    spent_seconds: float = 0.0
+    events: int = 0
 
     @property
     def fastest(self) -> dict[Consistency, Estimate]:

@@ -1,16 +1,19 @@
-"""One candidate in virtual time: stand-in tensors, few steps, the figures of settled ones.
+"""One method in virtual time: stand-in tensors, few steps, the figures of steady steps.
 
-The simulated runtime is the only predictor: what a method does is its own text. Here is only how
-many steps of it tell enough:
+The planner has no model of any method: the simulated runtime runs the method's own code. This module
+decides how many steps suffice:
 
-- A training repeats after the period that its method tells (`Run.set_period`); two of them
-  are run after the plan of buckets has settled, if it is measured.
-- Rounds of more than `SHORTENED` steps are run with fewer: a step between two rounds
-  only computes, so the others cost what these cost.
-- Who waits for nobody drifts, until a bound is met: of a longer run the second half counts, and
-  rates are added up, as workers may do different numbers of steps.
-- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.steady_state`); a note of the prediction
-  says for how many steps a compressor sends more, and how much.
+- A training repeats after the period that its method sets (`Run.set_period`). Two periods run after
+  the buckets are planned, if measurements plan them.
+- Rounds of more than `SHORTENED` steps run with fewer. Between two rounds a step only computes, so
+  the steps that are left out take as long as those that run.
+- Workers of asynchronous methods drift apart until a bound stops them. The second half of a longer
+  run counts, and rates are added up, as workers may do different numbers of steps.
+- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.steady_state`). A note says for how
+  many steps a compressor sends more, and how much.
+
+A short run also merges the model's tensors (`merge_tensors`), and has DDP's bucket rule where
+measurements plan buckets.
 
 Nothing here looks at a clock: equal questions have equal answers, to the bit.
 """
@@ -42,37 +45,51 @@ from paceline.records import StepRecord, StepRecorder, steady_steps
 from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel, Simulation, SimulationResult
-from paceline.spec import convert_fields
+from paceline.spec import Spec, convert_fields, parse
 from paceline.tools.plan.candidates import declared_consistency
 from paceline.tools.plan.estimates import Estimate, Fidelity, Infeasible
+from paceline.tools.report.timeline import Step, typical_step
 
 SHORTENED, SHORTENED_IN_SHORT = 16, 8
-"""Steps of a round that are run, where there are more."""
+"""Steps of a round that run, where it has more."""
+FEW = 16
+"""Tensors of a short run, where the model has more: a step takes longer to simulate with each, and
+hardly changes."""
 MOST_STEPS = 80
 SETTLED, SETTLED_AT_ONCE = 4, 2
-"""Steps at least, once buckets are settled: of methods that wait for means past backward, which
-fill the network first, and of those whose every step is like the one before."""
+"""Steady steps at least: of methods that wait for averages in the next forward pass, which fill the
+network first, and of those whose every step is like the one before."""
 DRIFTING, DRIFTING_IN_SHORT = 24, 6
-"""Steps of those that wait for nobody..."""
+"""Steps of asynchronous methods..."""
 FEW_DRIFT = 16
-"""...where there are so many workers at most; of more there are half as many."""
+"""...with at most so many workers; with more they run half as many."""
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """What is trained with where nobody says."""
+    """The optimizer where none is named."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What is to be trained, and where. *accumulate*: passes that an update takes (None: as many as the
-    workload's script has, or one where nobody knows), *batches*: how
-    many times the workload's batch a pass has. *settled*: steps that count, at least. *inputs*: by
-    worker, seconds that it waits for its batch before each pass (none: nobody waits). *trace*: runs
-    keep their records and spans. *epoch_steps*: of the sampler (0: nobody knows). *brief*: what repeats exactly is run, and measured, as seldom as
-    can be; without, as often as in a training."""
+    """What is trained, and on which network.
+
+    Attributes:
+        cluster: The network and its workers.
+        workload: The model's tensors and compute times.
+        optimizer: Makes an optimizer like the training's.
+        accumulate: Passes of one update (None: as many as the workload's script has, or one).
+        batches: Times the workload's batch that a pass has.
+        jitter: Relative spread of compute times.
+        seed: Of the jitter.
+        settled: Steady steps at least.
+        inputs: By worker, seconds that it waits for a batch before each pass (empty: none).
+        trace: Whether runs keep records and spans.
+        epoch_steps: Steps of an epoch of the sampler (0: not known).
+        brief: Run what repeats exactly as seldom as possible, instead of as often as a training.
+    """
 
     cluster: Cluster
     workload: Workload
@@ -89,14 +106,21 @@ class TrainingJob:
 
     @property
     def passes(self) -> int:
-        """How many an update takes."""
+        """Forward and backward passes of one update."""
         return self.accumulate or self.workload.passes or 1
 
 
 @dataclass(frozen=True)
 class _Run:
-    """A method as it is run, by how many steps its rounds are shorter, whether few steps are
-    enough, and how many more than here it takes in a training to learn what it will do."""
+    """A method as it runs.
+
+    Attributes:
+        method: With shorter rounds, and past its warm-up.
+        missing: By how many steps its rounds are shorter.
+        settings: Past the compressor's warm-up.
+        short: Whether few steps are enough.
+        learns_longer: Steps of a training's warm-up that are left out here.
+    """
 
     method: Method
     missing: int
@@ -106,7 +130,7 @@ class _Run:
 
     @property
     def drifts(self) -> bool:
-        """Whether its workers wait for nobody."""
+        """Whether its workers are asynchronous."""
         return self.method.rounds.every == 0
 
 
@@ -118,11 +142,14 @@ def predict(
     Args:
         job: What is trained, and where.
         spec: The method.
-        fidelity: ``"short"`` runs few steps, and DDP's rule instead of planned buckets.
+        fidelity: ``"short"`` runs few steps of a model with few tensors, and DDP's rule instead of
+            planned buckets.
 
     Returns:
         The estimate; `Infeasible` where the method refuses the job.
     """
+    if fidelity == "short":
+        job = replace(job, workload=merge_tensors(job.workload))
     with _no_collection():
         return _predicted(job, spec, fidelity)
 
@@ -135,7 +162,8 @@ def predict_single(job: TrainingJob) -> Estimate:
     """
     fastest = max(job.cluster.speeds)
     rack = Rack(workers=1, link=125e6, latency=0.0, speed=(fastest,))
-    found = predict(replace(job, cluster=Cluster((rack,))), "bsp", "short")
+    with _no_collection():
+        found = _predicted(replace(job, cluster=Cluster((rack,))), "bsp", "short")
     if isinstance(found, Infeasible):
         raise UsageError(found.reason)
     workers = job.cluster.workers
@@ -156,7 +184,7 @@ def _predicted(
     consistency = declared_consistency(spec)
     try:
         run = _as_run(spec, fidelity == "short", job.brief)
-        outcome = _simulate(job, run)
+        outcome, events = _simulate(job, run)
     except PacelineError as error:
         cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
         reason = cause if isinstance(cause, PacelineError) else error
@@ -176,13 +204,13 @@ def _predicted(
         fidelity=fidelity,
         steady_after=steady + run.learns_longer if steady else 0,
         estimated_compression=bool(outcome.estimated_compressors),
-        events=outcome.switches,
+        events=events,
         notes=(*recorders[0].notes, *([warm_up] if warm_up else [])),
     )
 
 
 def _warm_up(job: TrainingJob, spec: str) -> str:
-    """What first steps send that the figures leave out."""
+    """Bytes of the first steps that the figures leave out."""
     compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
@@ -193,20 +221,32 @@ def _warm_up(job: TrainingJob, spec: str) -> str:
 def _of_epochs(
     compression: GradientCompression, job: TrainingJob
 ) -> GradientCompression:
-    """As the script's sampler has epochs."""
+    """With the epochs of the script's sampler."""
     return compression.with_epoch(job.epoch_steps) if job.epoch_steps else compression
 
 
-def traced(job: TrainingJob, spec: str) -> SimulationResult:
-    """The run that `predict` takes its figures from, with records and spans. Raises
-    `PacelineError` where it cannot run."""
-    return _simulate(
-        replace(job, trace=True), _as_run(spec, short=False, brief=job.brief)
-    )
+def trace_step(job: TrainingJob, spec: str) -> tuple[Step | None, int]:
+    """Trace a typical step of a full run, moment by moment.
+
+    Args:
+        job: What is trained, and where.
+        spec: The method.
+
+    Returns:
+        The step (None where the method refuses the job), and the simulated events of the run.
+    """
+    job = replace(job, trace=True)
+    try:
+        outcome, events = _simulate(job, _as_run(spec, short=False, brief=job.brief))
+    except PacelineError:
+        return None, 0
+    records = [record for kept in outcome.kept for record in kept.steps]
+    spans = [*outcome.spans, *(span for kept in outcome.kept for span in kept.spans)]
+    return typical_step(spec, lambda: spans, records), events
 
 
-def in_the_long_run(method: Method) -> Method:
-    """As it is after its warm-up."""
+def _in_the_long_run(method: Method) -> Method:
+    """The method past its warm-up."""
     cls: Any = type(method)
     later = getattr(cls, "in_the_long_run", {})
     changed: Method = replace(method, **convert_fields(cls, later))  # type: ignore[type-var]
@@ -215,13 +255,13 @@ def in_the_long_run(method: Method) -> Method:
 
 def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     read, settings = parse_method(spec)
-    method = in_the_long_run(read)
+    method = _in_the_long_run(read)
     longer = max(0, _learns_for(read) - _learns_for(method))
     if short and settings.buckets in MEASURED:
         settings = replace(settings, buckets="ddp")
     longer += settings.compression.warmup_steps
     settings = replace(settings, compression=settings.compression.steady_state())
-    run_as = shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
+    run_as = _shorter(method, SHORTENED_IN_SHORT if short else SHORTENED)
     return _Run(*(run_as if brief else (method, 0)), settings, short, longer)
 
 
@@ -231,7 +271,7 @@ def _learns_for(method: Any) -> int:
 
 
 def says_more_in_full(spec: str) -> bool:
-    """Whether a full run can come to other figures than a short one of the same workload."""
+    """Whether a full run can have other figures than a short run of the same tensors."""
     quick, full = (_as_run(spec, short, brief=True) for short in (True, False))
     method = full.method
     return (
@@ -242,9 +282,10 @@ def says_more_in_full(spec: str) -> bool:
     )
 
 
-def shorter(method: Any, steps: int) -> tuple[Method, int]:
-    """With rounds of so many *steps*, or a few more, where they are long and a shorter one is like them; and by how
-    many they are shorter."""
+def _shorter(method: Any, steps: int) -> tuple[Method, int]:
+    """The method with rounds of about *steps* steps, and by how many they are shorter.
+
+    Unchanged where rounds are not longer, or a shorter one would be another method."""
     whole = getattr(method, "sync_every", 0)
     if whole <= steps or getattr(method, "group_every", 1) > 1:
         return method, 0
@@ -261,7 +302,50 @@ def shorter(method: Any, steps: int) -> tuple[Method, int]:
     return method, 0
 
 
-def _simulate(job: TrainingJob, run: _Run) -> SimulationResult:
+def merge_tensors(workload: Workload, most: int = FEW) -> Workload:
+    """Merge a workload's tensors into at most *most*, of about equal bytes.
+
+    Neighbours in ready order become one tensor. Sums of bytes and times stay; a workload of at most
+    *most* tensors is returned as it is.
+    """
+    if len(workload.names) <= most:
+        return workload
+    share = sum(workload.sizes) / most
+    groups: list[list[int]] = [[]]
+    done = 0.0
+    for index in workload.order:
+        if groups[-1] and len(groups) < most and done >= share * len(groups):
+            groups.append([])
+        groups[-1].append(index)
+        done += workload.sizes[index]
+    groups.reverse()  # what is registered last is ready first
+    return replace(
+        workload,
+        names=tuple(f"part{number}" for number in range(len(groups))),
+        sizes=tuple(sum(workload.sizes[i] for i in group) for group in groups),
+        forward=tuple(sum(workload.forward[i] for i in group) for group in groups),
+        backward=tuple(sum(workload.backward[i] for i in group) for group in groups),
+        order=(),
+        shapes=(),
+    )
+
+
+def short_run_specs(spec: str) -> tuple[str, ...]:
+    """The specs that stand for *spec* in short runs.
+
+    Where measurements plan its buckets, these are DDP's rule, which a short run has instead, and a
+    bucket per tensor. Planned buckets are as fast as the faster of them, or a little faster.
+    """
+    read = parse(spec)
+    method, settings = parse_method(spec)
+    if method.updates_on == "server" or settings.buckets not in MEASURED:
+        return (spec,)
+    return spec, str(Spec(read.name, read.values | {"buckets": "wfbp"}))
+
+
+def _simulate(job: TrainingJob, run: _Run) -> tuple[SimulationResult, int]:
+    """The run, and its simulated events."""
+
     def body(rank: int) -> None:
         runtime = join_runtime()
         model = stand_in(_charged(job))
@@ -293,14 +377,22 @@ def _simulate(job: TrainingJob, run: _Run) -> SimulationResult:
     with redirect_stdout(quiet), redirect_stderr(quiet):
         simulation = _simulation(job, run, draws=False)
         outcome = simulation.run(body)
+        events = _events(outcome, job)
         if simulation.drawn:  # a method of the user's own
             outcome = _simulation(job, run, draws=True).run(body)
-    return outcome
+            events += _events(outcome, job)
+    return outcome, events
+
+
+def _events(outcome: SimulationResult, job: TrainingJob) -> int:
+    """The work of a run: events of the clock, and the tensors of all passes of all workers."""
+    passes = job.passes * sum(one.step_count for one in outcome.recorders)
+    return outcome.events + passes * len(job.workload.names)
 
 
 def _charged(job: TrainingJob) -> Workload:
-    """The workload with all batches of a step ready before it. Where nobody knows how many samples
-    a batch has, one stands for it, so that more take longer."""
+    """The workload with the input of all batches of a step. A batch of unknown size counts as one
+    sample, so that more batches take longer."""
     workload = job.workload
     batches = job.batches * job.passes / (workload.passes or 1)
     return replace(
@@ -309,14 +401,14 @@ def _charged(job: TrainingJob) -> Workload:
 
 
 def _use_gradients(model: torch.nn.Module) -> None:
-    """As a script does that clips: it waits for all of them where backward ends."""
+    """Read all gradients after backward, as a script does that clips."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.norm()
 
 
 def _few_are_enough(job: TrainingJob, run: _Run) -> bool:
-    """Whether representatives of many workers have the figures of all."""
+    """Whether representatives of many workers have the figures of all workers."""
     return (
         job.cluster.workers > FEW_DRIFT
         and getattr(run.method, "symmetric", False)
@@ -341,9 +433,9 @@ def _simulation(job: TrainingJob, run: _Run, *, draws: bool) -> Simulation:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """The cycle collector looks through everything that a process holds, again and again, while
-    many workers make many objects: a fifth of the time. Here it does so once, at the end, and
-    only through what was made meanwhile."""
+    """Collect cycles once, at the end, and only among objects made within.
+
+    Many workers make many objects, so that the collector would take a fifth of the time."""
     if not gc.isenabled() or gc.get_freeze_count():
         yield
         return
@@ -358,9 +450,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
-    if (
-        job.inputs
-    ):  # what is spent is over the worker's speed, and loaders do not know that
+    if job.inputs:
+        # The clock divides by the worker's speed; data loaders do not depend on it.
         runtime.clock.charge(
             job.inputs[runtime.rank] * job.cluster.speeds[runtime.rank], "input"
         )
@@ -368,7 +459,9 @@ def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
 
 def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
     if run.drifts:
-        wanted = drifting_steps(run.short, job.cluster.workers) + recorder.warm_up_steps
+        wanted = (
+            _drifting_steps(run.short, job.cluster.workers) + recorder.warm_up_steps
+        )
         wanted += job.settled - SETTLED
     else:
         late = getattr(run.method, "waits_in_forward", False)
@@ -378,8 +471,8 @@ def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
     return recorder.step_count >= wanted
 
 
-def drifting_steps(short: bool, workers: int) -> int:
-    """How many are run of those that wait for nobody."""
+def _drifting_steps(short: bool, workers: int) -> int:
+    """Steps that run of an asynchronous method."""
     steps = DRIFTING_IN_SHORT if short else DRIFTING
     return steps if workers <= FEW_DRIFT else max(DRIFTING_IN_SHORT, steps // 2)
 
@@ -407,8 +500,10 @@ def _figures(recorders: Sequence[StepRecorder], run: _Run) -> Figures:
 def _lengthened(
     recorders: Sequence[StepRecorder], means: Figures, missing: int
 ) -> Figures:
-    """The means over a round of so many steps more, which are as most of it are. At its end all wait
-    for the slowest: so each of them takes as long as its step, and the others wait for the rest."""
+    """Means over a round that has *missing* more steps, each like most of its steps.
+
+    At its end all workers wait for the slowest. So each of these steps takes as long as the slowest
+    worker's, and the others wait for the rest."""
     period = recorders[0].period
     usual = [
         [median(getattr(step, name) for step in steady_steps(list(recorder.steps))) for name in _FIELDS]
@@ -428,8 +523,7 @@ def _lengthened(
 
 
 def _drifting(recorders: Sequence[StepRecorder]) -> Figures:
-    """Of the second half of the time in which all were training: the steps of a worker that has
-    the mean rate."""
+    """Figures of a worker with the mean rate, in the second half of the time in which all train."""
     end = min(recorder.steps[-1].end_seconds for recorder in recorders)
     halves = [_second_half(list(recorder.steps), end) for recorder in recorders]
     rates = [

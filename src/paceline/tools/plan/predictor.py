@@ -1,97 +1,185 @@
-"""Many predictions, in this process or in some beside it: the same ones either way."""
+"""Many predictions, in this process or in several: the same answers in the same order.
+
+What predictions take is counted in simulated events: events of the simulator's clock, plus the
+tensors that the workers' steps handle. Unlike time, that is the same on every machine.
+"""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
 from functools import partial
-from typing import Protocol, TypeVar
+from itertools import islice
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 
+from paceline.cluster import Cluster
 from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.runtimes.python_internals import end_pool
-from paceline.tools.plan.estimates import Estimate, Infeasible
+from paceline.tools.plan.estimates import Estimate, Fidelity, Infeasible
 from paceline.tools.plan.predict import TrainingJob, predict
-from paceline.tools.plan.prediction_cost import cost
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
-A = TypeVar("A")
-B = TypeVar("B")
+EVENTS_PER_SECOND = 5_000
+"""Simulated events of a second of one core, from 0.13 to 0.24 ms each. It sets defaults and patience; no
+decision depends on it."""
+USUAL_SECONDS, MORE_SECONDS, FEW_WORKERS = 140.0, 16.0, 16
+"""Of one core, for a plan; and for each worker beyond so many."""
+IN_FLIGHT = 2
+"""Predictions that each process has or will get, so that none waits for work."""
+
+Result = TypeVar("Result")
 
 
-class Predict(Protocol):
-    """Answers in the order of what is asked, as they come."""
+def usual_events(cluster: Cluster) -> int:
+    """Simulated events after which a plan stops by default: enough for all candidates of usual
+    models on up to `FEW_WORKERS` workers."""
+    more = MORE_SECONDS * max(0, cluster.workers - FEW_WORKERS)
+    return round(EVENTS_PER_SECOND * (USUAL_SECONDS + more))
 
-    def __call__(
-        self, job: TrainingJob, specs: Sequence[str], *, short: bool
+
+class Predictor:
+    """Makes predictions, and counts the simulated events that they take.
+
+    Answers come in the order of the questions, and each counts when its turn comes. So neither the
+    answers nor where `max_events` ends them depends on the number of processes. Other processes end
+    with the ``with`` block.
+
+    Args:
+        processes: Predictions at a time. With 1, this process makes them. It also makes those that
+            others cannot: of an optimizer that cannot be pickled, or of registries to which the
+            script has added rows.
+        max_events: Simulated events after which predictions stop. The last one may exceed them.
+
+    Attributes:
+        events: Simulated events so far.
+    """
+
+    def __init__(self, processes: int = 1, max_events: float = math.inf) -> None:
+        self.max_events = max_events
+        self.events = 0
+        self._in_flight = IN_FLIGHT * processes
+        self._pool: ProcessPoolExecutor | None = None
+        if processes > 1:
+            # A fork of a process with threads, as torch's autograd engine has, can hang.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(
+                processes, mp_context=context, initializer=_begin
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._pool is not None:
+            end_pool(self._pool)  # nobody needs what it still computes
+
+    @property
+    def events_left(self) -> float:
+        """Simulated events until `max_events`."""
+        return max(0.0, self.max_events - self.events)
+
+    def predict(
+        self,
+        asked: Sequence[tuple[TrainingJob, str]],
+        fidelity: Fidelity = "full",
+        *,
+        until: float | None = None,
     ) -> Iterator[Estimate | Infeasible]:
-        """Of one job by each of *specs*."""
-        ...
+        """Predict each job with its spec.
 
-    def each(
-        self, asked: Sequence[tuple[TrainingJob, str]], *, short: bool = False
-    ) -> Iterator[Estimate | Infeasible]:
-        """Of jobs, each by its spec."""
-        ...
+        Args:
+            asked: Jobs and specs.
+            fidelity: See `predict.predict`.
+            until: Value of `events` at which to stop (None: `max_events`).
+
+        Yields:
+            The answers, in the order of `asked`; fewer where the limit is reached.
+        """
+        return self.map(partial(_predict, fidelity=fidelity), asked, until=until)
 
     def map(
-        self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
-    ) -> Iterator[B]:
-        """What *function*, of a module, makes of each; in the order of *asked*. *prices*: about how long
-        each takes."""
-        ...
+        self,
+        function: Callable[..., tuple[Result, int]],
+        asked: Sequence[tuple[Any, ...]],
+        *,
+        until: float | None = None,
+    ) -> Iterator[Result]:
+        """Call a function with each tuple of arguments.
+
+        Args:
+            function: Of a module. It returns a result, and the simulated events that it took.
+            asked: Its arguments.
+            until: Value of `events` at which to stop (None: `max_events`).
+
+        Yields:
+            The results, in the order of `asked`; fewer where the limit is reached.
+        """
+        limit = self.max_events if until is None else until
+        with closing(self._answers(function, asked)) as answers:
+            while self.events < limit:
+                answer = next(answers, None)
+                if answer is None:
+                    return
+                result, events = answer
+                self.events += events
+                yield result
+
+    def _answers(
+        self,
+        function: Callable[..., tuple[Result, int]],
+        asked: Sequence[tuple[Any, ...]],
+    ) -> Generator[tuple[Result, int], None, None]:
+        pool = self._pool
+        if pool is None or has_rows_of_others() or not _is_picklable(asked):
+            yield from (function(*arguments) for arguments in asked)
+            return
+        rest = iter(asked)
+        pending: deque[Future[tuple[Result, int]]] = deque()
+
+        def submit(count: int) -> None:
+            with without_interrupts():  # it may start a process
+                pending.extend(
+                    pool.submit(function, *arguments)
+                    for arguments in islice(rest, count)
+                )
+
+        try:
+            submit(self._in_flight)
+            while pending:
+                answer = pending.popleft().result()
+                submit(1)
+                yield answer
+        finally:
+            for future in pending:
+                future.cancel()
 
 
-class _InThisProcess:
-    """One after the other."""
+def has_rows_of_others() -> bool:
+    """Whether the script, or what it imports, has added rows to a registry.
 
-    def __call__(
-        self, job: TrainingJob, specs: Sequence[str], *, short: bool
-    ) -> Iterator[Estimate | Infeasible]:
-        return self.each([(job, spec) for spec in specs], short=short)
-
-    def each(
-        self, asked: Sequence[tuple[TrainingJob, str]], *, short: bool = False
-    ) -> Iterator[Estimate | Infeasible]:
-        prices = [cost(job, spec, short=short) for job, spec in asked]
-        return self.map(partial(_predict, short=short), asked, prices)
-
-    def map(
-        self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
-    ) -> Iterator[B]:
-        return map(function, asked)
+    Other processes would not know them.
+    """
+    rows = (*METHODS.values(), *COLLECTIVES.values(), *COMPRESSORS.values())
+    ours = __name__.partition(".")[0]
+    return any(row.__module__.partition(".")[0] != ours for row in rows)
 
 
-in_this_process = _InThisProcess()
-
-
-class _Pool(_InThisProcess):
-    """So many at a time as *pool* has processes, the longest first, so that none of them is left with a
-    long one at the end; here, what cannot be handed over."""
-
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self._pool = pool
-
-    def map(
-        self, function: Callable[[A], B], asked: Sequence[A], prices: Sequence[float]
-    ) -> Iterator[B]:
-        if has_rows_of_others() or not _can_be_handed_over(asked):
-            return super().map(function, asked, prices)
-        longest_first = sorted(range(len(asked)), key=lambda i: -prices[i])
-        with without_interrupts():
-            under_way = {
-                i: self._pool.submit(function, asked[i]) for i in longest_first
-            }
-        return (under_way[i].result() for i in range(len(asked)))
-
-
-def _can_be_handed_over(asked: object) -> bool:
+def _is_picklable(asked: object) -> bool:
     try:
         pickle.dumps(asked)
     except Exception:
@@ -99,36 +187,14 @@ def _can_be_handed_over(asked: object) -> bool:
     return True
 
 
-def has_rows_of_others() -> bool:
-    """Whether the script, or what it imports, has put rows into a registry: another process would not
-    know them."""
-    rows = (*METHODS.values(), *COLLECTIVES.values(), *COMPRESSORS.values())
-    ours = __name__.partition(".")[0]
-    return any(row.__module__.partition(".")[0] != ours for row in rows)
+def _predict(
+    job: TrainingJob, spec: str, *, fidelity: Fidelity
+) -> tuple[Estimate | Infeasible, int]:
+    found = predict(job, spec, fidelity)
+    return found, 0 if isinstance(found, Infeasible) else found.events
 
 
 def _begin() -> None:
-    """A process of the pool: it waits for what is asked next, and nobody asks any more once its
-    parent was killed."""
+    """Begin a process of the pool, which ends when its parent is killed."""
     end_with_parent()
     torch.set_num_threads(1)
-
-
-def _predict(asked: tuple[TrainingJob, str], *, short: bool) -> Estimate | Infeasible:
-    return predict(*asked, "short" if short else "full")
-
-
-@contextmanager
-def in_processes(count: int) -> Iterator[Predict]:
-    """Within it, so many at a time; by this process alone where *count* is 1, and for what cannot
-    be handed over, such as an optimizer of the script's own."""
-    if count == 1:
-        yield in_this_process
-        return
-    # A fork of a process with threads, as torch's autograd engine has, can hang.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin)
-    try:
-        yield _Pool(pool)
-    finally:
-        end_pool(pool)  # what it still does is for nobody

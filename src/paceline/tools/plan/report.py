@@ -14,8 +14,7 @@ from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 from paceline.tools.plan.candidates import summary_line
 from paceline.tools.plan.estimates import DDP, Estimate, Plan
-from paceline.tools.plan.suggestions import Suggestion, Suggestions
-from paceline.tools.plan.what_if import ScalingPoint
+from paceline.tools.plan.what_if import ScalingPoint, Suggestion, Suggestions
 from paceline.tools.report.model import (
     GREY,
     Bar,
@@ -64,7 +63,6 @@ _WITH: dict[Consistency, str] = {
     "local": "With local updates",
     "asynchronous": "With asynchronous updates",
 }
-_NO_BUDGET = "the candidates' share of --budget does not suffice"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,11 +503,21 @@ def counts(plan: Plan) -> str:
     short = sum(one.fidelity == "short" for one in plan.estimates) - rejected
     if rejected:
         text += f" {rejected} predicted roughly (~), as too slow in their class."
-    if short:
-        text += f" {short} in a short run only (~), as {_NO_BUDGET}."
-    if plan.skipped:
-        text += f" {plan.skipped} more not predicted, as {_NO_BUDGET}."
+    cut = [f"{plan.skipped} not predicted"] if plan.skipped else []
+    cut += [f"{short} predicted roughly (~)"] if short else []
+    if cut:
+        text += (
+            f" {' and '.join(cut)}, as the search reached its limit: a larger --max-work "
+            "looks at them."
+        )
     return text
+
+
+def show_events(events: float) -> str:
+    """A number of simulated events: ``"1.2 million simulated events"``."""
+    if events < 1e6:
+        return f"{events:,.0f} simulated events"
+    return f"{events / 1e6:.2g} million simulated events"
 
 
 def _infeasible(plan: Plan) -> Table | None:
@@ -610,8 +618,8 @@ def _also(suggestions: Suggestions) -> Text | None:
     lines = [line[0].upper() + line[1:]]
     if suggestions.untried:
         lines.append(
-            f"{show_count(suggestions.untried, 'other change')} not predicted: the rest of --budget "
-            "does not suffice."
+            f"{show_count(suggestions.untried, 'other change')} not predicted: --max-work ended "
+            "the search."
         )
     return Text(title="Also", lines=lines, level="summary")
 

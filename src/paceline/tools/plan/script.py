@@ -1,6 +1,6 @@
-"""What a script trains, found out by running a few steps of it in virtual time.
+"""What a script trains: found out by running a few of its steps in virtual time.
 
-What is found out is cached beside the script's compute times, where it can be written down.
+What is found is cached beside the script's compute times, where it can be written down.
 """
 
 from __future__ import annotations
@@ -34,16 +34,28 @@ from paceline.tools.plan.candidates import declared_consistency
 from paceline.tools.plan.predict import MakeOptimizer, plain_sgd
 from paceline.tools.plan.predictor import has_rows_of_others
 
-Told = Callable[[str, int | None, int | None], None]
+OnProgress = Callable[[str, int | None, int | None], None]
 TRIED_STEPS = 3
 """A script that clips by itself does so in its first step; a scheduler may come after it."""
 
 
 @dataclass(frozen=True)
 class ScriptAnalysis:
-    """*optimizer* makes one like the script's; *workload* is what the script's model stands for,
-    if it does. *refused*: methods under which the script fails, and why, of those that were *tried*.
-    *names* and *sizes*: of what is trained, in bytes."""
+    """What a script trains.
+
+    Attributes:
+        optimizer: Makes an optimizer like the script's.
+        workload: The workload that the model stands for; None: it is a real model.
+        refused: Names of methods under which the script fails, and why, of those that were tried.
+        names: Trained tensors.
+        sizes: Bytes of each.
+        epoch_steps: Steps of an epoch of the script's sampler; 0: it has none.
+        paced: Whether the script says itself what it computes.
+        passes: As `Workload` has them; None: no step has shown it.
+        uses_gradients: As `Workload` has it; None: no step has shown it.
+        tried: Names of the methods whose kind was run.
+        file: Where an earlier run cached this; empty: the script ran now.
+    """
 
     optimizer: MakeOptimizer = plain_sgd
     workload: Workload | None = None
@@ -51,18 +63,14 @@ class ScriptAnalysis:
     names: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     epoch_steps: int = 0
-    """Of the sampler that the script gives; 0: it gives none."""
     paced: bool = False
-    """Whether the script says itself what it computes."""
     passes: int | None = None
     uses_gradients: bool | None = None
-    """As `Workload` has them; None: no step has shown it."""
     tried: tuple[str, ...] = ()
     file: str = ""
-    """Where it was cached by an earlier run; empty: the script ran now."""
 
     def of_script(self, workload: Workload) -> Workload:
-        """*workload* with what this script does in a step, whatever script it was measured in."""
+        """*workload* with this script's passes and uses of gradients, whatever script was measured."""
         passes = workload.passes if self.passes is None else self.passes
         uses = self.uses_gradients
         uses = workload.uses_gradients if uses is None else uses
@@ -76,7 +84,11 @@ class ScriptAnalysis:
         )
 
     def check(self, workload: Workload, what: str) -> None:
-        """Raise `UsageError` for a workload of another model."""
+        """Check that a workload is of this model.
+
+        Raises:
+            UsageError: It is of another one.
+        """
         workload.check_matches(self.names, self.sizes, what)
 
 
@@ -85,14 +97,25 @@ def analyze_script(
     arguments: Sequence[str],
     scratch: Path,
     allowed: Collection[Consistency] = CONSISTENCIES,
-    told: Told = lambda what, number, count: None,
+    on_progress: OnProgress = lambda what, number, count: None,
 ) -> ScriptAnalysis:
-    """Runs two workers for a few steps under bsp, and under one method of each kind that
-    sees gradients otherwise and has a method of an *allowed* class: what the script does to them is refused
-    by all of a kind. Checkpoints that it writes go to *scratch*. What an earlier call found out is
-    cached, and not run again. *told* is called before each run.
+    """Run a script for a few steps on two workers, and see what it does.
 
-    Raises what the script raises under bsp.
+    It runs under bsp, and under one method of each kind that treats gradients differently: methods of
+    a kind refuse the same scripts. What an earlier call found is cached, and not run again.
+
+    It runs under bsp, and under one method of each kind that treats gradients differently: methods of
+    a kind refuse the same scripts.
+
+    Args:
+        script: Its file.
+        arguments: Its arguments.
+        scratch: Folder for the checkpoints that it writes.
+        allowed: Kinds without a method of these classes are not run.
+        on_progress: Called before each run.
+
+    Raises:
+        UsageError: It trains nothing. What it raises itself under bsp is raised, too.
     """
     cached = CachedFile.of(ScriptJob(script, arguments), FEW_WORKERS, "analysis")
     analysis = cached.read(ScriptAnalysis, _decode)
@@ -102,11 +125,11 @@ def analyze_script(
     done = 0
     if analysis is None:
         done, count = 1, count + 1
-        told(_run_text(script, 1, count, "bsp"), None, None)
+        on_progress(_run_text(script, 1, count, "bsp"), None, None)
         analysis = _analyzed(script, arguments, scratch)
     # Once more: the script may have registered methods.
     for number, kind in enumerate(_untried(analysis, allowed), start=done + 1):
-        told(_run_text(script, number, max(number, count), kind[0]), None, None)
+        on_progress(_run_text(script, number, max(number, count), kind[0]), None, None)
         analysis = replace(
             analysis,
             refused=analysis.refused | _refusals(script, arguments, kind, scratch),
@@ -183,8 +206,7 @@ def _untried(
 
 
 def _kinds() -> list[list[str]]:
-    """Names of methods: those whose scripts are given equal gradients at equal places. Without
-    those that are as bsp."""
+    """Names of methods, grouped by where a script sees which gradients; without bsp's group."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, cls in METHODS.items():
         method: Method = cls()
@@ -231,7 +253,7 @@ def _run(
     scratch: Path,
     habits: list[StepHabits] | None = None,
 ) -> Simulation:
-    """*habits*: gets those of worker 0, by training."""
+    """Run a few steps. *habits* gets those of worker 0, by training."""
     simulation = Simulation(
         uniform_cluster(FEW_WORKERS, "10gbit", "50us"),
         options=RunOptions(method=method, steps=TRIED_STEPS, tells=False),
@@ -259,8 +281,7 @@ def _run(
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
-    """What makes one of the same class and hyperparameters, for other parameters; plain SGD for
-    one that cannot be made so."""
+    """Makes an optimizer of the same class and hyperparameters; plain SGD where that fails."""
     real: Any = getattr(optimizer, "unwrapped", optimizer)
     cls: Any = type(real)
     known = inspect.signature(cls).parameters

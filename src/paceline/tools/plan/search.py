@@ -1,125 +1,224 @@
-"""The plan: every candidate predicted, hopeless ones in a short run only.
+"""The search: predict every candidate, cheap predictions first.
 
-1. All candidates of the first round in a short run, of a model with few tensors. Where these may
-   not all fit into the budget, those first that are fastest on a few hosts (`promise`).
-2. The best of each class with one thing more changed in it, in a short run, too.
-3. Those that a short run cannot tell (`says_more_in_full`, or the model has more tensors), and that
-   are not `HOPELESS` in their class, in full; what does not fit into the budget is judged by its short
-   run.
+1. The candidates of `first`, in short runs of few tensors.
+2. The best of each class with one more change (`crossed`), in short runs.
+3. Full runs of those whose figures a short run cannot show: a method learns or has other buckets
+   in full, or the model has more tensors. Left out are those that the short run shows as
+   `HOPELESS` in their class.
 
-What it costs is counted (`price`), and not timed, so that all ranks, and all starts, decide alike.
+In each round classes take turns, so that the limit on simulated events cuts all of them alike.
+What it cuts is judged by its short run, or is counted as skipped. The limit is counted, not timed:
+equal questions have equal answers on every machine.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import msgspec
 
 from paceline.cluster import Cluster, Workload
-from paceline.compression import COMPRESSORS
+from paceline.cluster.workload import CompressorTimes
+from paceline.compression import COMPRESSORS, full_spec
+from paceline.core.settings import parse_method
 from paceline.errors import UsageError
 from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
-from paceline.tools.plan.candidate_order import rough
 from paceline.tools.plan.candidates import Candidate, crossed, first
 from paceline.tools.plan.estimates import (
     DDP,
     Baseline,
     Estimate,
+    Fidelity,
     Infeasible,
     Plan,
     lower_bound_seconds,
 )
-from paceline.tools.plan.merged_tensors import coarse
 from paceline.tools.plan.predict import (
+    FEW,
     MakeOptimizer,
     TrainingJob,
     plain_sgd,
     predict_single,
     says_more_in_full,
+    trace_step,
 )
-from paceline.tools.plan.prediction_cost import Budget, cost, usual_seconds
-from paceline.tools.plan.predictor import Predict, in_processes
+from paceline.tools.plan.predictor import Predictor, usual_events
+from paceline.tools.report.timeline import Step
 
 HOPELESS = 1.5
-"""Times the best step of its class, in a short run: planning its buckets does not mend that."""
-
-
-NOTHING = 0.01
-"""Of a step, so little that it is as if nobody waited."""
-
+"""Times the best step of its class, in a short run: planned buckets do not make up for that."""
+NEGLIGIBLE = 0.01
+"""Part of a step: less exposed communication is none."""
 FIRST, CROSSED = 0.5, 0.6
-"""Parts of the budget that may be gone after the first round, and after the second."""
+"""Parts of the simulated events after which the first, and the second round stop."""
+IN_FRONT = 1.2
+"""Times the best step of its class: compressors of such methods are measured."""
+MOST_COMPRESSORS = 4
+"""Compressors that are measured at a time: each takes up to a second or so."""
+
+OnProgress = Callable[[str, int, int], None]
+"""Gets what comes next, its number, and how many there are."""
+
+
+def _quiet(what: str, number: int, count: int) -> None:
+    pass
+
+
+def plan(
+    cluster: Cluster,
+    workload: Workload,
+    *,
+    allowed: Collection[Consistency] = CONSISTENCIES,
+    max_events: float | None = None,
+    optimizer: MakeOptimizer = plain_sgd,
+    jitter: float = 0.0,
+    refused: Mapping[str, str] | None = None,
+    epoch_steps: int = 0,
+    predictor: Predictor | None = None,
+    on_progress: OnProgress = _quiet,
+) -> Plan:
+    """Predict every candidate for a model on a network.
+
+    It takes the process for its simulations: beside a training, call it in another process.
+
+    Args:
+        cluster: The network and its workers.
+        workload: The model's tensors and compute times.
+        allowed: Classes of which candidates are predicted.
+        max_events: Simulated events after which it stops [default: `usual_events`].
+        optimizer: Makes an optimizer like the training's. Some candidates forbid some.
+        jitter: Relative spread of compute times.
+        refused: Names of methods that cannot train the script, and why.
+        epoch_steps: Steps of an epoch of its sampler (0: not known). Some compressors count epochs.
+        predictor: Makes the predictions [default: this process].
+        on_progress: Called before each prediction.
+
+    Returns:
+        The plan. Equal arguments give equal plans, to the bit.
+
+    Raises:
+        UsageError: No allowed candidate can run.
+    """
+    job = TrainingJob(
+        cluster=cluster,
+        workload=workload,
+        optimizer=optimizer,
+        jitter=jitter,
+        epoch_steps=epoch_steps,
+    )
+    search = _Search(job, frozenset(allowed), predictor or Predictor(), on_progress)
+    before = search.predictor.events
+    if cluster.workers > 1:
+        most = usual_events(cluster) if max_events is None else max_events
+        search.run(refused or {}, min(most, search.predictor.events_left))
+        if not search.found:
+            raise UsageError(search.nothing_found())
+    made = search.plan()
+    return msgspec.structs.replace(made, events=search.predictor.events - before)
 
 
 @dataclass
 class _Search:
-    """What is known so far."""
+    """Candidates and their predictions so far, by spec.
+
+    Attributes:
+        whole: Specs whose figures are those of a full run.
+        rejected: Specs that the short run shows as hopeless.
+        skipped: Specs without a prediction, as the limit was reached.
+    """
 
     job: TrainingJob
     allowed: Collection[Consistency]
-    budget: Budget
-    predict: Predict
-    told: Callable[[str, int, int], None]
+    predictor: Predictor
+    on_progress: OnProgress
     candidates: dict[str, Candidate] = field(default_factory=dict)
     found: dict[str, Estimate] = field(default_factory=dict)
-    left_out: dict[str, Infeasible] = field(default_factory=dict)
+    infeasible: dict[str, Infeasible] = field(default_factory=dict)
     whole: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)
 
-    def look(
-        self,
-        among: Sequence[Candidate],
-        left_out: Iterable[Infeasible] = (),
-        *,
-        short: bool,
-        keep: float = 0.0,
-    ) -> None:
-        """Predict those that are allowed, as far as the budget goes; but *keep* seconds."""
-        for out in left_out:
-            if out.consistency in self.allowed:
-                self.left_out[out.spec] = out
-        job = self.quick if short else self.job
-        wanted = []
-        for one in among:
-            if one.consistency not in self.allowed or (
-                short and one.spec in self.found
-            ):
-                continue
-            if self.budget.takes(cost(job, one.spec, short=short), keep):
-                wanted.append(one)
-            elif short:
-                self.skipped.add(one.spec)
-        said = self.predict(job, [one.spec for one in wanted], short=short)
-        for number, one in enumerate(wanted):
-            self.told(one.spec, number, len(wanted))
-            self._keep(one, next(said), short)
+    def run(self, refused: Mapping[str, str], most: float) -> None:
+        """All rounds, with *most* simulated events."""
+        usable = partial(self._usable, refused)
+        begin, cluster = self.predictor.events, self.job.cluster
+        among, infeasible = first(cluster)
+        self._keep_infeasible(infeasible)
+        self._predict(usable(among), "short", begin + FIRST * most)
+        compressors = sorted(
+            (name for name in COMPRESSORS if f"bsp:compression={name}" in self.found),
+            key=lambda name: self.seconds(f"bsp:compression={name}"),
+        )
+        among, infeasible = crossed(self._waiting(), compressors, cluster)
+        self._keep_infeasible(infeasible)
+        self._predict(usable(among), "short", begin + CROSSED * most)
+        hopeful = self._for_a_full_run()
+        self._predict(hopeful, "full", begin + most)
+        # The limit has cut those that are neither rejected nor whole.
+        names = {one.spec for one in hopeful}
+        self.rejected = self.found.keys() - self.whole - names
 
-    def _keep(self, one: Candidate, said: Estimate | Infeasible, short: bool) -> None:
+    def _usable(
+        self, refused: Mapping[str, str], among: Iterable[Candidate]
+    ) -> list[Candidate]:
+        """Allowed candidates whose method can train the script."""
+        usable = []
+        for one in among:
+            reason = refused.get(parse(one.spec).name)
+            if one.consistency not in self.allowed:
+                continue
+            if reason is None:
+                usable.append(one)
+            else:
+                self.infeasible[one.spec] = Infeasible(
+                    spec=one.spec, consistency=one.consistency, reason=reason
+                )
+        return usable
+
+    def _keep_infeasible(self, infeasible: Iterable[Infeasible]) -> None:
+        for one in infeasible:
+            if one.consistency in self.allowed:
+                self.infeasible[one.spec] = one
+
+    def _predict(
+        self, among: Sequence[Candidate], fidelity: Fidelity, until: float
+    ) -> None:
+        """Predict candidates, classes in turn; in short runs only those that have no figures."""
+        short = fidelity == "short"
+        wanted = _in_turns([c for c in among if not (short and c.spec in self.found)])
+        if short:
+            self.skipped |= {one.spec for one in wanted}
+        asked = [(self.job, one.spec) for one in wanted]
+        answers = self.predictor.predict(asked, fidelity, until=until)
+        for number, one in enumerate(wanted):
+            self.on_progress(one.spec, number, len(wanted))
+            answer = next(answers, None)
+            if answer is None:
+                break
+            self._keep(one, answer, short)
+
+    def _keep(self, one: Candidate, answer: Estimate | Infeasible, short: bool) -> None:
         self.skipped.discard(one.spec)
-        if isinstance(said, Infeasible):
-            self.left_out[one.spec] = said
+        if isinstance(answer, Infeasible):
+            self.infeasible[one.spec] = answer
             self.found.pop(one.spec, None)
             return
         self.candidates[one.spec] = one
-        self.found[one.spec] = said
-        if not short or (self.quick == self.job and not says_more_in_full(one.spec)):
+        self.found[one.spec] = answer
+        few = len(self.job.workload.names) <= FEW
+        if not short or (few and not says_more_in_full(one.spec)):
             self.whole.add(one.spec)
 
-    @property
-    def quick(self) -> TrainingJob:
-        """What short runs are of."""
-        return replace(self.job, workload=coarse(self.job.workload))
+    def seconds(self, spec: str) -> float:
+        """The step of a spec, as far as it is known."""
+        return self.found[spec].step_seconds
 
-    def best(self) -> dict[Consistency, str]:
-        """The fastest spec of each class, so far; the first of those that are alike."""
+    def _best(self) -> dict[Consistency, str]:
+        """The fastest spec of each class so far; of equal ones the first."""
         best: dict[Consistency, str] = {}
         for consistency in CONSISTENCIES:
             mine = [
@@ -129,20 +228,30 @@ class _Search:
                 best[consistency] = min(mine, key=self.seconds)
         return best
 
-    def for_a_full_run(self) -> list[Candidate]:
-        """Those that a short run does not tell, unless hopeless in their class; the fastest first.
+    def _waiting(self) -> dict[Consistency, str]:
+        """The best of each class that waits for the network: others have nothing to gain."""
+        return {
+            consistency: spec
+            for consistency, spec in self._best().items()
+            if self.found[spec].exposed_seconds > NEGLIGIBLE * self.seconds(spec)
+        }
 
-        A short run can show two as equal to the bit that differ in full, as it has fewer tensors and no
-        planned buckets. So each is run; but the first of those that look equal come before the others,
-        should the budget end."""
+    def _for_a_full_run(self) -> list[Candidate]:
+        """Candidates that are not hopeless and whose short run does not show all, the fastest first.
+
+        Two that are equal to the bit in a short run can differ in full, as it has fewer tensors and
+        no planned buckets. So each runs; but the first of equal ones before the others, should the
+        limit come.
+        """
         best = {
-            consistency: self.seconds(spec) for consistency, spec in self.best().items()
+            consistency: self.seconds(spec)
+            for consistency, spec in self._best().items()
         }
         seen: Counter[tuple[object, ...]] = Counter()
         ranked = []
         for spec in sorted(self.found, key=self.seconds):
             slowest = HOPELESS * best[self.candidates[spec].consistency]
-            # What others are held against is run in any case.
+            # Others are compared with DDP, so it runs in any case.
             if spec in self.whole or (self.seconds(spec) > slowest and spec != DDP):
                 continue
             key = parse(spec).name, says_more_in_full(spec), _figures(self.found[spec])
@@ -150,16 +259,47 @@ class _Search:
             seen[key] += 1
         return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
-    def varied(self) -> dict[Consistency, str]:
-        """The best of each class that waits for the network: others have nothing to gain."""
-        return {
-            consistency: spec
-            for consistency, spec in self.best().items()
-            if self.found[spec].exposed_seconds > NOTHING * self.seconds(spec)
-        }
+    def nothing_found(self) -> str:
+        """Why there is no estimate."""
+        classes = ", ".join(c for c in CONSISTENCIES if c in self.allowed)
+        if self.skipped:
+            return (
+                f"no simulated event is left for a prediction of {classes}: expected more than "
+                "zero; raise --max-work (max_events)"
+            )
+        reasons = "; ".join(f"{s}: {one.reason}" for s, one in self.infeasible.items())
+        return (
+            f"no candidate of the allowed classes ({classes}) can run here; allow more of them. "
+            f"{reasons}"
+        )
 
-    def seconds(self, spec: str) -> float:
-        return self.found[spec].step_seconds
+    def plan(self) -> Plan:
+        """The figures as a plan."""
+        job = self.job
+        batch = job.workload.batch
+        if batch is not None:
+            batch *= job.cluster.workers * job.passes
+        estimates = [
+            msgspec.structs.replace(
+                self.found[spec],
+                fidelity="full" if spec in self.whole else "short",
+                rejected=spec in self.rejected,
+            )
+            for spec in sorted(self.found, key=self.seconds)
+        ]
+        return Plan(
+            cluster=job.cluster.describe(),
+            workload=job.workload.source,
+            baseline=Baseline(
+                workers=job.cluster.workers,
+                batch=batch,
+                single=predict_single(job),
+                lower_bound_seconds=lower_bound_seconds(job.cluster, job.workload),
+            ),
+            estimates=tuple(estimates),
+            infeasible=tuple(self.infeasible.values()),
+            skipped=len(self.skipped),
+        )
 
 
 def _figures(one: Estimate) -> tuple[object, ...]:
@@ -169,93 +309,8 @@ def _figures(one: Estimate) -> tuple[object, ...]:
     )
 
 
-def plan(
-    cluster: Cluster,
-    workload: Workload,
-    *,
-    allowed: Collection[Consistency] = CONSISTENCIES,
-    budget_seconds: float | None = None,
-    optimizer: MakeOptimizer = plain_sgd,
-    jitter: float = 0.0,
-    refused: Mapping[str, str] | None = None,
-    epoch_steps: int = 0,
-    processes: int = 1,
-    predict: Predict | None = None,
-    told: Callable[[str, int, int], None] = lambda spec, number, count: None,
-) -> Plan:
-    """Predict every candidate for *workload* on *cluster*.
-
-    *allowed*: classes that count. *budget_seconds*: about what it may take on a core of
-    today (None: `usual_seconds`); counted and not timed, so that equal arguments have equal answers. *optimizer* makes one like the
-    training's: some candidates forbid some. *refused*: methods by name, and why the script cannot
-    be trained with them. *epoch_steps*: steps in an epoch of its sampler, 0 where nobody knows: some codes
-    count in epochs. *processes*: predictions that are made at a time; what they say does not
-    depend on it; *predict* (`together.in_processes`) makes them where it is there. *told* is called before each prediction. Raises `UsageError` where
-    no allowed candidate can run.
-    """
-    job = TrainingJob(
-        cluster=cluster,
-        workload=workload,
-        optimizer=optimizer,
-        jitter=jitter,
-        epoch_steps=epoch_steps,
-    )
-    with ExitStack() as stack:
-        if predict is None:
-            predict = stack.enter_context(in_processes(processes))
-        most = usual_seconds(cluster) if budget_seconds is None else budget_seconds
-        search = _Search(job, frozenset(allowed), Budget(most), predict, told)
-        if cluster.workers > 1:
-            _search(search, refused or {})
-    if cluster.workers > 1 and not search.found:
-        raise UsageError(_nothing(search))
-    made = _plan(search)
-    return msgspec.structs.replace(made, spent_seconds=most - search.budget.left)
-
-
-def _search(search: _Search, refused: Mapping[str, str]) -> None:
-    usable = partial(_without, refused, search)
-    cluster = search.job.cluster
-    among, left_out = first(cluster)
-    ranked = _by_promise(search, usable(among))
-    budget = search.budget.left
-    search.look(ranked, left_out, short=True, keep=(1 - FIRST) * budget)
-    codes = sorted(
-        (name for name in COMPRESSORS if f"bsp:compression={name}" in search.found),
-        key=lambda name: search.seconds(f"bsp:compression={name}"),
-    )
-    among, left_out = crossed(search.varied(), codes, cluster)
-    keep = (1 - CROSSED) * budget
-    search.look(_by_turns(usable(among)), left_out, short=True, keep=keep)
-    hopeful = search.for_a_full_run()
-    search.look(_by_turns(hopeful), short=False)
-    # What is neither rejected nor full, the budget had no time for.
-    among_hopeful = {one.spec for one in hopeful}
-    search.rejected = search.found.keys() - search.whole - among_hopeful
-
-
-def _by_promise(search: _Search, among: Sequence[Candidate]) -> list[Candidate]:
-    """Those that count; the most promising first, if they may not all fit into the budget."""
-    among = [one for one in among if one.consistency in search.allowed]
-    all_of_them = sum(cost(search.quick, one.spec, short=True) for one in among)
-    if all_of_them <= FIRST * search.budget.left:
-        return among
-    job = rough(search.job)
-    price = sum(cost(job, one.spec, short=True) for one in among)
-    if price > FIRST * min(search.budget.left, all_of_them):
-        return _by_turns(among)
-    search.budget.takes(price)
-    said = list(search.predict(job, [one.spec for one in among], short=True))
-    # What cannot run so may run with more; it comes last.
-    seconds = {
-        one.spec: math.inf if isinstance(answer, Infeasible) else answer.step_seconds
-        for one, answer in zip(among, said, strict=True)
-    }
-    return _by_turns(sorted(among, key=lambda one: seconds[one.spec]))
-
-
-def _by_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each class, then the second of each, and so on: should the budget end."""
+def _in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each class, then the second of each, and so on."""
     seen: Counter[Consistency] = Counter()
     ranked = []
     for one in candidates:
@@ -264,60 +319,104 @@ def _by_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
     return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _without(
-    refused: Mapping[str, str], search: _Search, among: Sequence[Candidate]
-) -> list[Candidate]:
-    """Those whose method the script can be trained with."""
-    usable = []
-    for one in among:
-        why = refused.get(parse(one.spec).name)
-        if why is None:
-            usable.append(one)
-        elif one.consistency in search.allowed:
-            search.left_out[one.spec] = Infeasible(
-                spec=one.spec, consistency=one.consistency, reason=why
-            )
-    return usable
+# ---- measured compression times ----
 
 
-def _nothing(search: _Search) -> str:
-    classes = ", ".join(q for q in CONSISTENCIES if q in search.allowed)
-    if search.skipped:
-        return (
-            f"the budget of the plan is too small for one prediction of {classes}: give "
-            "it more (--budget)"
-        )
-    reasons = "; ".join(f"{one.spec}: {one.reason}" for one in search.left_out.values())
-    return (
-        f"no candidate of the allowed classes ({classes}) can run here; allow more of them. "
-        f"{reasons}"
-    )
+def compressor_of(spec: str) -> str:
+    """A method's compressor, as workloads name it."""
+    _, settings = parse_method(spec)
+    return full_spec(settings.compression.steady_state())
 
 
-def _plan(search: _Search) -> Plan:
-    job = search.job
-    cluster, batch = job.cluster, job.workload.batch
-    if batch is not None:
-        batch *= cluster.workers * job.passes
-    baseline = Baseline(
-        workers=cluster.workers,
-        batch=batch,
-        single=predict_single(job),
-        lower_bound_seconds=lower_bound_seconds(cluster, job.workload),
-    )
-    estimates = [
-        msgspec.structs.replace(
-            search.found[spec],
-            fidelity="full" if spec in search.whole else "short",
-            rejected=spec in search.rejected,
-        )
-        for spec in sorted(search.found, key=search.seconds)
+def leading_compressors(plan: Plan) -> list[str]:
+    """Compressors of the fastest methods of each class whose times are estimated."""
+    best = plan.fastest
+    names = [
+        compressor_of(one.spec)
+        for one in plan.estimates
+        if one.estimated_compression
+        and one.step_seconds <= IN_FRONT * best[one.consistency].step_seconds
     ]
-    return Plan(
-        cluster=cluster.describe(),
-        workload=job.workload.source,
-        baseline=baseline,
-        estimates=tuple(estimates),
-        infeasible=tuple(search.left_out.values()),
-        skipped=len(search.skipped),
+    return list(dict.fromkeys(names))[:MOST_COMPRESSORS]
+
+
+def refine_compression_times(
+    plan: Plan,
+    job: TrainingJob,
+    times: Mapping[str, CompressorTimes],
+    predictor: Predictor | None = None,
+) -> tuple[Plan, TrainingJob]:
+    """Predict methods again whose compressors have been measured.
+
+    Args:
+        plan: The plan, of estimated times.
+        job: What it was made of.
+        times: Measured times, by compressor (`compressor_of`).
+        predictor: Makes the predictions [default: this process]. An estimate that it has no
+            simulated events left for stays as it is.
+
+    Returns:
+        The plan with these estimates, each in a short or a full run as before; and the job with a
+        workload that has the times.
+    """
+    predictor = predictor or Predictor()
+    before = predictor.events
+    known = {**job.workload.coding, **times}
+    job = replace(job, workload=replace(job.workload, coding=known))
+    new: dict[str, Estimate] = {}
+    fidelities: tuple[Fidelity, ...] = ("short", "full")
+    for fidelity in fidelities:
+        mine = [
+            one
+            for one in plan.estimates
+            if one.fidelity == fidelity
+            and one.estimated_compression
+            and compressor_of(one.spec) in times
+        ]
+        answers = predictor.predict([(job, one.spec) for one in mine], fidelity)
+        for one, answer in zip(mine, answers, strict=False):
+            if isinstance(answer, Estimate):
+                new[one.spec] = msgspec.structs.replace(
+                    answer, fidelity=fidelity, rejected=one.rejected
+                )
+    estimates = [new.get(one.spec, one) for one in plan.estimates]
+    estimates.sort(key=lambda one: one.step_seconds)
+    events = plan.events + predictor.events - before
+    plan = msgspec.structs.replace(plan, estimates=tuple(estimates), events=events)
+    return plan, job
+
+
+# ---- steps to look at ----
+
+
+def trace_steps(
+    plan: Plan,
+    job: TrainingJob,
+    predictor: Predictor | None = None,
+    on_progress: OnProgress = _quiet,
+) -> list[Step]:
+    """Trace a step of the recommended method of each class and of DDP's rule.
+
+    Args:
+        plan: The plan.
+        job: What it was made of.
+        predictor: Makes the runs [default: this process].
+        on_progress: Called before each run.
+
+    Returns:
+        The steps, as many as `predictor` has simulated events for. First comes the recommended
+        method of the strongest class, then DDP's rule.
+    """
+    predictor = predictor or Predictor()
+    first_spec, *rest = dict.fromkeys(
+        [*(o.spec for o in plan.recommended.values()), DDP]
     )
+    specs = list(dict.fromkeys([first_spec, DDP, *rest]))
+    if plan.estimate(DDP) is None:  # it was not allowed, or cannot run
+        specs.remove(DDP)
+    steps = predictor.map(trace_step, [(job, spec) for spec in specs])
+    found = []
+    for number, spec in enumerate(specs):
+        on_progress(f"a step of {spec}", number, len(specs))
+        found.append(next(steps, None))
+    return [step for step in found if step is not None]

@@ -62,16 +62,25 @@ class Step(msgspec.Struct, frozen=True):
     names: tuple[str, ...]
 
 
-def step_of(
+def typical_step(
     name: str, spans: Spans, records: Sequence[StepRecord], most: int = MOST_SPANS
 ) -> Step | None:
-    """A usual step of the run *name*, cut at the ends of worker 0's own, or None where no trace
-    tells of it. *spans* gives all of the run, each time that it is called."""
+    """Cut a typical step out of a run.
+
+    Args:
+        name: The run.
+        spans: Returns all spans of the run, each time that it is called.
+        records: Its steps.
+        most: Spans of the result at most.
+
+    Returns:
+        The step, between the ends of worker 0's; None where no trace has it.
+    """
     first = min((record.worker for record in records), default=0)
     mine = [record for record in records if record.worker == first]
     if not mine:
         return None
-    chosen = usual_step(mine)
+    chosen = typical_record(mine)
     label = f"step {chosen.step}"
     window = next(
         (
@@ -100,9 +109,10 @@ def step_of(
     )
 
 
-def usual_step(records: Sequence[StepRecord]) -> StepRecord:
-    """Of a worker's last steps, but not the very last, one that sends as much as most of those
-    that send, and is neither short nor long. They are steady steps, where it has any."""
+def typical_record(records: Sequence[StepRecord]) -> StepRecord:
+    """Choose a typical step of one worker: the median of its late steps that send as much as most.
+
+    They are steady steps where it has any; the very last one is left out."""
     records = steady_steps(records)
     count = max(3, min(LOOKED_AT, len(records) // 2))
     late = list(records[-count:-1])

@@ -42,7 +42,7 @@ class _Event(msgspec.Struct):
     dur: float = 0.0
 
 
-def spans_in(path: Path) -> Iterator[Span]:
+def read_spans(path: Path) -> Iterator[Span]:
     """The spans of a trace that `chrome_trace` has made; seconds from the first one."""
     decode = msgspec.json.Decoder(_Event).decode
     with path.open("rb") as lines:

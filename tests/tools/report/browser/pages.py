@@ -11,10 +11,16 @@ from paceline.tools.doctor.diagnosis import Diagnosis, Fault
 from paceline.tools.doctor.report import doctor_report
 from paceline.tools.plan.estimates import Baseline, Estimate, Infeasible, Plan
 from paceline.tools.plan.report import Question, plan_report
-from paceline.tools.plan.suggestions import BreakEven, Suggestion, Suggestions
-from paceline.tools.plan.what_if import RATES, WORKERS, ScalingPoint
+from paceline.tools.plan.what_if import (
+    RATES,
+    WORKERS,
+    BreakEven,
+    ScalingPoint,
+    Suggestion,
+    Suggestions,
+)
 from paceline.tools.report.html import NAME, write_page
-from paceline.tools.report.timeline import Step, step_of
+from paceline.tools.report.timeline import Step, typical_step
 from tests.tools.compare.cases import three
 from tests.tools.doctor.synthetic import Site
 
@@ -172,6 +178,6 @@ def step(spec: str, seconds: float, workers: int = 3, steps: int = 4) -> Step:
                     metrics={},
                 )
             )
-    found = step_of(spec, lambda: spans, records)
+    found = typical_step(spec, lambda: spans, records)
     assert found is not None
     return found

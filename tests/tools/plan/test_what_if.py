@@ -1,4 +1,4 @@
-"""What would help: found by running it, and right where a formula tells."""
+"""Break-even links, other ways to gain, and more workers: right where a formula tells."""
 
 import math
 from dataclasses import replace
@@ -7,48 +7,45 @@ import pytest
 
 from paceline.cluster import Cluster, Rack
 from paceline.tools.plan import plan
-from paceline.tools.plan.break_even import _Search, break_evens, with_links
 from paceline.tools.plan.predict import TrainingJob, predict
-from paceline.tools.plan.prediction_cost import Budget, cost
-from paceline.tools.plan.predictor import in_this_process
-from paceline.tools.plan.suggestions import fastest_first, helps, with_hosts
-from tests.tools.plan.helpers import cluster, layers
-from tests.tools.plan.test_more import made, row
+from paceline.tools.plan.predictor import Predictor
+from paceline.tools.plan.what_if import (
+    _LinkSearch,
+    break_even_links,
+    fastest_first,
+    scaling_grid,
+    shortlist,
+    suggestions,
+    with_hosts,
+    with_links,
+)
+from tests.tools.plan.helpers import cluster, layers, made, row
 
 
 def test_the_break_even_link_is_where_one_bucket_takes_as_long():
     """n workers take compute + 2 (n - 1) / n S / b, and are as fast as one at n computes."""
     job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
-    (found,) = break_evens(job, ["bsp:buckets=single"], 0.09)
+    (found,) = break_even_links(job, ["bsp:buckets=single"], 0.09)
     size = sum(layers(1).sizes)
     assert found.rate == pytest.approx(1.5 * size / (3 * 0.09), rel=0.03)
     assert "as fast as one machine at" in found.words
 
 
-def test_looks_at_links_are_counted_as_many_as_there_are():
-    """And a search that the budget does not see to its end has no answer."""
+def test_a_link_search_that_the_limit_ends_has_no_answer():
+    """And one that it does not end has the same as without a limit."""
     job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
-    spec = "bsp:buckets=single"
-    price = cost(job, spec, short=True)
-    asked = []
-
-    class Counts:
-        def each(self, runs, *, short):
-            asked.extend(runs)
-            return in_this_process.each(runs, short=short)
-
-    ample = Budget(100 * price)
-    (found,) = break_evens(job, [spec], 0.09, Counts(), ample)
-    assert found == break_evens(job, [spec], 0.09)[0]
-    assert ample.left == pytest.approx((100 - len(asked)) * price)
-    scarce = Budget((len(asked) - 0.5) * price)
-    assert break_evens(job, [spec], 0.09, budget=scarce) == []
-    assert scarce.left >= 0
+    specs = ["bsp:buckets=single", "bsp:buckets=ddp"]
+    predictor = Predictor()
+    both = break_even_links(job, specs, 0.09, predictor)
+    assert [one.spec for one in both] == specs
+    ample = Predictor(max_events=predictor.events)
+    assert break_even_links(job, specs, 0.09, ample) == both
+    assert break_even_links(job, specs, 0.09, Predictor(max_events=1)) == []
 
 
 def test_no_link_helps_where_latency_is_all():
     job = TrainingJob(cluster=cluster(2, latency="1s"), workload=layers(1))
-    (found,) = break_evens(job, ["bsp:buckets=single"], 0.09)
+    (found,) = break_even_links(job, ["bsp:buckets=single"], 0.09)
     assert found.rate is None
     assert "no link" in found.words
 
@@ -68,7 +65,7 @@ def test_no_link_helps_where_latency_is_all():
     ],
 )
 def test_a_break_even_is_found_in_few_looks(name, seconds, rate):
-    search = _Search(name, 4.0, 1.0)
+    search = _LinkSearch(name, 4.0, 1.0)
     looks = 0
     while scales := search.next():
         for scale in scales:
@@ -87,7 +84,7 @@ def test_a_break_even_is_found_in_few_looks(name, seconds, rate):
 def test_what_would_help_is_what_it_gives_when_it_runs():
     job = TrainingJob(cluster=cluster(4), workload=layers(2))
     whole = plan(job.cluster, job.workload, allowed=("exact",))
-    found = helps(whole, job)
+    found = suggestions(whole, job)
     by_name = {one.what: one for one in found.helps}
     sixteen = by_name["gradient accumulation over 16 batches"]
     said = predict(
@@ -108,7 +105,7 @@ def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
     job = TrainingJob(cluster=cluster(2), workload=layers(1))
     spec = "bsp:compression=int8"
     plan_ = made(row(spec, "lossy", 0.4))
-    found = helps(plan_, job)
+    found = suggestions(plan_, job)
     assert [one.spec for one in found.break_even] == [spec]
     assert {one.spec for one in found.helps} == {spec}
     assert "16x larger batches" in [one.what for one in found.helps]
@@ -116,7 +113,7 @@ def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
 
 def test_a_script_that_accumulates_is_not_told_to_accumulate_as_much():
     work = replace(layers(1), passes=4)
-    found = helps(
+    found = suggestions(
         made(row("bsp", seconds=3.6)), TrainingJob(cluster=cluster(2), workload=work)
     )
     said = [one.what for one in found.helps]
@@ -145,3 +142,48 @@ def test_the_slowest_host_is_left_out_first():
     assert with_links(both, 2.0).capacities == tuple(
         2 * rate for rate in both.capacities
     )
+
+
+def test_a_faster_link_gives_what_it_would_give():
+    plan_ = made(row("bsp:buckets=single", seconds=0.33))
+    job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
+    rates = (12.5e6, 125e6)
+    points = scaling_grid(plan_, job, workers=(1, 2), rates=rates)
+    size = sum(layers(1).sizes)
+    by_place = {(point.workers, point.rate): point for point in points}
+    assert len(points) == 4
+    for rate in rates:
+        assert by_place[1, rate].efficiency == 1
+        seconds = 0.09 + size / rate
+        assert by_place[2, rate].step_seconds == pytest.approx(seconds, rel=1e-6)
+        assert by_place[2, rate].speedup == pytest.approx(2 * 0.09 / seconds)
+
+
+def test_what_waits_for_nothing_is_not_run_with_faster_links():
+    """Its figures would be the same; and so no slower link makes anything faster."""
+    plan_ = made(row("bsp:compression=powersgd", "lossy"), row("local-sgd", "local"))
+    job = TrainingJob(cluster=cluster(2, latency="0s"), workload=layers(2))
+    points = scaling_grid(plan_, job, workers=(2, 4), rates=(12.5e6, 1.25e9, 3.125e9))
+    assert len(points) == 2 * 2 * 3
+    by_place = {(p.consistency, p.workers, p.rate): p.step_seconds for p in points}
+    for consistency in ("lossy", "local"):
+        for workers in (2, 4):
+            mine = [by_place[consistency, workers, p.rate] for p in points[:6:2]]
+            assert mine == sorted(mine, reverse=True)
+            assert mine[-1] >= 0.09
+
+
+def test_of_each_class_different_methods_or_codes_are_in_a_scaling_grid():
+    plan_ = made(
+        row("bsp:buckets=wfbp"),
+        row("bsp:collective=auto"),
+        row("dear", seconds=0.1),
+        row("priority", seconds=0.2),
+        row("bsp:compression=int8", "lossy"),
+        row("bsp:compression=int8,buckets=wfbp", "lossy"),
+        row("bsp:compression=bf16", "lossy", 0.1),
+    )
+    assert shortlist(plan_) == {
+        "exact": ["bsp:buckets=wfbp", "dear"],
+        "lossy": ["bsp:compression=int8", "bsp:compression=bf16"],
+    }

@@ -1,5 +1,8 @@
-"""A plan: candidates from the registries, the best of each class, what was left out and why."""
+"""The search: candidates from the registries, the best of each class, what was left out and why."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import msgspec
@@ -17,9 +20,11 @@ from paceline.tools.plan import Plan, plan
 from paceline.tools.plan.candidates import candidate, first
 from paceline.tools.plan.estimates import Estimate
 from paceline.tools.plan.predict import TrainingJob, predict
+from paceline.tools.plan.predictor import Predictor, usual_events
 from paceline.tools.plan.report import MANY_STEPS
-from tests.tools.plan.helpers import cluster, layers
-from tests.tools.plan.test_more import row
+from paceline.tools.plan.search import HOPELESS, trace_steps
+from paceline.tools.plan.what_if import shortlist, suggestions
+from tests.tools.plan.helpers import FakePredictor, cluster, layers, made, row
 
 AT_SWITCHES = {
     f"bsp:collective={name}"
@@ -148,12 +153,126 @@ def test_nothing_that_is_allowed_can_run():
         )
 
 
-def test_a_small_budget_looks_at_less_and_says_so(whole):
-    small = plan(cluster(2), layers(2), budget_seconds=0.2)
+# ---- the limit on simulated events ----
+
+
+def fake(spec, fidelity):
+    return row(spec, candidate(spec).consistency)
+
+
+def test_a_small_limit_looks_at_less_and_says_so(whole):
+    small = plan(cluster(2), layers(2), max_events=whole.events / 20)
     assert small.skipped
-    assert len(small.estimates) < len(whole.estimates)
-    with pytest.raises(UsageError, match="--budget"):
-        plan(cluster(2), layers(2), budget_seconds=1e-6)
+    assert 0 < len(small.estimates) < len(whole.estimates)
+    assert small.events < whole.events / 10
+    with pytest.raises(UsageError, match="--max-work"):
+        plan(cluster(2), layers(2), max_events=0)
+
+
+def test_each_class_is_looked_at_before_a_second_method_of_any():
+    predictor = FakePredictor(fake)
+    found = plan(cluster(2), layers(2), max_events=20, predictor=predictor)
+    first_round = [candidate(spec).consistency for _, spec, _ in predictor.asked][:10]
+    assert set(first_round[: len(CONSISTENCIES)]) == set(CONSISTENCIES)
+    assert found.events == predictor.events <= 20
+    assert found.skipped > 20
+
+
+def test_the_predictors_own_limit_ends_a_plan_too():
+    predictor = FakePredictor(fake, max_events=30)
+    assert list(predictor.predict([(None, "bsp")])) == [row("bsp")]
+    found = plan(cluster(2), layers(17), predictor=predictor)
+    assert found.events == 29
+    assert predictor.events == 30
+
+
+ELSEWHERE = """
+import sys
+import msgspec
+from paceline.tools.plan import plan
+from paceline.tools.plan.predictor import Predictor
+from tests.tools.plan.helpers import cluster, layers
+
+if __name__ == "__main__":
+    with Predictor(2) as predictor:
+        made = plan(
+            cluster(3), layers(2), allowed=("delayed",), max_events=float(sys.argv[1]),
+            predictor=predictor,
+        )
+    sys.stdout.buffer.write(msgspec.json.encode(made))
+"""
+
+
+@pytest.mark.slow
+def test_a_plan_is_equal_to_the_bit_in_other_processes(tmp_path):
+    """Another hash seed, and two predictions at a time; the limit ends it."""
+    script = tmp_path / "elsewhere.py"
+    script.write_text(ELSEWHERE)
+    here = plan(cluster(3), layers(2), allowed=("delayed",), max_events=2000)
+    assert here.estimates
+    assert here.skipped
+    path = os.pathsep.join([os.getcwd(), *filter(None, sys.path)])
+    said = subprocess.run(
+        [sys.executable, str(script), "2000"],
+        env=os.environ | {"PYTHONHASHSEED": "2", "PYTHONPATH": path},
+        capture_output=True,
+        check=True,
+    )
+    assert msgspec.json.decode(said.stdout, type=Plan) == here
+
+
+def test_the_usual_limit_grows_with_the_workers():
+    assert usual_events(cluster(2)) == usual_events(cluster(16))
+    assert usual_events(cluster(32)) < usual_events(cluster(64))
+
+
+def test_the_best_of_a_class_is_its_fastest_wherever_the_limit_comes():
+    """Also by its short run: neither the first in the registry nor the first that ran in full."""
+    seconds = {}
+
+    def answer(spec, fidelity):
+        # The later, the faster.
+        taken = seconds.setdefault(spec, 1 / (1 + 0.01 * len(seconds)))
+        return row(spec, candidate(spec).consistency, taken)
+
+    where, model = cluster(8), layers(50)
+    predictor = FakePredictor(answer)
+    found = plan(where, model, predictor=predictor)
+    assert all(one.rejected for one in found.estimates if one.fidelity == "short")
+    short = sum(fidelity == "short" for _, _, fidelity in predictor.asked)
+    seconds.clear()
+    cut = plan(where, model, max_events=1.2 * short, predictor=FakePredictor(answer))
+    assert any(one.fidelity == "short" and not one.rejected for one in cut.estimates)
+    for consistency, best in cut.fastest.items():
+        mine = [one for one in cut.estimates if one.consistency == consistency]
+        assert best.step_seconds == min(one.step_seconds for one in mine)
+        for one in mine:
+            slow = one.step_seconds > HOPELESS * best.step_seconds
+            assert one.rejected == (one.fidelity == "short" and slow)
+
+
+def test_what_follows_the_candidates_keeps_to_what_they_leave():
+    job = TrainingJob(cluster=cluster(4), workload=layers(1))
+    plan_ = made(row("bsp"), row("bsp:buckets=ddp", seconds=0.2), row("osp", "delayed"))
+    spent = Predictor(max_events=0)
+    found = suggestions(plan_, job, spent)
+    assert (found.break_even, found.helps, found.tried) == ((), (), 0)
+    assert found.untried == 6  # the links, four kinds of batches, two workers
+    assert trace_steps(plan_, job, spent) == []
+    assert spent.events == 0
+    one = Predictor(max_events=1)
+    assert [step.name for step in trace_steps(plan_, job, one)] == ["bsp"]
+    assert one.events > 1
+
+
+def test_a_rejected_method_is_the_fastest_only_where_no_other_is():
+    rejected = row("dear", seconds=0.1, fidelity="short", rejected=True)
+    assert made(rejected, row("bsp", seconds=0.2)).fastest["exact"].spec == "bsp"
+    assert made(rejected).fastest["exact"].spec == "dear"
+    short = row("dear", seconds=0.1, fidelity="short")
+    plan = made(short, row("bsp", seconds=0.2))
+    assert plan.fastest["exact"].spec == plan.recommended["exact"].spec == "dear"
+    assert shortlist(plan) == {"exact": ["dear", "bsp"]}
 
 
 def test_one_worker_has_nothing_to_compare():
@@ -163,9 +282,9 @@ def test_one_worker_has_nothing_to_compare():
     assert not found.recommended
 
 
-def require_full_runs(made, job):
+def require_full_runs(plan_, job):
     """That each estimate of full fidelity is what a full run of its own comes to."""
-    checked = [one for one in made.estimates if one.fidelity == "full"]
+    checked = [one for one in plan_.estimates if one.fidelity == "full"]
     for one in checked:
         said = predict(job, one.spec)
         assert isinstance(said, Estimate), one.spec
@@ -174,7 +293,7 @@ def require_full_runs(made, job):
             if field.name == "steady_after" and max(found, expected) < MANY_STEPS:
                 continue  # a plan tells of many steps alone
             if field.name == "events":
-                continue  # a short run that says as much has fewer
+                continue  # a short run that shows as much takes fewer
             assert found == expected, (one.spec, field.name)
     return {one.spec for one in checked}
 
@@ -184,10 +303,10 @@ def test_each_row_is_its_own_full_run_and_ddps_too_where_it_is_slow():
     """Of more than 16 tensors, so that short runs merge some and plan no buckets: there planned bsp is
     equal to DDP's rule, and in full it is not."""
     job = TrainingJob(cluster=cluster(2), workload=layers(17))
-    made = plan(job.cluster, job.workload, allowed=("exact",))
-    full = require_full_runs(made, job)
+    found = plan(job.cluster, job.workload, allowed=("exact",))
+    full = require_full_runs(found, job)
     assert {"bsp", "bsp:buckets=ddp", "bsp:buckets=mg-wfbp", "dear"} <= full
-    planned, ddp = made.estimate("bsp"), made.estimate("bsp:buckets=ddp")
+    planned, ddp = found.estimate("bsp"), found.estimate("bsp:buckets=ddp")
     assert planned.step_seconds < ddp.step_seconds
     assert ddp.buckets < planned.buckets
 
@@ -199,20 +318,19 @@ def test_rows_of_all_classes_are_full_runs(tensors):
     a method learns."""
     rack = Rack(workers=3, link=12.5e6, latency=5e-5, speed=(1.0, 1.0, 0.6))
     job = TrainingJob(cluster=Cluster((rack,)), workload=layers(tensors))
-    made = plan(job.cluster, job.workload, budget_seconds=1e4)
-    full = require_full_runs(made, job)
+    found = plan(job.cluster, job.workload, max_events=1e9)
+    full = require_full_runs(found, job)
     assert {"bsp:buckets=ddp", "osp:collective=native,buckets=ddp"} <= full
 
 
 def test_ddps_row_is_a_full_run_where_it_is_hopeless():
     """It stands beside the best of each class, and all of them are held against it."""
+    slow = {"bsp:buckets=ddp": 1.0, "bsp:buckets=single": 1.0}
 
-    def said(job, specs, *, short):
-        slow = {"bsp:buckets=ddp": 1.0, "bsp:buckets=single": 1.0}
-        return iter(
-            [row(s, seconds=slow.get(s, 0.1), buckets=1 + short) for s in specs]
-        )
+    def answer(spec, fidelity):
+        return row(spec, seconds=slow.get(spec, 0.1), buckets=1 + (fidelity == "short"))
 
-    made = plan(cluster(2), layers(17), allowed=("exact",), predict=said)
-    assert not made.estimate("bsp:buckets=ddp").rejected
-    assert made.estimate("bsp:buckets=single").rejected
+    predictor = FakePredictor(answer)
+    found = plan(cluster(2), layers(17), allowed=("exact",), predictor=predictor)
+    assert not found.estimate("bsp:buckets=ddp").rejected
+    assert found.estimate("bsp:buckets=single").rejected
