@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.testing import CASES
+from paceline.spec import parse
+from paceline.testing import CASES, CHECKS
 from paceline.testing.method_checks import Trial, trials
 
 SLOW_REAL = {1: 22, 2: 22, 3: 27}
@@ -15,7 +16,7 @@ SLOW_REAL = {1: 22, 2: 22, 3: 27}
 `job`."""
 SLOW_EMULATED = 28
 SLOW_VIRTUAL = 8
-"""One in so many of all trials of a row, whatever the number of workers."""
+"""So many laws at least of each row, whatever the number of workers, and all of each method."""
 
 
 class Row(NamedTuple):
@@ -29,6 +30,16 @@ class Row(NamedTuple):
         case, rule, check = self.trial
         return f"{case.name}-{rule}-{self.workers}-{check.name}"
 
+    @property
+    def method(self) -> str:
+        """As registered."""
+        return parse(self.trial.case.name).name
+
+    @property
+    def dimensions(self) -> list[tuple[object, int]]:
+        """Of which each value is tried about as often as the others."""
+        return [(self.trial.check, self.workers), (self.trial.rule, self.workers)]
+
 
 def rows_of_cases() -> list[list[Row]]:
     """All trials on 1, 2 and 3 workers: a list per case."""
@@ -40,25 +51,24 @@ def rows_of_cases() -> list[list[Row]]:
     return found
 
 
-def one_of_each(rows: Sequence[Sequence[Row]]) -> list[Row]:
-    """Of each case the row whose law, on its number of workers, was chosen least before, and
-    then its rule: few rows try every law and every rule."""
-    times, found = Counter[tuple[object, int]](), []
-    for of_case in rows:
-        row = min(
-            of_case,
-            key=lambda row: [times[key, row.workers] for key in row.trial[:0:-1]],
-        )
-        times.update((key, row.workers) for key in row.trial[1:])
-        found.append(row)
+def sampled(rows: Sequence[Sequence[Row]], laws: int) -> list[Row]:
+    """Of each case so many rows, of different laws. Each is the one whose law, on its number of
+    workers, was chosen least before, and then its rule: few rows try every law and every rule.
+    Where these are several laws, each method meets the other ones in one of its cases."""
+    times, found = Counter[tuple[object, object]](), list[Row]()
+    for turn in range(laws if laws == 1 else len(CHECKS)):
+        for of_case in rows:
+            untried = [
+                row
+                for row in of_case
+                if not times[row.trial.case, row.trial.check]
+                and (turn < laws or not times[row.method, row.trial.check])
+            ]
+            if untried:
+                row = min(
+                    untried, key=lambda row: [times[key] for key in row.dimensions]
+                )
+                case, _, check = row.trial
+                times.update([*row.dimensions, (case, check), (row.method, check)])
+                found.append(row)
     return found
-
-
-def sampled(rows: list[list[Row]], every: int) -> list[Row]:
-    """Of each case one row in so many; from case to case others."""
-    return [
-        row
-        for number, of_case in enumerate(rows)
-        for position, row in enumerate(of_case)
-        if (position + number) % every == 0
-    ]
