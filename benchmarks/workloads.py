@@ -1,12 +1,36 @@
-"""The three networks whose workloads are counted, in plain torch.
+"""The built-in workloads: what a step of known networks computes, tensor by tensor.
 
-Tensors have the names, and are registered in the order, of torchvision's ``resnet50`` and
-``vgg16`` and of Hugging Face's ``BertModel``, so that the workloads match those models.
+    python -m benchmarks.workloads resnet50 [--output FILE]
+
+Four are counted: torch counts the FLOPs of a network in plain torch, and a rate is assumed. Tensors
+have the names, and are registered in the order, of torchvision's ``resnet50`` and ``vgg16`` and of
+Hugging Face's ``BertModel``, so that the workloads match those models.
+
+googlenet-k80 was measured by the authors of MG-WFBP (Shi et al., INFOCOM 2019): ``logdata/tmpcomm.log`` of
+github.com/hclhkbu/B-Caffe. Their Caffe timed the backward pass of each layer with parameters (weight
+and bias together, auxiliary heads included): what ReLU, pooling and the other layers took is missing.
+They did not log the forward pass; their own simulation takes it as half the backward pass, and so
+does this one.
 """
+
+import argparse
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from paceline.cluster.workload import Workload
+
+PACKAGED = Path(__file__).parents[1] / "src" / "paceline" / "cluster" / "workloads"
+"""Where paceline finds a built-in workload by its name."""
+ASSUMED_RATE = 1e13
+"""FLOP/s that a worker sustains: of the order of one accelerator of the years of these networks in single
+precision. Another rate scales all of a workload's seconds."""
+GPT_RATE = 6.456e12
+"""FLOP/s with which a forward pass of 32 sequences takes 30 ms: a small GPU's, or a large processor's."""
+
+# ---- networks ----
 
 
 class Bottleneck(nn.Module):
@@ -199,3 +223,109 @@ class GptBlock(nn.Module):
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+# ---- workloads ----
+
+# Parameters:microseconds of the backward pass, as gradients become ready.
+TRACE = """
+1025024:456.416 106624:2528.67 153728:1257.98 40000:1658.56 663936:2372 159936:3531.36
+319872:2842.02 106624:2573.66 102528:1047.2 26688:1202.37 461120:2031.62 133312:3201.18
+213248:3971.46 67712:3334.08 102528:2574.21 16960:1812.29 461120:5077.73 84672:4419.62
+135424:5857.86 1025024:466.88 2098176:707.392 67712:1753.7 32832:2302.34 51264:1587.68
+16448:2034.18 373568:4847.01 73920:3810.69 57472:2701.15 32832:2492.86 38464:1437.95
+12352:1797.18 295168:3398.88 65664:3129.18 65664:3025.79 32832:2188.29 38464:1407.97
+12352:1722.78 226048:3054.11 57472:3073.66 82112:4005.89 1025024:469.504 2098176:707.904
+65664:1471.39 30784:2120.06 19264:858.88 7744:2621.82 179968:2939.07 46208:2620.58
+92352:4318.98 16448:3792.7 76928:3027.74 8256:2559.49 221376:7381.02 32896:4250.3
+32896:4281.7 6208:1952.67 12864:1076.7 3136:1898.88 110720:6027.2 18560:2918.11
+12352:2618.5 110784:20400 4160:3778.78 9472:14744.1
+"""
+BYTES_PER_PARAMETER = 4
+FORWARD_PER_BACKWARD = 0.5
+
+
+def _counted(network, inputs, what, rate=ASSUMED_RATE):
+    with torch.device("meta"):
+        model, batch = network(), inputs()
+    return Workload.from_module(
+        model,
+        batch,
+        rate,
+        source=f"{what}: FLOPs counted by torch, not measured, at an assumed {rate:g} FLOP/s",
+    )
+
+
+def _images():
+    return torch.empty(32, 3, 224, 224)
+
+
+def _tokens(length):
+    return torch.empty(32, length, dtype=torch.long)
+
+
+def resnet50():
+    """ResNet-50."""
+    return _counted(ResNet50, _images, "ResNet-50, 32 images of 224 x 224")
+
+
+def vgg16():
+    """VGG-16."""
+    return _counted(VGG16, _images, "VGG-16, 32 images of 224 x 224")
+
+
+def bert_base():
+    """BERT-base: encoder and pooler."""
+    what = "BERT-base uncased, encoder and pooler, 32 sequences of 128 tokens"
+    return _counted(BertBase, lambda: _tokens(128), what)
+
+
+def gpt_10m():
+    """A GPT of 10.7 million parameters, 30 + 60 ms a step."""
+    what = "GPT, 6 layers of width 384, 32 sequences of 256 tokens"
+    return _counted(Gpt, lambda: _tokens(256), what, GPT_RATE)
+
+
+def googlenet_k80():
+    """GoogLeNet on one K80, as the authors of MG-WFBP measured it."""
+    ready = [pair.split(":") for pair in TRACE.split()]
+    from_the_input = ready[::-1]
+    seconds = [float(microseconds) / 1e6 for _, microseconds in from_the_input]
+    return Workload(
+        names=tuple(f"layer{i}" for i in range(len(ready))),
+        sizes=tuple(BYTES_PER_PARAMETER * int(n) for n, _ in from_the_input),
+        forward=tuple(FORWARD_PER_BACKWARD * s for s in seconds),
+        backward=tuple(seconds),
+        batch=64.0,
+        source="GoogLeNet on one K80, batch 64: backward times of B-Caffe's "
+        "logdata/tmpcomm.log (Shi et al., 2019); forward assumed half of them, tensor by "
+        "tensor. Shapes are not known: to compressors a layer is a matrix as square as can be",
+    )
+
+
+WORKLOADS = {
+    "resnet50": resnet50,
+    "vgg16": vgg16,
+    "bert-base": bert_base,
+    "gpt-10m": gpt_10m,
+    "googlenet-k80": googlenet_k80,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("name", choices=WORKLOADS)
+    parser.add_argument("--output", type=Path)
+    given = parser.parse_args()
+    output = given.output or PACKAGED / f"{given.name}.json"
+    workload = WORKLOADS[given.name]()
+    workload.save(output)
+    print(
+        f"{output}: {len(workload.names)} tensors, {sum(workload.sizes)} bytes, "
+        f"forward {workload.forward_seconds:.6f} s, "
+        f"backward {workload.backward_seconds:.6f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
