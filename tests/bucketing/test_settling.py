@@ -67,7 +67,7 @@ def test_where_a_plan_is_adopted_one_line_says_so(capsys):
     line = (
         f"paceline: bucketing: {count} buckets planned from measured times, "
         f"{1e3 * end:.4g} ms a pass in a trial (one forward, one backward, and waiting "
-        f"for its means); DDP's rule, 2 buckets, {1e3 * end_of_ddp:.4g} ms: the plan is "
+        f"for its averages); DDP's rule, 2 buckets, {1e3 * end_of_ddp:.4g} ms: the plan is "
         "used"
     )
     assert capsys.readouterr().err == f"{line}\n"
@@ -90,7 +90,7 @@ def test_ddps_rule_stays_where_it_is_as_fast(capsys):
     assert answers[0].plan == [("a",), ("b",)]
     assert line == (
         "paceline: bucketing: 1 bucket planned from measured times, 137 ms a pass in a "
-        "trial (one forward, one backward, and waiting for its means); DDP's rule, 2 "
+        "trial (one forward, one backward, and waiting for its averages); DDP's rule, 2 "
         "buckets, 137 ms: the plan is no faster, and DDP's rule is kept"
     )
 

@@ -285,7 +285,7 @@ class BucketTuner:
         )
         self._report(
             f"bucketing: {planned} planned from measured times, {trial.new} a pass {IN_A_TRIAL}"
-            f"(one forward, one backward, and waiting for its means); DDP's rule, {plain}, "
+            f"(one forward, one backward, and waiting for its averages); DDP's rule, {plain}, "
             f"{trial.old}: {trial.verdict.why}"
         )
         return planned if trial.verdict.better else plain

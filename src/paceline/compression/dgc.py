@@ -93,8 +93,8 @@ class DGC(SkipsSmallTensors):
     name: ClassVar[str] = "dgc"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
-            "the part `density` of the elements in their own type, and 1 to 4 bytes "
-            "for the index of each, to every other worker; more in the first "
+            "the part `density` of the elements, the largest, each in its own type, and 1 to 4 "
+            "bytes for its index, to every other worker; more in the first "
             "`warm_up_steps`"
         ),
         loses="nothing for good; an element that is not sent waits in the velocity",

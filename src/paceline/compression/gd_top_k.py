@@ -107,8 +107,8 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
             "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5"
-            " % (`slowest`) of the elements in their own type, and 1 to 4 bytes for "
-            "the index of each, to every other worker; 35, 30, 9 and 2.7 % (`middle`) "
+            " % (`slowest`) of the elements, each in its own type, and 1 to 4 bytes for "
+            "its index, to every other worker; 35, 30, 9 and 2.7 % (`middle`) "
             "in the first four; all of them in the last step of an epoch"
         ),
         loses="all other elements, until residuals have made them large, or the epoch ends",

@@ -63,9 +63,8 @@ class TopK(SkipsSmallTensors, GatheredCompressor):
     name: ClassVar[str] = "top-k"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
-            "the part `density` of the elements in their own type (or in `bits` each),"
-            " and 1 to 4 bytes for the index of each (2 for a tensor or chunk up to "
-            "65,536 elements), to every other worker"
+            "the part `density` of the elements, the largest, each in its own type (2 bits "
+            "under bits=2), and 1 to 4 bytes for its index, to every other worker"
         ),
         loses="all other elements, until residuals have made them large",
     )

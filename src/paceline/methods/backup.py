@@ -23,7 +23,7 @@ class Backup(PushPull):
 
     name: ClassVar[str] = "backup"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="the fastest `wait_for` workers, in every step",
+        waits_for="the fastest `wait_for` workers (by default all), in every step",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
             "no gradient is stale; those that came too late for their step are "

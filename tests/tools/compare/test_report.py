@@ -134,7 +134,8 @@ def test_methods_that_somebody_named_are_compared_with_the_first() -> None:
 def test_the_headline_also_has_the_best_exact_method() -> None:
     answer = planned().report().answer
     assert answer == (
-        "Shortest step: int4, 30 ms (2.67x DDP). Shortest exact step: dear, 60 ms (1.33x DDP)."
+        "Shortest step: int4, 30 ms (2.67x DDP). Shortest exact step: dear, 60 ms (1.33x DDP). "
+        "int4 after 20 steps: loss 0.1 (DDP 0.1), accuracy 0.2 (DDP 0.2)."
     )
 
 

@@ -68,8 +68,8 @@ class EF21(SkipsSmallTensors):
     name: ClassVar[str] = "ef21"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         sends=(
-            "the part `density` of the elements in their own type, and 1 to 4 bytes "
-            "for the index of each, to every other worker"
+            "the part `density` of the elements, the largest, each in its own type, and 1 to 4 "
+            "bytes for its index, to every other worker"
         ),
         loses="nothing for good; where gradients change quickly the result is behind them",
     )

@@ -22,7 +22,7 @@ from paceline.records import StepRecord
 from paceline.runtimes.results import RunResult
 from paceline.tools.compare.runner import Goal, VariantRun
 from paceline.tools.plan.estimates import DDP, Baseline, Plan
-from paceline.tools.plan.report import command, summary_lines
+from paceline.tools.plan.report import class_name, command, summary_lines
 from paceline.tools.report.model import (
     GREY,
     Bar,
@@ -176,17 +176,41 @@ class _Comparison:
         text = f"Shortest step: {name}, {self._against_baseline(least)}."
         exact = [one for one in timed if one[2] == "exact"]
         if consistency and consistency != "exact" and exact:
-            seconds, name, _ = min(exact)
-            text += f" Shortest exact step: {name}, {self._against_baseline(seconds)}."
-        return text
+            seconds, exact_name, _ = min(exact)
+            text += f" Shortest exact step: {exact_name}, "
+            text += f"{self._against_baseline(seconds)}."
+        return text + self._metrics_beside_baseline(self.names.index(name))
+
+    def _metrics_beside_baseline(self, number: int) -> str:
+        """What a method other than the baseline learned in these steps: a short step alone gains nothing."""
+        run, baseline = self.runs[number], self.baseline
+        if baseline is None or run is baseline or run.variant.consistency == "exact":
+            return ""
+        if run.result is None or baseline.result is None:
+            return ""
+        mine, base = run.result.metrics, baseline.result.metrics
+        other = self._baseline_label()
+        parts = [
+            f"{name} {mine[name]:.4g} ({other} {base[name]:.4g})"
+            for name in mine
+            if name in base
+        ]
+        steps = show_count(run.result.steps, "step")
+        found = ", ".join(parts)
+        return f" {self.names[number]} after {steps}: {found}." if parts else ""
 
     def _against_baseline(self, seconds: float) -> str:
         assert self.baseline is not None
         base = _step(self.baseline) or seconds
-        other = self.baseline_name
-        if other == "first":
-            other = self.names[self.runs.index(self.baseline)]
-        return f"{show_seconds(seconds)} ({base / seconds:.2f}x {other})"
+        return (
+            f"{show_seconds(seconds)} ({base / seconds:.2f}x {self._baseline_label()})"
+        )
+
+    def _baseline_label(self) -> str:
+        assert self.baseline is not None
+        if self.baseline_name == "first":
+            return self.names[self.runs.index(self.baseline)]
+        return self.baseline_name
 
     def _times_to_goal(self, goal: Goal) -> str:
         times = [
@@ -293,7 +317,7 @@ class _Comparison:
     def _cells(self, run: VariantRun) -> dict[str, Cell]:
         """A run's cells by their headings."""
         cells: dict[str, Cell] = {
-            "consistency": run.variant.consistency or None,
+            "consistency": class_name(run.variant.consistency) or None,
             "predicted": _seconds(run.variant.predicted),
         }
         result = run.result

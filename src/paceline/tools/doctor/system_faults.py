@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high, median_low
 from typing import Literal
@@ -305,8 +305,8 @@ def scarce_uplink(seen: Observed) -> Detection | None:
     location = f"between {listed(racks)}" if len(racks) > 1 else f"beyond {racks[0]}"
     return Detection(
         location=location,
-        cause=f"{location}, hosts that send at the same time get {_rate(got)} together; one "
-        f"by one they get {_rate(could)}",
+        cause=f"{location}, all hosts together get {_rate(got)}, though their links add up to "
+        f"{_rate(could)}",
         advice="Use a faster uplink, or a collective that sends less over it.",
         fix=lambda training: replace(training, uplink=None),
     )
@@ -485,7 +485,10 @@ def slow_host(seen: Observed) -> Detection | None:
     ]
     location = _hosts(network, bad)
     cause = f"{location} {_takes(bad)} {max(bad.values()):.2f}x the median compute time"
-    shares = "give it smaller batches: paceline.Sampler(shares=[...])"
+    shares = (
+        "give it smaller batches: paceline.Sampler(shares="
+        f"{_shares(_ranks(network, bad), factors)})"
+    )
     if busy:
         cause += f"; other programs keep {busy[0].other_load:.1f} of {busy[0].cores} cores busy"
         advice = "End these programs, or move the worker."
@@ -503,6 +506,18 @@ def slow_host(seen: Observed) -> Detection | None:
         fix=_full_speed(_ranks(network, bad)) if network.trains else None,
         hosts=frozenset(bad),
     )
+
+
+MOST_SHARES = 16
+"""Workers whose shares an advice lists."""
+
+
+def _shares(slow: Collection[int], factors: Mapping[int, float]) -> str:
+    """Parts of a batch with which slow workers take as long as the others."""
+    if len(factors) > MOST_SHARES:
+        return "[...]"
+    parts = (1 / factors[rank] if rank in slow else 1.0 for rank in sorted(factors))
+    return f"[{', '.join(f'{part:.2g}' for part in parts)}]"
 
 
 SLOW_INPUT = 0.1

@@ -253,7 +253,7 @@ def _slower_than_one(
         key=lambda one: one.step_seconds,
     )
     ways = [
-        f"{one.spec} {times(baseline.speedup(one))} ({_class_name(one.consistency)})"
+        f"{one.spec} {times(baseline.speedup(one))} ({class_name(one.consistency)})"
         for one in faster
     ]
     if suggestions is not None:
@@ -280,7 +280,8 @@ def _or(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])}, or {words[-1]}"
 
 
-def _class_name(consistency: Consistency) -> str:
+def class_name(consistency: str) -> str:
+    """What tables call a class."""
     return "local updates" if consistency == "local" else consistency
 
 
@@ -421,7 +422,7 @@ def _best(plan: Plan, question: Question) -> Table:
         rows=rows,
         notes=notes.texts,
         caption=" ".join(
-            f"{_class_name(one).capitalize()}: {CONSISTENCY_MEANS[one]}."
+            f"{class_name(one).capitalize()}: {CONSISTENCY_MEANS[one]}."
             for one in plan.fastest
         ),
         level="summary",
@@ -446,7 +447,7 @@ def best_of_each_class(plan: Plan) -> list[tuple[str, str, Estimate]]:
         if one is ddp:
             one = fastest
         if one is not ddp:
-            found.append((_class_name(consistency), one.spec, one))
+            found.append((class_name(consistency), one.spec, one))
     return found
 
 
