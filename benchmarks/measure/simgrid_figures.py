@@ -1,4 +1,4 @@
-"""SimGrid's times for messages that share links, which `tests/cluster/test_simgrid.py` holds.
+"""SimGrid's times for messages that share links, which `tests/cluster/test_links.py` holds.
 
     /usr/bin/python3 benchmarks/measure/simgrid_figures.py tests/cluster/simgrid.json
 

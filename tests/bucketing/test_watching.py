@@ -10,8 +10,8 @@ import torch
 from paceline.bucketing import tuner
 from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
 from paceline.runtimes.simulated import Simulation
+from tests.bucketing.cases import Watched, batch, ended, note, sgd
 from tests.bucketing.test_phases import Crossed
-from tests.bucketing.tunings import Watched, batch, ended, note, sgd
 from tests.support.simulations import cluster, rack, run_on, simulation
 
 EVERY, WATCHED = 12, 4

@@ -1,13 +1,19 @@
-"""Workload files: what is kept, what is worked out, and every refusal."""
+"""Workload files: what is kept, what is worked out, and every refusal; and those that come with
+paceline are what their scripts write.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from benchmarks import workloads as workload_scripts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -129,61 +135,6 @@ def test_spread_is_by_bytes(sizes: list[int], forward: float, backward: float) -
         assert seconds * sum(sizes) == pytest.approx(backward * size)
 
 
-# ---- what a workload may not be ----
-
-
-def test_a_workload_has_tensors() -> None:
-    message = refusal(names=(), sizes=(), forward=(), backward=(), order=())
-    assert "without tensors" in message
-
-
-def test_names_are_unique() -> None:
-    assert "tensor 'b' is listed twice" in refusal(names=("a", "b", "b"))
-
-
-@pytest.mark.parametrize("key", ["sizes", "forward", "backward"])
-def test_every_list_has_a_value_per_tensor(key: str) -> None:
-    message = refusal(**{key: (1, 2)})
-    assert message == f"{key}: expected 3 values, one per tensor, got 2"
-
-
-@pytest.mark.parametrize("key", ["sizes", "forward", "backward"])
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf])
-def test_every_value_is_zero_or_more(key: str, value: float) -> None:
-    message = refusal(**{key: (1, value, 3)})
-    assert message == f"{key} of tensor 'b': expected zero or more, got {value}"
-
-
-@pytest.mark.parametrize("order", [(0, 1), (0, 1, 1), (1, 2, 3), (0, 1, 2, 3)])
-def test_order_has_every_tensor_once(order: tuple[int, ...]) -> None:
-    assert "order: expected each of 0 to 2 once" in refusal(order=order)
-
-
-@pytest.mark.parametrize("update", [-0.1, math.nan, math.inf])
-def test_update_is_zero_or_more(update: float) -> None:
-    assert f"update: expected zero or more seconds, got {update}" == refusal(
-        update=update
-    )
-
-
-@pytest.mark.parametrize("batch", [0.0, -1.0, math.nan, math.inf])
-def test_batch_is_more_than_zero(batch: float) -> None:
-    assert f"batch: expected more than zero samples, got {batch}" == refusal(
-        batch=batch
-    )
-
-
-@pytest.mark.parametrize("passes", [0, -1])
-def test_passes_are_one_or_more(passes: int) -> None:
-    assert f"passes: expected one or more an update, got {passes}" == refusal(
-        passes=passes
-    )
-
-
-def test_cores_are_none_or_more() -> None:
-    assert refusal(cores=-1) == "cores: expected 0 or more, got -1"
-
-
 def test_a_step_has_all_of_its_passes_and_one_update() -> None:
     assert make().compute_seconds == 66.5
     assert make(passes=3).compute_seconds == 3 * 66 + 0.5
@@ -191,25 +142,52 @@ def test_a_step_has_all_of_its_passes_and_one_update() -> None:
     assert longer.compute_seconds == 7 + 2 + 3 * 66 + 0.5
 
 
-@pytest.mark.parametrize("shapes", [((1,),), ((1,),) * 4])
-def test_shapes_are_of_all_tensors_or_of_none(shapes) -> None:
-    message = refusal(shapes=shapes)
-    assert message == (
-        f"shapes: expected 3, one per tensor, or none at all, got {len(shapes)}"
-    )
+# ---- what a workload may not be ----
+
+LISTS = ("sizes", "forward", "backward")
+NO_NUMBERS = (-1.0, math.nan, math.inf)
+NO_TENSORS = dict.fromkeys(("names", *LISTS, "order"), ())
 
 
 @pytest.mark.parametrize(
-    "shape", [(3,), (2, 3), (0,), (-2, -1), (16,)], ids=lambda shape: str(shape)
+    ("changes", "words"),
+    [
+        (NO_TENSORS, "without tensors"),
+        ({"names": ("a", "b", "b")}, "'b' is listed twice"),
+        *(({key: (1, 2)}, f"{key}: ... 3 values ... got 2") for key in LISTS),
+        *(
+            ({key: (1, value, 3)}, f"{key} of tensor 'b' ... got {value}")
+            for key in LISTS
+            for value in NO_NUMBERS
+        ),
+        *(
+            ({"order": order}, "order: ... each of 0 to 2 once")
+            for order in ((0, 1), (0, 1, 1), (1, 2, 3), (0, 1, 2, 3))
+        ),
+        *(({"update": value}, f"update: ... got {value}") for value in NO_NUMBERS),
+        *(
+            ({"batch": value}, f"batch: ... got {value}")
+            for value in (0.0, *NO_NUMBERS)
+        ),
+        *(({"passes": passes}, f"passes: ... got {passes}") for passes in (0, -1)),
+        ({"cores": -1}, "cores: ... got -1"),
+        *(
+            ({"shapes": ((1,),) * count}, f"shapes: expected 3 ... got {count}")
+            for count in (1, 4)
+        ),
+        # Of 8 bytes: 8, 4, 2 or 1 elements.
+        *(
+            ({"shapes": ((1,), shape, (4,))}, "tensor 'b' of 8 bytes cannot have shape")
+            for shape in ((3,), (2, 3), (0,), (-2, -1), (16,))
+        ),
+    ],
 )
-def test_shapes_are_those_of_the_bytes(shape) -> None:
-    """Of 8 bytes: 8, 4, 2 or 1 elements."""
-    message = refusal(shapes=((1,), shape, (4,)))
-    assert "shapes: tensor 'b' of 8 bytes cannot have shape" in message
-    assert "expected one with 1, 2, 4, 8 or 16 bytes an element" in message
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], words: str) -> None:
+    found = refusal(**changes)
+    assert all(part in found for part in words.split(" ... ")), found
 
 
-@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+@pytest.mark.parametrize("value", NO_NUMBERS)
 def test_times_of_coding_are_zero_or_more(value) -> None:
     with pytest.raises(UsageError, match="coding: decode: expected"):
         CompressorTimes(encode=0.0, decode=value, decode_per_worker=0.0)
@@ -225,22 +203,19 @@ def test_the_same_model_matches() -> None:
 @pytest.mark.parametrize(
     ("names", "sizes", "first"),
     [
-        (["a", "x", "y"], [4, 8, 16], "tensor 1 of this model is 'x' of 8 bytes"),
-        (["a", "b", "c"], [4, 8, 12], "tensor 2 of this model is 'c' of 12 bytes"),
-        (["a", "b"], [4, 8], "tensor 2 of this model is missing"),
-        (["a", "b", "c", "d"], [4, 8, 16, 1], "in the profile missing"),
+        ("axy", [4, 8, 16], "tensor 1 of this model is 'x' of 8 bytes"),
+        ("abc", [4, 8, 12], "tensor 2 of this model is 'c' of 12 bytes"),
+        ("ab", [4, 8], "tensor 2 of this model is missing"),
+        ("abcd", [4, 8, 16, 1], "in the profile missing"),
     ],
-    ids=["name", "size", "fewer", "more"],
 )
 def test_another_model_is_told_the_first_tensor_that_differs(
-    names: list[str], sizes: list[int], first: str
+    names: str, sizes: list[int], first: str
 ) -> None:
-    with pytest.raises(UsageError, match="profile of another model") as caught:
-        make().check_matches(names, sizes, "file.json")
-    message = str(caught.value)
-    assert message.startswith("file.json is the profile")
-    assert first in message
-    assert "paceline profile" in message
+    with pytest.raises(UsageError, match=r"file.json .* profile") as it:
+        make().check_matches([*names], sizes, "file.json")
+    assert first in str(it.value)
+    assert "paceline profile" in str(it.value)
 
 
 # ---- files ----
@@ -284,58 +259,37 @@ def test_what_is_not_known_is_not_in_the_file(tmp_path: Path) -> None:
     assert content["workload"].keys() == GOOD.keys()
 
 
-@pytest.mark.parametrize("key", ["names", "sizes", "forward", "backward"])
-def test_a_file_without_a_key_says_which(tmp_path: Path, key: str) -> None:
-    message = refused_file(file_with(tmp_path, **{key: None}))
-    assert "workload.json is not a workload" in message
-    assert f"`{key}`" in message
-    assert "paceline profile SCRIPT" in message
-
-
 @pytest.mark.parametrize(
-    ("key", "value", "expected"),
+    ("changes", "words"),
     [
-        ("names", ["a", 1, "c"], "names[1]"),
-        ("sizes", [4, 8.5, 16], "sizes[1]"),
-        ("sizes", [4, -8, 16], "sizes of tensor 'b': expected zero or more, got -8"),
-        ("forward", "fast", "forward"),
-        ("forward", [1, 2], "forward: expected 3 values"),
-        ("backward", [1, -2, 3], "backward of tensor 'b'"),
-        ("order", [0, 1, 1], "order: expected each of 0 to 2 once"),
-        ("update", -1, "update: expected zero or more"),
-        ("batch", 0, "batch: expected more than zero"),
-        ("source", 3, "source"),
-        ("shapes", [[1], [3], [4]], "shapes: tensor 'b' of 8 bytes"),
-        ("shapes", [[1], [1.5], [4]], "shapes"),
-        ("coding", {"int8": {"encode": 1}}, "decode"),
+        *(({key: None}, f"`{key}`") for key in ("names", *LISTS)),
+        ({"names": ["a", 1, "c"]}, "names[1]"),
+        ({"sizes": [4, 8.5, 16]}, "sizes[1]"),
+        ({"sizes": [4, -8, 16]}, "sizes of tensor 'b'"),
+        ({"forward": "fast"}, "forward"),
+        ({"source": 3}, "source"),
+        ({"shapes": [[1], [1.5], [4]]}, "shapes"),
+        ({"coding": {"int8": {"encode": 1}}}, "decode"),
+        ({"forwards": [1.0]}, "unknown key 'forwards'. Did you mean 'forward'?"),
     ],
 )
-def test_a_file_with_a_bad_value_says_where(
-    tmp_path: Path, key: str, value: Any, expected: str
+def test_a_file_with_a_key_that_is_wrong_or_missing_says_which(
+    tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    message = refused_file(file_with(tmp_path, **{key: value}))
+    message = refused_file(file_with(tmp_path, **changes))
     assert "workload.json is not a workload" in message
-    assert expected in message
-
-
-def test_a_file_with_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
-    message = refused_file(file_with(tmp_path, forwards=[1.0, 2.0, 3.0]))
-    assert "unknown key 'forwards'. Did you mean 'forward'?" in message
+    assert "paceline profile SCRIPT" in message
+    assert words in message
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "is not a workload"),
-        (b"not JSON", "is not a workload"),
-        (b"\xff\xfe\x00", "is not a workload"),
+        *((content, "") for content in (b"", b"not JSON", b"\xff\xfe\x00")),
         (b"[]", "Expected `object`"),
         (b"{}", "missing required field `format`"),
         (b'{"format": "paceline workload 1"}', "missing required field `workload`"),
-        (
-            b'{"format": "paceline workload 2", "workload": {}}',
-            "its format is 'paceline workload 2', not 'paceline workload 1'",
-        ),
+        (b'{"format": "paceline workload 2", "workload": {}}', "paceline workload 2"),
     ],
 )
 def test_what_is_no_workload_file(
@@ -348,14 +302,11 @@ def test_what_is_no_workload_file(
     assert expected in message
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_paths_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no such folder" / "workload.json"):
         with pytest.raises(UsageError, match="cannot write the workload") as caught:
             make().save(path)
         assert str(path) in str(caught.value)
-
-
-def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
     message = refused_file(tmp_path / "none.json")
     assert "cannot read the workload" in message
     assert "none.json" in message
@@ -364,5 +315,130 @@ def test_a_path_that_cannot_be_read(tmp_path: Path) -> None:
 def test_an_unknown_built_in_gets_a_suggestion() -> None:
     message = refused_file("resnet-50")
     assert "unknown built-in workload 'resnet-50'. Did you mean 'resnet50'?" in message
+    assert all(name in message for name in builtin_names())
+
+
+# ---- those that come with paceline ----
+
+RATE = workload_scripts.ASSUMED_RATE
+
+
+def test_each_has_a_script() -> None:
+    assert builtin_names() == sorted(workload_scripts.WORKLOADS)
+
+
+@pytest.mark.parametrize("name", workload_scripts.WORKLOADS)
+def test_a_script_writes_the_packaged_file_byte_for_byte(
+    name: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "written.json"
+    workload_scripts.WORKLOADS[name]().save(output)
+    packaged = resources.files("paceline.cluster") / "workloads" / f"{name}.json"
+    again = f"run: python -m benchmarks.workloads {name}"
+    assert output.read_bytes() == packaged.read_bytes(), again
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "parameters", "batch"),
+    [
+        ("googlenet-k80", 64, 13_379_136, 64),
+        ("resnet50", 161, 25_557_032, 32),
+        ("vgg16", 32, 138_357_544, 32),
+        ("bert-base", 199, 109_482_240, 32),
+        ("gpt-10m", 39, 10_745_088, 32),
+    ],
+)
+def test_tensors_are_as_published(
+    name: str, tensors: int, parameters: int, batch: int
+) -> None:
+    workload = Workload.load(name)
+    assert len(workload.names) == tensors
+    assert sum(workload.sizes) == 4 * parameters
+    assert workload.batch == batch
+    assert workload.update == 0
+    assert workload.source
+
+
+def test_googlenet_is_the_published_trace() -> None:
+    workload = Workload.load("googlenet-k80")
+    assert workload.names == tuple(f"layer{i}" for i in range(64))
+    assert workload.order == tuple(range(64))[::-1]
+    # The sum of the trace's microseconds; the forward pass is taken as half of it.
+    assert workload.backward_seconds == pytest.approx(0.201531926, abs=1e-12)
+    assert workload.forward_seconds == pytest.approx(0.100765963, abs=1e-12)
+    # The first convolution's gradient is the last to be ready, the classifier's the first.
+    assert workload.gradient_bytes[0] == 4 * 1_025_024
+    assert workload.gradient_bytes[-1] == 4 * 9_472
+    first = workload.ready_seconds[0] - workload.forward_seconds
+    assert first == pytest.approx(456.416e-6, abs=1e-12)
+    assert workload.backward[0] == 14_744.1 / 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "multiplications", "tolerance"),
+    [
+        # 10^9 for one image, as torchvision's pages give them with three digits.
+        ("resnet50", 4.09e9, 1e-3),
+        ("vgg16", 15.47e9, 1e-3),
+        # Per token of a layer: four square matrices, two of four times their size, and
+        # a row of the two products of attention; the pooler sees one token.
+        (
+            "bert-base",
+            12 * 128 * (12 * 768**2 + 2 * 128 * 768) + 768**2,
+            1e-12,
+        ),
+    ],
+)
+def test_forward_is_as_published(
+    name: str, multiplications: float, tolerance: float
+) -> None:
+    workload = Workload.load(name)
+    flops = 2 * multiplications * 32
+    assert workload.forward_seconds * RATE == pytest.approx(flops, rel=tolerance)
+
+
+def test_backward_is_twice_forward_but_for_the_first_layer() -> None:
+    for name in ("resnet50", "vgg16"):
+        workload = Workload.load(name)
+        # Images need no gradient. Nothing but its first tensors belongs to a first layer.
+        outputs = 112 * 112 * 64 * 49 if name == "resnet50" else 224 * 224 * 64 * 9
+        saved = 2 * 32 * outputs * 3 / RATE
+        assert workload.backward_seconds == pytest.approx(
+            2 * workload.forward_seconds - saved
+        )
+    # Embeddings multiply nothing.
+    workload = Workload.load("bert-base")
+    assert workload.backward_seconds == pytest.approx(2 * workload.forward_seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "example"),
+    [
+        # Smaller inputs and a narrower BERT have the same graph.
+        ("resnet50", lambda: workload_scripts.ResNet50().eval(), (1, 3, 32, 32)),
+        ("bert-base", lambda: workload_scripts.BertBase(width=24), (1, 2)),
+    ],
+)
+def test_order_is_that_of_tensors_with_values(
+    name: str, make: Any, example: tuple[int, ...]
+) -> None:
+    with torch.device("meta"):  # initial values would take most of the time
+        module = make()
+    module.to_empty(device="cpu")
+    order: list[str] = []
+    for tensor, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, tensor=tensor: order.append(tensor)
+        )
+    dtype = torch.float if name == "resnet50" else torch.long
+    output = module(torch.zeros(example, dtype=dtype))
+    sum(part.sum() for part in [*output]).backward()
+    workload = Workload.load(name)
+    assert order == [workload.names[i] for i in workload.order]
+
+
+def test_times_are_finite_and_ready_times_never_fall() -> None:
     for name in builtin_names():
-        assert name in message
+        ready = Workload.load(name).ready_seconds
+        assert all(a <= b for a, b in itertools.pairwise(ready))
+        assert math.isfinite(ready[-1])

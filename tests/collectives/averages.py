@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import paceline
 from paceline.collectives.autotune import CANDIDATES
 from paceline.collectives.communicator import Communicator, ConnectionlessGroup
 from paceline.collectives.registry import COLLECTIVES, attach, make
-from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from tests.collectives.helpers import BUCKETS, buffers, skew
 
@@ -63,44 +61,6 @@ def every_collective_forms_the_same_mean(comm: Communicator) -> None:
         other.close()
 
 
-def training_under_every_collective_is_bsp(comm: Communicator) -> None:
-    """All ranks hold the same bits, and native's up to rounding; one ends early."""
-    rank = comm.rank
-    found = {}
-    for name in COLLECTIVES:
-        if make(name).needs == "servers":
-            continue
-        torch.manual_seed(3)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3)
-        )
-        optimizer = paceline.distribute(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            buckets="wfbp",
-            collective=name,
-        )
-        data = torch.Generator().manual_seed(rank)
-        for _ in range(3 if rank == 1 else 5):
-            x = torch.randn(4, 5, generator=data)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        optimizer.finish()
-        flat = torch.cat([p.detach().view(-1) for p in model.parameters()])
-        most, least = flat.clone(), -flat
-        comm.all_reduce(most, "max").wait()
-        comm.all_reduce(least, "max").wait()
-        assert torch.equal(most, -least), name
-        found[name] = flat
-    for name, flat in found.items():
-        assert torch.allclose(flat, found["native"], rtol=1e-5, atol=1e-6), name
-    model = torch.nn.Linear(1, 1)
-    optim = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(UsageError, match=r"unknown value for collective.*'rin'.*ring"):
-        paceline.distribute(model, optim, collective="rin")
-
-
 def auto_takes_the_same_row_on_all_ranks(comm: Communicator) -> None:
     """In the whole and in groups, in the training's order and in works."""
     runtime, rank = join_runtime(), comm.rank
@@ -135,6 +95,5 @@ def auto_takes_the_same_row_on_all_ranks(comm: Communicator) -> None:
 
 CASES = (
     every_collective_forms_the_same_mean,
-    training_under_every_collective_is_bsp,
     auto_takes_the_same_row_on_all_ranks,
 )

@@ -1,26 +1,40 @@
-"""Compressed means in whole trainings, in virtual time."""
+"""Compressed means in whole trainings, in virtual time: bytes, times, error feedback, uncompressed
+first steps, and the epochs of `gd-top-k`.
+"""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import paceline
-from paceline.cluster.workload import Workload
+from paceline.cluster import Workload
+from paceline.cluster.stand_in import stand_in
 from paceline.collectives.schedules import Ring
 from paceline.compression import (
     BF16,
     GradientCompression,
     Int4,
     Int8,
+    full_spec,
     make,
+    warm_up_message,
 )
+from paceline.compression.gd_top_k import EPOCH_STEPS
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import ComputeModel
+from paceline.testing.compressor_checks import Workers, gradients
+from paceline.tools.auto.planner_process import predict_present
+from paceline.tools.plan.predict import TrainingJob, predict
+from paceline.tools.plan.script import analyze_script
+from tests.compression.toys import RankOne, TopK
 from tests.support.one_worker import OneWorker, compressed_average
 from tests.support.simulations import run
+from tests.tools.plan.helpers import cluster
 
 FLAG = 4
 """Bytes of the control message of each step."""
@@ -200,46 +214,6 @@ def test_the_planner_measures_compressed_means():
 # ---- who takes part ----
 
 
-UNEVEN = [
-    *("bf16", "int8", "int8:error_feedback=true", "qsgd"),
-    "int8:error_feedback=true,warmup_steps=6",
-]
-SPARSE = [
-    *("top-k:density=0.3,small=0", "ef21:density=0.3,small=0"),
-    "gd-top-k:epoch_steps=3,small=0",
-    "dgc:density=0.3,momentum=0.5,warm_up_steps=4,small=0",
-    "dgc:density=0.3,warmup_steps=5,small=0",
-]
-"""These end elsewhere than without compression."""
-
-
-@pytest.mark.parametrize("compression", [*UNEVEN, *SPARSE])
-def test_uneven_data(compression):
-    """A worker out of data keeps in step and changes nothing; all end with one model."""
-
-    def body(rank):
-        model, optimizer = begin(compression)
-        with optimizer.join():
-            for number in range(4 + 3 * rank):
-                step(model, optimizer, torch.tensor(1.0 + number))
-        return model.first.detach().clone()
-
-    first, *others = run(3, body)
-    assert first.isfinite().all()
-    assert all(torch.equal(first, other) for other in others)
-    if compression in SPARSE:
-        return
-
-    def alone(rank):
-        model, optimizer = begin("none")
-        for number in range(10):
-            step(model, optimizer, torch.tensor(1.0 + number))
-        return model.first.detach().clone()
-
-    (expected,) = run(1, alone)
-    torch.testing.assert_close(first, expected, rtol=0.02, atol=0)
-
-
 @pytest.mark.parametrize("compression", ["bf16", "int8", "int8:error_feedback=true"])
 def test_unused_parameters(compression):
     """Used nowhere: no gradient, and what was left out of earlier ones is kept. Used on one
@@ -343,3 +317,254 @@ def test_servers_add_up_linear_codes():
     one, other = run(2, body)
     assert torch.equal(one, other)
     assert one.any()
+
+
+def test_first_steps_are_dense_and_then_the_code_begins_anew():
+    shape = gradients()[0]
+    late = Workers(
+        GradientCompression(TopK(), error_feedback=True, warmup_steps=2), shape, 3
+    )
+    for step in range(2):
+        given = gradients(seed=step)
+        mean = late.mean(given)
+        for number, result in enumerate(mean.results[0]):
+            exact = given[0][number] + given[1][number] + given[2][number]
+            assert torch.equal(result, exact)
+    fresh = Workers(GradientCompression(TopK(), error_feedback=True), shape, 3)
+    for step in range(2, 5):
+        given = gradients(seed=step)
+        pairs = zip(
+            late.mean(given).results[0], fresh.mean(given).results[0], strict=True
+        )
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_bucket_may_hold_both_kinds_of_tensors():
+    """A new bucket may join tensors of which one has been summed more often."""
+    shape = gradients()[0]
+    workers = Workers(GradientCompression(RankOne(), warmup_steps=3), shape, 2)
+    for states in workers.states:
+        states[3]["common"]["sums"] = 3
+    given = gradients(2)
+    mean = workers.mean(given)
+    kinds = [leg.kind for leg in mean.legs]
+    assert kinds == ["sum", "sum", "sum"]
+    for number, result in enumerate(mean.results[0]):
+        exact = given[0][number] + given[1][number]
+        assert torch.equal(result, exact) == (number != 3)
+
+
+def test_a_job_of_another_size_does_not_begin_anew():
+    shape = gradients()[0]
+    three, two = (
+        Workers(GradientCompression(TopK(), warmup_steps=2), shape, n) for n in (3, 2)
+    )
+    for _ in range(5):
+        three.mean(gradients(3))
+    two.inherit(three)
+    assert two.mean(gradients(2)).legs[0].kind == "gather"
+
+
+def test_a_decayed_residual_fades():
+    values = torch.linspace(-1, 1, 50)
+    kept = Workers(GradientCompression(TopK(), error_feedback=True), [values], 1)
+    fading = Workers(
+        GradientCompression(TopK(), error_feedback=True, decay=0.5), [values], 1
+    )
+    for workers in (kept, fading):
+        workers.mean([[values]])
+    one, half = (w.states[0][0]["residual"] for w in (kept, fading))
+    assert one.any()
+    assert torch.equal(half, 0.5 * one)
+
+
+def test_residuals_are_wider_than_16_bits():
+    for dtype, wide in [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.complex64, torch.complex64),
+    ]:
+        compression = GradientCompression(TopK(), error_feedback=True)
+        state = compression.init_state(torch.zeros(3, dtype=dtype), "x", 0)
+        assert state["residual"].dtype == wide
+
+
+def test_plans_are_made_for_what_follows_first_steps():
+    """A trial in steps without a code would say nothing of those with one."""
+
+    def body(rank):
+        notes = []
+        for first in (0, 9):
+            model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
+            optimizer = paceline.distribute(
+                model,
+                torch.optim.SGD(model.parameters(), lr=1e-3),
+                buckets="optimal",
+                compression=f"bf16:warmup_steps={first}",
+            )
+            for _ in range(60):
+                optimizer.zero_grad()
+                model(torch.full((1, 200), 1.0 + rank)).sum().backward()
+                optimizer.step()
+            optimizer.finish()
+            notes.append(list(join_runtime().recorder.notes))
+        return notes
+
+    compute = ComputeModel(forward=0.002, backward=0.004)
+    for at_once, later in run(2, body, compute=compute):
+        assert len(at_once) == 1
+        assert set(later) == set(at_once), "the second training's is another one"
+
+
+WORKERS, EPOCH, SIDE = 4, 5, 64
+DENSE = 4 * SIDE * SIDE
+WARM_UP = 4 * EPOCH
+SPEC = "bsp:compression=gd-top-k,buckets=single"
+NO_PLAN = SimpleNamespace(estimate=lambda spec: None)
+WORKLOAD = Workload(
+    names=("weight",), sizes=(DENSE,), forward=(0.01,), backward=(0.01,),
+    shapes=((SIDE, SIDE),),
+)  # fmt: skip
+
+
+def sent(epochs, sampled=True, spec=SPEC, stands_in=False):
+    """Bytes that rank 0 sends in each step of so many epochs."""
+
+    def body(rank):
+        runtime, data = join_runtime(), torch.zeros(EPOCH * WORKERS, SIDE)
+        model = stand_in(WORKLOAD) if stands_in else torch.nn.Linear(SIDE, SIDE, False)
+        sampler = paceline.Sampler(data, WORKERS)
+        optimizer = paceline.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            method=spec,
+            sampler=sampler if sampled else None,
+        )
+        for _ in range(epochs):
+            for batch in sampler:
+                inputs = torch.ones(1) if stands_in else torch.randn(len(batch), SIDE)
+                optimizer.zero_grad()
+                model(inputs).square().mean().backward()
+                optimizer.step()
+        optimizer.finish()
+        return [step.bytes_sent for step in runtime.recorder.steps]
+
+    return run(cluster(WORKERS), body)[0]
+
+
+def sends_all(bytes_sent):
+    """Whether a step sends what it does without compression, and a few bytes who takes part."""
+    whole = 2 * (WORKERS - 1) / WORKERS * DENSE
+    return whole <= bytes_sent <= whole + 100
+
+
+def test_epochs_are_the_sampler_s_and_the_last_step_of_each_sends_all(capsys):
+    steps = sent(6)
+    whole = [number for number, size in enumerate(steps) if sends_all(size)]
+    assert whole == list(range(EPOCH - 1, 6 * EPOCH, EPOCH))
+    within = [steps[first : first + EPOCH - 1] for first in range(0, 6 * EPOCH, EPOCH)]
+    assert all(max(epoch) - min(epoch) < 100 for epoch in within)
+    firsts = [epoch[1] for epoch in within]
+    assert firsts[:5] == sorted(set(firsts[:5]), reverse=True)
+    assert firsts[5] == firsts[4]  # the warm-up is over
+    (told,) = [
+        one for one in capsys.readouterr().err.splitlines() if "sends more" in one
+    ]
+    assert f"first {WARM_UP} steps" in told
+    assert "guess" not in told
+
+
+def test_without_a_sampler_an_epoch_is_short_and_said_to_be_a_guess(capsys):
+    steps = sent(2, sampled=False)
+    assert max(steps) - min(steps) < 100  # all are within the first
+    told = capsys.readouterr().err
+    assert f"first {4 * EPOCH_STEPS} steps" in told
+    assert "guess" in told
+    assert "compression.epoch_steps" in told
+
+
+def test_who_says_how_many_steps_an_epoch_has_is_heeded(capsys):
+    steps = sent(2, spec=SPEC + ",compression.epoch_steps=3")
+    assert [sends_all(size) for size in steps[:6]] == 2 * [False, False, True]
+    assert "first 12 steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", ["gd-top-k", "dgc,compression.warm_up_steps=10"])
+def test_stand_ins_send_in_first_steps_what_real_gradients_do(code):
+    """On the mean of an epoch's steps, where codes take turns."""
+    spec = f"bsp:compression={code},buckets=single"
+    real, stood = (
+        sent(6, spec=spec, stands_in=stands_in) for stands_in in (False, True)
+    )
+    for first in range(0, 6 * EPOCH, EPOCH):
+        mine, theirs = (sum(one[first : first + EPOCH]) for one in (stood, real))
+        assert mine == pytest.approx(theirs, rel=0.01)
+    assert sum(stood[:EPOCH]) > 1.5 * sum(stood[-EPOCH:])
+
+
+def test_what_is_said_of_first_steps_is_what_is_sent():
+    code = make("gd-top-k").with_epoch(EPOCH)
+    early, late = (
+        sum(leg.size for leg in legs)
+        for legs in (
+            code.code.warm_up_wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS)[0][1],
+            code.code.wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS),
+        )
+    )
+    said = warm_up_message(code, [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert f"{late / DENSE:.1%} later" in said
+    assert early > 2 * late
+    settled = code.steady_state()
+    assert not warm_up_message(settled, [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert warm_up_message(make("dgc"), [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert not warm_up_message(make("top-k"), [(SIDE, SIDE)], torch.float32, WORKERS)
+
+
+def test_how_long_an_epoch_is_makes_no_other_code_of_it():
+    """What coding takes is measured once for all."""
+    code = make("gd-top-k:speed=fastest")
+    assert full_spec(code) == full_spec(code.with_epoch(7))
+    assert code.with_epoch(7) != code
+    assert make("gd-top-k:epoch_steps=3").with_epoch(7) == make(
+        "gd-top-k:epoch_steps=3"
+    )
+
+
+def test_a_plan_counts_the_sampler_s_epochs_and_says_what_it_leaves_out():
+    def found(epoch_steps):
+        job = TrainingJob(
+            cluster=cluster(WORKERS), workload=WORKLOAD, epoch_steps=epoch_steps
+        )
+        return predict(job, SPEC), predict_present(NO_PLAN, SPEC, job)
+
+    (short, present), (long, later) = found(EPOCH), found(1000)
+    assert short.bytes_sent == pytest.approx(sum(sent(6)[-EPOCH:]) / EPOCH, rel=0.01)
+    assert short.bytes_sent > 2 * long.bytes_sent
+    assert present.seconds > later.seconds
+    (note,) = [note for note in short.notes if "sends more" in note]
+    assert f"first {WARM_UP} steps" in note
+    assert "later steps" in note
+
+
+SCRIPT = """
+import torch, paceline
+paceline.init()
+data = torch.zeros(20, 4)
+sampler = paceline.Sampler(data, 4)
+model = torch.nn.Linear(4, 1)
+optimizer = paceline.distribute(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), {sampler}
+)
+for batch in sampler:
+    optimizer.zero_grad()
+    model(data[batch]).mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(("given", "steps"), [("sampler=sampler", 5), ("", 0)])
+def test_a_script_s_epochs_are_among_its_facts(given, steps, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(sampler=given))
+    assert analyze_script(str(script), [], tmp_path).epoch_steps == steps

@@ -1,4 +1,6 @@
-"""Compressors of kinds that the registry does not have yet: they fit the seam."""
+"""Compressors of kinds that the registry does not have yet: they fit the seam. And what comes back of
+tensors through a compressor.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ from paceline.compression.base import (
     sum_uncompressed,
     to_bytes,
 )
+from paceline.testing.compressor_checks import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,3 +168,22 @@ class SignAlone(Compressor):
 
     def average(self, parts, states, place, sent=None):
         put((yield Sum(flat(reals(parts)).sign())), reals(parts))
+
+
+def random(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def mean_of(compressor, *values):
+    """The mean that workers form, each of which has one tensor."""
+    given = [[value] for value in values]
+    return Workers(compressor, given[0], len(given)).mean(given)
+
+
+def through(compressor, values):
+    """What one worker's code of a tensor stands for."""
+    code = compressor.encode([values], [compressor.init_state(values, "x", 0)])
+    decoded = torch.zeros_like(values)
+    compressor.decode(code, [decoded])
+    return decoded

@@ -7,14 +7,11 @@ them must be, and compare.
 import copy
 import os
 import pickle
-import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +20,7 @@ from paceline.errors import GradientError, UsageError
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
-from tests.core.halved import halves_train_as_the_whole
+from tests.core.test_halved_means import halves_train_as_the_whole
 from tests.support.training import inputs, network
 
 
@@ -68,27 +65,6 @@ def check_backward(model, loss_of_rank, tolerance=1e-6, **options):
         optimizer.step()
         assert_gradients(model, expected, tolerance)
     optimizer.finish()
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed = nn.Embedding(10, 6)
-        self.mix = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 10, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.mix(self.embed(x))))
-
-
-def shared_parameters():
-    model = Tied()
-    tokens = lambda rank: torch.randint(  # noqa: E731
-        10, (5,), generator=torch.Generator().manual_seed(rank)
-    )
-    check_backward(model, lambda m, r: F.cross_entropy(m(tokens(r)), tokens(r)))
 
 
 class Checkpointed(nn.Module):
@@ -153,20 +129,6 @@ def gradient_twice_in_one_pass_is_refused():
     optimizer = wrap(model)
     with pytest.raises(GradientError, match="came twice"):
         model(inputs(paceline.rank())).square().mean().backward()
-    optimizer.finish()
-
-
-def accumulation_under_no_sync():
-    model = network()
-    both = lambda m, r: m(inputs(r, 1)).square().mean() + m(inputs(r, 2)).mean()  # noqa: E731
-    expected = mean_gradients(model, both)
-    optimizer = wrap(model)
-    for set_to_none in (True, False):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        with optimizer.no_sync():
-            model(inputs(paceline.rank(), 1)).square().mean().backward()
-        model(inputs(paceline.rank(), 2)).mean().backward()
-        assert_gradients(model, expected)
     optimizer.finish()
 
 
@@ -269,28 +231,21 @@ class Branches(nn.Module):
         return self.branches[branch](self.common(x))
 
 
-def unused_on_some_ranks():
-    for rule in ("wfbp", "single"):
-        check_backward(
-            Branches(),
-            lambda m, r: m(inputs(r), int(r == 0)).square().mean(),
-            buckets=rule,
-        )
-
-
 def unused_parameters_change_from_step_to_step():
-    model = Branches()
-    optimizer = wrap(model)
-    for step in range(6):
-        loss_of_rank = lambda m, r, step=step: (  # noqa: E731
-            m(inputs(r, step), (r + step) % 3).square().mean()
-        )
-        expected = mean_gradients(model, loss_of_rank)
-        optimizer.zero_grad()
-        loss_of_rank(model, paceline.rank()).backward()
-        assert_gradients(model, expected)
-        optimizer.step()
-    optimizer.finish()
+    for rule in ("wfbp", "single"):
+        model = Branches()
+        optimizer = wrap(model, buckets=rule)
+        for step in range(6):
+            loss_of_rank = lambda m, r, step=step: (  # noqa: E731
+                m(inputs(r, step), (r + step) % 3).square().mean()
+            )
+            expected = mean_gradients(model, loss_of_rank)
+            optimizer.zero_grad()
+            loss_of_rank(model, paceline.rank()).backward()
+            assert_gradients(model, expected)
+            optimizer.step()
+            assert_gradients(model, expected)
+        optimizer.finish()
 
 
 def a_loss_that_reaches_no_parameter_on_one_rank():
@@ -312,24 +267,6 @@ def unused_everywhere_is_not_moved_by_decay():
         optimizer.step()
     for name, value in model.branches[2].state_dict().items():
         assert torch.equal(value, before[name])
-    optimizer.finish()
-
-
-def frozen_parameters_and_groups():
-    model = network()
-    model[0].weight.requires_grad_(False)
-    frozen = model[0].weight.clone()
-    groups = [
-        {"params": [model[0].bias], "lr": 0.0},
-        {"params": model[2].parameters(), "lr": 0.1},
-    ]
-    optimizer = paceline.distribute(model, torch.optim.SGD(groups, lr=1.0))
-    bias, last = model[0].bias.clone(), model[2].weight.clone()
-    model(inputs(paceline.rank())).square().mean().backward()
-    optimizer.step()
-    assert torch.equal(model[0].weight, frozen)
-    assert torch.equal(model[0].bias, bias)
-    assert not torch.equal(model[2].weight, last)
     optimizer.finish()
 
 
@@ -375,25 +312,6 @@ def clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied():
             expected = parameter.detach() - 0.1 * mean[name] / (norm + 1e-6)
             moved = model.get_parameter(name).detach()
             torch.testing.assert_close(moved, expected, rtol=1e-5, atol=1e-6)
-
-
-def scaler_skips_on_all_ranks_together():
-    model = network()
-    optimizer = wrap(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    before = copy.deepcopy(model.state_dict())
-    for overflow in (True, False):
-        optimizer.zero_grad()
-        loss = model(inputs(paceline.rank())).square().mean()
-        if overflow and paceline.rank() == paceline.world_size() - 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        changed = [not torch.equal(v, before[k]) for k, v in model.state_dict().items()]
-        assert any(changed) != overflow
-    assert scaler.get_scale() == 4.0
-    optimizer.finish()
 
 
 def non_finite_gradients_are_named_if_asked():
@@ -610,25 +528,6 @@ def closures_and_hooks_of_the_optimizer():
 
     assert optimizer.step(closure) > 0
     assert calls == ["before", "after"]
-    optimizer.finish()
-
-
-def schedulers_drive_the_wrapped_groups():
-    model = network()
-    optimizer = wrap(model)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=4)
-    rates = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "step() before optimizer.step()" among them
-        for step in range(4):
-            optimizer.zero_grad()
-            model(inputs(paceline.rank(), step)).square().mean().backward()
-            optimizer.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-            if step < 3:
-                schedule.step()
-    assert len(set(rates)) == 4
-    assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.finish()
 
 
@@ -869,75 +768,25 @@ def groups_and_channels_of_unequal_history():
     optimizer.finish()
 
 
-def a_restart_equals_straight_training():
-    """10 + 10 steps, in new models and optimizers, are 20: dropout, momenta, schedule."""
-
-    def begin():
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 2))
-        groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-        optimizer = paceline.distribute(model, torch.optim.AdamW(groups, lr=0.1))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
-        return model, optimizer, schedule
-
-    def train(model, optimizer, schedule, steps):
-        for step in steps:
-            optimizer.zero_grad()
-            model(inputs(paceline.rank(), step)).square().mean().backward()
-            optimizer.step()
-            if step < 19:
-                schedule.step()
-
-    folder = Path(os.environ["PACELINE_TEST_FOLDER"]) / "checkpoint"
-    runtime = join_runtime()
-    for steps in (range(10), range(2)):  # the second replaces the first
-        runtime.registry.trainings.clear()
-        straight = begin()
-        torch.manual_seed(paceline.rank())
-        train(*straight, steps)
-        paceline.save(folder, schedule=straight[2])
-        train(*straight, range(len(steps), 20))
-        straight[1].finish()
-        runtime.registry.trainings.clear()
-        model, optimizer, schedule = begin()
-        paceline.load(folder, schedule=schedule)
-        train(model, optimizer, schedule, range(len(steps), 20))
-        optimizer.finish()
-        for ours, theirs in zip(
-            model.parameters(), straight[0].parameters(), strict=True
-        ):
-            assert torch.equal(ours, theirs)
-    with pytest.raises(UsageError, match=r"holds model0, optimizer0, other\.schedule"):
-        paceline.load(folder)
-    with pytest.raises(UsageError, match="no checkpoint"):
-        paceline.load(folder / "nowhere")
-    runtime.registry.trainings.clear()
-
-
 CASES = {
     case.__name__: case
     for case in (
         halves_train_as_the_whole,
-        shared_parameters,
         non_reentrant_checkpoint,
         the_whole_model_checkpointed_twice,
         reentrant_checkpoint_inside,
         reentrant_checkpoint_first_is_refused,
         gradient_twice_in_one_pass_is_refused,
-        accumulation_under_no_sync,
         accumulation_by_ddps_attribute,
         mixed_types,
         complex_parameters,
         sparse_gradients_are_refused,
-        unused_on_some_ranks,
         unused_parameters_change_from_step_to_step,
         a_loss_that_reaches_no_parameter_on_one_rank,
         unused_everywhere_is_not_moved_by_decay,
-        frozen_parameters_and_groups,
         what_the_optimizer_lacks_is_averaged_and_stays,
         clipping_acts_on_the_mean,
         clip_norm_is_torchs_clipping_of_the_mean_wherever_it_is_applied,
-        scaler_skips_on_all_ranks_together,
         non_finite_gradients_are_named_if_asked,
         buffers_follow_the_setting,
         uneven_data_with_buffers,
@@ -948,10 +797,8 @@ CASES = {
         function_transforms_are_refused,
         autocast_in_bfloat16,
         closures_and_hooks_of_the_optimizer,
-        schedulers_drive_the_wrapped_groups,
         copies_of_the_model_are_free,
         groups_and_channels_of_unequal_history,
-        a_restart_equals_straight_training,
         weighted_by_samples_equals_one_process,
         a_sampler_weighs_without_a_call_of_the_model_itself,
         a_share_that_changes_within_a_step_needs_a_call_of_the_model,
@@ -965,5 +812,5 @@ CASES = {
     )
 }
 
-PER_PROCESS = {a_model_compiled_whole_warns, schedulers_drive_the_wrapped_groups}
-"""Warnings are caught per process: these cannot share one with other workers."""
+PER_PROCESS = {a_model_compiled_whole_warns}
+"""Warnings are caught per process: it cannot share one with other workers."""

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import paceline
 from paceline.core.misuse import (
     MOST_SAME_DATA_STEPS,
     SAME_DATA_STEPS,
@@ -17,7 +16,7 @@ from paceline.core.misuse import (
 from paceline.errors import GradientError
 from paceline.interfaces import Rounds
 from paceline.interfaces.buckets import make_buckets
-from tests.support.simulations import run
+from tests.support import training
 from tests.support.training import inputs, network
 
 WORDS = "do all workers train on the same data?"
@@ -39,17 +38,9 @@ def context_of(buckets, report=lambda sentence: None):
 def train(capsys, loss_of, workers=3, make=network, method="bsp", steps=6):
     """What was said to people while so many workers trained."""
 
-    def body(rank):
-        model = make()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = paceline.distribute(model, sgd, method=method, buckets="wfbp")
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        optimizer.finish()
-
-    run(workers, body)
+    training.train(
+        method, workers, steps, make=make, optimizer=training.plain_sgd, loss=loss_of
+    )
     return capsys.readouterr().err
 
 

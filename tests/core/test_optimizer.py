@@ -37,41 +37,6 @@ def loss_of(model, rank, step):
     return model(inputs(rank, step)).square().mean()
 
 
-def trained(method, with_closure):
-    """Workers' models after a few steps."""
-
-    def body(rank):
-        model = network()
-        optimizer = given(model, method=method)
-        for step in range(4):
-
-            def closure(step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                return loss
-
-            if with_closure:
-                with torch.no_grad():  # torch's optimizers turn gradients on for it
-                    loss = optimizer.step(closure)
-                assert loss.requires_grad
-                assert loss > 0
-            else:
-                closure()
-                assert optimizer.step() is None
-        optimizer.finish()
-        return flat(model)
-
-    return run(2, body)
-
-
-@pytest.mark.parametrize("method", EVERY_PLACE)
-def test_a_step_with_a_closure_is_the_step_after_it(method):
-    with_it, without = trained(method, True), trained(method, False)
-    for one, other in zip(with_it, without, strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("method", EVERY_PLACE)
 def test_a_closure_that_reaches_no_parameter_on_one_rank(method):
     """The others wait for this rank's gradient all the same: it is zero."""
@@ -89,10 +54,11 @@ def test_a_closure_that_reaches_no_parameter_on_one_rank(method):
                 return loss
 
             if with_closure:
-                optimizer.step(closure)
+                with torch.no_grad():  # torch's optimizers turn gradients on for it
+                    assert optimizer.step(closure).requires_grad
             else:
                 closure()
-                optimizer.step()
+                assert optimizer.step() is None
         optimizer.finish()
         return flat(model)
 
@@ -166,6 +132,21 @@ def test_an_optimizer_that_evaluates_several_times_uses_means():
         torch.testing.assert_close(end, expected, rtol=1e-4, atol=1e-5)
     one, *others = run(3, lambda rank: body(rank, True))
     assert all(torch.equal(one, other) for other in others)
+
+
+def test_a_scheduler_that_steps_first_is_warned_of():
+    """As torch's optimizers do; the kit's law of schedules has those that step afterwards."""
+
+    def body(rank):
+        model = network()
+        inner = sgd(model)
+        schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
+        optimizer = paceline.distribute(model, inner, method="asp")
+        schedule.step()
+        optimizer.finish()
+
+    with pytest.warns(UserWarning, match="before `optimizer.step"):
+        run(1, body)
 
 
 def test_an_optimizer_that_ignores_its_closure_is_refused():

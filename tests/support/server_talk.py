@@ -1,6 +1,12 @@
-"""Workers that talk to a server's state machine, one after the other, at times of their own."""
+"""Workers that talk to a server's state machine, one after the other, at times of their own; requests that
+it refuses, as tables; and an `Endpoint` whose server answers in the same call.
+"""
+
+from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,9 +18,13 @@ from paceline.interfaces.server_messages import (
     Parameters,
     Pull,
     Push,
+    ReplyMessage,
+    Request,
     Unit,
 )
 from paceline.parameter_server.process.monitors import MonitoredService
+from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.testing.server_checks import difference, state_of
 from paceline.transport.listener import RequestArrived, WorkerLost
 from paceline.transport.protocol import ONLY_SERVICE
 
@@ -134,3 +144,62 @@ def ring(talk):
     deadline = talk.server.next_deadline()
     if deadline is not None and talk.now >= deadline:
         talk.server.on_timer(talk.now)
+
+
+class Refusal(NamedTuple):
+    """A request that is refused at a moment, and what tells this refusal from others."""
+
+    moment: Callable[[], Any]
+    """Makes a server, with workers that have come so far: a `Case`."""
+    message: Request
+    words: str
+    worker: int = 0
+    life: int = 0
+    payload: torch.Tensor | None = None
+
+    def check(self) -> None:
+        """Only requests of workers that are here are counted."""
+        case = self.moment()
+        sender = Sender(self.worker, self.life, "", 0)
+        joins = isinstance(self.message, Join)
+        is_here = not case.server.members.why_unknown(sender, joins)
+        counted, before = case.server.counts["requests refused"], state_of(case.server)
+        words = case.refusal(self.worker, self.message, self.payload, self.life)
+        assert self.words in words
+        assert not difference(before, state_of(case.server))
+        assert case.server.counts["requests refused"] == counted + is_here
+
+
+class Direct:
+    """An `Endpoint` of a server that has only this worker, which answers at once."""
+
+    name = "server"
+
+    def __init__(self, server: ParameterServer, life: int) -> None:
+        self.server, self.life, self.number = server, life, 0
+
+    def request(
+        self,
+        message: Request,
+        payload: torch.Tensor | None = None,
+        into: torch.Tensor | None = None,
+        channel: str = "",
+    ) -> Received:
+        sender = Sender(0, self.life, channel, self.number)
+        self.number += 1
+        sent = None if payload is None else payload.clone()
+        (answer,) = self.server.on_request(sender, message, sent, 0.0)
+        if into is not None and answer.payload is not None:
+            into[: answer.payload.numel()] = answer.payload
+        return Received(answer.message)
+
+    def close(self) -> None:
+        pass
+
+
+class Received:
+    def __init__(self, message: ReplyMessage) -> None:
+        self.message = message
+
+    def wait(self) -> ReplyMessage:
+        return self.message

@@ -1,5 +1,6 @@
-"""Sums that are formed as integers, in virtual time: the same bits on all ranks, within the
-bound of fixed point, wherever means are formed."""
+"""Sums that are formed as integers: the same bits on all ranks, within the bound of fixed point, wherever
+means are formed; in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
+from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.in_network import algorithms
 from paceline.collectives.in_network.algorithms import BLOCK
-from paceline.collectives.in_network.fixed_point import FixedPoint, exponents_of
+from paceline.collectives.in_network.fixed_point import (
+    NOT_FINITE,
+    SMALLEST,
+    FixedPoint,
+    exponents_of,
+)
 from paceline.collectives.registry import attach, make
 from paceline.collectives.timing import seconds
-from paceline.errors import WorkerFailedError
+from paceline.errors import UsageError, WorkerFailedError
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
 from tests.collectives.in_network.test_pricing import LAYOUTS, cluster_of, placed
@@ -276,3 +283,145 @@ def test_16_bit_numbers_are_the_ring_s_and_it_is_said_once(name, code, capsys):
     for one, ring in zip(mine, trained(spec + "ring", LAYOUT), strict=True):
         assert torch.equal(one, ring)
     assert "16 buf" not in capsys.readouterr().err
+
+
+LAW = settings(max_examples=examples(100))
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def summed_as_integers(fixed, blocks, exponents):
+    """The sum that an aggregator forms, with room to see an overflow."""
+    integers = [fixed.to_integers(block, exponents) for block in blocks]
+    return np.sum(integers, axis=0, dtype=np.int64)
+
+
+@LAW
+@given(
+    values=st.lists(FLOATS, min_size=1, max_size=8),
+    workers=st.integers(1, 1 << 16),
+)
+def test_no_sum_overflows_when_all_have_the_largest_values(values, workers):
+    block = np.array([values], np.float32)
+    exponents = exponents_of(block)
+    fixed = FixedPoint(workers)
+    each = fixed.to_integers(block, exponents).astype(np.int64)
+    assert (np.abs(each) * workers < 2**31).all()
+
+
+def test_the_published_factor_overflows():
+    """The control: roundings of n values exceed (2^31 - 1)/(n 2^e)."""
+    peak = np.array([[np.nextafter(np.float32(1), np.float32(0))]], np.float32)
+    exponents = exponents_of(peak)
+    assert exponents == [0]
+    many = range(2, 2000)
+    assert any(n * round((2**31 - 1) / n * float(peak[0, 0])) >= 2**31 for n in many)
+    assert not any(
+        n * int(FixedPoint(n).to_integers(peak, exponents)[0, 0]) >= 2**31 for n in many
+    )
+
+
+@LAW
+@given(
+    seed=st.integers(0, 999),
+    workers=st.integers(1, 20),
+    spread=st.integers(0, 60),
+)
+def test_a_sum_is_off_by_no_more_than_the_bound(seed, workers, spread):
+    random = np.random.default_rng(seed)
+    scale = np.exp2(random.integers(-spread, spread + 1, (workers, 3, 5)))
+    blocks = (random.standard_normal((workers, 3, 5)) * scale).astype(np.float32)
+    exponents = np.max([exponents_of(block) for block in blocks], axis=0)
+    fixed = FixedPoint(workers)
+    sums = summed_as_integers(fixed, blocks, exponents)
+    assert (np.abs(sums) < 2**31).all()
+    numbers = fixed.to_numbers(sums.astype(np.int32), exponents)
+    exact = blocks.sum(axis=0, dtype=np.float64)
+    bound = fixed.bound(exponents)[:, None] * (1 + 1e-9)
+    assert (np.abs(numbers - exact) <= bound + np.abs(numbers) * 2.0**-24).all()
+    # the figure of the published code's formula, a bit more for the headroom of roundings
+    figure = workers**2 * np.exp2(exponents.astype(float)) / 2**32
+    assert (fixed.bound(exponents) <= figure * (1 + 2.0**-26)).all()
+
+
+def test_an_exponent_is_that_of_a_power_above_the_peak():
+    blocks = np.array([[1.0, -0.5], [0.0, -2.0], [0.75, 0.1]], np.float32)
+    assert exponents_of(blocks).tolist() == [1, 2, 0]
+
+
+def test_blocks_of_zeros_and_of_the_smallest_numbers():
+    blocks = np.array([[0.0, 0.0], [1e-45, 0.0]], np.float32)
+    exponents = exponents_of(blocks)
+    assert exponents.tolist() == [SMALLEST, SMALLEST]
+    fixed = FixedPoint(4)
+    numbers = fixed.to_numbers(fixed.to_integers(blocks, exponents), exponents)
+    assert (numbers == blocks).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
+def test_what_no_integer_can_stand_for_is_nan_for_all(bad):
+    mine = np.array([[1.0, bad]], np.float32)
+    theirs = np.array([[1.0, 2.0]], np.float32)
+    assert exponents_of(mine).tolist() == [NOT_FINITE]
+    agreed = np.maximum(exponents_of(mine), exponents_of(theirs))
+    fixed = FixedPoint(2)
+    sums = summed_as_integers(fixed, [mine, theirs], agreed)
+    assert (sums == 0).all()
+    assert np.isnan(fixed.to_numbers(sums, agreed)).all()
+    assert np.isnan(fixed.bound(agreed)).all()
+
+
+def test_too_many_workers_are_refused():
+    with pytest.raises(UsageError, match="65537 workers"):
+        FixedPoint((1 << 16) + 1)
+
+
+SIZE = 3000
+
+
+def racks_of(aggregating, servers):
+    racks = [
+        Rack(workers=n, link=25e6, latency=50e-6, aggregates=i in aggregating)
+        for i, n in enumerate((3, 2, 1))
+    ]
+    return Cluster(tuple(racks), servers=(ServerHost(rack=1),) * servers)
+
+
+def means(cluster, name):
+    """What each rank has, and when the last has it."""
+
+    def body(rank):
+        runtime = join_runtime()
+        comm = attach(make(name), runtime, Communicator(runtime))
+        numbers = torch.randn(SIZE, generator=torch.Generator().manual_seed(rank))
+        start = runtime.clock.now()
+        comm.all_reduce(numbers).wait()
+        return numbers, runtime.clock.now() - start
+
+    found, ends = zip(*run(cluster, body), strict=True)
+    return found, max(ends)
+
+
+@pytest.mark.parametrize("servers", [0, 2], ids=["shards", "dedicated"])
+@pytest.mark.parametrize("aggregating", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_means_have_the_bits_that_rina_s_have(aggregating, servers):
+    cluster = racks_of(aggregating, servers)
+    rinas, _ = means(cluster, "rina")
+    found, _ = means(cluster, "atp")
+    assert all(torch.equal(one, rinas[0]) for one in (*rinas, *found))
+
+
+def test_switches_help_a_dedicated_server():
+    seconds = [
+        means(racks_of(aggregating, 1), "atp")[1]
+        for aggregating in ((), (0,), (0, 1, 2))
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert len(set(seconds)) == 3
+
+
+def test_without_switches_and_servers_of_their_own_it_is_the_ring(capsys):
+    cluster = racks_of((), 0)
+    ring, _ = means(cluster, "ring")
+    found, _ = means(cluster, "atp")
+    assert all(torch.equal(one, ring[0]) for one in found)
+    assert "the plain ring" in capsys.readouterr().err

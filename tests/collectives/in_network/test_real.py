@@ -1,5 +1,6 @@
-"""Jobs of real processes whose sums aggregators form: what they learn, and what becomes of them
-when somebody dies."""
+"""Jobs of real processes whose sums aggregators or servers form: what they learn, and what becomes of
+them when somebody dies.
+"""
 
 import contextlib
 import re
@@ -9,6 +10,7 @@ import pytest
 
 from paceline.collectives.in_network.aggregator_addresses import AGGREGATORS_VARIABLE
 from paceline.run_options import CLUSTER_VARIABLE
+from paceline.runtimes.real.server_process import ADDRESSES_VARIABLE
 from paceline.transport.security import SECRET, TOKEN
 from tests.support import forked
 from tests.support.hanging import SECONDS
@@ -168,3 +170,49 @@ def test_memory_for_sums_and_none_for_their_exponents_is_an_error_at_the_start()
         assert end.returncode == 1
         assert "with more --memory" in end.stderr
         assert "step" not in end.stdout
+
+
+WORKERS, STEPS = 4, "30"
+
+
+@contextlib.contextmanager
+def dedicated():
+    """``paceline serve``, and the variables by which workers find it."""
+    words = ["-m", "paceline", "serve", "--workers", str(WORKERS), "--port", "0"]
+    process = forked.Forked(words, None, ENVIRONMENT)
+    try:
+        wait_until(lambda: "serving at" in process.stderr, SECONDS, "the server")
+        (address,) = re.findall(r"serving at (\S+)", process.stderr)
+        yield {ADDRESSES_VARIABLE: address}
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_shards_and_a_server_of_its_own_have_the_same_bits_whoever_dies(tmp_path):
+    """Beside two racks' aggregators: one dies, a server's thread fails, and nothing happens."""
+    go = tmp_path / "go"
+    with aggregators(2) as them:
+        described = racks(tmp_path, 2)
+        variables = them.variables | described
+        with ranks_of(WORKERS, ["atp", STEPS, "10", go], variables) as ranks:
+            wait_until(lambda: "step 3\n" in ranks[0].stdout, SECONDS, "the job")
+            them.kill(1)
+            wait_until(lambda: "step 10\n" in ranks[0].stdout, SECONDS, "the job")
+            wait_until(lambda: "go around" in ranks[0].stderr, SECONDS, "the job")
+            go.touch()
+            disturbed, said = learnt(ranks)
+        assert "4 servers beside workers: sums of 2 streams" in said
+    with aggregators(2) as them, dedicated() as served:
+        variables = them.variables | described
+        words = ["atp", STEPS, "0", tmp_path / "none", "server fails"]
+        with ranks_of(WORKERS, words, variables) as ranks:
+            goes_around, said = learnt(ranks)
+            assert "RuntimeError: no room for sums" in ranks[1].stderr
+        assert said.count("sums go around the ring") == 1
+        with (tmp_path / "cluster.toml").open("a") as file:
+            file.write("[[server]]\n")
+        with ranks_of(WORKERS, ["atp", STEPS], variables | served) as ranks:
+            undisturbed, said = learnt(ranks)
+        assert "1 server on hosts of their own" in said
+    assert disturbed == goes_around == undisturbed

@@ -13,10 +13,13 @@ from tests.support.training import simulate
 STEPS, MOMENTUM, RATE = 4, 0.9, 0.25
 GROUPS = "gssp"
 """How many updates its gradients are depends on what servers pass on together."""
-METHODS = [case.method for case in CASES if case.counts and not case.lossy]
-"""An outer optimizer moves parameters by more than their gradients, and codes by others."""
-FIRST = {parse(method).name: method for method in reversed(METHODS)}
-"""One row of each method."""
+METHODS = {
+    parse(case.method).name: case.method
+    for case in reversed(CASES)
+    if case.counts and not case.lossy
+}
+"""The kit's first row of each method. An outer optimizer moves parameters by more than their
+gradients, and compressed gradients by others."""
 
 
 def train(rank, method, folder):
@@ -72,13 +75,7 @@ def updates(number, part, place=0.0, velocity=0.0):
     return place, velocity
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(m, marks=[] if m in FIRST.values() else [pytest.mark.slow])
-        for m in METHODS
-    ],
-)
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_every_tensor_is_of_the_same_number_of_updates(method, tmp_path):
     """Gradients are one. Worker 0 comes to save first; each of the others' steps until then
     is in what was saved, and none after."""

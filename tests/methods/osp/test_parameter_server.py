@@ -43,8 +43,7 @@ from paceline.parameter_server.client.remote_model import RemoteModel, ServedMod
 from paceline.parameter_server.state_machine.server import ParameterServer
 from tests.methods.osp.helpers import INTERVAL, SERVER_TRIAL
 from tests.parameter_server.state_machine.test_server import HOW, Case
-from tests.support.direct_endpoint import Direct
-from tests.support.refusals import Refusal
+from tests.support.server_talk import Direct, Refusal
 
 UNITS = [[2, 3, 1], [4, 2]]
 """Elements of each unit, bucket by bucket."""

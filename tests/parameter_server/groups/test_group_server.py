@@ -1,6 +1,8 @@
-"""Laws of group servers: each gradient is in once at each of them, whatever happens; and what
-they refuse. Logs with a fault each show that the laws can be broken."""
+"""Laws of group servers: each gradient is in once at each of them, whatever happens; what they refuse,
+and connections that are made again. Logs with a fault each show that the laws can be broken.
+"""
 
+import contextlib
 import math
 import random
 import re
@@ -10,26 +12,34 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Reply, Sender
+from paceline.interfaces import Groups, Reply, Sender
 from paceline.interfaces.server_messages import (
+    AdoptState,
     Away,
     BufferUpdate,
     Done,
+    Enter,
     EnterBarrier,
+    GetState,
+    GetStatus,
     GradientUpdate,
     Join,
     Joined,
     KeepAlive,
+    Leave,
     Load,
     Notice,
     Parameters,
+    PeerAddress,
     Pull,
     Push,
     Quiesce,
     Rejected,
+    Unit,
     Update,
 )
 from paceline.methods.ssp import SSP
+from paceline.parameter_server.groups import state_transfer
 from paceline.parameter_server.groups.local_server import LocalServer
 from paceline.parameter_server.groups.server import (
     ROUNDS_UNACKNOWLEDGED,
@@ -37,8 +47,16 @@ from paceline.parameter_server.groups.server import (
 )
 from paceline.parameter_server.groups.update_log import Peer, UpdateLog
 from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.parameter_server.state_machine.store import Store
 from paceline.testing.server_checks import difference, state_of
-from tests.support.group_server_trial import HYPERPARAMETERS, Case, GroupServerTrial
+from tests.support.group_server_trial import (
+    HYPERPARAMETERS,
+    Case,
+    GroupServerTrial,
+    SumsUp,
+)
+from tests.support.processes import wait_until
+from tests.support.server_jobs import SECONDS, TOKEN, connect, running, time_limit
 
 OF = (0, 0, 1, 1, 2)
 STEPS = (4, 5, 6, 4, 4)
@@ -83,7 +101,7 @@ def test_each_gradient_is_in_once_at_each_server(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_each_gradient_is_in_once_at_length(name):
-    both_ways(name, range(100, 130))
+    both_ways(name, range(100, 110))
 
 
 # ---- controls ----
@@ -335,3 +353,174 @@ def test_a_barrier_waits_for_a_worker_that_came_back_at_an_earlier_step(back, wa
         alone.ask(0, request, incarnation=1)
     alone.ask(1, EnterBarrier(kind="meet", step=100))
     assert (not alone.server.local.held_replies) is waits
+
+
+MEETS = Case((0, 0, 1, 1), 2, (5, 5, 5, 5), meets=frozenset({2}))
+DIES = Case((0, 0, 1, 1), 2, (5, 5, 5, 5), kills=1, peril=0.05)
+
+
+def refuse(*_):
+    raise UsageError("bucket 0: what comes does not fit")
+
+
+class Faulty(GroupServerTrial):
+    """Workers that were refused do not come back. *tampers*: the replies to these requests are
+    *reply* instead."""
+
+    tampers = None
+    reply = None
+
+    def deliver_to_worker(self, server, worker):
+        answer, process = self.to_worker[server, worker][0], self.processes[worker]
+        if process.over:
+            self.to_worker[server, worker].popleft()
+            return
+        super().deliver_to_worker(server, worker)
+        if isinstance(answer.message, Rejected) and process.dead:
+            process.dead, process.over = False, True
+
+    def deliver_reply(self, a, b):
+        link = self.links[a, b]
+        number, _, payload = link.replies[0]
+        if self.tampers and isinstance(link.asked[number].message, self.tampers):
+            link.replies[0] = number, self.reply, payload
+        super().deliver_reply(a, b)
+
+
+def run_with(case, tampers=None, reply=None):
+    """Returns why workers were refused; nobody waits for ever."""
+    trial = Faulty(case, random.Random(0))
+    trial.tampers, trial.reply = tampers, reply
+    trial.run()
+    assert not any(process.waits for process in trial.processes.values()), (
+        "waits for ever"
+    )
+    assert trial.refusals
+    return trial.refusals
+
+
+def test_a_copy_that_does_not_fit_at_a_meeting_ends_the_training(monkeypatch):
+    monkeypatch.setattr(state_transfer, "_check", refuse)
+    reasons = run_with(MEETS)
+    assert any("bucket 0: what comes does not fit" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("case", [MEETS, DIES], ids=["meets", "dies"])
+def test_a_state_that_does_not_fit_ends_the_training(case, monkeypatch):
+    monkeypatch.setattr(Store, "fitting_state", refuse)
+    reasons = run_with(case)
+    assert any("bucket 0: what comes does not fit" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "reply", "words"),
+    [
+        (GetStatus, DIES, Done(), "got Done"),
+        (GetStatus, DIES, Rejected(reason="not here"), "not here"),
+        (Enter, DIES, Done(), "got Done"),
+        (GetState, DIES, Done(), "got Done"),
+        (Quiesce, MEETS, Done(), "got Done"),
+        (Quiesce, MEETS, Rejected(reason="not here"), "not here"),
+        (AdoptState, MEETS, Rejected(reason="not here"), "not here"),
+    ],
+)
+def test_a_reply_of_another_kind_is_a_fault_with_a_reason(kind, case, reply, words):
+    reasons = run_with(case, kind, reply)
+    assert any("server " in reason and words in reason for reason in reasons)
+
+
+SIZE = 700_000
+"""More than one chunk."""
+NAMES = ["server 0", "server 1"]
+
+
+@pytest.fixture
+def _limit():
+    with time_limit():
+        yield
+
+
+class Watched(GroupServer):
+    """Remembers who was lost, and came back."""
+
+    def __init__(self, local):
+        super().__init__(local, NAMES)
+        self.lost, self.back = [], []
+
+    def on_peer_lost(self, peer, reason, now):
+        self.lost.append(peer)
+        return super().on_peer_lost(peer, reason, now)
+
+    def on_peer_back(self, peer, now):
+        self.back.append(peer)
+        return super().on_peer_back(peer, now)
+
+
+def machine(number):
+    discipline = SumsUp(Groups((0, 1), 2), 1, lambda element, bucket: None)
+    return Watched(LocalServer(number, 2, lambda _: discipline))
+
+
+def join(end, server):
+    answer = end.request(
+        Join(
+            options="",
+            shard=server,
+            units=[[Unit(0, 0, SIZE, 0)]],
+            dtypes=["float32"],
+            optimizer="SGD",
+            hyperparameters=HYPERPARAMETERS,
+        )
+    ).wait()
+    assert isinstance(answer, Joined)
+
+
+def push(end, worker, step):
+    gradient = torch.zeros(SIZE)
+    gradient[2 * step + worker] = 1
+    into = torch.empty(SIZE)
+    message = Push(step=step, bucket=0, used=[True], hyperparameters=HYPERPARAMETERS)
+    assert isinstance(end.request(message, gradient, into=into).wait(), Parameters)
+
+
+def pulled(end):
+    into = torch.empty(SIZE)
+    end.request(Pull(bucket=0), into=into).wait()
+    return into
+
+
+@pytest.mark.usefixtures("_limit")
+def test_a_connection_that_is_cut_and_comes_back_loses_nothing_and_repeats_nothing():
+    machines = [machine(number) for number in (0, 1)]
+    with contextlib.ExitStack() as stack:
+        hosts = [
+            stack.enter_context(running(one, 2, services=2, peers=[NAMES[1 - number]]))
+            for number, one in enumerate(machines)
+        ]
+        for number, host in enumerate(hosts):
+            other = hosts[1 - number]
+            at = PeerAddress(host="127.0.0.1", port=other.port, token=TOKEN)
+            host.meet(2 + number, {NAMES[1 - number]: at})
+        ends = [[connect(host, worker) for host in hosts] for worker in (0, 1)]
+        for worker in (0, 1):
+            for server, end in enumerate(ends[worker]):
+                join(end, server)
+        for end in ends[0]:
+            end.request(Load(bucket=0), torch.zeros(SIZE)).wait()
+        for step in range(4):
+            if step == 2:
+                # As the same sender, of a later incarnation: its connection is lost.
+                connect(hosts[1], 2, incarnation=1).part(well=False)
+                wait_until(lambda: machines[0].lost, SECONDS, "the loss")
+            for worker in (0, 1):
+                push(ends[worker][worker], worker, step)
+        leaves = [end.request(Leave()) for mine in ends for end in mine]
+        for pending_reply in leaves:
+            pending_reply.wait()
+        models = [pulled(ends[worker][worker]) for worker in (0, 1)]
+        for end in (end for mine in ends for end in mine):
+            end.close()
+    assert torch.equal(models[0], models[1])
+    assert models[0][:8].tolist() == [-1.0] * 8
+    assert not models[0][8:].any()
+    assert machines[0].lost == machines[0].back == [NAMES[1]]

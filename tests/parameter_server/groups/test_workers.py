@@ -14,7 +14,7 @@ from paceline.parameter_server.process import services
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.testing import inspect
 from paceline.testing.problems import Counting, flat_parameters
-from tests.support.grouped import Grouped
+from tests.support.group_server_trial import Grouped
 from tests.support.simulations import cluster, rack, simulation
 
 LR = 0.5

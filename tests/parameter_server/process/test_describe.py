@@ -1,7 +1,9 @@
-"""Workers describe their servers: what each is, and where its peers listen."""
+"""What a server process says of itself and of others, and what it logs."""
 
 import contextlib
 import os
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -250,3 +252,39 @@ def test_workers_describe_servers_that_then_ask_each_other():
                 assert part.tolist() == [1.0 - number] * 10
         for end in [end for ends in of_workers for end in ends]:
             end.close()
+
+
+SAYS = """
+import logging, paceline.parameter_server.process.logs
+{configures}
+log = logging.getLogger("paceline.transport.listener")
+log.warning("a warning")
+log.info("news")
+"""
+
+
+@pytest.mark.parametrize(
+    ("configures", "expected"),
+    [
+        (
+            "[paceline.parameter_server.process.logs.log_to_stderr() for _ in range(2)]",
+            "paceline: a warning\npaceline: news\n",
+        ),
+        ("", "a warning\n"),
+        (
+            "logging.basicConfig(format='%(name)s %(message)s')",
+            "paceline.transport.listener a warning\n",
+        ),
+    ],
+    ids=["its own process", "a script's", "a script's that configures logging"],
+)
+def test_where_lines_go(configures, expected):
+    script = SAYS.format(configures=configures)
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=True,
+    )
+    assert ended.stderr == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,25 +94,41 @@ def machines(runtime):
 
 
 def train(
-    runtime, method, steps=6, after=lambda *_: None, dtype=torch.float64, **options
+    runtime,
+    method,
+    steps=6,
+    after=lambda *_: None,
+    dtype=torch.float64,
+    given=gradients_of,
+    momentum=0.0,
+    samples=0,
+    **options,
 ):
-    """Every worker's end: parameters, residuals, gradients that it made, times its weight."""
+    """Every worker's end: parameters, residuals, gradients that it made, times its weight.
+
+    *after* each step it is called with rank, step, model and optimizer; *given*: makes a step's
+    gradients; *samples*: of a data set, cut into shares of batches.
+    """
     ends = {}
-    workers = runtime.cluster.workers
 
     def body(rank):
         model = Given(dtype)
-        plain = torch.optim.SGD(model.parameters(), lr=LR)
-        optimizer = paceline.distribute(model, plain, method=method, **options)
+        plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=momentum)
+        batches, own = range(steps), {}
+        if samples:
+            batches = paceline.Sampler(range(samples), batch_size=11, shuffle=False)
+            own = {"sampler": batches}
+        optimizer = paceline.distribute(model, plain, method=method, **options, **own)
         made = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-        for step in range(steps):
+        for step, _ in zip(range(steps), itertools.cycle(batches), strict=False):
             paceline.pace(0.01 * (1 + rank))
-            given = gradients_of(rank, step, dtype)
+            gradients = given(rank, step, dtype)
             optimizer.zero_grad()
-            model(given).backward()
+            model(gradients).backward()
+            weight = inspect(optimizer).run.weight
             optimizer.step()
-            for total, gradient in zip(made, given, strict=True):
-                total += gradient.double() / workers
+            for total, gradient in zip(made, gradients, strict=True):
+                total += gradient.double() * weight
             after(rank, step, model, optimizer)
         corrects = "error_feedback=true" in str(options).lower()
         left = residuals_of(optimizer) if corrects else {}
@@ -120,7 +137,7 @@ def train(
         ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
 
     runtime.run(body)
-    return [ends[rank] for rank in range(workers)]
+    return [ends[rank] for rank in range(runtime.cluster.workers)]
 
 
 # ---- laws ----
@@ -140,20 +157,29 @@ def test_what_was_applied_and_what_is_left_are_all_gradients(method, servers, an
     ends = train(
         runtime, method, compression="largest:error_feedback=true", replies=answers
     )
-    first = ends[0][0]
-    for parameters, _, _ in ends:
-        for mine, theirs in zip(parameters, first, strict=True):
-            assert torch.equal(mine, theirs)
-    names = [f"p{number}" for number in range(len(SHAPES))]
+    check_all_is_there(ends)
     parts = set().union(*(left for _, left, _ in ends))
     assert any("[" in name for name in parts) == (servers > 1)
-    for number, name in enumerate(names):
-        applied = -first[number] / LR
+
+
+def test_shares_of_samples_lose_nothing():
+    """Each step's gradient counts by its samples, and so does what is sent of it later."""
+    options = {"compression": "largest:error_feedback=true"}
+    check_all_is_there(train(simulation(3), "asp", samples=61, **options))
+
+
+def check_all_is_there(ends):
+    """All workers end alike; what was applied and what is left are all gradients."""
+    first = ends[0][0]
+    for parameters, _, _ in ends:
+        assert all(map(torch.equal, parameters, first))
+    for number, parameter in enumerate(first):
+        applied = -parameter / LR
         made = sum(total[number] for _, _, total in ends)
         left = torch.zeros_like(applied)
         for _, kept, _ in ends:
             for part, residual in kept.items():
-                if part.split("[")[0] == name:
+                if part.split("[")[0] == f"p{number}":
                     _add_part(left, part, residual)
         assert left.any() or left.numel() == 1
         torch.testing.assert_close(applied + left, made, rtol=1e-9, atol=1e-9)
@@ -230,8 +256,7 @@ def test_looking_changes_nothing():
         train(simulation(3), "ssp:staleness=0", after=after, **options)
         for after in (lambda *_: None, look)
     )
-    for mine, theirs in zip(straight[0][0], looked[0][0], strict=True):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, straight[0][0], looked[0][0]))
 
 
 def test_one_worker_alone_loses_nothing():
@@ -343,75 +368,21 @@ def test_a_large_models_stand_in_is_priced_at_a_large_models_codes(answers, serv
         assert max(took.values()) == pytest.approx(each / 1e7, rel=1e-3)
 
 
-# ---- weights, and what is not finite ----
-
-
-def test_shares_of_samples_lose_nothing():
-    """Each step's gradient counts by its samples, and so does what is sent of it later."""
-    ends, steps, workers = {}, 6, 3
-
-    def body(rank):
-        model = Given()
-        plain = torch.optim.SGD(model.parameters(), lr=LR)
-        sampler = paceline.Sampler(range(61), batch_size=11, shuffle=False)
-        optimizer = paceline.distribute(
-            model,
-            plain,
-            method="asp",
-            sampler=sampler,
-            compression="largest:error_feedback=true",
-        )
-        made = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
-        for step, batch in zip(range(steps), _batches(sampler), strict=False):
-            given = gradients_of(rank, step)
-            optimizer.zero_grad()
-            model(given).backward()
-            weight = inspect(optimizer).run.weight
-            assert batch is not None
-            optimizer.step()
-            for total, gradient in zip(made, given, strict=True):
-                total += gradient * weight
-        left = {n: v.clone() for n, v in residuals_of(optimizer).items()}
-        optimizer.finish()
-        ends[rank] = [p.detach().clone() for p in model.parameters()], left, made
-
-    simulation(workers).run(body)
-    first = ends[0][0]
-    for number in range(len(SHAPES)):
-        left = sum(end[1][f"p{number}"] for end in ends.values())
-        made = sum(end[2][number] for end in ends.values())
-        torch.testing.assert_close(
-            -first[number] / LR + left, made, rtol=1e-9, atol=1e-9
-        )
-
-
-def _batches(sampler):
-    while True:
-        yield from sampler
+# ---- what is not finite ----
 
 
 @pytest.mark.parametrize("answers", ["full", "deltas"])
 def test_a_gradient_that_is_not_finite_is_seen_by_all(answers):
-    ends = {}
+    def given(rank, step, dtype):
+        gradients = gradients_of(rank, step, dtype)
+        if rank and step:
+            gradients[1][3, 4] = torch.nan
+        return gradients
 
-    def body(rank):
-        model = Given()
-        plain = torch.optim.SGD(model.parameters(), lr=LR)
-        optimizer = paceline.distribute(
-            model, plain, method="backup", compression="largest", replies=answers
-        )
-        for step in range(2):
-            given = gradients_of(rank, step)
-            if rank and step:
-                given[1][3, 4] = torch.nan
-            optimizer.zero_grad()
-            model(given).backward()
-            optimizer.step()
-        ends[rank] = [bool(p.isfinite().all()) for p in model.parameters()]
-        optimizer.finish()
-
-    simulation(2).run(body)
-    assert ends[0] == ends[1] == [True, False, True, True]
+    options = {"compression": "largest", "replies": answers}
+    ends = train(simulation(2), "backup", steps=2, given=given, **options)
+    finite = [[bool(p.isfinite().all()) for p in end[0]] for end in ends]
+    assert finite == [[True, False, True, True]] * 2
 
 
 # ---- checkpoints ----
@@ -422,42 +393,21 @@ def test_a_checkpoint_in_the_middle_changes_nothing(servers, answers, tmp_path):
     """Each worker's residuals are in its own part. (All hold the same when it is loaded: so
     differences begin anew, and are those of a training that was straight only where they
     left nothing out.)"""
-    options = {
-        "compression": "largest:error_feedback=true",
-        "replies": answers,
-    }
-    ends = {}
 
-    def one(rank, name, parts):
-        model = Given()
-        plain = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-        optimizer = paceline.distribute(model, plain, method="backup", **options)
-        for number, steps in enumerate(parts):
-            if number == 1:
-                paceline.load(tmp_path / name)
-            for step in steps:
-                optimizer.zero_grad()
-                model(gradients_of(rank, step)).backward()
-                optimizer.step()
-            if number == 0:
-                paceline.save(tmp_path / name)
-        kept = residuals_of(optimizer)
-        optimizer.finish()
-        ends.setdefault(name, {})[rank] = (
-            [p.detach().clone() for p in model.parameters()],
-            {key: value.clone() for key, value in kept.items()},
-        )
+    def save_and_load(rank, step, model, optimizer):
+        if step == 2:
+            paceline.save(tmp_path / "checkpoint")
+            paceline.load(tmp_path / "checkpoint")
 
-    simulation(2, servers).run(lambda rank: one(rank, "straight", [range(6)]))
-    # Steps 3 to 8 of another training are forgotten when it loads.
-    simulation(2, servers).run(lambda rank: one(rank, "again", [range(3), range(3, 6)]))
-    for rank in range(2):
-        straight, again = ends["straight"][rank], ends["again"][rank]
-        for mine, theirs in zip(straight[0], again[0], strict=True):
-            assert torch.equal(mine, theirs)
-        assert straight[1].keys() == again[1].keys()
-        for name, value in straight[1].items():
-            assert torch.equal(value, again[1][name])
+    options = {"compression": "largest:error_feedback=true", "replies": answers}
+    straight, again = (
+        train(simulation(2, servers), "backup", after=after, momentum=0.9, **options)
+        for after in (lambda *_: None, save_and_load)
+    )
+    for (mine, left, _), (theirs, also_left, _) in zip(straight, again, strict=True):
+        assert all(map(torch.equal, mine, theirs))
+        assert left.keys() == also_left.keys()
+        assert all(torch.equal(left[name], also_left[name]) for name in left)
 
 
 def test_residuals_of_other_parts_are_refused_in_words():
@@ -484,47 +434,29 @@ def test_residuals_of_other_parts_are_refused_in_words():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("spec", "said"),
     [
-        (
-            {"method": "asp", "compression": "powersgd"},
-            "means something only among those of all workers",
-        ),
-        ({"method": "asp", "compression": "largest:warmup_steps=5"}, "or begins later"),
-        ({"method": "osp", "compression": "largest"}, "it pushes parts of buckets"),
-        ({"method": "asp", "compression": Unknown()}, "finds another one, or none"),
-        (
-            {"method": "asp", "replies": "deltas"},
-            "replies=deltas without compression",
-        ),
-        (
-            {"method": "bsp", "compression": "bf16", "replies": "deltas"},
-            "with method 'bsp': its workers update",
-        ),
-        (
-            {"method": "asp", "compression": "wild", "replies": "deltas"},
-            "differences would grow",
-        ),
-        (
-            {"method": "asp", "compression": "ef21"},
-            "means something only among those of all workers",
-        ),
-        (
-            {"method": "asp", "compression": "largest", "replies": "some"},
-            "unknown value for replies 'some'",
-        ),
-        (
-            {
-                "method": "bsp",
-                "collective": "parameter-server",
-                "compression": "largest",
-            },
-            "a server only adds",
-        ),
+        ("asp:compression=powersgd", "means something only among those of all workers"),
+        ("asp:compression=ef21", "means something only among those of all workers"),
+        ("asp:compression=largest,compression.warmup_steps=5", "or begins later"),
+        ("osp:compression=largest", "it pushes parts of buckets"),
+        ("asp:replies=deltas", "replies=deltas without compression"),
+        ("asp:compression=wild,replies=deltas", "differences would grow"),
+        ("asp:compression=largest,replies=some", "unknown value for replies 'some'"),
+        ("bsp:collective=parameter-server,compression=largest", "a server only adds"),
     ],
-    ids=str,
 )
-def test_what_makes_no_sense_is_refused_with_the_reason(options, said):
+def test_what_makes_no_sense_is_refused_with_the_reason(spec, said):
+    check_refused(said, method=spec)
+
+
+def test_what_is_given_as_an_argument_is_refused_too():
+    check_refused("finds another one, or none", method="asp", compression=Unknown())
+    options = {"compression": "bf16", "replies": "deltas"}
+    check_refused("'bsp': its workers update", method="bsp", **options)
+
+
+def check_refused(said, **options):
     def body(rank):
         model = Given()
         plain = torch.optim.SGD(model.parameters(), lr=LR)

@@ -20,6 +20,8 @@ from paceline.parameter_server.client.partition import (
 from paceline.parameter_server.state_machine.store import Store
 
 SHAPES = [(300, 64), (64, 33), (512, 128), (17, 40), (256, 256)]
+SMALL = [(30, 8), (8, 5), (64, 16), (17, 4), (32, 32)]
+"""For an optimizer that multiplies matrices, whose tensors stay whole."""
 GROUPS = [[0, 1], [2, 3, 4]]
 """Of the optimizer; `BUCKETS` cuts across them."""
 BUCKETS = [[1, 0, 2], [4, 3]]
@@ -43,9 +45,10 @@ class Model:
 
     def __init__(self, make: Make, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(5)
+        shapes = SMALL if make is OPTIMIZERS["Muon"] else SHAPES
         self.parameters = [
             torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
-            for shape in SHAPES
+            for shape in shapes
         ]
         self.optimizer = make(
             [
