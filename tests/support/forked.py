@@ -223,6 +223,7 @@ def _become(
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None
     os.chdir(folder)
     os._exit(end(status_of(words)))
 

@@ -12,6 +12,7 @@ import torch.distributed.run  # noqa: F401
 
 import paceline.cli
 import paceline.core.distribute
+import paceline.runtimes.emulated.keeper
 import paceline.runtimes.real.runtime
 import paceline.testing  # noqa: F401
 from paceline.torch_internals import load_lazy_modules

@@ -8,7 +8,7 @@ from paceline.transport.security import TOKEN
 from tests.runtimes.emulated.conftest import refusal
 from tests.support import forked
 from tests.support.hanging import free_port
-from tests.support.processes import PACELINE, Job, python_path
+from tests.support.processes import PACELINE, Job
 from tests.support.server_jobs import ROOT
 
 WORKERS, STEPS = 3, 8
@@ -55,8 +55,6 @@ def test_on_emulated_links(tmp_path):
     methods = [BY_HAND, "asp", f"{FOUND},servers=embedded"]
     command = [*PACELINE, "emulate", "--link=200mbit", "--output=all"]
     command += ["--dedicated-servers=2", f"--workers={WORKERS}", str(SCRIPT)]
-    job = Job(
-        [*command, "--", *methods], tmp_path / "job", {"PYTHONPATH": python_path(ROOT)}
-    )
+    job = Job([*command, "--", *methods], tmp_path / "job", forked="all")
     job.wait().check_ended_well()
     check(job.stdout, methods)

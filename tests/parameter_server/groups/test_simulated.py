@@ -12,7 +12,7 @@ from paceline.methods import METHODS
 from paceline.methods.gssp import GSSP
 from paceline.runtimes.simulated.services import SimulatedServer
 from paceline.testing.problems import Counting, flat_parameters
-from tests.runtimes.simulated.test_coding_time import model, train, workload
+from tests.runtimes.simulated.test_compute import model, train, workload
 from tests.support.group_server_trial import Grouped
 from tests.support.simulations import cluster, rack, run, run_on, simulation
 

@@ -44,15 +44,16 @@ def start(tmp_path):
     jobs: list[Job] = []
 
     def start_one(
-        method, what, name="job", launcher=run, options=(), forked=False, **environment
+        method, what, name="job", launcher=run, options=(), forked="all", **environment
     ):
         folder = tmp_path / name
         folder.mkdir()
         if launcher is run:
-            words = ["--survive", f"--method={method}", *options]
-            environment |= {"options": words, "forked": forked}
+            environment["options"] = ["--survive", f"--method={method}", *options]
         arguments = ("survive.py", folder, what)
-        job = launcher(WORKERS, *arguments, folder=folder / "job", **environment)
+        job = launcher(
+            *(WORKERS, *arguments), folder=folder / "job", forked=forked, **environment
+        )
         jobs.append(job)
         return job, folder
 
@@ -107,49 +108,84 @@ def check_kills(start, method, kills, seed=0, **options):
 
 def test_a_worker_is_killed(start):
     """Steps are long: meanwhile the others do not keep processors busy."""
-    check_kills(start, METHODS[0], kills=1, forked="all", PAUSE="0.02")
+    check_kills(start, METHODS[0], kills=1, PAUSE="0.02")
+
+
+COMPRESSED = "compression=top-k,compression.density=0.1,compression.small=0"
+KILLED = [
+    *("r2sp", "ssp:staleness=0", "backup:wait_for=2", "sync-switch:bsp_steps=2"),
+    # Who comes back begins with all of the model, and goes on with differences.
+    f"asp:{COMPRESSED},replies=deltas",
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", KILLED)
 def test_workers_are_killed_many_times(start, method):
-    check_kills(start, method, kills=20, forked="all")
+    check_kills(start, method, kills=10)
 
 
 @pytest.mark.slow
-def test_workers_are_killed_some_of_them_while_they_import(start):
-    check_kills(start, "asp", kills=2, seed=1, forked=True)
+def test_a_worker_is_killed_while_it_imports(start):
+    """These are processes as people have them."""
+    check_kills(start, "asp", kills=1, seed=1, forked=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("records", [False, True], ids=["", "with records"])
-def test_the_server_is_killed_and_nobody_named_a_snapshot(start, tmp_path, records):
-    """One is kept all the same, in a file that no other job has; nothing is left of it."""
-    folder = tmp_path / "records"
-    folder.mkdir()
-    stale = folder / "server-of-another-job.snapshot"
+def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
+    """From a snapshot that is kept wherever nobody named a file, too; nothing is left of it."""
+    undisturbed, elsewhere = start("backup", "steps:40", "undisturbed")
+    (elsewhere / "go").touch()
+    undisturbed.wait(START_SECONDS).check_ended_well()
+    records, named = tmp_path / "records", tmp_path / "named"
+    for folder in (records, named):
+        folder.mkdir()
+    stale = records / "server-of-another-job.snapshot"
     stale.write_text("what another job has left")
-    job, _ = start(
-        "backup",
-        "steps:40",
-        options=[f"--records={folder}"] if records else [],
-        forked="all" if records else False,  # whose temporary folder is its own
-        PACELINE_SNAPSHOT_SECONDS="0.001",
-    )
-    own = folder if records else job.temporary
+    places = {
+        "temporary": (None, []),
+        "records": (records, [f"--records={records}"]),
+        "named": (named, [f"--snapshot={named / 'server-1.snapshot'}"]),
+    }
+    for name, (own, options) in places.items():
+        job, folder = start(
+            "backup", "steps:40", f"job-{name}", options=options, **OFTEN
+        )
+        kill_server(job, folder, own or job.temporary, stale)
+        for rank in range(WORKERS):
+            mine = torch.load(folder / f"result-{rank}")
+            assert torch.equal(mine, torch.load(elsewhere / f"result-{rank}")), name
+    assert stale.read_text() == "what another job has left"
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_back_has_no_copies_of_what_workers_have(start, tmp_path):
+    """All pull anew, and go on with differences from that."""
+    options = [f"--snapshot={tmp_path / 'server-1.snapshot'}"]
+    job, folder = start(KILLED[-1], "steps:40", options=options, **OFTEN)
+    kill_server(job, folder, tmp_path)
+    results = [torch.load(folder / f"result-{rank}") for rank in range(WORKERS)]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+OFTEN = {"PACELINE_SNAPSHOT_SECONDS": "0.001"}
+
+
+def kill_server(job, folder, own, stale=None):
+    """In step 20 of a job that keeps its snapshot somewhere in *own*, to its good end."""
 
     def kept():
         return [path for path in own.rglob("server-*.snapshot") if path != stale]
 
     wait_in(job, kept, "a snapshot")
     for rank in range(WORKERS):
-        wait_for_steps(job, tmp_path / "job", rank, 0, 20)
+        wait_for_steps(job, folder, rank, 0, 20)
     kill(servers_of(job)[0])
-    (tmp_path / "job" / "go").touch()
+    (folder / "go").touch()
     job.wait(START_SECONDS).check_ended_well()
     assert "it goes on from its snapshot of step" in job.stderr
-    assert stale.read_text() == "what another job has left"
-    assert not kept()
+    assert "steps are lost" in job.stderr
+    assert not kept(), "the job has ended well"
     assert not list(own.rglob("*.part"))
 
 
@@ -171,7 +207,7 @@ def test_no_two_jobs_have_one_file_for_their_snapshots(tmp_path):
 @pytest.mark.slow
 def test_the_server_is_killed_before_its_first_snapshot(start):
     """The training begins anew, and less is lost than between two snapshots."""
-    job, folder = start("asp", "until", forked="all")
+    job, folder = start("asp", "until")
     for rank in range(WORKERS):
         wait_for_steps(job, folder, rank, 0, 5)
     kill(servers_of(job)[0])
@@ -184,68 +220,34 @@ def test_the_server_is_killed_before_its_first_snapshot(start):
 
 
 @pytest.mark.slow
-def test_a_job_with_records_that_is_ended_keeps_its_last_snapshot(start, tmp_path):
-    records = tmp_path / "records"
-    often = {"forked": "all", "PACELINE_SNAPSHOT_SECONDS": "0.001"}
-    job, _ = start("asp", "until", options=[f"--records={records}"], **often)
-    wait_in(job, lambda: [*records.glob("server-*.snapshot")], "a snapshot")
-    job.process.send_signal(signal.SIGTERM)
-    job.wait(BAD_END_SECONDS)
-    [kept] = records.glob("server-*.snapshot")
-    assert f"--snapshot {kept} --resume" in job.stderr
+@pytest.mark.parametrize("keeps", ["records", "snapshot"])
+def test_a_job_goes_on_from_the_snapshot_of_one_that_was_ended(start, tmp_path, keeps):
+    path = tmp_path / "kept"
+    job, folder = start("asp", "until", options=[f"--{keeps}={path}"], **OFTEN)
 
+    def kept():
+        return [*path.glob("server-*.snapshot")] if keeps == "records" else [path]
 
-@pytest.mark.slow
-def test_the_server_is_killed_and_goes_on_with_the_same_bits(start, tmp_path):
-    path = tmp_path / "snapshot"
-    undisturbed, elsewhere = start("backup", "steps:40", "undisturbed", forked="all")
-    (elsewhere / "go").touch()
-    job, folder = start(
-        "backup",
-        "steps:40",
-        options=[f"--snapshot={path}"],
-        forked="all",
-        PACELINE_SNAPSHOT_SECONDS="0.001",
-    )
-    for rank in range(WORKERS):
-        wait_for_steps(job, folder, rank, 0, 20)
-    assert path.exists()
-    kill(servers_of(job)[0])
-    (folder / "go").touch()
-    job.wait(START_SECONDS).check_ended_well()
-    assert "it goes on from its snapshot of step" in job.stderr
-    assert "steps are lost" in job.stderr
-    assert not path.exists(), "the job has ended well"
-    assert not snapshot.unfinished(path).exists()
-    undisturbed.wait(START_SECONDS).check_ended_well()
-    for rank in range(WORKERS):
-        mine = torch.load(folder / f"result-{rank}")
-        assert torch.equal(mine, torch.load(elsewhere / f"result-{rank}"))
-
-
-@pytest.mark.slow
-def test_a_job_goes_on_from_the_snapshot_of_one_that_was_ended(start, tmp_path):
-    path = tmp_path / "snapshot"
-    options = [f"--snapshot={path}"]
-    often = {"forked": "all", "PACELINE_SNAPSHOT_SECONDS": "0.001"}
-    job, folder = start("asp", "until", options=options, **often)
-    wait_in(job, path.exists, "a snapshot")
+    wait_in(job, lambda: [file for file in kept() if file.exists()], "a snapshot")
     job.process.send_signal(signal.SIGTERM)
     job.wait(BAD_END_SECONDS)
     assert job.status == 128 + signal.SIGTERM
     assert "paceline: SIGTERM: all workers were ended" in job.stderr
     job.check_nothing_left()
-    resumed = {"forked": "all", "PACELINE_RESUME": "1"}
-    job, folder = start("asp", "until", "later", options=options, **resumed)
+    [file] = kept()
+    if keeps == "records":  # else its user knows where it is
+        assert f"--snapshot {file} --resume" in job.stderr
+    options = [f"--snapshot={file}", "--resume"]
+    job, folder = start("asp", "until", "later", options=options)
     (folder / "enough").touch()
     job.wait(START_SECONDS).check_ended_well()
-    assert not path.exists()
+    assert not file.exists()
 
 
 @pytest.mark.slow
 def test_a_silent_worker_is_evicted_and_one_that_evaluates_is_not(start):
     silent = {"PACELINE_SILENT_SECONDS": str(SILENT_SECONDS)}
-    job, folder = start("asp", "evaluate", forked="all", **silent)
+    job, folder = start("asp", "evaluate", **silent)
     wait_for_steps(job, folder, 2, 0, 5)
     wait_in(job, (folder / "evaluating").exists, "an evaluation")
     process, _ = life_of(folder, 2)
@@ -284,7 +286,7 @@ def test_a_script_that_always_fails_is_given_up(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise SystemExit(3)")
     options = ["run", "--survive", "--workers=2", "--method=asp"]
-    job = launch(PACELINE, options, script, folder=tmp_path / "job", forked=True)
+    job = launch(PACELINE, options, script, folder=tmp_path / "job", forked="all")
     job.wait(BAD_END_SECONDS)
     assert job.status == 1
     assert (

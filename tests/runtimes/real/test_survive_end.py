@@ -37,39 +37,42 @@ def start(tmp_path):
         job.stop()
 
 
-def check_kill(start, tmp_path, method, rank, place, *arguments):
-    words = [tmp_path, rank, place, *arguments]
+def check_kills(start, tmp_path, method, places, *arguments):
+    """Each worker is killed at one of *places*, by its rank; returns the steps of later incarnations."""
+    words = [tmp_path, "+".join(places), *arguments]
     job = start("survive_end.py", *words, options=[f"--method={method}"])
     job.wait(START_SECONDS).check_ended_well()
-    assert job.stderr.count(f"worker {rank} was killed by SIGKILL after step") == 1
-    assert job.stderr.count("it is started again") == 1
+    for rank in range(WORKERS):
+        assert job.stderr.count(f"worker {rank} was killed by SIGKILL after step") == 1
+    assert job.stderr.count("it is started again") == WORKERS
     results = [torch.load(tmp_path / f"result-{worker}") for worker in range(WORKERS)]
     assert all(torch.equal(result, results[0]) for result in results)
     return [line for line in job.stdout.splitlines() if " life 1 step" in line]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("method", METHODS)
-def test_a_worker_is_killed_at_its_end(start, tmp_path, method, place, rank):
-    assert not check_kill(start, tmp_path, method, rank, place)
+@pytest.mark.parametrize("number", range(len(METHODS)), ids=METHODS)
+@pytest.mark.parametrize("half", [0, 1])
+def test_workers_are_killed_at_their_end(start, tmp_path, number, half):
+    """Each method with each place, at another rank for each method."""
+    mixed = [PLACES[half + 2 * rank] for rank in range(WORKERS)]
+    places = mixed[number % WORKERS :] + mixed[: number % WORKERS]
+    assert not check_kills(start, tmp_path, METHODS[number], places)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["leaving", "left", "exited"])
 def test_a_script_that_knows_nothing_of_lives_changes_no_finished_model(
-    start, tmp_path, place
+    start, tmp_path
 ):
-    steps = check_kill(start, tmp_path, "asp", 1, place, "starts over")
-    assert len(steps) == 6, "it does its steps, and they change nothing"
+    places = ["leaving", "left", "exited"]
+    steps = check_kills(start, tmp_path, "asp", places, "starts over")
+    assert len(steps) == 6 * WORKERS, "they do their steps, and these change nothing"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("method", "unknown method 'asq'"),
         ("model", "float32[3x4]"),
         ("use", "add_param_group after distribute"),
         ("arguments", "exit status 2"),
@@ -86,19 +89,13 @@ def test_an_error_that_no_restart_mends_ends_the_job(start, what, said):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_workers_and_servers_end_with_their_supervisor(tmp_path, number):
-    options = ["--survive", "--method=asp"]
-    words = ("survive.py", tmp_path, "until")
-    job = run(2, *words, options=options, folder=tmp_path / "job", forked=True)
-    try:
-        for rank in range(2):
-            wait_for_steps(job, tmp_path, rank, 0, 5)
-        os.kill(job.process.pid, number)
-        job.process.wait()
-        wait_until(lambda: not job.processes(), BAD_END_SECONDS, "the workers' end")
-    finally:
-        job.stop()
+def test_workers_and_servers_end_with_their_supervisor(start, tmp_path):
+    job = start("survive.py", tmp_path, "until", options=["--method=asp"])
+    for rank in range(WORKERS):
+        wait_for_steps(job, tmp_path, rank, 0, 5)
+    os.kill(job.process.pid, signal.SIGINT)
+    job.process.wait()
+    wait_until(lambda: not job.processes(), BAD_END_SECONDS, "the workers' end")
     assert "Traceback" not in job.stderr, job.output
 
 

@@ -145,8 +145,10 @@ def test_step_times_are_the_full_run_s_where_computing_shares_cores(spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [64, 256])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(
+    ("spec", "workers"),
+    [*((spec, 64) for spec in SPECS), ("bsp:collective=hierarchical", 256)],
+)
 def test_step_times_are_the_full_run_s_of_many(spec, workers):
     assert_like_the_full_run(racks(workers), spec)
 

@@ -1,6 +1,6 @@
 """Does STEPS steps, and is killed at one place of its end, in its first life.
 
-Arguments: a folder for what is noted; which rank is killed; where:
+Arguments: a folder for what is noted; where each rank is killed, as in ``left+exited``:
 
 - ``stepped``: after the last step, before ``finish``;
 - ``leaving``: the servers have heard that it leaves, and others still train;
@@ -29,18 +29,18 @@ from paceline.parameter_server.client.remote_model import RemoteModel
 from paceline.parameter_server.client.synchronization import Synchronizer
 from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 
-folder, killed, place = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+folder, places = Path(sys.argv[1]), sys.argv[2].split("+")
 starts_over = "starts over" in sys.argv
 STEPS = 6
 rank = int(os.environ["RANK"])
 life = int(os.environ.get("PACELINE_INCARNATION", "0"))
-dies = rank == killed and life == 0
+dies, place = life == 0, places[rank]
 (folder / f"process-{rank}").write_text(f"{os.getpid()} {life}")
 
 
 def die_at(here: str) -> None:
     if dies and place == here:
-        (folder / "died").touch()
+        (folder / f"died-{rank}").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -70,7 +70,11 @@ task = Quadratic()
 plain = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9)
 optimizer = paceline.distribute(task, plain, buckets="wfbp", method="asp")
 for step in count(0 if starts_over else optimizer.first_step):
-    trains_on = place == "leaving" and rank != killed and not (folder / "died").exists()
+    # Others still train while one leaves.
+    leavers = [other for other, at in enumerate(places) if at == "leaving"]
+    trains_on = rank not in leavers and not all(
+        (folder / f"died-{leaver}").exists() for leaver in leavers
+    )
     if step >= STEPS and not trains_on:
         break
     time.sleep(float(os.environ.get("PAUSE", "0")))
