@@ -579,7 +579,7 @@ def _why(plan: Plan, cluster: Cluster) -> Text:
     bound = show_seconds(plan.baseline.lower_bound_seconds)
     return Text(
         title="Why",
-        lines=[f"{text}.", f"No exact method can be faster than {bound}."],
+        lines=[f"{text}.", f"No exact step can be shorter than {bound}."],
         level="summary",
     )
 
@@ -609,9 +609,9 @@ def _also(suggestions: Suggestions) -> Text | None:
     """Other ways to gain, each kind once."""
     found = _smallest_of_each_kind(suggestions)
     if found:
-        each = ", ".join(f"{one.what} {times(one.speedup)}" for one in found)
+        each = ", ".join(f"with {one.what} {times(one.speedup)}" for one in found)
         verb = {1: "This changes", 2: "Both change"}.get(len(found), "All change")
-        line = f"{each} one machine. {verb} the global batch."
+        line = f"{each} as fast as one machine. {verb} the global batch."
     elif suggestions.tried:
         line = f"{show_count(suggestions.tried, 'other change')} predicted: no gain."
     else:
@@ -714,7 +714,8 @@ def _commands(plan: Plan, question: Question) -> Text:
         title=f"Run ({', '.join(lines)})",
         lines=list(lines.values()),
         kind="code",
-        caption="On several machines, run the command on each with torchrun's options.",
+        caption="On several machines, run the command on each with torchrun's options, such as "
+        "--nnodes=2 --node-rank=0 --master-addr=HOST.",
         level="summary",
     )
 
