@@ -56,7 +56,7 @@ class Engine:
             **self.environment,
             **environment,
         }
-        job = Job([*PACELINE, *words], self.folder / name, everything, forked=True)
+        job = Job([*PACELINE, *words], self.folder / name, everything, forked="all")
         self.jobs.append(job)
         return job
 

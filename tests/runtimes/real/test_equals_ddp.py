@@ -1,9 +1,15 @@
 """bsp is DDP: the same parameters after 20 steps, whichever runtime and bucket rule."""
 
+import ast
+import runpy
+
 import pytest
 import torch
 
+import paceline
 from paceline.cli.options import SCRATCH
+from paceline.cluster import uniform_cluster
+from paceline.runtimes.simulated import Simulation
 from tests.runtimes.real.scripts.train_cases import CASES
 from tests.support import forked
 from tests.support.processes import SCRIPTS
@@ -74,3 +80,23 @@ def test_training_moved_the_parameters(trained, name):
         assert parameter.requires_grad != torch.equal(states[0][key], parameter)
         for state in states[1:]:
             assert torch.equal(state[key], states[0][key])
+
+
+COMPRESSED = "compression=top-k,compression.density=0.1,compression.small=0"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replies", ["full", "deltas"])
+def test_compressed_pushes_end_with_the_bits_of_virtual_time(replies):
+    script = SCRIPTS / "compressible_pushes.py"
+    method = f"backup:{COMPRESSED},replies={replies},buffers=local"
+    ends = {}
+
+    def body(rank):
+        paceline.init()
+        ends[rank] = runpy.run_path(str(script))["train"](method)
+
+    Simulation(uniform_cluster(2, "1gbit", "50us")).run(body)
+    assert ends[0] == ends[1]
+    for said in forked.run_together(2, [script, method]):
+        assert ast.literal_eval(said.stdout) == ends[0]

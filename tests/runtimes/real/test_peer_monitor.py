@@ -6,7 +6,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -25,7 +24,7 @@ from paceline.runtimes.real.runtime import RealRuntime
 from paceline.timeouts import timeouts
 from tests.support import forked
 from tests.support.hanging import SECONDS
-from tests.support.processes import DictStore, wait_until
+from tests.support.processes import DictStore, all_processes, wait_until
 
 SCRIPT = Path(__file__).parent / "scripts" / "dies.py"
 
@@ -207,9 +206,10 @@ def test_a_survivor_that_catches_the_error_writes_its_whole_checkpoint(
 
 @pytest.mark.slow
 def test_who_hangs_in_a_collective_ends_promptly_and_others_when_their_grace_is_over(
-    saving,
+    saving, monkeypatch
 ):
-    ranks = saving(3, "hang", "15")
+    monkeypatch.setenv("PACELINE_TIMEOUTS", "collective_grace=0.5")
+    ranks = saving(3, "hang", "6")
     for rank in (0, 1):
         assert ranks[1].poll() is None, "it was to end after rank 0"
         end = ranks[rank].done()
@@ -242,29 +242,29 @@ def test_a_grace_that_is_no_time_is_refused(saving):
     ("dead", "words"), [(0, "rank 0 died"), (1, "rank 1 (host")], ids=["0", "1"]
 )
 def test_a_forked_helper_keeps_no_dead_rank_alive(dead, words):
-    """Nor the server process of rank 0: it has the same standard error."""
-    reading, writing = os.pipe()
-    job = forked.variables_of(2)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), f"kill {dead} training backup"],
-            env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
-            stdin=reading,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for variables in job
-    ]
+    """Nor the server process of rank 0, which ends with it."""
+    ranks = forked.together(2, [SCRIPT, f"kill {dead} training backup"])
     try:
-        ends = [process.communicate(timeout=SECONDS)[1] for process in processes]
+        ends = [rank.done() for rank in ranks]
+        for rank in ranks:  # its helper alone is left
+            wait_until(lambda p=rank.pid: len(group_of(p)) == 1, SECONDS, "the ends")
     finally:
-        os.close(writing)  # only now do the helpers end
-        os.close(reading)
-        for process in processes:
-            process.kill()
-    assert processes[dead].returncode == -signal.SIGKILL
-    assert processes[1 - dead].returncode == 1
-    assert words in ends[1 - dead]
+        for rank in ranks:
+            rank.kill()
+    assert ends[dead].returncode == -signal.SIGKILL
+    assert ends[1 - dead].returncode == 1
+    assert words in ends[1 - dead].stderr
+
+
+def group_of(leader):
+    """The live processes of its process group."""
+    found = []
+    for process in all_processes():
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            if int(stat[2]) == leader and stat[0] not in "ZX":
+                found.append(process)
+    return found
 
 
 def test_a_rank_that_ends_long_before_the_others_alarms_nobody():

@@ -1,5 +1,6 @@
 """Workers end with their launcher, however it goes."""
 
+import io
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from paceline.runtimes.processes import (
     WorkerExit,
     as_launcher,
     failure_summary,
+    write_whole_lines,
 )
 from paceline.runtimes.real import launch
 from paceline.timeouts import timeouts
@@ -280,3 +282,51 @@ def test_a_reader_that_has_gone_brings_no_traceback():
         ["sh", "-c", command], capture_output=True, text=True, timeout=SECONDS
     )
     assert not ended.stderr
+
+
+# ---- several workers write to one place: what one prints at once comes out in one piece ----
+
+
+class File(io.RawIOBase):
+    """Each write of the process, as other processes could come between."""
+
+    def __init__(self):
+        self.writes = []
+
+    def writable(self):
+        return True
+
+    def write(self, piece):
+        self.writes.append(bytes(piece))
+        return len(piece)
+
+
+def unbuffered(file):
+    """What Python makes of standard output under PYTHONUNBUFFERED."""
+    return io.TextIOWrapper(file, write_through=True)
+
+
+def test_a_line_is_one_write():
+    file = File()
+    stream = unbuffered(file)
+    write_whole_lines([stream])
+    print("two", "words", file=stream)
+    assert file.writes == [b"two words\n"]
+    print("no end", end="", file=stream, flush=True)
+    assert file.writes[1:] == [b"no end"]
+
+
+def test_control_python_alone_writes_word_by_word():
+    file = File()
+    print("two", "words", file=unbuffered(file))
+    assert file.writes == [b"two", b" ", b"words", b"\n"]
+
+
+def test_what_is_buffered_stays_so():
+    file = File()
+    stream = io.TextIOWrapper(io.BufferedWriter(file))
+    write_whole_lines([stream, object()])
+    print("two", "words", file=stream)
+    assert not file.writes
+    stream.flush()
+    assert file.writes == [b"two words\n"]

@@ -61,6 +61,8 @@ def test_what_somebody_has_put_over_it_stays(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_that_others_wait_for_are_watched(tmp_path: Path) -> None:
-    lines = told(tmp_path, "-m", "paceline", "run", "--workers=2")
+    lines = told(
+        tmp_path, "-m", "tests.support.forking", "paceline", "run", "--workers=2"
+    )
     assert lines == ["imported", f"joined {ALL}", "in the end"]
     assert (tmp_path / "1").read_text().splitlines() == lines

@@ -83,19 +83,6 @@ def not_passed_on(servers, members):
 
 
 @pytest.mark.slow
-def test_all_workers_of_a_group_are_killed_and_then_its_server(start):
-    job, folder = start(TWO, 2)
-    kill(life_of(folder, 1)[0])
-    wait_for_lives(job, folder, {1: 1})
-    assert life_of(folder, 0)[1] == 0, "nobody else is started again"
-    kill(servers_of(job)[1])
-    wait_for_lives(job, folder, {0: 1, 1: 2})
-    check(*end(job, folder, 2), ended=3, lost=not_passed_on(1, 1))
-    assert "worker 1 was killed by SIGKILL after step" in job.stderr
-    assert "server 1 was killed by SIGKILL after step" in job.stderr
-
-
-@pytest.mark.slow
 def test_the_server_of_all_workers_is_killed(start):
     """Another one, of no group, has what it has."""
     job, folder = start(FOUND, 2)
@@ -105,15 +92,18 @@ def test_the_server_of_all_workers_is_killed(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [[0, 1], [2], [3]])
-def test_all_workers_of_any_of_three_groups_are_killed(start, group):
+def test_all_workers_of_one_group_after_the_other_are_killed(start):
     """Its server has passed on everything: nothing is lost."""
     job, folder = start(THREE, 4)
-    for rank in group:
-        kill(life_of(folder, rank)[0])
-    wait_for_lives(job, folder, dict.fromkeys(group, 1))
-    assert all(life_of(folder, r)[1] == 0 for r in range(4) if r not in group)
-    check(*end(job, folder, 4), ended=len(group), lost=0)
+    killed = set()
+    for group in ([0, 1], [2], [3]):
+        for rank in group:
+            kill(life_of(folder, rank)[0])
+        wait_for_lives(job, folder, dict.fromkeys(group, 1))
+        killed.update(group)
+        assert {r for r in range(4) if life_of(folder, r)[1]} == killed
+    assert all(life_of(folder, rank)[1] == 1 for rank in range(4))
+    check(*end(job, folder, 4), ended=4, lost=0)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """One rank ends in a way of its own; ``dies.py "kill 1 barrier"``. With a method as one more
-word that is trained, and each rank has a forked helper that lives until its input ends."""
+word that is trained, and each rank has a forked helper that lives until it is killed."""
 
 import os
 import signal
@@ -18,8 +18,7 @@ model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = paceline.distribute(model, optimizer, method=(METHOD or ["bsp"])[0])
 if METHOD and os.fork() == 0:
-    os.close(2)  # the test waits for its end
-    os.read(0, 1)
+    signal.pause()
     os._exit(0)
 
 
