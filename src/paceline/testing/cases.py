@@ -81,7 +81,7 @@ class Case:
     method: str | Method
     timing_free: bool = True
     learning_rate: float = 0.6
-    steps: int = 60
+    steps: int = 40
     under_way: bool = False
     rounding: float = 0.0
     lossy: float = 0.0
@@ -130,7 +130,7 @@ def cluster_of(workers: int, racks: int = 1, *, aggregates: bool = False) -> Clu
 
 def _deferring(method: str, rounding: float = 0.0) -> Case:
     """A part of each gradient is a step late."""
-    return Case(method=method, under_way=True, steps=100, rounding=rounding)
+    return Case(method=method, under_way=True, steps=60, rounding=rounding)
 
 
 _ROUNDED = 2.0**-22
@@ -139,7 +139,7 @@ _ROUNDED = 2.0**-22
 
 def _asynchronous(method: str) -> Case:
     """Workers that wait for nobody: gradients are stale, so steps are smaller."""
-    return Case(method=method, timing_free=False, learning_rate=0.3, steps=200)
+    return Case(method=method, timing_free=False, learning_rate=0.3, steps=120)
 
 
 def _loses_momentum_after(steps: int) -> Callable[[torch.optim.Optimizer], None]:
@@ -167,10 +167,10 @@ def _local(method: str, every: int = 0) -> Case:
     """Workers step by themselves and average now and then; all of them *every* so many steps, if
     that is all they do."""
     equals = mean_of_models(every) if every else None
-    return Case(method=method, learning_rate=0.3, steps=100, equals=equals)
+    return Case(method=method, learning_rate=0.3, steps=80, equals=equals)
 
 
-def _outer(method: str, steps: int = 240) -> Case:
+def _outer(method: str, steps: int = 180) -> Case:
     """An outer optimizer with momentum steps once more with what the workers have moved."""
     return Case(method=method, learning_rate=0.3, steps=steps, counts=False)
 
@@ -181,7 +181,7 @@ def _late(compression: str) -> Case:
     return Case(
         method=f"bsp:compression={compression},compression.small=0",
         learning_rate=0.1,
-        steps=150,
+        steps=100,
         lossy=0.1,
         counts=False,
     )
@@ -190,7 +190,7 @@ def _late(compression: str) -> Case:
 _SPARSE_LOCO = Case(
     method="sparse-loco:sync_every=2,compression=top-k,compression.density=0.5,compression.small=0",
     learning_rate=0.1,
-    steps=150,
+    steps=100,
     lossy=0.25,
     counts=False,
 )
@@ -228,9 +228,9 @@ CASES: tuple[Case, ...] = (
     Case(method="bsp:compression=int8", lossy=1 / 127),
     Case(method="bsp:compression=int4,compression.error_feedback=true", lossy=1 / 7),
     Case(method="bsp:compression=qsgd", lossy=1 / 30),
-    Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=200, lossy=0.5),
-    Case(method=_LOW_RANK, learning_rate=0.3, steps=150, lossy=0.5),
-    Case(method=_EF21, learning_rate=0.3, steps=120, counts=False),
+    Case(method="bsp:compression=ef-sign", learning_rate=0.1, steps=100, lossy=0.5),
+    Case(method=_LOW_RANK, learning_rate=0.3, steps=80, lossy=0.5),
+    Case(method=_EF21, learning_rate=0.3, steps=90, counts=False),
     _late("dgc,compression.density=0.5,compression.momentum=0"),
     _late("gd-top-k,compression.epoch_steps=3"),
     _late("top-k,compression.density=0.5"),
@@ -266,14 +266,19 @@ CASES: tuple[Case, ...] = (
     replace(_local("hierarchical-local-sgd:sync_every=2", 0), racks=True),
     replace(_local("local-sgd:sync_every=2,collective=hierarchical", 2), racks=True),
     replace(_local("hierarchical-local-sgd:sync_every=2,collective=auto"), racks=True),
-    _outer("slowmo:sync_every=2"),
+    _outer("slowmo:sync_every=2", steps=120),
     _outer("diloco:sync_every=2"),
     replace(_outer("diloco:sync_every=2,compression=int8"), lossy=1 / 127),
     replace(_outer("diloco:sync_every=2,compression=int4"), lossy=1 / 7),
     _outer("streaming-diloco:sync_every=3,fragments=3,delay=0"),
     _outer("streaming-diloco:sync_every=8,fragments=2,delay=3", steps=400),
     _SPARSE_LOCO,
-    replace(_local("daso:sync_every=3,delay=2,group=rack"), counts=False, racks=True),
+    replace(
+        _local("daso:sync_every=3,delay=2,group=rack"),
+        steps=100,
+        counts=False,
+        racks=True,
+    ),
     _local("daso:sync_every=1,delay=0,group=2"),
     _local("daso:sync_every=4,delay=0,group=2,warm_up=3"),
     _local("sel-sync:delta=0", 1),

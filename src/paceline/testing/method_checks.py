@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -668,14 +669,17 @@ def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
 
 
 def sample(table: Sequence[Trial], every: int) -> list[Trial]:
-    """Of each case's trials one in so many; from case to case others, so that each law and
-    each rule is tried."""
-    return [
-        trial
-        for number, (_, of_case) in enumerate(groupby(table, lambda t: t.case))
-        for position, trial in enumerate(of_case)
-        if (position + number) % every == 0
-    ]
+    """Of each case's trials one in so many, and one at least. Each is the one whose law was chosen
+    least before, and then its rule."""
+    times, found = Counter[object](), list[Trial]()
+    for _, trials_of_case in groupby(table, lambda trial: trial.case):
+        untried = list(trials_of_case)
+        for _ in range(math.ceil(len(untried) / every)):
+            trial = min(untried, key=lambda one: (times[one.check], times[one.rule]))
+            untried.remove(trial)
+            times.update([trial.check, trial.rule])
+            found.append(trial)
+    return found
 
 
 def final_parameters(case: Case, rule: str) -> list[float]:

@@ -9,7 +9,8 @@ import pytest
 from paceline.cluster import uniform_cluster
 from paceline.compression import COMPRESSORS, GradientCompression
 from paceline.runtimes.simulated import Simulation
-from paceline.testing import check_compressor, check_method
+from paceline.testing import CHECKS, check_compressor
+from paceline.testing.method_checks import trials
 from tests.conformance.plugins.rows import TOYS, registered
 from tests.conformance.plugins.table import chosen
 from tests.packaging.test_structure import (
@@ -57,14 +58,6 @@ def test_the_laws_of_compressors(toy):
     check_compressor(GradientCompression(toy.what(), error_feedback=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
-def test_the_kit_in_virtual_time(toy):
-    """On 1, 2 and 3 workers, under every bucket rule."""
-    with registered():
-        check_method(toy.case)
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
 def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
@@ -75,17 +68,23 @@ def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
                 simulation.run(lambda rank, trial=trial: trial.run())
 
 
-@pytest.mark.parametrize(
-    ("workers", "every"),
-    [
-        pytest.param(3, 41, id="3 processes, few", marks=pytest.mark.slow),
-        pytest.param(2, 5, id="2 processes", marks=pytest.mark.slow),
-        pytest.param(3, 5, id="3 processes", marks=pytest.mark.slow),
-    ],
-)
-def test_a_sample_of_the_kit_on_real_processes(workers, every):
-    """All toys in one job; all of the kit is run in virtual time."""
-    words = ["-m", "tests.conformance.plugins.table", every]
-    first, *_ = forked.run_together(workers, words)
-    names = {f"{trial.name}: ok" for trial in chosen(workers, every)}
+@pytest.mark.slow
+@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
+def test_each_law_of_the_kit_in_virtual_time(toy):
+    with registered():
+        trials_of = {law: [] for law in CHECKS}
+        for workers in (1, 2, 3):
+            for trial in trials(workers, [toy.case]):
+                trials_of[trial.check.name].append((workers, trial))
+        for number, tried in enumerate(filter(None, trials_of.values())):
+            workers, trial = tried[number % len(tried)]
+            simulation = Simulation(uniform_cluster(workers, "1gbit", "50us"))
+            simulation.run(lambda rank, trial=trial: trial.run())
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_kit_on_real_processes():
+    """All toys in one job."""
+    first, *_ = forked.run_together(3, ["-m", "tests.conformance.plugins.table", 12])
+    names = {f"{trial.name}: ok" for trial in chosen(3, 12)}
     assert names <= set(first.stderr.splitlines())
