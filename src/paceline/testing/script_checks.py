@@ -278,7 +278,7 @@ def a_scaler_leaves_out_infinite_gradients(case: Case, rule: str) -> None:
 
 
 class _Branches(torch.nn.Module):
-    """A weight that is used twice, a branch of every other step and one of none, and a parameter
+    """A weight that is used twice, a branch of two steps in three and one of none, and a parameter
     that is frozen."""
 
     def __init__(self) -> None:
@@ -296,23 +296,24 @@ class _Branches(torch.nn.Module):
     def forward(self, number: int) -> torch.Tensor:
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
         hidden = (x @ self.shared + self.bias).tanh() * self.frozen
-        if number % 2:
+        if number % 3:
             hidden = hidden * self.seldom
         return (hidden @ self.shared - x.sin()).square().mean()
 
     def optimizer(self, learning_rate: float, **keys: float) -> torch.optim.Optimizer:
-        """SGD, whose first group has a learning rate of its own, and *keys*."""
+        """SGD with *keys*, whose first group has a learning rate of its own."""
         others = [self.bias, self.seldom, self.never, self.frozen]
         groups: list[dict[str, Any]] = [
             {"params": [self.shared], "lr": learning_rate / 2, **keys},
-            {"params": others},
+            {"params": others, **keys},
         ]
         return torch.optim.SGD(groups, lr=learning_rate)
 
 
 def workers_with_one_batch_train_as_one(case: Case, rule: str) -> None:
     """Workers that have the same batches end as plain torch does with one of them: also where
-    weights are shared, unused or frozen, and groups have hyperparameters of their own."""
+    weights are shared, unused or frozen, and groups have hyperparameters of their own. Momentum and
+    decay move nothing that was not used."""
     alone = paceline.world_size() == 1
     keys = {"momentum": 0.9, "weight_decay": 0.1}
     if not (alone or case.equals or case.under_way):

@@ -66,6 +66,9 @@ class ServerWorker(OSPWorker[ServerRun]):
         self.late: Values | None = None
         self.rates: list[float] = []  # of the last step, by group
         self._weight = 1.0  # of this worker's gradients in the mean
+        self._unused: set[int] = set()
+        # What the last step deferred and left out: its momentum is that of the step before.
+        self._left_out: set[int] = set()
         self._begin_step()
 
     def _send(self, bucket: Bucket) -> None:
@@ -82,6 +85,11 @@ class ServerWorker(OSPWorker[ServerRun]):
         # Kept, since a forward pass before step() would make it the next batch's.
         self._weight = self.run.weight
         self.remote.push(bucket, self.step, self._weight, units, report=report)
+
+    def backward_ended(self) -> None:
+        super().backward_ended()
+        # Kept, since a forward pass before step() would make it the next batch's.
+        self._unused = self.layout.unused()
 
     def after_update(self) -> None:
         how = self.updater.hyperparameters()
@@ -102,7 +110,10 @@ class ServerWorker(OSPWorker[ServerRun]):
                 self.remote.push(bucket, self.step, self._weight, units, late=True)
         if self.options.correction == "local":
             self._mirror_state(earlier, how)
-        self._step_tentatively(deferring, how)
+        # Servers leave out unused parameters, which decay and momentum would move here.
+        used = [number for number in deferring if number not in self._unused]
+        self._step_tentatively(used, how)
+        self._left_out = late & self._unused
         self.late = None
         self.has_deferred = self.has_deferred or bool(deferring)
         self.rates = [float(group["lr"]) for group in how]
@@ -136,6 +147,7 @@ class ServerWorker(OSPWorker[ServerRun]):
         self._wait_late()
         self.remote.wait_for_states()  # they were asked for before
         self.exact, self.late, self.rates = {}, None, []
+        self._left_out = set()
         self.layout.changes += 1
         self._begin_step()
 
@@ -191,6 +203,8 @@ class ServerWorker(OSPWorker[ServerRun]):
         was pulled, or V(i-1) = (P(i-1) - P(i)) / eta, where P(i-1) is known (*earlier*)."""
         pulled = self._by_number(self.remote.wait_for_states())
         for number in self.layout.deferred:
+            if number in self._left_out and number not in pulled:
+                continue
             piece, exact = self.layout.pieces[number], self.exact[number]
             group, live = self.updater.group_of(piece), self.updater.state([piece])[0]
             live.clear()
