@@ -7,8 +7,7 @@ Arguments: a folder for what is noted; where each rank is killed, as in ``left+e
 - ``left``: all have left, and it has not taken the final model yet;
 - ``finished``: after ``finish``, before what follows it in the script;
 - ``exiting``: in an exit handler, before paceline says goodbye to the servers;
-- ``exited``: in an exit handler, after that;
-- ``nowhere``.
+- ``exited``: in an exit handler, after that.
 
 With ``starts over`` it counts its steps from 0 in each life, as if it knew nothing of lives.
 """

@@ -1,6 +1,10 @@
-"""Workers of a job that survives that go wrong, as the first argument says: ``method``: nobody knows it;
-``model``: worker 1 has another one; ``arguments``: of the script; ``use``: a group is added to the optimizer in step 2; ``caught``: worker 1's
-training breaks in its first life, and its script ends as if nothing had been."""
+"""Workers of a job that survives that go wrong, as the first argument says:
+
+- ``model``: worker 1 has another one;
+- ``arguments``: of the script;
+- ``use``: a group is added to the optimizer in step 2;
+- ``caught``: worker 1's training breaks in its first life, and its script ends as if nothing had been.
+"""
 
 import argparse
 import os
@@ -10,15 +14,14 @@ import torch
 import paceline
 
 parser = argparse.ArgumentParser()
-parser.add_argument("what", choices=("method", "model", "use", "caught"))
+parser.add_argument("what", choices=("model", "use", "caught"))
 what = parser.parse_args().what
 paceline.init()
 rank, life = paceline.rank(), os.environ["PACELINE_INCARNATION"]
 width = 3 if what == "model" and rank == 1 else 2
 model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-method = "asq" if what == "method" else "asp"
-optimizer = paceline.distribute(model, optimizer, method=method, buckets="wfbp")
+optimizer = paceline.distribute(model, optimizer, method="asp", buckets="wfbp")
 
 
 def fail(_: torch.Tensor) -> None:
