@@ -22,7 +22,7 @@ SPECS = (
 )
 
 
-ROUNDS = 4
+ROUNDS = 2
 
 
 class EveryOther(Scripted):

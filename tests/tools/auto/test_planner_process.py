@@ -10,6 +10,7 @@ import torch
 from paceline.cluster import cluster_toml
 from paceline.tools.auto import planner_process
 from paceline.tools.auto.planner_process import (
+    Answer,
     PlannerProcess,
     Predicted,
     Question,
@@ -18,8 +19,11 @@ from paceline.tools.auto.planner_process import (
     worth_trying,
 )
 from paceline.tools.plan.estimates import Baseline, Estimate, Plan
+from tests.support import forked
 from tests.support.processes import python_path
 from tests.tools.plan.helpers import cluster, layers
+
+MORE_THAN_A_PIPE_HOLDS = 2**16
 
 
 def question(**changes):
@@ -137,13 +141,15 @@ def test_the_optimizer_is_like_the_trainings():
         assert isinstance(made, torch.optim.SGD)
 
 
-@pytest.mark.slow
-def test_the_process_answers():
-    process = PlannerProcess(question(max_events=4000))
-    process.wait()
-    found = process.answer()
-    assert not found.fault
-    assert found.present.spec == "bsp"
+ASKED = """
+import os, sys
+from paceline.tools.auto import planner_process
+
+reading, _ = os.pipe()  # the worker lives: nobody closes its end
+os.dup2(reading, 0)
+sys.argv[1] = str(os.open(sys.argv[1], os.O_RDONLY))
+planner_process.main()
+"""
 
 
 @pytest.mark.slow
@@ -154,10 +160,12 @@ def test_the_process_answers():
         (question(workload={"names": 1}), "ValidationError"),
     ],
 )
-def test_its_failures_are_answers(asked, words):
-    process = PlannerProcess(asked)
-    process.wait()
-    found = process.answer()
+def test_its_failures_are_answers(asked, words, tmp_path):
+    (tmp_path / "asks.py").write_text(ASKED)
+    (tmp_path / "question").write_bytes(msgspec.json.encode(asked))
+    done = forked.run(["asks.py", "question"], folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = msgspec.json.decode(done.stdout, type=Answer)
     assert not found.best
     assert re.search(words, found.fault)
 
@@ -182,7 +190,7 @@ def test_asking_does_not_wait_for_who_never_reads(monkeypatch, tmp_path):
     monkeypatch.setattr(planner_process, "MODULE", "deaf")
     work = msgspec.to_builtins(layers(2000, megabytes=100.0))
     asked = question(workload=work)
-    assert len(msgspec.json.encode(asked)) > 2**17
+    assert len(msgspec.json.encode(asked)) > MORE_THAN_A_PIPE_HOLDS
     process = PlannerProcess(asked, {**os.environ, "PYTHONPATH": python_path(tmp_path)})
     try:
         assert not process.is_over
@@ -191,16 +199,19 @@ def test_asking_does_not_wait_for_who_never_reads(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_large_question_is_answered_however_long_it_takes(monkeypatch):
+def test_the_process_answers_a_large_question_however_long_it_takes(monkeypatch):
     """In virtual time, where `wait` is: what runs later must not depend on this machine's load."""
     monkeypatch.setattr(planner_process, "LEAST_PATIENCE", 0.0)
     monkeypatch.setattr(planner_process, "PATIENCE", 0.0)
     work = msgspec.to_builtins(layers(1000, megabytes=4.0))
-    process = PlannerProcess(question(workload=work, max_events=4000))
+    asked = question(workload=work, max_events=2000)
+    assert len(msgspec.json.encode(asked)) > MORE_THAN_A_PIPE_HOLDS
+    process = PlannerProcess(asked)
     process.wait()
     assert process.is_over
     found = process.answer()
     assert not found.fault
+    assert found.present.spec == "bsp"
     assert found.candidates
 
 

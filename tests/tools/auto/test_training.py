@@ -212,9 +212,9 @@ def test_a_decision_says_what_it_was_made_by(planner, tmp_path):
 @pytest.mark.slow
 def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
     monkeypatch.setattr(predictor, "usual_events", lambda cluster: 2000)
-    first = auto("auto:consistency=delayed", steps=70)
-    assert first == auto("auto:consistency=delayed", steps=70)
-    assert any("candidates (delayed)" in note for note in first[0][1])
+    first = auto("auto", steps=70)
+    assert first == auto("auto", steps=70)
+    assert any("candidates (exact)" in note for note in first[0][1])
 
 
 def test_nothing_is_left_running(planner, monkeypatch):
