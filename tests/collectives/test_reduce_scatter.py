@@ -27,7 +27,7 @@ from paceline.collectives.timing import seconds
 from paceline.errors import UsageError
 from paceline.interfaces.buckets import stand_in_for
 from paceline.runtimes.join import join_runtime
-from tests.collectives.halves import CASES
+from tests.collectives.cases import HALVES
 from tests.support.simulations import LATENCY, LINK, cluster, rack, run
 from tests.support.tables import crossed
 
@@ -60,7 +60,7 @@ def test_a_part_of_a_schedule_counts_its_steps_from_nought():
 
 
 @pytest.mark.parametrize(
-    ("case", "n", "play"), crossed(2, CASES, [1, 2, 4, 8], [False, True])
+    ("case", "n", "play"), crossed(2, HALVES, [1, 2, 4, 8], [False, True])
 )
 def test_law_on_more_and_fewer_workers(case, n, play):
     where = cluster(rack(n - n // 3), rack(n // 3)) if n > 2 else n

@@ -1,4 +1,7 @@
-"""The parameter server's transitions, one by one, its refusals in words, and servers that clip."""
+"""The parameter server's transitions, one by one, its refusals in words, and servers that clip.
+
+What each method's server promises is tried by the conformance kit (`tests.conformance.test_servers`).
+"""
 
 from __future__ import annotations
 
@@ -158,21 +161,6 @@ def test_who_is_waited_for_joins_at_step_0_however_late() -> None:
     assert len(case.whole_step(1, 0)) == 4
 
 
-@pytest.mark.parametrize("method", [SSP(staleness=0), Backup()])
-def test_under_rounds_who_comes_back_begins_after_what_has_begun(
-    method: UpdatesOnServer,
-) -> None:
-    case = Case(method).begin(0, 1)
-    case.server.on_worker_lost(1, 0, 0.0)
-    case.push(0, 0, 0)
-    (answer,) = case.ask(1, JOIN, life=1)
-    assert answer.message == Joined(step=1, loaded=True, late_joiner=True)
-    assert case.ask(1, Pull(bucket=1), life=1) == []  # step 0 is not all in
-    answers = case.push(0, 0, 1)
-    assert [a.to.worker for a in answers] == [0, 1]
-    assert answers[0].payload is answers[1].payload
-
-
 @pytest.mark.parametrize("method", [ASP(), SSP(staleness=2)])
 def test_others_begin_with_the_slowest(method: UpdatesOnServer) -> None:
     case = Case(method, 3).begin(0, 1, 2)
@@ -231,15 +219,22 @@ def test_asp_applies_at_once_at_the_weight() -> None:
     assert answer.payload.tolist() == [-0.25, -0.25]
 
 
-def test_ssp_holds_answers_back() -> None:
-    case = Case(SSP(staleness=1)).begin(0, 1)
-    assert len(case.whole_step(0, 0)) == 2
-    assert case.whole_step(0, 1) == []
-    answers = case.whole_step(1, 0)
-    assert [a.to.worker for a in answers] == [1, 1, 0, 0] or sorted(
-        a.to.worker for a in answers
-    ) == [0, 0, 1, 1]
-    assert case.parameters(1, 0) == [-3, -3]
+def test_leaves_are_answered_when_nobody_trains() -> None:
+    case = Case(SSP(staleness=0)).begin(0, 1)
+    case.whole_step(0, 0)
+    answers = case.ask(1, Leave())
+    assert [(a.to.worker, type(a.message)) for a in answers] == [(0, Parameters)] * 2
+    answers = case.ask(0, Leave())
+    assert [(a.to.worker, a.message) for a in answers] == [(1, Done()), (0, Done())]
+
+
+def test_who_died_before_it_has_left_has_steps_to_do() -> None:
+    case = Case(ASP()).begin(0, 1)
+    case.server.wait_for_the_lost()
+    case.server.on_worker_lost(1, 0, 0.0)
+    [answer] = case.ask(1, JOIN, life=1)
+    assert isinstance(answer.message, Joined)
+    assert not answer.message.over
 
 
 def test_backup_divides_by_who_counts() -> None:
@@ -298,21 +293,6 @@ def test_a_later_step_that_another_server_named() -> None:
     assert {a.message.version for a in answers} == {3}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("method", [SSP(staleness=0), Backup()])
-def test_a_step_that_the_dead_had_begun_ends(method: UpdatesOnServer) -> None:
-    case = Case(method, 1).begin(0)
-    assert len(case.push(0, 0, 0)) == 1
-    case.server.on_worker_lost(0, 0, 0.0)
-    assert case.ask(0, JOIN, life=1)[0].message == Joined(
-        step=1, loaded=True, late_joiner=True
-    )
-    for bucket, value in ((0, [-1.0, -1.0]), (1, [0.0, 0.0, 0.0])):
-        (answer,) = case.ask(0, Pull(bucket=bucket), life=1)
-        assert answer.payload is not None
-        assert answer.payload.tolist() == value
-    assert len(case.whole_step(0, 1, life=1)) == 2
-
-
 def test_the_state_leaves_and_comes_back() -> None:
     case = Case(ASP()).begin(0, 1)
     with_momentum = [{**HOW[0], "momentum": 0.5}]
@@ -331,15 +311,6 @@ def test_the_state_leaves_and_comes_back() -> None:
     assert case.ask(1, PullState(bucket=0))[0].payload.tolist() == [1.5, 1.5]  # type: ignore[union-attr]
     case.load(0)
     assert case.ask(1, PullState(bucket=0))[0].payload.tolist() == [3, 3]  # type: ignore[union-attr]
-
-
-def test_leaves_are_answered_when_nobody_trains() -> None:
-    case = Case(SSP(staleness=0)).begin(0, 1)
-    case.whole_step(0, 0)
-    answers = case.ask(1, Leave())
-    assert [(a.to.worker, type(a.message)) for a in answers] == [(0, Parameters)] * 2
-    answers = case.ask(0, Leave())
-    assert [(a.to.worker, a.message) for a in answers] == [(1, Done()), (0, Done())]
 
 
 def test_who_has_left_and_comes_back_has_no_more_steps() -> None:
@@ -376,15 +347,6 @@ def test_only_who_has_steps_to_do_waits_for_the_step_under_way() -> None:
     [given] = [a.message for a in answers if a.to.worker == 3]
     assert isinstance(given, Parameters)
     assert given.version == 1
-
-
-def test_who_died_before_it_has_left_has_steps_to_do() -> None:
-    case = Case(ASP()).begin(0, 1)
-    case.server.wait_for_the_lost()
-    case.server.on_worker_lost(1, 0, 0.0)
-    [answer] = case.ask(1, JOIN, life=1)
-    assert isinstance(answer.message, Joined)
-    assert not answer.message.over
 
 
 def test_the_lost_are_not_waited_for_and_told_nothing() -> None:
