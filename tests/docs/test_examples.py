@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forked
+from tests.support.commands import paceline_here
 
 ROOT = Path(__file__).parent.parent.parent
 EXPECTED = sorted((ROOT / "examples" / "expected").glob("*.txt"))
@@ -26,13 +26,14 @@ LONG = ("bytes_lm", "digits", "layers", "workload")
         for path in EXPECTED
     ],
 )
-def test_example_prints_what_it_says(expected, tmp_path):
+def test_example_prints_what_it_says(expected, tmp_path, monkeypatch, capfd):
     command, _, text = expected.read_text().partition("\n")
     words = [w.replace("examples/", f"{ROOT}/examples/") for w in shlex.split(command)]
     assert words[:2] == ["$", "paceline"]
-    done = forked.run(["-m", *words[1:]], folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    printed = done.stdout.replace(f"{ROOT}/examples/", "examples/")
+    monkeypatch.chdir(tmp_path)
+    done = paceline_here(monkeypatch, capfd, *words[2:])
+    assert done.status == 0, done.err
+    printed = done.out.replace(f"{ROOT}/examples/", "examples/")
     assert shape(printed) == shape(text)
     for ours, theirs in zip(numbers(printed), numbers(text), strict=True):
         assert ours == pytest.approx(theirs, rel=RELATIVE)

@@ -15,6 +15,7 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing import Case, check_method
 from paceline.testing.method_checks import checks_of
 from tests.docs.test_snippets import commands
+from tests.support.processes import python_path
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "methods-howto.md"
@@ -77,22 +78,22 @@ def followed(tmp_path):
 @pytest.mark.slow
 def test_who_follows_the_page_has_a_method_like_any_other(followed):
     shown = {words[0]: words for words in commands(PAGE)}
-    simulate, methods = shown["simulate"], shown["list"]
-    for words, wanted in [
-        (
-            methods,
-            "| `outer-momentum` | local | `momentum=0.5` | worker | local |",
-        ),
-        ([*simulate, "--forward=0.01", "--steps=8"], "outer-momentum:momentum=0.3"),
-    ]:
-        own = {"PYTHONPATH": str(followed / "src"), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-m", "paceline", *words],
-            cwd=followed,
-            env=dict(os.environ) | own,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
+    simulate = [*shown["simulate"], "--forward=0.01", "--steps=8"]
+    verbs = (
+        "from paceline.cli import app\n"
+        f"for words in {[shown['list'], simulate]!r}:\n"
+        "    app(words, standalone_mode=False)\n"
+    )
+    own = {"PYTHONPATH": python_path(followed / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", verbs],
+        cwd=followed,
+        env=dict(os.environ) | own,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    row = "| `outer-momentum` | local | `momentum=0.5` | worker | local |"
+    for wanted in (row, "outer-momentum:momentum=0.3"):
         assert wanted in done.stdout
