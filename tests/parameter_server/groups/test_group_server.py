@@ -104,6 +104,12 @@ def test_each_gradient_is_in_once_at_length(name):
     both_ways(name, range(100, 110))
 
 
+@pytest.mark.parametrize("seed", [11, 58])
+def test_who_has_not_begun_a_cut_that_others_ended_is_told_by_a_new_server_0(seed):
+    """Server 0 died in the middle of it, and the first to hear of that had quiesced."""
+    run("snapshots", seed, agree=False)
+
+
 # ---- controls ----
 
 

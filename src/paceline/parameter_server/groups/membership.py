@@ -311,10 +311,15 @@ class Membership:
                 self.log.skip((number, first.incarnation), first.number)
         self.is_active, self.is_entering, self._is_leaving = True, False, False
         self._transfer = None
-        # Some may have ended a cut in which an earlier server 0 was lost.
+        # Some may have ended a cut in which an earlier server 0 was lost, and others had not begun
+        # it: these would wait with the updates of the former.
         self.cut.ended = max(
             [self.cut.ended, cut, *(s.cut for s in self._statuses.values())]
         )
+        if not self.local.number:
+            for number, status in self._statuses.items():
+                if status.cut < self.cut.ended:
+                    self.cut.tell_of_end(self.peers[number])
 
 
 class ConsistentCut:
@@ -398,6 +403,10 @@ class ConsistentCut:
             self._ask_to_adopt(peer, AdoptState(cut=self.ended, manifest=manifest))
         self._go_on()
         local.release()
+
+    def tell_of_end(self, peer: Peer) -> None:
+        """Server 0 was started again. This peer goes on as after the last cut, which others ended."""
+        self._ask_to_adopt(peer, AdoptState(cut=self.ended, manifest=None))
 
     def _ask_to_adopt(self, peer: Peer, message: AdoptState) -> None:
         def replied(reply: ReplyMessage, payload: torch.Tensor | None) -> None:
