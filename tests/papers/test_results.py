@@ -119,12 +119,12 @@ def test_tables_of_a_page_are_made_of_the_kept_figures(name):
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-@pytest.mark.parametrize(
-    "path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix()
-)
-def test_commands_of_a_page_name_papers_and_tables_that_exist(path):
-    for name, tables in re.findall(COMMAND, path.read_text()):
-        assert name in NAMES
+def test_commands_of_pages_name_papers_and_tables_that_exist():
+    commands = [
+        found for path in PAGES for found in re.findall(COMMAND, path.read_text())
+    ]
+    assert {name for name, _ in commands} == set(NAMES)
+    for name, tables in commands:
         assert set(re.findall(r"--table (\S+)", tables)) <= set(load(name).tables)
 
 

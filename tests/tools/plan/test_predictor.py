@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 import pytest
@@ -146,13 +147,20 @@ def test_rows_that_a_script_has_registered_are_predicted_where_they_are_known(
     assert said.step_seconds > 0
 
 
-def test_an_optimizer_that_cannot_be_pickled_is_predicted_here():
+class OfTheScript(torch.optim.SGD):
+    """It can be pickled; but another process may not find its module."""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        partial(OfTheScript, lr=0.1),
+    ],
+)
+def test_an_optimizer_of_the_scripts_own_is_predicted_here(optimizer):
     pool = Submitted()
-    job = TrainingJob(
-        cluster=cluster(2),
-        workload=layers(1),
-        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    )
+    job = TrainingJob(cluster=cluster(2), workload=layers(1), optimizer=optimizer)
     (said,) = with_pool(pool).predict([(job, "bsp:buckets=ddp")], "short")
     assert pool.specs == []
     assert said.step_seconds > 0

@@ -196,6 +196,10 @@ for step in range(4):
 optimizer.finish()
 """
 ADAM = "inner = torch.optim.Adam(model.parameters(), lr=0.1, betas=(0.8, 0.9))"
+FULL_DISK = """
+if pathlib.Path(sys.argv[1]).read_text().count("simulated") > 1:
+    raise OSError(28, "No space left on device")
+"""
 OWN = """
 class Own(torch.optim.SGD):
     pass
@@ -246,6 +250,14 @@ def test_a_script_runs_once_for_each_kind_that_is_allowed_and_was_not_run(tmp_pa
     (tmp_path / "train.py").write_text("raise SystemExit")
     with pytest.raises(UsageError, match="without calling"):
         analyze_script(str(tmp_path / "train.py"), [], tmp_path, ("exact",))
+
+
+def test_a_failure_that_may_be_over_is_not_cached(tmp_path):
+    analyze, _ = count_runs(tmp_path, FULL_DISK + ADAM)
+    for _ in range(2):
+        found, runs = analyze("exact")
+        assert runs == 2
+        assert "No space left" in found.refused["dear"]
 
 
 def test_an_optimizer_of_the_scripts_own_is_not_cached(tmp_path):

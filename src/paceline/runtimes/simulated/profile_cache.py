@@ -8,8 +8,9 @@ timed afterwards, on a gradient of that worker.
 
 A cached file's name is a hash of all that changes these times and is known before the script runs
 (`CachedFile.of`). The modules that a script imports are known only after a run: the file holds
-their hashes, and does not count once one of them has changed. The model and its inputs are
-compared while the script runs (`StaleProfileError`).
+their hashes, and does not count once one of them has changed. Environment variables, data and
+modules outside the script's folder do not count. Where the script runs, the model and its inputs
+are compared (`StaleProfileError`).
 """
 
 from __future__ import annotations
@@ -320,7 +321,7 @@ class CachedFile:
         script = Path(job.script).resolve()
         known = [
             *(str(script), _hash(script), str(Path.cwd()), list(job.arguments)),
-            *(workers, _processor(), version("torch"), _CONTENT),
+            *(workers, _processor(), version("torch"), version("paceline"), _CONTENT),
         ]
         key = hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
         return cls(script, f"{script.stem}-{key}.{kind}.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from statistics import median, median_high, median_low
 from typing import Literal
@@ -487,7 +487,7 @@ def slow_host(seen: Observed) -> Detection | None:
     cause = f"{location} {_takes(bad)} {max(bad.values()):.2f}x the median compute time"
     shares = (
         "give it smaller batches: paceline.Sampler(shares="
-        f"{_shares(_ranks(network, bad), factors)})"
+        f"{_shares(network, _ranks(network, bad))})"
     )
     if busy:
         cause += f"; other programs keep {busy[0].other_load:.1f} of {busy[0].cores} cores busy"
@@ -512,11 +512,14 @@ MOST_SHARES = 16
 """Workers whose shares an advice lists."""
 
 
-def _shares(slow: Collection[int], factors: Mapping[int, float]) -> str:
-    """Parts of a batch with which slow workers take as long as the others."""
-    if len(factors) > MOST_SHARES:
+def _shares(network: NetworkModel, slow: Collection[int]) -> str:
+    """Parts of equal batches with which slow workers take as long as the others."""
+    workers = network.evidence.workers
+    times = network.passes if network.trains else {w.rank: 1 / w.speed for w in workers}
+    if len(workers) > MOST_SHARES or not all(times.values()):
         return "[...]"
-    parts = (1 / factors[rank] if rank in slow else 1.0 for rank in sorted(factors))
+    usual = median_low(times.values())
+    parts = (usual / times[rank] if rank in slow else 1.0 for rank in sorted(times))
     return f"[{', '.join(f'{part:.2g}' for part in parts)}]"
 
 

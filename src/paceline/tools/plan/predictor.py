@@ -26,7 +26,7 @@ from paceline.compression import COMPRESSORS
 from paceline.methods import METHODS
 from paceline.runtimes.python_internals import end_pool
 from paceline.tools.plan.estimates import Estimate, Fidelity, Infeasible
-from paceline.tools.plan.predict import TrainingJob, predict
+from paceline.tools.plan.predict import MakeOptimizer, TrainingJob, predict
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
 EVENTS_PER_SECOND = 5_000
@@ -56,7 +56,7 @@ class Predictor:
 
     Args:
         processes: Predictions at a time. With 1, this process makes them. It also makes those that
-            others cannot: of an optimizer that cannot be pickled, or of registries to which the
+            others cannot: of an optimizer of the script's own, or of registries to which the
             script has added rows.
         max_events: Simulated events after which predictions stop. The last one may exceed them.
 
@@ -145,7 +145,7 @@ class Predictor:
         asked: Sequence[tuple[Any, ...]],
     ) -> Generator[tuple[Result, int], None, None]:
         pool = self._pool
-        if pool is None or has_rows_of_others() or not _is_picklable(asked):
+        if pool is None or has_rows_of_others() or not _can_travel(asked):
             yield from (function(*arguments) for arguments in asked)
             return
         rest = iter(asked)
@@ -179,12 +179,22 @@ def has_rows_of_others() -> bool:
     return any(row.__module__.partition(".")[0] != ours for row in rows)
 
 
-def _is_picklable(asked: object) -> bool:
+def _can_travel(asked: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether another process can read the questions: it imports no module of the script's folder."""
+    jobs = (part for one in asked for part in one if isinstance(part, TrainingJob))
+    if not all(is_known_elsewhere(job.optimizer) for job in jobs):
+        return False
     try:
         pickle.dumps(asked)
     except Exception:
         return False
     return True
+
+
+def is_known_elsewhere(make: MakeOptimizer) -> bool:
+    """Whether an optimizer's class is torch's or paceline's."""
+    module = str(getattr(getattr(make, "func", make), "__module__", ""))
+    return module.partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
 def _predict(

@@ -128,15 +128,18 @@ def analyze_script(
         on_progress(_run_text(script, 1, count, "bsp"), None, None)
         analysis = _analyzed(script, arguments, scratch)
     # Once more: the script may have registered methods.
+    lasts = True
     for number, kind in enumerate(_untried(analysis, allowed), start=done + 1):
         on_progress(_run_text(script, number, max(number, count), kind[0]), None, None)
+        refused, refusals_last = _refusals(script, arguments, kind, scratch)
+        lasts &= refusals_last
         analysis = replace(
             analysis,
-            refused=analysis.refused | _refusals(script, arguments, kind, scratch),
+            refused=analysis.refused | refused,
             tried=(*analysis.tried, *kind),
         )
     # What a script registers is there only after it has run.
-    if not has_rows_of_others():
+    if lasts and not has_rows_of_others():
         with suppress(UsageError, NotImplementedError):  # it runs again, then
             cached.keep(analysis, _encode)
     return analysis
@@ -150,14 +153,17 @@ def _run_text(script: str, number: int, count: int, method: str) -> str:
 
 def _refusals(
     script: str, arguments: Sequence[str], kind: Sequence[str], scratch: Path
-) -> dict[str, str]:
-    """Why the script fails under the methods of a *kind*; empty where it does not."""
+) -> tuple[dict[str, str], bool]:
+    """Why the script fails under the methods of a *kind*; empty where it does not.
+
+    And whether it will fail again: what is no error of paceline's, such as a full disk, may be over."""
     try:
         _run(script, arguments, kind[0], scratch)
     except PacelineError as error:
         cause = error.__cause__ if isinstance(error, WorkerFailedError) else None
-        return dict.fromkeys(kind, str(cause or error))
-    return {}
+        lasts = isinstance(cause or error, PacelineError)
+        return dict.fromkeys(kind, str(cause or error)), lasts
+    return {}, True
 
 
 def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAnalysis:

@@ -265,7 +265,7 @@ class _Search:
         if self.skipped:
             return (
                 f"no simulated event is left for a prediction of {classes}: expected more than "
-                "zero; raise --max-work (max_events)"
+                "zero; allow more of them (paceline plan --max-work)"
             )
         reasons = "; ".join(f"{s}: {one.reason}" for s, one in self.infeasible.items())
         return (
