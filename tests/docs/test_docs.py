@@ -28,10 +28,12 @@ def test_the_page_on_compression_names_the_table():
 
 
 def test_files_that_pages_name_exist():
-    pages = ("design.md", "use.md", "measured.md", "plan.md", "watching.md")
-    for page in (ROOT / "README.md", *(ROOT / "docs" / name for name in pages)):
-        for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        for path in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (page.parent / path).exists(), f"{page.name} names {path}"
+        for path in re.findall(r"\b(?:tests|benchmarks|examples)/[\w/]+\.py", text):
+            assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
 def test_the_page_on_variables_has_all_of_them_and_no_other():

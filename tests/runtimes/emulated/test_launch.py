@@ -196,7 +196,7 @@ def test_rules_throttle_a_link_repair_it_and_kill_a_worker(tmp_path):
 @pytest.mark.slow
 def test_a_cut_link_that_is_repaired_lets_the_job_go_on(tmp_path):
     cluster = with_rules(
-        tmp_path, 'step = 3\ncut = "worker 1"', 'at = "6 s"\nrepair = "worker 1"'
+        tmp_path, 'step = 3\ncut = "worker 1"', 'at = "9 s"\nrepair = "worker 1"'
     )
     folder = tmp_path / "records"
     emulate(tmp_path, cluster, f"--records={folder}")
