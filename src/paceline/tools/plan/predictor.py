@@ -86,7 +86,7 @@ class Predictor:
         traceback: TracebackType | None,
     ) -> None:
         if self._pool is not None:
-            end_pool(self._pool)  # nobody needs what it still computes
+            end_pool(self._pool)  # what it still computes is dropped
 
     @property
     def events_left(self) -> float:
