@@ -182,13 +182,13 @@ class MixedTypes(nn.Module):
 
 
 def mixed_types():
-    # bfloat16 keeps 8 bits: means of 3 values differ in the last one
+    # bfloat16 keeps 8 bits: a mean of 3 values is rounded five times, by half of the last one
     model = MixedTypes()
     for rule in ("wfbp", "ddp"):
         check_backward(
             copy.deepcopy(model),
             lambda m, r: m(inputs(r)).square().mean(),
-            tolerance=1e-2,
+            tolerance=2e-2,
             buckets=rule,
         )
 

@@ -58,6 +58,8 @@ def test_one_process_with_nccl(backend):
     }
 
 
+# Torch says so of every hook on a parameter that a stream of the model's own uses, DDP's too.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_simulated_workers_share_a_gpu(name):
     simulation = Simulation(uniform_cluster(3, "1gbit", "50us"))

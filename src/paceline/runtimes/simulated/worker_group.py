@@ -205,8 +205,10 @@ class SimulatedGroup:
     ) -> SimulatedWork:
         """Send several tensors as one message."""
         self.check_all_run()
+        payload = copies(tensors)
+        wait_for_kernels()
         completion = self.shared.mailbox.send(
-            self.rank, to, tag, bytes_of(tensors), copies(tensors)
+            self.rank, to, tag, bytes_of(tensors), payload
         )
         return SimulatedWork(self.shared.clock, completion)
 
@@ -219,7 +221,7 @@ class SimulatedGroup:
         """Receive several tensors that come as one message."""
         self.check_all_run()
         completion = self.shared.mailbox.receive(
-            source, self.rank, tag, partial(_fill, tensors)
+            source, self.rank, tag, _finishing(partial(_fill, tensors))
         )
         return SimulatedWork(self.shared.clock, completion)
 
@@ -271,8 +273,9 @@ class SimulatedGroup:
     ) -> SimulatedWork:
         """See `CollectiveGroup.launch`."""
         shared = self.shared
+        wait_for_kernels()
         completion = shared.launch(
-            self.rank, call, schedule, contribution, deliver, unit
+            self.rank, call, schedule, contribution, _finishing(deliver), unit
         )
         return SimulatedWork(shared.clock, completion)
 
@@ -447,6 +450,27 @@ def _repeated(name: str, tensor: torch.Tensor, times: int) -> torch.Tensor:
     if name == "BXOR":
         return tensor * (times % 2)
     return tensor
+
+
+def wait_for_kernels() -> None:
+    """Wait until GPUs have done what this thread has queued on its current streams.
+
+    Each worker may train on a stream of its own. No stream knows of another: what crosses from
+    one worker to another has to be finished first.
+    """
+    if torch.cuda.is_initialized():
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.current_stream(device).synchronize()
+
+
+def _finishing(deliver: Callable[..., None]) -> Callable[..., None]:
+    """*deliver*, whose results are in when it returns."""
+
+    def finished(*arguments: Any) -> None:
+        deliver(*arguments)
+        wait_for_kernels()
+
+    return finished
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
