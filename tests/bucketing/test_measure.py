@@ -13,10 +13,13 @@ from paceline.bucketing.measure import (
     StepTimer,
     measure_all_reduce,
 )
+from paceline.cluster import Cluster, Rack
 from paceline.cluster.profiling.timers import HostStopwatch
 from paceline.collectives.communicator import Communicator
+from paceline.collectives.registry import COLLECTIVES, attach
 from paceline.collectives.schedules import Ring
 from paceline.interfaces import current_runtime
+from paceline.runtimes.simulated import Simulation
 from tests.bucketing.cases import on
 from tests.support.simulations import LATENCY, LINK
 from tests.support.tables import crossed
@@ -60,6 +63,28 @@ def test_beyond_the_largest_size_the_curve_goes_on_as_steeply():
     answers, _ = on(4, lambda rank: measured(100_000_000))
     for size in (20_000_000, 400_000_000):
         assert answers[0](size) == pytest.approx(ring_seconds(4, size), rel=1e-9)
+
+
+def test_measured_once_is_measured_often() -> None:
+    """Though a tree is done earlier on some workers: a plan measures once, a training several times."""
+    links = (LINK, LINK, LINK, LINK / 10)
+    cluster = Cluster((Rack(workers=4, link=links, latency=LATENCY),))
+
+    curves: list[MeasuredCost] = []
+
+    def body(rank: int) -> None:
+        paceline.init()
+        runtime = current_runtime()
+        assert runtime is not None
+        comm = attach(COLLECTIVES["tree"](), runtime, Communicator(runtime))
+        curve = measure_all_reduce(comm, runtime, CPU, 1_000_000, comm.all_reduce)
+        if rank == 0:
+            curves.append(curve)
+
+    for repeats in (True, False):
+        Simulation(cluster, repeats=repeats).run(body)
+    once, often = curves
+    assert once.seconds == pytest.approx(often.seconds, rel=1e-9)
 
 
 class Driven:
