@@ -27,7 +27,7 @@ from paceline.interfaces import CONSISTENCIES, GroupUpdate
 from paceline.methods import gssp
 from paceline.runtimes.simulated import ComputeModel, Simulation
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 
 
 # ---- one worker's trace, method by method ----
@@ -360,7 +360,7 @@ def draw_gssp(path):
 
 # ---- a plan ----
 
-SCRIPT = DOCS.parent / "examples" / "digits.py"
+SCRIPT = IMAGES.parents[1] / "examples" / "digits.py"
 
 
 def draw_plan(path):
@@ -402,7 +402,7 @@ def main():
     parser.add_argument(
         "pictures", nargs="*", metavar="picture", help=", ".join(PICTURES)
     )
-    parser.add_argument("--folder", type=Path, default=DOCS)
+    parser.add_argument("--folder", type=Path, default=IMAGES)
     given = parser.parse_args()
     if unknown := set(given.pictures) - set(PICTURES):
         parser.error(

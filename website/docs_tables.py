@@ -1,4 +1,4 @@
-"""Puts the tables that `paceline list` prints into docs/methods.md, compressors.md and collectives.md.
+"""Puts the tables that `paceline list` prints into docs/reference/methods.md, compressors.md and collectives.md.
 
 python website/docs_tables.py
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from paceline.cli.list import TABLES
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+REFERENCE = Path(__file__).resolve().parent.parent / "docs" / "reference"
 
 
 def fresh(kind: str, page: str) -> str:
@@ -23,14 +23,14 @@ def fresh(kind: str, page: str) -> str:
         flags=re.DOTALL,
     )
     assert count == 1, (
-        f"docs/{kind}.md: expected one place for the table, found {count}"
+        f"docs/reference/{kind}.md: expected one place for the table, found {count}"
     )
     return text
 
 
 def main() -> None:
     for kind in TABLES:
-        page = DOCS / f"{kind}.md"
+        page = REFERENCE / f"{kind}.md"
         page.write_text(fresh(kind, page.read_text()))
 
 

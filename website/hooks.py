@@ -16,8 +16,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMED = re.compile(r"\[([\w-]+\.md)\]\((\1[^)]*)\)")
-WIDE = ("methods.md", "compressors.md", "collectives.md")
+NAMED = re.compile(r"\[([\w-]+\.md)\]\(((?:[\w.-]+/)*\1)([^)]*)\)")
+WIDE = ("reference/methods.md", "reference/compressors.md", "reference/collectives.md")
 """Pages that are one wide table."""
 LINK = re.compile(r"\]\(([^)#:\s]+)\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".diff": "diff", ".sh": "sh", ".c": "c"}
@@ -63,8 +63,8 @@ def on_page_markdown(
         return f"]({os.path.relpath(_uri(path), os.path.dirname(uri) or '.')})"
 
     def titled(match: re.Match[str]) -> str:
-        first = (at.parent / match[1]).read_text().partition("\n")[0]
-        return f"[{first.removeprefix('# ')}]({match[2]})"
+        first = (at.parent / match[2]).read_text().partition("\n")[0]
+        return f"[{first.removeprefix('# ')}]({match[2]}{match[3]})"
 
     return LINK.sub(inside, NAMED.sub(titled, markdown))
 

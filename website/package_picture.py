@@ -1,4 +1,4 @@
-"""Draws which package imports which, from the source: docs/explanation/packages.svg.
+"""Draws which package imports which, from the source: docs/images/packages.svg.
 
     python website/package_picture.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "paceline"
-PICTURE = ROOT / "docs" / "explanation" / "packages.svg"
+PICTURE = ROOT / "docs" / "images" / "packages.svg"
 CELL, LEFT, TOP, RIGHT, BOTTOM = 34, 150, 140, 60, 60
 STYLE = """
   .paper { fill: #ffffff } text { font: 14px system-ui, sans-serif; fill: #1f2328 }

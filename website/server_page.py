@@ -13,8 +13,9 @@ from pathlib import Path
 from paceline.parameter_server.state_machine.members import STATE_CHANGES, STATES
 from paceline.parameter_server.state_machine.server import TRANSITIONS
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "explanation"
-PAGE, PICTURE = FOLDER / "parameter-server.md", FOLDER / "parameter-server-states.svg"
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = DOCS / "explanation" / "parameter-server.md"
+PICTURE = DOCS / "images" / "parameter-server-states.svg"
 TABLE = re.compile(r"(<!-- transitions -->\n).*?(<!-- end -->\n)", re.DOTALL)
 WIDTH, HEIGHT, BOX, ASIDE = 900, 380, (150, 46), 14.0
 PLACES = {

@@ -1,6 +1,6 @@
 """The simulated runtime's predictions held against real processes on an emulated network.
 
-    python -m benchmarks.measure.agreement                    # the table of docs/agreement.md
+    python -m benchmarks.measure.agreement                    # the table of docs/explanation/how-prediction-works.md
     python -m benchmarks.measure.agreement --only layers-8-1000 --repeats 1
 
 For each network: `paceline probe` measures the emulated cluster and writes what it finds as

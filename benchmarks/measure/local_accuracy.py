@@ -2,7 +2,7 @@
 
     python -m benchmarks.measure.local_accuracy --processes 2
     python -m benchmarks.measure.local_accuracy --task digits --row slowmo --seeds 2
-    python -m benchmarks.measure.local_accuracy --no-training --plot docs/local_accuracy.png
+    python -m benchmarks.measure.local_accuracy --no-training --plot docs/images/local_accuracy.png
 
 All presets have the same inner optimizer and learning rate as bsp, and as many steps in all, so that
 H = 64 leaves three rounds. Post-local SGD averages in each step for half of them. DiLoCo has the

@@ -99,7 +99,7 @@ def run(paper: Paper, given: argparse.Namespace) -> None:
     if given.pictures:
         results.command = f"{paper.command()} --pictures"
         for name, draw in paper.pictures.items():
-            draw(results, ROOT / "docs" / name)
+            draw(results, ROOT / "docs" / "images" / name)
     for name in given.table or ():
         if name not in paper.tables:
             sys.exit(f"--table {name}: {paper.name} has {', '.join(paper.tables)}")

@@ -754,7 +754,7 @@ def step_gain(method, workers):
 PAPER = Paper(
     name="ds_sync",
     title="DS-Sync: small groups that avoid the bottleneck (2022)",
-    page="ds-sync.md",
+    page="explanation/papers/ds-sync.md",
     source="the second version's abstract, certain; that 94 % better means 1.94 times as fast is our reading",
     claims=(
         Claim(

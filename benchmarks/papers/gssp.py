@@ -328,7 +328,7 @@ SAYS = "46 to 120 % faster"
 PAPER = Paper(
     name="gssp",
     title="GSSP with GDTopK: groups of similar speed (IEEE TCC 2022)",
-    page="gssp.md",
+    page="explanation/papers/gssp.md",
     source="the abstract, certain; it does not name the baseline",
     claims=(
         *(

@@ -598,7 +598,7 @@ def points(results):
 PAPER = Paper(
     name="osp",
     title="OSP: synchronization in two stages (ICPP 2023)",
-    page="osp.md",
+    page="explanation/papers/osp.md",
     source="the abstract, certain; its models, baselines and networks are unknown",
     claims=(
         Claim(

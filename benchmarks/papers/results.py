@@ -358,6 +358,6 @@ def page(papers: Iterable[Paper]) -> str:
         text += (
             f"\n## {paper.title}\n\nClaims: {paper.source}. Ours: `{paper.command()}`. "
         )
-        text += f"More: [{paper.page}](../{paper.page}).\n\n"
+        text += f"More: [{Path(paper.page).name}](../{paper.page}).\n\n"
         text += table(claims_table(paper, results)) + "\n"
     return text

@@ -410,7 +410,7 @@ SAYS = "more than 50 % higher throughput than ATP at the same hardware cost"
 PAPER = Paper(
     name="rina",
     title="Rina: a ring of racks (ICNP 2024)",
-    page="rina.md",
+    page="explanation/papers/rina.md",
     source="the abstract, certain; where ATP's server stood is unknown",
     claims=(
         *(

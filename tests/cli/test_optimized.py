@@ -10,7 +10,7 @@ import pytest
 from paceline.cli.list import TABLES
 from tests.cli.test_plan import SCRIPT
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+REFERENCE = Path(__file__).parent.parent.parent / "docs" / "reference"
 
 
 def printed(*words, **options):
@@ -29,7 +29,7 @@ def printed(*words, **options):
 @pytest.mark.parametrize("kind", TABLES)
 def test_tables_are_the_same(kind):
     table = printed("-m", "paceline", "list", kind)
-    assert table in (DOCS / f"{kind}.md").read_text()
+    assert table in (REFERENCE / f"{kind}.md").read_text()
 
 
 @pytest.mark.slow

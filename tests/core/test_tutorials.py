@@ -1,4 +1,4 @@
-"""Two plain DDP scripts, and the same moved by the diff in docs/from-ddp.md."""
+"""Two plain DDP scripts, and the same moved by the diff in docs/tutorials/from-ddp.md."""
 
 import json
 import re

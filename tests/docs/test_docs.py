@@ -19,12 +19,15 @@ def test_tables_of_the_registries_are_up_to_date(kind, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "website")
     import docs_tables
 
-    page = (ROOT / "docs" / f"{kind}.md").read_text()
+    page = (ROOT / "docs" / "reference" / f"{kind}.md").read_text()
     assert page == docs_tables.fresh(kind, page), "run: python website/docs_tables.py"
 
 
 def test_the_page_on_compression_names_the_table():
-    assert "(compressors.md)" in (ROOT / "docs" / "compression.md").read_text()
+    assert (
+        "reference/compressors.md)"
+        in (ROOT / "docs" / "explanation" / "papers" / "compression.md").read_text()
+    )
 
 
 def test_files_that_pages_name_exist():
@@ -40,13 +43,13 @@ def test_the_page_on_variables_has_all_of_them_and_no_other():
     ours = r"\bPACELINE_[A-Z_]*[A-Z]\b"
     sources = (ROOT / "src").rglob("*.py")
     known = {name for file in sources for name in re.findall(ours, file.read_text())}
-    page = (ROOT / "docs" / "variables.md").read_text()
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
     assert sorted(rows) == sorted(known)
 
 
 def test_each_variable_of_an_option_is_named_after_it():
-    page = (ROOT / "docs" / "variables.md").read_text()
+    page = (ROOT / "docs" / "reference" / "environment.md").read_text()
     pairs = re.findall(r"^\| `PACELINE_(\w+)` \| `--([a-z-]+)` \|", page, re.MULTILINE)
     assert [name.lower().replace("_", "-") for name, _ in pairs] == [
         o for _, o in pairs
@@ -58,22 +61,23 @@ def test_each_variable_of_an_option_is_named_after_it():
 
 YOURS = "src/paceline/methods/outer_momentum.py"  # what a reader writes
 
-PLACES = ("", "src/paceline", "benchmarks", "tests", "examples")
+PLACES = ("src", "benchmarks", "tests", "examples", "website")
 
 
 def test_modules_that_pages_name_exist():
+    modules = [f"/{file}" for place in PLACES for file in (ROOT / place).rglob("*.py")]
     missing = [
         f"{page.name} names {path}"
-        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
         for path in re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", page.read_text())
-        if path != YOURS and not any((ROOT / place / path).exists() for place in PLACES)
+        if path != YOURS and not any(one.endswith(f"/{path}") for one in modules)
     ]
     assert not missing
 
 
 def test_numbers_in_readme_have_a_command():
     readme = (ROOT / "README.md").read_text()
-    table = (ROOT / "docs" / "measured.md").read_text()
+    table = (ROOT / "docs" / "reference" / "measurements.md").read_text()
     for path in re.findall(r"python (benchmarks/\S+\.py)", readme + table):
         assert (ROOT / path).exists()
     for name in re.findall(r"python -m (benchmarks(?:\.\w+)+)", readme + table):

@@ -1,4 +1,4 @@
-"""The method that docs/methods-howto.md shows holds the laws of the kit, as its command says."""
+"""The method that docs/tutorials/write-a-method.md shows holds the laws of the kit, as its command says."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from tests.docs.test_snippets import commands
 from tests.support.processes import python_path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "methods-howto.md"
+PAGE = ROOT / "docs" / "tutorials" / "write-a-method.md"
 
 
 def shown():

@@ -24,9 +24,9 @@ PAGES += sorted((ROOT / "examples").rglob("README.md"))
 VERBS = get_command(app).commands
 
 ELSEWHERE = {
-    "aggregator.md": "needs an aggregator's address",
+    "in-network-aggregation.md": "needs an aggregator's address",
     "integrations.md": "needs other packages: tests/integrations",
-    "methods-howto.md": "tests/docs/test_methods_howto.py",
+    "write-a-method.md": "tests/docs/test_methods_howto.py",
 }
 
 

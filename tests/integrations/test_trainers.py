@@ -1,6 +1,6 @@
 """Trainers of others, under paceline, learn what they learn under their own DDP, to the bit.
 
-`make test-integrations` installs what these tests need, and runs them. docs/integrations.md has a row for
+`make test-integrations` installs what these tests need, and runs them. docs/how-to/integrations.md has a row for
 each framework.
 """
 

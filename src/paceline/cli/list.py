@@ -1,6 +1,6 @@
 """``paceline list``: the methods, compressors or collectives that there are, as a table.
 
-`website/docs_tables.py` puts the tables into docs/methods.md, compressors.md and collectives.md.
+`website/docs_tables.py` puts the tables into docs/reference/methods.md, compressors.md and collectives.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def list_(
 ) -> None:
     """List methods, compressors or collectives.
 
-    docs/methods.md, docs/compressors.md and docs/collectives.md explain its columns.
+    docs/reference/methods.md, docs/reference/compressors.md and docs/reference/collectives.md explain its columns.
     """
     print(TABLES[kind](), end="")
 

@@ -68,7 +68,7 @@ def distribute(
         optimizer: The optimizer of the model's parameters. Use the returned one in its place.
         method: When and how workers synchronize: a name (``"bsp"``, the default), a spec
             (``"bsp:buckets=wfbp"``), or a method object. ``"auto"`` tries methods while it trains,
-            and keeps the fastest (docs/auto.md).
+            and keeps the fastest (docs/how-to/use-auto.md).
         buckets: How gradients are grouped into buckets (`paceline.bucketing`). ``"optimal"`` plans
             them from times measured in the first steps, and keeps the plan if a trial is faster
             than DDP's buckets. Others are ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, and
@@ -80,9 +80,9 @@ def distribute(
         check_finite: Raise `GradientError`, which names the parameter, when a mean gradient is not
             finite. Leave it off with a GradScaler.
         collective: How averages are formed: ``"native"``, ``"parameter-server"``,
-            ``"hierarchical"``, ... (docs/collectives.md).
+            ``"hierarchical"``, ... (docs/reference/collectives.md).
         compression: How gradients are compressed where workers average them or push them to servers,
-            and parameter changes where workers average models (docs/compressors.md). A name
+            and parameter changes where workers average models (docs/reference/compressors.md). A name
             (``"bf16"``), a spec (``"int8:error_feedback=true"``), or a compressor object. An object
             has the error feedback that its name has by default: ``GradientCompression(TopK())`` has
             none, and ``GradientCompression(Int8(), error_feedback=True)`` has it. The default is ``"none"``, except for methods with a

@@ -439,7 +439,7 @@ class CollectiveSummary(NamedTuple):
 class AllReduceAlgorithm(Protocol):
     """How an average is formed: a row of the registry in `paceline.collectives`.
 
-    ``needs`` says what it needs beside the workers. See docs/methods-howto.md for how to write one.
+    ``needs`` says what it needs beside the workers. See docs/tutorials/write-a-method.md for how to write one.
     """
 
     name: ClassVar[str]

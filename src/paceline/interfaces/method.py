@@ -218,7 +218,7 @@ class Method(Protocol):
     `DistributedOptimizer.steps_of_all` is.
 
     Example:
-        What DDP does; docs/methods-howto.md says more::
+        What DDP does; docs/tutorials/write-a-method.md says more::
 
             @dataclass(frozen=True, kw_only=True)
             class Averaging:

@@ -1,4 +1,4 @@
-"""What a worker does: where pieces lie in messages; and the laws T1 to T6 of docs/osp.md, by
+"""What a worker does: where pieces lie in messages; and the laws T1 to T6 of docs/explanation/papers/osp.md, by
 all-reduce and over servers."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""docs/doctor.md: its table is the registry's, its threads are all there, its commands exist."""
+"""docs/how-to/find-what-is-slow.md: its table is the registry's, its threads are all there, its commands exist."""
 
 import re
 import shlex
@@ -11,7 +11,9 @@ from paceline.cli import app
 from paceline.core.settings import parse_method
 from paceline.tools.doctor.faults import faults_table
 
-PAGE = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text()
+PAGE = (
+    Path(__file__).parents[3] / "docs" / "how-to" / "find-what-is-slow.md"
+).read_text()
 THREADS = 15
 VERBS = typer.main.get_command(app).commands
 LAUNCHERS = ("--nnodes", "--nproc-per-node", "--rdzv-endpoint")

@@ -53,7 +53,9 @@ SECTIONS = {
 
 @pytest.mark.parametrize("title", SECTIONS)
 def test_a_section_counts_what_its_table_holds(agreement, title):
-    said = section((HOUSE / "docs" / "agreement.md").read_text(), title)
+    said = section(
+        (HOUSE / "docs" / "explanation" / "how-prediction-works.md").read_text(), title
+    )
     rows = ROW.findall(said)
     assert len(rows) == len(SECTIONS[title](agreement))
     within, enough = counted(agreement, rows)
@@ -62,14 +64,18 @@ def test_a_section_counts_what_its_table_holds(agreement, title):
 
 
 def test_the_documents_count_what_the_first_table_holds(agreement):
-    page = (HOUSE / "docs" / "agreement.md").read_text().split("\n## ")[0]
+    page = (
+        (HOUSE / "docs" / "explanation" / "how-prediction-works.md")
+        .read_text()
+        .split("\n## ")[0]
+    )
     everything, held_out = map(ROW.findall, page.split("Held out, that is"))
     assert len(everything) == len(agreement.CELLS)
     assert len(held_out) == len(agreement.HELD_OUT)
     near, near_enough = counted(agreement, everything)
     held_near, held_enough = counted(agreement, held_out)
     middle = statistics.median(abs(float(off)) for _, off, _ in everything)
-    table = (HOUSE / "docs" / "measured.md").read_text()
+    table = (HOUSE / "docs" / "reference" / "measurements.md").read_text()
     assert (
         f"{near} of {len(everything)} within 10 %, {near_enough} within 10 %" in table
     )

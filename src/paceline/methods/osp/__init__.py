@@ -9,7 +9,7 @@ exact value takes that one's place, so no gradient is lost or applied twice.
 
 Deferred is what is ready last, and not, as in the paper, what is least important: importance
 (PGP), the sum of abs(parameter x mean gradient), decides among equals. The text of the paper
-could not be read beyond its abstract: ``docs/osp.md`` says where a reconstruction had a choice.
+could not be read beyond its abstract: ``docs/explanation/papers/osp.md`` says where a reconstruction had a choice.
 
 - `options`: the hyperparameters.
 - `worker`: what a worker does in both forms, and where each piece of the model lies; start here.
@@ -59,7 +59,7 @@ class OSP(OSPOptions):
     visible_gradient: ClassVar[GradientSeen] = "sent"
     coordinates: ClassVar[bool] = False
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)
-    """What else there is a row for in docs/methods.md."""
+    """What else there is a row for in docs/reference/methods.md."""
 
     collective: Literal[
         "parameter-server",

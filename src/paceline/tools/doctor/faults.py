@@ -311,7 +311,7 @@ FAULTS: tuple[FaultKind, ...] = (
 
 
 def faults_table() -> str:
-    """The table of docs/doctor.md."""
+    """The table of docs/how-to/find-what-is-slow.md."""
     lines = ["| fault | measured by | remedy |", "|---|---|---|"]
     lines += [f"| {row.name} | {row.measured_by} | {row.remedy} |" for row in FAULTS]
     return "\n".join(lines)
