@@ -71,6 +71,8 @@ def docstrings(source: str) -> str:
         ):
             text = ast.get_docstring(node) or ""
             # An argument is an item; a table, an example or a diagram is no prose.
+            text = re.sub(r"\n\n(?: {4}[^\n]*(?:\n|$))+", "\n\n", text)
+            text = re.sub(r"^-{3,}$", "\n", text, flags=re.M)
             text = re.sub(r"^=+ +=.*^=+ +=[= ]*$", "", text, flags=re.M | re.S)
             text = re.sub(r"::\n\n(?: +[^\n]*\n?|\n)+", ".\n\n", text)
             text = re.sub(r"^ {4}(?=\*?\w+(?: \([^)]*\))?: )", "\n- ", text, flags=re.M)

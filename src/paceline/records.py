@@ -49,13 +49,15 @@ class Span(NamedTuple):
 class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """One optimizer step of one worker: from the end of the one before to its own end.
 
-    *end_seconds* counts from the start of training on this runtime's clock.
-    *exposed_communication_seconds* is waiting for paceline's own communication, and
-    *bytes_sent* is its traffic; *compute_seconds* is all the rest of the step, a script's
-    own collectives included. *method*: by which spec it was done, in a training that changes it. *phase*: see
-    `Phase`; the recorder sets it, and all figures are of steady steps.
-    *figures*: what the method and what it sends tell of themselves, where somebody has asked
-    (`StepRecorder.subscribe`): see `paceline.core.training.Training.figures`.
+    Attributes:
+        end_seconds: From the start of training, on this runtime's clock.
+        exposed_communication_seconds: Waiting for paceline's own communication.
+        compute_seconds: All the rest of the step, a script's own collectives included.
+        bytes_sent: Traffic of paceline's own communication.
+        method: The step's spec, in a training that changes it.
+        phase: See `Phase`. The recorder sets it, and all figures are of steady steps.
+        figures: What the method and its compressor report of themselves, where a reader has subscribed
+            (`StepRecorder.subscribe`): see `paceline.core.training.Training.figures`.
     """
 
     worker: int

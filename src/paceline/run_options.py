@@ -36,15 +36,20 @@ def seconds_from(
 class RunOptions:
     """Decisions of the command line; None leaves each to the script.
 
-    *method*: a spec that overrides the script's. *steps*: end training after so many
-    optimizer steps. *seed*: seed every random generator at start. *json*: print the
-    result object at the end, or with *result* write it to that file. *records*: a folder
-    for per-step records. *profile*: measure compute times, and write them to that file.
-    *gradients*: a folder that worker 0 writes its own gradients to, while it is profiled, of
-    *gradient_steps* steps.
-    *pace*: the workload whose times an emulated worker takes. *tells*: say so when *steps*
-    end a script. *cluster*: a file that describes the network of a real job. *report_to*: where
-    worker 0's step records go, too (see `paceline.report_to`).
+    Attributes:
+        method: A spec that overrides the script's.
+        steps: End training after so many optimizer steps.
+        seed: Seed every random generator at the start.
+        json: Print the result object at the end.
+        result: Write it to this file instead.
+        records: A folder for records of steps.
+        profile: Measure compute times, and write them to this file.
+        gradients: A folder to which worker 0 writes its own gradients, while it is profiled.
+        gradient_steps: Of how many steps.
+        pace: The workload whose times an emulated worker takes.
+        tells: Log when *steps* end a script.
+        cluster: A file that describes the network of a real job.
+        report_to: Where worker 0's step records go, too (see `paceline.report_to`).
     """
 
     method: str | None = None

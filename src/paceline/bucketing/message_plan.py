@@ -1,8 +1,9 @@
 """Message plans: in which messages gradients travel past the end of backward.
 
 Methods that wait for each bucket where the next forward pass uses it (`priority`, `dear`) need
-a plan: the buckets, the parts in which they are sent, and their order (ByteScheduler, Peng et al.,
-SOSP 2019; P3, Jayarajan et al., MLSys 2019; US-Byte, Gao et al., 2023). `period` predicts the
+a plan: the buckets, the parts in which they are sent, and their order. Such plans come from
+ByteScheduler (Peng et al., SOSP 2019), P3 (Jayarajan et al., MLSys 2019) and US-Byte (Gao et al.,
+2023). `period` predicts the
 time of a step under a plan, and `lower_bound` the shortest one of any plan.
 `paceline.bucketing.message_search` finds a plan. All are pure functions of measured times.
 

@@ -108,9 +108,9 @@ def plan(
 
     Each method runs in virtual time, with tensors that stand in for the model's.
 
-    Consistency classes: exact = DDP's result up to rounding; delayed = every gradient is applied once,
-    at most one step late; lossy = compressed gradients, the error is fed back or small; local =
-    parameters are averaged every few steps; asynchronous = workers do not wait for all others.
+    Consistency classes: exact is DDP's result up to rounding. Delayed applies every gradient once, at
+    most one step late. Lossy compresses gradients; the error is fed back or small. Local averages
+    parameters every few steps. Asynchronous workers do not wait for all others.
     """
     began = time.perf_counter()
     check_job(script, None)

@@ -59,16 +59,23 @@ EMULATED_BURST = 2e-3
 class Rack:
     """Hosts behind one switch.
 
-    *link* (one for all hosts, or one each) and *uplink* are goodput in bytes per second, each direction (*uplink* None:
-    never the limit); *latency* and *uplink_latency* are one-way seconds; *speed* holds a
-    factor per worker, 1 for normal and 0.5 for half as fast; *cores* is the number of
-    cores of each host, *workers_per_host* how many workers share a host and its link;
-    *names*, what the hosts call themselves, tells a real job whether these are its own;
-    *group* (one for all workers, or one each) names the group that a worker is in, for methods
-    with groups. *burst*: after a pause its links, uplinks included, let through at once what they carry in
-    so many seconds, as token buckets do. *aggregates*: at its switch stands what adds up workers' numbers;
-    *aggregation_rate* is what that takes in, all workers' contributions together, in bytes per second
-    (None: as much as comes), and *slots* how many packets' sums it has under way (None: enough).
+    Attributes:
+        workers: How many.
+        link: Goodput in bytes per second, each direction: one for all hosts, or one each.
+        latency: One-way seconds between two hosts of the rack.
+        uplink: Goodput in bytes per second, each direction (None: never the limit).
+        uplink_latency: One-way seconds between the rack and the core.
+        speed: A factor for each worker: 1 is normal, 0.5 is half as fast.
+        cores: Cores of each host.
+        workers_per_host: How many workers share a host and its link.
+        names: Host names, by which a real job recognizes its own hosts.
+        group: The group of all workers, or of each, for methods with groups.
+        burst: After a pause a link lets through at once what it carries in so many seconds, as a
+            token bucket does. Uplinks too.
+        aggregates: Whether an aggregator stands at the switch.
+        aggregation_rate: Bytes per second that the aggregator takes in, all workers' contributions
+            together (None: no limit).
+        slots: How many packets' sums it holds at a time (None: enough).
     """
 
     workers: int
@@ -179,10 +186,12 @@ class Rack:
 class Processor:
     """What communication costs the processors.
 
-    *message*: core-seconds of one message, its sender's and its receiver's together, and
-    *message_while_computing* where computing keeps all cores busy (None: the same);
-    *byte*: core-seconds of one byte of it. *cores* is the number of cores that all hosts
-    share, as they do in an emulated cluster; None where each rack says what its hosts have.
+    Attributes:
+        message: Core-seconds of one message, its sender's and its receiver's together.
+        byte: Core-seconds of one byte of it.
+        message_while_computing: As *message*, where computing keeps all cores busy (None: the same).
+        cores: Cores that all hosts share, as in an emulated cluster (None: each rack says what its
+            hosts have).
     """
 
     message: float = 0.0
@@ -581,10 +590,12 @@ ACTIONS: tuple[Action, ...] = ("throttle", "cut", "repair", "kill")
 class Rule:
     """One thing that happens once.
 
-    *target*: a link's name, or a path's, for `throttle`, `cut` and `repair` (without a direction: both),
-    a worker's number for `kill`. *at* is seconds from the start of training on worker 0,
-    *step* one of its steps; one of the two. *rate*: goodput in bytes per second, for
-    `throttle` alone.
+    Attributes:
+        target: For `throttle`, `cut` and `repair` the name of a link or a path; without a direction it
+            means both. For `kill` a worker's number.
+        at: Seconds from the start of training on worker 0. Either this or *step* is given.
+        step: A step of worker 0.
+        rate: Goodput in bytes per second, for `throttle` alone.
     """
 
     action: Action

@@ -49,16 +49,20 @@ def count_step(
 
     *example* is what ``forward`` takes: a tensor, a tuple of positional or a dict of keyword
     arguments. Only shapes and dtypes are looked at, so tensors may be on any device, meta
-    included, and so may *module*, which is copied without its values and left as it is.
-    *flops_per_second* is the rate that a worker sustains, not its peak; a multiplication and
-    an addition are two FLOPs. *batch* is the number of samples in *example* (default: the
-    first dimension of its first tensor), *source* a line that says where the figures are from
-    (default: one that says how they were counted).
+    included. So may *module*: a copy without its values is counted.
+
+    Args:
+        module: The model.
+        example: What ``forward`` takes.
+        flops_per_second: The rate that a worker sustains, not its peak. A multiplication and an
+            addition are two FLOPs.
+        batch: Samples in *example* (default: the first dimension of its first tensor).
+        source: A line that says where the figures are from (default: how they were counted).
 
     Tensors are the trainable parameters with at least one element, a shared one once; sizes
-    are bytes of their gradients. Forward FLOPs belong to the layer (a submodule that owns
-    trainable parameters itself) whose ``forward`` was called last, spread over its tensors
-    by bytes; those before the first layer to the first, and to all tensors if no layer is
+    are bytes of their gradients. A layer is a submodule that owns trainable parameters itself.
+    Forward FLOPs belong to the layer whose ``forward`` was called last, spread over its tensors by
+    bytes. Those before the first layer belong to the first, or to all tensors if no layer is
     called. The backward pass starts from a scalar made of all floating-point outputs. Its FLOPs
     belong to the first gradient that is accumulated after them, and those after the last gradient to
     the last. So a weight and its bias, ready together, have them in one sum. Gradients

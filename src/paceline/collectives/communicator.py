@@ -37,12 +37,16 @@ from paceline.interfaces.schedules import aggregating_racks
 class Communicator:
     """A `Comm` over *workers*, which it closes in the end; None: all workers of the job.
 
-    Counts bytes and waits in *runtime*'s recorder. A group of one moves nothing. *name* is
-    unique in the job and the same on all ranks. *chain* runs what follows results; groups
-    share it with the communicator that they are of. *issuer*: the chain whose works issue
-    all that is issued here; None: the training itself. *collective*: how averages are
-    formed; None: as torch.distributed does it. *placement*: where its ranks are (None: all of the
-    runtime's workers, where they are).
+    Counts bytes and waits in *runtime*'s recorder. A group of one moves nothing.
+
+    Args:
+        runtime: Its recorder counts.
+        name: Unique in the job, and the same on all ranks.
+        workers: Who takes part.
+        chain: Runs what follows results. Groups share it with the communicator that they are of.
+        issuer: The chain whose works issue everything here (None: the training itself).
+        collective: How averages are formed (None: as torch.distributed does it).
+        placement: Where its ranks are (None: where all of the runtime's workers are).
     """
 
     threads: ClassVar[bool] = True

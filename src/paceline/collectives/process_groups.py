@@ -3,8 +3,8 @@
 torch's store has one connection per process, and a thread that waits there for a key holds it:
 all threads of the process that want to set or read a key wait, too. What they would set may
 be what another process waits for, in the same way: then neither goes on. gloo itself waits in
-the store, for the addresses of a new group's members, so two threads that each make a group
-(`collectives.pending`: works that issue something for the first time) were enough.
+the store, for the addresses of a new group's members. Two threads that each made a group were
+enough (`collectives.pending`: works that issue something for the first time).
 """
 
 from __future__ import annotations

@@ -525,8 +525,8 @@ def hierarchical(size: int, racks: tuple[int, ...]) -> Schedule:
     3. All-gather in each rack.
 
     Rings in all stages. Over the uplink of a rack 2 (r - 1) / r of the buffer leave for r racks,
-    however many ranks are in it, as in "Massively Distributed SGD: ImageNet/ResNet-50 Training in
-    a Flash" (Mikami et al. 2018), whose torus is the same for racks of equal size. In racks of
+    however many ranks are in it. For racks of equal size this is the torus of "Massively Distributed
+    SGD: ImageNet/ResNet-50 Training in a Flash" (Mikami et al. 2018). In racks of
     different sizes ranks hold parts of different lengths: the buffer is cut where any
     rack's parts end, and each piece has a holder, and so one member of its ring, in each rack.
     """

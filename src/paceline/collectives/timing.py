@@ -30,9 +30,9 @@ def seconds(
 
     One unit of *schedule*'s sizes is *unit* bytes. ``ranks[i]`` is the worker of *cluster* that is its rank i
     (None: all workers, in order). It is what the simulated runtime charges where nothing else
-    moves: links are shared max-min fairly, messages take their latency, and the processors'
-    time where *cluster* says what it costs. *play*: message by message, also what has
-    activities, where ranks can perform it. The cluster's rules and bursts count for nothing: buckets of a
+    moves. Links are shared max-min fairly; messages take their latency, and processor time where
+    *cluster* says what they cost. *play*: execute message by message what has activities, too, where
+    ranks can perform it. The cluster's rules and bursts count for nothing: buckets of a
     training follow one another, on links that have not rested. Raises `UsageError` for other ranks
     than *schedule* has, and for workers that there are not.
     """

@@ -120,7 +120,7 @@ class Compressor(ABC):
     - All workers end with the same bits.
     - A number that is not finite on any worker is not finite in the result.
     - Shapes and types stay.
-    - Sizes of codes depend on shapes, types and common state, and never on numbers.
+    - Compressed sizes depend on shapes, types and common state, and never on numbers.
 
     Example:
         The part of a cast to 16 bits that encodes; `paceline.compression` has whole ones::
@@ -159,7 +159,7 @@ class Compressor(ABC):
     def linear(self) -> bool:
         """Whether it yields `Sum` only.
 
-        Sums of codes are codes of sums then, so that a ring, a server or a switch may add codes
+        Then the compressed sum is the sum of compressed gradients, so that a ring, a server or a switch may add them
         up on the way.
         """
         return False

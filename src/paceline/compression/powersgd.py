@@ -18,12 +18,12 @@ Differs from the papers in that residuals are each worker's own (with the mean s
 as in algorithm 2 and in torch's hook, they take up the differences between workers and never
 lose them; the updates are the same). Each matrix is normalised by itself, also where those of
 one shape are worked on together. A column that is zero, or depends on the others, becomes
-some other orthonormal one, and what is kept of a column that has become zero is its former
-self: nothing is divided by zero, and no direction is lost for good. Factors are computed in
+some other orthonormal one. Of a column that has become zero its former self is kept: nothing is
+divided by zero, and no direction is lost for good. Factors are computed in
 float32 where gradients have 16 bits. Tensors of which too little would be saved are sent as
-they are, in the same sum. Gradients are sent as they are in the first 10 steps, which made
-trainings of 192 steps end a little better, and not in the 1,000 of torch's hook, which are
-more than many trainings have; `warmup_steps` says how many.
+they are, in the same sum. In the first `warmup_steps` steps gradients are sent uncompressed. With 10
+of them trainings of 192 steps ended a little better; the 1,000 of torch's hook are more than many
+trainings have.
 
 Bits are equal on all workers where their processors and libraries are of one kind; where they
 are not models differ by roundings, as the same training does on another machine.

@@ -39,9 +39,8 @@ DDP_SYNCHRONIZES = "require_backward_grad_sync"
 class BackwardPasses:
     """Watches the passes of a model, and drives a training's steps by them.
 
-    The hook of a gradient runs once a tensor in each backward pass, so it does nothing that is the
-    same for all tensors of a pass: `_enter_pass` does that at the first one. *servers* hold the
-    parameters, where they update.
+    The hook of a gradient runs once a tensor in each backward pass. `_enter_pass` does at the first
+    tensor what is the same for all of them. *servers* hold the parameters, where they update.
     """
 
     def __init__(

@@ -279,7 +279,7 @@ def _check_compression(
     collective: AllReduceAlgorithm,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Raise `UsageError` where nobody forms a mean of codes."""
+    """Raise `UsageError` where no collective averages compressed gradients."""
     compression, compressor = settings.compression, settings.compression.code
     check_answers(method, compression, settings.replies)
     if not compression.compresses:

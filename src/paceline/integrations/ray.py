@@ -78,21 +78,30 @@ def run(
 ) -> list[Any]:
     """Run *loop* in *workers* actors of the Ray cluster, and return what each has returned, by rank.
 
-    *loop* is called with *config*, or with nothing where that is None; when its worker comes back it is called anew, and
-    ``optimizer.first_step`` says where the job stands. *method*: a spec whose server updates; wins over the loop's;
-    None: the loop says. *steps*, *seed*: as ``paceline run`` has them.
+    When a worker comes back, *loop* is called anew, and ``optimizer.first_step`` says where the job
+    stands. Whatever happens, no actor is left.
 
-    *snapshot*: a file that every node reaches, where the server keeps what it holds every *snapshot_seconds*; without
-    it the server's death ends the job. One that is there already is refused, unless it *resume*s; it is removed when the job ends
-    well.
+    Args:
+        loop: Trains. Called with *config*, or with nothing where that is None.
+        workers: How many.
+        config: The loop's argument.
+        method: A spec whose server updates (None: the loop says). It wins over the loop's.
+        steps: As ``paceline run`` has it.
+        seed: As ``paceline run`` has it.
+        snapshot: A file that every node reaches, where the server saves its state. Without it the
+            server's death ends the job. It is removed when the job ends well.
+        snapshot_seconds: How often.
+        resume: Go on from a snapshot that is there. Without it such a file is refused.
+        resources_per_worker: Ray's, on one node; 1 CPU by default.
+        server_resources: Ray's; 1 CPU by default.
+        room_seconds: How long to wait for resources that others use, or that went with a node.
+        grows: Nodes are added on demand, so a cluster that is too small is waited for, too.
+        runtime_env: Ray's, for all actors.
 
-    *resources_per_worker* and *server_resources* are Ray's, 1 CPU each unless told otherwise; each worker's on one node. *room_seconds*: how long to wait
-    for room that others use, or that has gone with a node. *grows*: nodes are added when they are asked for, so a
-    cluster that is too small is waited for, too. *runtime_env*: Ray's, for all actors.
-
-    Raises `UsageError` for what cannot be: a driver over ``ray://``, a method without a server, a cluster that is too small (at once, with what is
-    missing), a snapshot that is there; and `WorkerFailedError` from what *loop* raises: that ends the job, and is
-    not tried again. Whatever happens, no actor is left.
+    Raises:
+        UsageError: The driver is connected over ``ray://``; the method has no server; the cluster is
+            too small (raised at once, with what is missing); the snapshot is there already.
+        WorkerFailedError: *loop* raised. The job ends and is not tried again.
     """
     requests = _requests(workers, resources_per_worker, server_resources)
     _check_method(method, workers)

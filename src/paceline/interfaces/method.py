@@ -210,9 +210,9 @@ class Method(Protocol):
       warm-up, say. For `paceline plan`.
     - ``learns_for``: how many steps it takes, beyond the tuning of buckets, to its steady state.
 
-    A method that sends no gradients may define ``compressed_by(self, compressor)``, given a name: itself as it is
-    where what it sends is compressed, so that its means with a name are of differences, or a
-    `UsageError` that says why they cannot be, and what to use instead.
+    A method that sends no gradients may define ``compressed_by(self, compressor)``, given a name. It
+    returns the method whose messages are compressed: its means with a name are of differences. Or it
+    raises a `UsageError` that says why they cannot be, and what to use instead.
 
     Where workers do different numbers of steps, its worker may have a number `steps_of_all`: what
     `DistributedOptimizer.steps_of_all` is.

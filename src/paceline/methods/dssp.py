@@ -19,8 +19,8 @@ their next steps to take as long, and chooses
 
 A being the last moment and I the interval. The paper's bounds are 3 to 15: s_L = 3, r_max = 12.
 
-Inferred, since the algorithm is known from abstracts and from what others have of it: the step that
-is allowed at once is one of the r, and a worker that has used them up may be given more only as
+The algorithm is known from abstracts and from other implementations, so two points are inferred. The
+step that is allowed at once is one of the r. A worker that has used them up may be given more only as
 far as it stays within s_L + r_max. So the bound holds whatever comes when. Of equally good r the
 least is taken.
 """

@@ -4,9 +4,8 @@ Chen, Wang and Li, "Round-robin synchronization: mitigating communication bottle
 parameter servers" (INFOCOM 2019). A gradient is applied when it comes, as under asp; but
 workers go on in a fixed order with even gaps, so that only about one at a time uses the server's link.
 
-After a warm-up, in which nobody waits, and until the last have done as many steps as the
-first, worker j goes on when it is its turn, its step is in, and a gap has passed since the
-turn before:
+Nobody waits in a warm-up, and until the last have done as many steps as the first. Then worker j
+goes on when it is its turn, its step is in, and a gap has passed since the turn before:
 
     gap = T / (slack * N)
 

@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 Each piece is a `torch.nn.Parameter` of its own that views the storage of the user's
 parameter. All of them live in a shallow copy of the user's optimizer, which has its own
-``param_groups`` and ``state``; one step of that copy over the pieces of a call *is* the
+``param_groups`` and ``state``. One step of that copy over the pieces of a call *is* the
 update, with torch's own arithmetic and its foreach and fused kernels. (A copy, because
 ``type(optimizer)(groups, **optimizer.defaults)`` fails for AdamW.)
 

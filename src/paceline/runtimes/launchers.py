@@ -17,8 +17,8 @@ allocation, and in a batch script even SLURM_PROCID: only srun's tasks have a st
 Two launchers may both have a say: torchrun under srun, say, or Ray, whose processes have the variables of
 the step that Ray itself runs in. Whoever starts processes by itself is believed. A bare
 ``RANK`` that differs from what the launcher of this very process says was left in a shell or in a
-job script: then all tasks would be one rank, and this is an error (``WORLD_SIZE=1`` is not: these are to be
-jobs of their own). So is torchrun of one machine
+job script. Then all tasks would be one rank, and this is an error. ``WORLD_SIZE=1`` is none: these are to be
+jobs of their own. So is torchrun of one machine
 in each of several tasks: each would train alone.
 
 What no variable says is where worker 0 is: Slurm has a list of nodes, mpirun on one machine

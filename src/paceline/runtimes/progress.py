@@ -97,9 +97,11 @@ def attach_progress_writer(
     server_only: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Note this worker's steps where its launcher looks, if it does: each of them for a
-    supervisor, as that goes on from the last one (*server_only*); else now and then, and one worker a
-    machine. *first_step*: how many the job had done when this worker joined it."""
+    """Note this worker's steps where its launcher looks, if it does.
+
+    A supervisor goes on from the last step (*server_only*), so it gets each of them. Other launchers get
+    one now and then, of one worker a machine. *first_step*: how many the job had done when this worker
+    joined it."""
     file = place(environment)
     if file is not None and (server_only or environment.get("LOCAL_RANK", "0") == "0"):
         recorder.observers.append(_Writer(file, recorder, first_step, server_only))

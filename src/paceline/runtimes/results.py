@@ -22,15 +22,25 @@ FEW = 10
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """What one run took: per-step figures are medians over a worker's steady steps, of the last
-    thousand (or of means, see `StepStats`), then means over workers. Steady are the *steady_steps* steps from
-    *steady_from* on: after tuning, trials, warm-ups and changes of the method, on rank 0. *asked*: how many
-    steps somebody asked for. *buckets* is the number of pieces in
-    which the gradient travelled at the end; *metrics* are the last values that rank 0
-    logged; *network* and *compute* say where the one and the times of the other come from.
-    *notes* are sentences that belong beside the figures, of which *cautions* say why these tell little;
-    *method* is the full spec, *brief* what of it is not as by default. Not *steady*: there
-    were no steady steps (*steady_from* is null), and the figures are of others.
+    """What one run took.
+
+    Figures of a step are medians over a worker's steady steps, of the last thousand, then means over
+    workers (of methods with rounds medians of means: see `StepStats`).
+
+    Attributes:
+        steady_steps: How many steps the figures are of.
+        steady_from: The first of them on rank 0: after tuning, trials, warm-ups and changes of the
+            method. None: there were no steady steps.
+        steady: Whether there were steady steps. If not, the figures are of others.
+        asked: How many steps the user asked for.
+        buckets: Pieces in which the gradient travelled at the end.
+        metrics: The last values that rank 0 logged.
+        network: Where the network comes from.
+        compute: Where the times of computing come from.
+        notes: Sentences that belong beside the figures.
+        cautions: Those notes that say why the figures tell little.
+        method: The full spec.
+        brief: What of it is not as by default.
     """
 
     runtime: str

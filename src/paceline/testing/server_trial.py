@@ -72,11 +72,12 @@ class Stages(NamedTuple):
 class ServerLaws(NamedTuple):
     """What a method's server promises.
 
-    *bound*: no worker starts step c before all others have done c - *bound* steps, and the
-    gradients of those steps are in what it starts with; None: no bound. With a bound of 0 no
-    gradient of a later step is in it.
-    *drops*: a gradient that comes too late may be left out, and its worker may leave out steps.
-    *stages*: where steps are taken in two; what is deferred is bound in the reply to its late push.
+    Attributes:
+        bound: No worker starts step c before all others have done c - *bound* steps. The gradients of
+            those steps are in the parameters that it starts with. With a bound of 0 no gradient of a
+            later step is in them. None: no bound.
+        drops: A gradient that comes too late may be left out, and its worker may leave out steps.
+        stages: Steps are taken in two. What is deferred is bound in the reply to its late push.
     """
 
     bound: int | None = None

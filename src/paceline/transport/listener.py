@@ -2,9 +2,9 @@
 
 Theory of operation
 -------------------
-`ServerListener.poll` waits for messages of workers (a ROUTER socket), for ZeroMQ asking whether it may
-let a connection in, for liveness connections, for connections to other services (see `peers`) and
-for lines of whoever has started the process. It returns what has happened, and knows no service:
+`ServerListener.poll` waits for messages of workers (a ROUTER socket) and for ZeroMQ's questions
+whether to let a connection in. It waits for liveness connections, for connections to other services
+(see `peers`) and for lines of whoever has started the process. It returns what has happened, and knows no service:
 `parameter_server.process.host` calls the services, and hands over what they send.
 
 It never waits for one peer: what is sent goes into ZeroMQ's queues, whose length is bounded. Who is

@@ -11,9 +11,9 @@ Two things could hide an end, or feign one:
 that has answered no probe for `PACELINE_UNREACHABLE_SECONDS` (300) is given up, and the words
 say *unreachable*, not *died*. TCP_USER_TIMEOUT stays unset: it would overrule the number of
 probes, and count what was sent during the cut from its first attempt. What other connections
-had under way (gloo's, ZeroMQ's) the kernel sends again at growing intervals, 120 s at most, so
-after a cut of minutes a job goes on up to two minutes after its network; about 15 minutes
-without an answer are the kernel's own limit (tcp_retries2).
+had under way (gloo's, ZeroMQ's) the kernel sends again at growing intervals, 120 s at most. So after
+a cut of minutes a job goes on up to two minutes after its network. About 15 minutes without an
+answer are the kernel's own limit (tcp_retries2).
 
 *Forked children.* A child has copies of all descriptors, and a connection ends with the last
 copy: a helper that outlives its parent would keep it alive for all others. So a child closes

@@ -91,11 +91,15 @@ ONLY_SERVICE = ServiceKey()
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=True):
-    """The first message of a connection. *channel* ``""`` comes first, and alone, until
-    it was welcomed and the liveness connection stands. *incarnation*: None where the server is
-    to number it; *workers*: how many the worker takes the job to have, 0 where it does
-    not say. Who only *asks* is told whether it may come, and how many workers there are: nobody
-    is known by that. *memory*: for payloads of requests, where the server's machine is this one."""
+    """The first message of a connection.
+
+    Attributes:
+        channel: ``""`` comes first, and alone, until it was welcomed and the liveness connection stands.
+        incarnation: None where the server is to number it.
+        workers: How many the worker takes the job to have; 0 where it does not say.
+        asks: Ask only whether it may come, and how many workers there are. The server takes no note.
+        memory: For payloads of requests, where the server's machine is this one.
+    """
 
     protocol: int
     token: str
@@ -132,10 +136,15 @@ FromWorker = Hello | RequestHeader | Bye
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The connection is known. Channel ``""`` gets the *port* for the liveness connection,
-    and the *ticket* that is to be its first line; the others get neither. *incarnation*: the
-    number of this incarnation. *workers*: how many the job has, for who asks. *memory*: for payloads of
-    replies, where the server has opened the worker's."""
+    """The connection is known.
+
+    Attributes:
+        port: For the liveness connection, on channel ``""`` alone.
+        ticket: The first line of that connection.
+        incarnation: The number of this incarnation.
+        workers: How many the job has, for who asks.
+        memory: For payloads of replies, where the server has opened the worker's.
+    """
 
     port: int = 0
     ticket: str = ""

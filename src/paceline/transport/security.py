@@ -28,8 +28,8 @@ that is good once, and nothing else.
 
 Not ours, and not mended here: torch's store and gloo's connections ask nobody who he is and
 encrypt nothing. Whoever reaches them, every user of the machine among them, does not learn there
-what opens a server, but can make the job fail, change what gloo's all-reduces sum, and, since
-torchrun's agents unpickle what lies in their rendezvous, run code as the job's user. Jobs
+what opens a server. They can make the job fail, and change what gloo's all-reduces sum. They can
+run code as the job's user, since torchrun's agents unpickle what lies in their rendezvous. Jobs
 under ``--survive`` have neither.
 """
 

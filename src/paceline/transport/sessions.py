@@ -151,10 +151,10 @@ class Attendance:
 
     @property
     def deserted_from(self) -> float:
-        """The moment, of `time.monotonic`, from which on the training is over because those who
-        came are gone: at once where one was lost, but who has said hello may still come, and where
-        all have said goodbye before others came, or nobody has come, those may. Infinite while somebody
-        is here."""
+        """The moment, of `time.monotonic`, from which on the training is over because its workers are gone.
+
+        At once where one was lost; but a worker that has said hello may still come. Where all have said
+        goodbye before others came, or nobody has come, these may come. Infinite while a worker is here."""
         if self.workers_present:
             return math.inf
         moments = [session.since for session in self.pending.values()]

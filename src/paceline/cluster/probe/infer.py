@@ -27,13 +27,17 @@ class Size(msgspec.Struct, kw_only=True):
 class ProbeResult(msgspec.Struct, kw_only=True):
     """Figures by worker, in rank order; a matrix's row is the sender.
 
-    *hosts*: which host each worker is on. *goodput*: bytes per second, *latency*: one-way
-    seconds of a message without content, its processor time included; zero within a host.
-    *uplinks*: for each pair of racks found, bytes per second of all workers of the one
-    sending to the other at once. *shared_cores*: cores that all hosts share, None where
-    each has its own. *message_while_computing*: core-seconds of one message while all of these compute
-    (None: not measured). *speeds*: relative compute speed. *names*: what each worker's host calls
-    itself, where the hosts are machines.
+    Attributes:
+        hosts: Which host each worker is on.
+        goodput: Bytes per second; zero within a host.
+        latency: One-way seconds of an empty message, its processor time included; zero within a host.
+        uplinks: For each pair of racks found, bytes per second when all workers of the one send to
+            the other at once.
+        shared_cores: Cores that all hosts share (None: each has its own).
+        message_while_computing: Core-seconds of one message while all these cores compute (None: not
+            measured).
+        speeds: Relative compute speed.
+        names: The name of each worker's host, where hosts are machines.
     """
 
     runtime: str

@@ -373,8 +373,10 @@ class PairProbe:
 
 
 def _rate_of(size: float, seconds: float, later: float, took: float) -> float:
-    """What the *later* bytes of a transfer of *size* bytes tell, unless that is much faster than all of it, with its start: a
-    worker that got no processor for a while finds everything there at once, or its first part late."""
+    """Take the goodput of the *later* bytes of a transfer of *size* bytes.
+
+    Unless these were much faster than the whole transfer: a worker that got no processor for a while
+    finds everything there at once, or its first part late. Then the whole transfer counts."""
     whole = size / max(seconds, 1e-9)
     rate = later / max(took, 1e-9)
     return rate if rate < TOO_FAST * whole else whole

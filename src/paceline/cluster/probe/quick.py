@@ -114,9 +114,9 @@ Flows = dict[tuple[int, int], float]
 class _Rounds:
     """Rounds in which all hosts send at once, each to the one that is *shift* places further.
 
-    A round begins with little, and its last transfer is as long as the time allows by what that took, by the clock,
-    agreed on: what a shaper lets through at once must not count, and links are not all that takes time (on
-    loopback memory for what is sent takes longer than sending). Each flow sends as much as it can in that time: one slow
+    A round begins with a small transfer. Its last one is as large as the time allows, by what the
+    small one took on the clock that all agreed on. A shaper's burst must not count, and not only links take
+    time: on loopback memory takes longer than sending. Each flow sends as much as it can in that time: one slow
     host among fast ones must not make a round as many times longer."""
 
     def __init__(self, pairs: PairProbe, leaders: Sequence[int]) -> None:

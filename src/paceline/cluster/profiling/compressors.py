@@ -16,7 +16,7 @@ without start-ups:
     dense       2 (n - 1) / n S / B
     compressed  coding + (2 (n - 1) / n sums + (n - 1) gathers + (n - 1) / n exchanges) / B
 
-where sums, gathers and exchanges are the bytes of a worker's own codes that are all-reduced,
+where sums, gathers and exchanges are the bytes of a worker's own compressed gradient, all-reduced,
 gathered by all, or sent in parts to each. It pays below the B at which both are equal.
 """
 
@@ -231,9 +231,10 @@ def repeat(
     *,
     usual: bool = False,
 ) -> CompressionRun:
-    """Code the same gradient several times: seconds of the quickest two after each other, as
-    other work on the machine is no part of them, and the mean gradient's codes, by kind. *usual*: it
-    is part of them, and the seconds are those of the median two."""
+    """Compress the same gradient several times: seconds, and the mean's compressed gradients by kind.
+
+    The seconds are those of the quickest two runs in a row, without other work on the machine.
+    *usual*: with it, those of the median two."""
     for _ in range(SETTLES):
         benchmark.mean(gradient)
     pairs: list[tuple[CompressionRun, CompressionRun]] = []
@@ -346,12 +347,17 @@ def _mean(times: Sequence[CompressorTimes]) -> CompressorTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressorCost:
-    """One compressor's row. *code_bytes*: a worker's own codes of a gradient of *dense_bytes*;
-    *traffic_bytes*: what a worker sends for them, where dense it sends *dense_traffic_bytes*.
-    *encode_seconds*: until the last code is sent, *decode_seconds*: of all after that.
-    *error*: the norm of what a mean is beside the gradient, over the gradient's, in the first
-    step; *error_of_sum*: the same of the sums of means and of gradients over *steps* steps,
-    with what the compressor keeps in between. *pays_below*: bytes a second; None: nowhere."""
+    """One compressor's row.
+
+    Attributes:
+        code_bytes: A worker's own compressed gradient, of *dense_bytes* uncompressed.
+        traffic_bytes: What a worker sends for it; uncompressed it sends *dense_traffic_bytes*.
+        encode_seconds: Until the last compressed part is sent.
+        decode_seconds: Of everything after that.
+        error: Norm of the mean's compression error over the gradient's norm, in the first step.
+        error_of_sum: The same of sums over *steps* steps, with error feedback.
+        pays_below: Bytes per second below which a step is shorter (None: nowhere).
+    """
 
     compression: str
     workers: int

@@ -13,9 +13,9 @@ room for what comes.
 it is. What was passed on counts: the chunk's partial sum follows when all others are here.
 
 *Why there is no deadlock.* Workers' windows are about positions, in one order for all. The
-lowest unfinished chunk of a job is in every worker's window, so every worker sends its
-contribution as soon as it has it; there is room for it; and what it waits for in another group of a
-ring is a chunk of an earlier stage, which is lower still in that group's order.
+lowest unfinished chunk of a job is in every worker's window. So every worker sends its
+contribution as soon as it has it, and there is room for it. In another group of a ring it waits for a
+chunk of an earlier stage, which is lower still in that group's order.
 """
 
 from __future__ import annotations

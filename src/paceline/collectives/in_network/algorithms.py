@@ -11,9 +11,9 @@
    2^127 and more is NaN on all ranks.
 
 So all ranks have the same bits. Of float32 (and complex64) 4 bytes a number travel; int32 needs no
-exponents. Everything else goes around the plain ring: other types, maxima, and all where no switch
-has something to add up. bfloat16 and float16 are other types: at switches they would be 4 bytes a
-number, and each rank would send more than around the ring. Buffers on CUDA go by the host's memory;
+exponents. Everything else goes around the plain ring: other types, maxima, and all buffers where no
+switch has something to add up. bfloat16 and float16 are other types: at switches they would be 4 bytes a
+number. Each rank would send more than around the ring. Buffers on CUDA go by the host's memory;
 under NCCL, which performs no schedules, all is native.
 """
 

@@ -75,9 +75,11 @@ class JobConfig:
 
 
 class Card(msgspec.Struct):
-    """What a rank tells the others: a *fault*, for which it cannot take part, and whether
-    somebody is *lost*; where the next group finds it, and the *nonce* for that one's proof; its
-    *servers*, by part; the *chunk_bytes* that it was granted."""
+    """What a rank tells the others when a group forms.
+
+    A *fault* says why it cannot take part, *lost* whether a peer has gone. The next group finds it by
+    its address, and proves itself with the *nonce*. *servers* are by part; *chunk_bytes* is what it
+    was granted."""
 
     fault: str = ""
     lost: bool = False

@@ -4,9 +4,9 @@
 has an aggregator are one *group*, every other worker is one by itself. Groups form a ring. With
 one group all is summed at one switch (SwitchML).
 
-*ATP* (Lao et al., NSDI 2021): the first switch that a contribution meets adds up what comes from
-its rack, and the switch of the server's own rack what comes from everywhere; results go back by
-the same ways, and each switch passes one copy to each of those below it. A buffer has as many
+*ATP* (Lao et al., NSDI 2021): the first switch that a contribution meets adds up its rack. The
+switch of the server's own rack adds up what comes from everywhere. Results go back by
+the same ways: each switch passes one copy to each node below it. A buffer has as many
 parts as there are servers. For a part whose server stands in rack t:
 
 ===================== ============================ =======================

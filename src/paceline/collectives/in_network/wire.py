@@ -115,11 +115,16 @@ class ProtocolError(ValueError):
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job at one aggregator or server, the same for all who take part there.
 
-    A job's chunks belong to *parts* in turn: position modulo their number. *expected*: of each
-    part, how many workers' contributions a chunk has here. *parent_of*: of each part, the number of the
-    aggregator that adds up further (`Parent`; -1: none, the sum is whole here). *agents*: how many connections take turns at the sums that go on (`Mode`).
-    *window*: chunks that a worker has under way; *chunk_bytes*: the most of one. *leased*: memory
-    for a window is kept for this job; otherwise it competes for what is free.
+    A job's chunks belong to *parts* in turn: position modulo their number.
+
+    Attributes:
+        expected: Of each part, how many workers' contributions a chunk has here.
+        parent_of: Of each part, the number of the `Parent` that adds up further (-1: none, the sum is
+            whole here).
+        agents: How many connections take turns at the sums that go on (`Mode`).
+        window: Chunks that a worker has under way.
+        chunk_bytes: The most bytes of one.
+        leased: Whether memory for a window is kept for this job; else it competes for free memory.
     """
 
     job: str

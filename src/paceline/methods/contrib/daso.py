@@ -11,10 +11,15 @@ which is picked up B steps later, and given to the other workers of its node:
 P nodes; the weight of 2B for the own parameters is Heat's choice. In the first `warm_up` steps
 nodes average after each step and wait for it.
 
-Ours, and not Heat's: S and B stay, where Heat's follow the loss; steps of warming up where Heat
-has epochs, and none of cooling down; what has arrived is merged before the next exchange begins,
-and not after it; gradients are averaged in a node in each step, where Heat leaves some out after a
-cycle; nothing is cast to bf16. Nodes count by the samples that they have trained on
+What differs from Heat:
+
+- S and B stay; Heat's follow the loss.
+- Warm-up is counted in steps, not in epochs, and there is no cool-down.
+- What has arrived is merged before the next exchange begins, not after it.
+- Gradients are averaged in a node in each step; Heat leaves some out after a cycle.
+- Nothing is cast to bf16.
+
+Nodes count by the samples that they have trained on
 since the last exchange; BatchNorm's statistics are averaged in the node, and travel with the
 parameters. Optimizers keep their state: it is equal in a node, and each node's own.
 """

@@ -12,9 +12,9 @@ all average their parameters in this step; else nobody does. Means (EWMA) are ov
 It saves bytes, and no latency: each step waits for one small message of all.
 
 Defaults are the authors'. With them D is small: a norm that is itself a mean over 25 steps
-moves by a few percent from step to step, so that once the window is full only a jump in the
-loss raises a flag (and a run that is shorter than its window has a mean in each step). Whoever wants means more often takes a `delta` of the size of D: the
-training says at its end in how many steps there was one.
+moves by a few percent from step to step. Once the window is full only a jump in the loss raises a
+flag; a run that is shorter than its window has a mean in each step. For more frequent means set
+`delta` to about D: the training says at its end in how many steps there was one.
 
 Differs from the authors' code. It averages parameters before that step's update, so that
 workers leave a mean one gradient of their own apart; ours after it, so that a mean ends with

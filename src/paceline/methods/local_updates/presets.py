@@ -157,8 +157,8 @@ class StreamingDiLoCo(LocalUpdates):
     """Streaming DiLoCo: the model travels in fragments, by turns, while training goes on.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication" (2025). Each fragment has
-    its round of H steps, and they follow each other at distances of H/P; a mean is used tau steps
-    after it was sent, so that nobody waits for it; then a worker keeps a part alpha of its own:
+    its round of H steps, and they follow each other at distances of H/P. A mean is used tau steps
+    after it was sent, so that nobody waits for it. Then a worker keeps a part alpha of its own:
 
         x_i <- alpha*x_i + (1 - alpha)*x
 
@@ -201,9 +201,9 @@ class SparseLoCo(LocalUpdates):
 
     TopK takes the k largest elements of each chunk of a tensor, and Q rounds them to 2 bits.
 
-    It is `diloco` with other options, and the compression that it has unless another is named: top-k
-    in chunks of 4,096 elements with k = 64, and residuals with beta = 0.95, each a key of `compression`
-    (`compression=none` sends all of what has moved). The paper goes from 1 to 3 % of the elements and from
+    It is `diloco` with other options. Unless another compression is named it has top-k in chunks of 4,096
+    elements with k = 64, and error feedback with beta = 0.95, each a key of `compression`.
+    `compression=none` sends the whole change. The paper goes from 1 to 3 % of the elements and from
     15 steps a round to 250; these values, H = 30 and eta = 1 are those of the family's published training code.
 
     Ours: tensors of one dimension, and small ones, are sent as they are. The mean counts a worker

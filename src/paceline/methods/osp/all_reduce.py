@@ -1,8 +1,8 @@
 """OSP by all-reduce: both stages among workers that each hold the optimizer.
 
-Exact for every optimizer that can be applied piece by piece: a worker keeps the last exact
-values of what is deferred, with the optimizer's state that belongs to them, and the
-tentative step is a step of that optimizer whose result is thrown away.
+Exact for every optimizer that can be applied piece by piece. A worker keeps the last exact
+values of what is deferred, with the optimizer's state that belongs to them. The tentative step is a
+step of that optimizer whose result is thrown away.
 
 One worker decides for all what is deferred: the first one that still trains, which also knows
 how important each piece is. All tell it when their gradients were ready, in one small all-reduce

@@ -4,7 +4,7 @@ The first layers' gradients are ready last, so they are what a step waits for, a
 them shortens it. What is ready early hides behind backward: deferring it gains nothing.
 
 One worker decides every few steps (`all_reduce`), or each server for its part of the model
-(`parameter_server`), and tells the others: workers that each decided by their own arithmetic and
+(`parameter_server`), and tells the others. Workers that each decided by their own arithmetic and
 clock could disagree in a last bit, and wait for messages that never come.
 
 What the times promise is held against what comes. Where processors carry the messages, as

@@ -61,18 +61,20 @@ EPOCHS = 10
 class OSPOptions:
     """Everything but ``collective``, which says in which form OSP runs.
 
-    *overlap*: stage 1 runs while backward does; without, after it (the paper's form).
-    *defer*: ``"measured"``: what fits behind one computation, beyond what backward hides
-    anyway; ``"nothing"``: stage 1 only, which is bsp; ``"most"``: as much as *most* allows
-    (with ``most=1`` everything: delayed synchronous training with local prediction).
-    *most*: the largest part of the model that may be deferred. *budget*: how that part grows:
-    as the loss falls, linearly in *ramp* steps, or not at all.
-    *order*: ``"time"``: what is ready last is deferred first, since a step waits for that;
-    importance decides among equals. ``"importance"``: the least important first (the paper's).
-    *correction*: until the mean of a deferred tensor arrives, a worker computes with a step
-    of the optimizer with its own gradient (``"local"``), or with no step (``"none"``).
-    *chunk*: larger tensors are cut into pieces of at most so many bytes, and those of a small
-    model into pieces of at most 1 / `LEAST_PIECES` of it, so that none is too large to be deferred.
+    Attributes:
+        overlap: Stage 1 runs while backward does; without, after it (the paper's form).
+        defer: ``"measured"``: what fits behind one computation, beyond what backward hides anyway.
+            ``"nothing"``: stage 1 only, which is bsp. ``"most"``: as much as *most* allows; with
+            ``most=1`` everything, which is delayed synchronous training with local prediction.
+        most: The largest part of the model that may be deferred.
+        budget: How that part grows: as the loss falls, linearly in *ramp* steps, or not at all.
+        ramp: Steps of a linear budget.
+        order: ``"time"``: what is ready last is deferred first, since a step waits for that;
+            importance decides among equals. ``"importance"``: the least important first (the paper's).
+        correction: Until the mean of a deferred tensor arrives, a worker computes with a step of the
+            optimizer with its own gradient (``"local"``), or with no step (``"none"``).
+        chunk: Larger tensors are cut into pieces of at most so many bytes. Those of a small model are
+            cut into pieces of at most 1 / `LEAST_PIECES` of it, so that none is too large to be deferred.
     """
 
     overlap: bool = True

@@ -1,7 +1,7 @@
 """OSP over servers: a worker's half, and the server's.
 
 Servers hold the exact parameters and the optimizer's state. For its tentative step a worker
-has the exact values of what it defers, and mirrors the momentum from how these moved: SGD
+has the exact values of what it defers, and computes the momentum from how these moved. SGD
 without Nesterov's form moves by -eta v, so v is (P(i-1) - P(i)) / eta, up to rounding, at
 no traffic. The state of other optimizers is pulled for what is deferred, meanwhile.
 

@@ -1,8 +1,8 @@
 """``python -m paceline.parameter_server.process``: a server process, started by a worker or a supervisor.
 
-Its first line of input is the job's token (so that no process list shows it); it prints where it
-listens, or why it does not, and serves until its input ends: because the job is complete, or who started it
-has ended. Both then say more, a line of JSON each (see `control`).
+Its first line of input is the job's token, so that no process list shows it. It prints where it
+listens, or why it does not. It serves until its input ends: the job is complete, or its starter has
+ended. Both then say more, a line of JSON each (see `control`).
 
 A worker's own process, *described*, serves all trainings of its script, and all services that it is
 to have here, as workers describe them.

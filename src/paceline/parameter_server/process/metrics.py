@@ -35,9 +35,12 @@ class Figures:
 
     Bytes and requests are those of all trainings of the process.
 
-    *steps*: by worker that trains, the number of its next step. *counts*: what the state machine has
-    counted, such as "gradients applied". *requests*: by kind; *refused*: by reason, what the listener
-    has let nobody do. *snapshot_age*: seconds; None: there is no snapshot.
+    Attributes:
+        steps: By worker that trains, the number of its next step.
+        counts: What the state machine has counted, such as "gradients applied".
+        requests: By kind.
+        refused: By reason, what the listener has refused.
+        snapshot_age: Seconds (None: there is no snapshot).
     """
 
     workers: int

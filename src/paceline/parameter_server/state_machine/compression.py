@@ -265,9 +265,10 @@ _PROBE = 64, 256
 
 
 def check_brings_nearer(compression: GradientCompression) -> None:
-    """Raise `UsageError` for a code that is no code of differences: these would grow from one to
-    the next where it is further from a tensor than zeros are, and make no sense to one that
-    adds up what it is given."""
+    """Raise `UsageError` for a compressor that cannot compress differences.
+
+    Differences would grow from one to the next where its error is larger than the tensor. They make no
+    sense to a compressor that adds up what it is given."""
     answers = check_decodes_per_worker(compression.for_replies())
     if not (answers.code.takes_error_feedback or answers.unbiased):
         raise UsageError(

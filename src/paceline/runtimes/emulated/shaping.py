@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 A token bucket (``tbf``) limits the rate. Its bucket must hold the largest segment that a
 sender hands over in one piece, else the segment is cut up and the link gives half of its
-rate; it must hold what the link carries while the machine's cores are busy elsewhere, else
-the link gives less than its rate. But whatever it holds also passes at once after a pause,
+rate. It must also hold what the link carries while the machine's cores are busy elsewhere, else
+the link gives less than its rate. But after a pause all that it holds passes at once,
 which flatters small messages. So senders are limited to segments of about a millisecond
 (``gso_max_size``), and the bucket to two. (Measured at 100 and 1000 Mbit/s with two other
 processes on both cores: a bucket of 1 ms lost up to 15 %, of 2 ms up to 4 %.)

@@ -56,10 +56,13 @@ _NOT_THE_SCRIPT = (
 class Whereabouts(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Where a rank's script is.
 
-    *step*: of the job, the one that it is in. *waits*: whether it waits for other ranks or for a
-    server. *still*: for how many seconds neither this has changed, nor has it ended a step or
-    sent anything. *changes*: how often that has changed. *stack*: of a script that does
-    not wait its frames, the innermost one last.
+    Attributes:
+        step: The job's step that it is in.
+        waits: Whether it waits for other ranks or for a server.
+        still: For how many seconds this has not changed, and it has neither ended a step nor sent
+            anything.
+        changes: How often that has changed.
+        stack: Frames of a script that does not wait, the innermost one last.
     """
 
     step: int

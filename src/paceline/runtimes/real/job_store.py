@@ -24,10 +24,9 @@ it only where ``PACELINE_TRUSTED_NETWORK=1`` says that there is nobody else: see
 
 What listens is found at a `ListenAddress`. A machine may know itself by an address that is of no use to
 others: Debian's ``/etc/hosts`` gives its own name 127.0.1.1, and some launchers call the first worker's
-machine "localhost" on that machine alone. What is bound to such an address is reached by nobody else,
-and telling others of it sends them to themselves. torch's own store listens everywhere, and each
-worker looks for it at MASTER_ADDR as *it* resolves that; where this machine's own view is of no use,
-so do we.
+machine "localhost" on that machine alone. Others do not reach what is bound to such an address: they
+look for it on their own machine. The store of torch listens everywhere, and each worker looks for it at
+MASTER_ADDR as *it* resolves that. Where this machine's own view is of no use, so do we.
 """
 
 from __future__ import annotations

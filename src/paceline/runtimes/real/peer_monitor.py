@@ -15,8 +15,8 @@ else may write an emergency checkpoint: it has PACELINE_EXIT_GRACE_SECONDS to en
 
 Lines of JSON, each bounded; a connection that does not begin with the hub's token is closed.
 Nothing is unpickled. Threat model: ranks learn the token as `job_store` says, so other users of
-one machine do not have it; several machines need PACELINE_SECRET for that, else whoever
-reaches torch's store reads it, and the token keeps out strays and scanners alone. It travels in the clear:
+one machine do not have it. Several machines need PACELINE_SECRET for that. Without it whoever
+reaches torch's store reads the token, which keeps out strays and scanners alone. It travels in the clear:
 whoever reads the network between machines has it.
 """
 
@@ -252,10 +252,13 @@ FAULT_CHARACTERS = 500
 class PeerMonitor:
     """This rank's watch over the others.
 
-    *lost* is called once, on a thread of this object, with a sentence that names the rank
-    that ended badly; *broke* for each training of another that ended with an error, with its
-    number and such a sentence. *places* tells the others where this rank is, and hears it of them.
-    *watch* sees for how long this rank waits for others; without it, none is reported.
+    Args:
+        lost: Called once, on a thread of this object, with a sentence that names the rank that ended
+            badly.
+        broke: Called for each training of another rank that ended with an error, with its number and
+            such a sentence.
+        places: Sends where this rank is to the others, and receives theirs.
+        watch: Sees for how long this rank waits for others. Without it, no wait is reported.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 Theory of operation
 -------------------
-The supervisor is the parent of all, and all end with it, also where it is killed: one parameter server, or one for each group of workers, and
-the workers, which meet only there. A worker that dies is evicted by the servers at once, because
+The supervisor is the parent of all processes, and all end with it, also where it is killed. They are one
+parameter server, or one for each group of workers, and the workers, which meet only there. A worker that dies is evicted by the servers at once, because
 its connections are lost; here it is started again, with a higher incarnation, joins the
 servers, and pulls the parameters of that moment. When a server dies, no worker can go on: each
 has a connection to every server, and none can be mended. While another server holds the model,
@@ -13,8 +13,8 @@ snapshot. Then all workers are started again. Where none was taken yet, the trai
 A worker that is silent though it lives is evicted too, and told so when it speaks again;
 one that has not ended by itself after `Timeouts.workers_end` is killed, and started again.
 
-Where nobody names a file for the snapshot, it is one of this job's own, with a name that no other
-job has: in the folder for records, if there is one, else in a temporary folder that goes with the job.
+Without a named file the snapshot is one of this job's own, with a name that no other job has. It lies in
+the folder for records, if there is one, else in a temporary folder that goes with the job.
 A named file that is there at the start may be of a job that failed, or of quite another one: the
 job does not start then, unless it is told to go on from it (``PACELINE_RESUME=1``). A job that
 ends well removes its own.

@@ -492,9 +492,8 @@ class Watchdog:
     """Ends the process when nothing happens for *patience* real seconds.
 
     Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock
-    of the script's own, on standard input), no other worker can ever run: stacks are
-    printed and the process exits with status 70, since a blocked thread cannot be
-    interrupted. A worker that computes is left alone, however long it takes. *look* is
+    of the script's own, on standard input), no other worker can ever run. A blocked thread cannot be
+    interrupted, so stacks are printed and the process exits with status 70. A worker that computes is left alone, however long it takes. *look* is
     called with the virtual time at each look, to show progress.
     """
 

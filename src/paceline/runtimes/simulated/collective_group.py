@@ -8,14 +8,14 @@ threads; NCCL: one stream): an operation is *present* on a rank once a lane is f
 and holds it until it is complete there.
 
 *Priced* (what its schedule has a price for, such as rings): starts when its last rank is
-present, takes the schedule's latency, then moves as one activity on all its connections
-(where it has several phases, so in each), and ends on all ranks at once.
+present and takes the schedule's latency. Then it moves as one activity on all its connections, phase
+by phase, and ends on all ranks at once.
 *Played* (all else, and these where asked for): every message of the schedule starts when both
 its ends are present and what its source must have received has arrived; a rank is done
 when its own messages are. Both in `collectives.timing`.
 
 Data: contributions are copied at the call, unless the schedule lets no rank go on before all have
-come; sums go in gloo's order, and a result is written to a rank's buffers at the instant at which
+come. Sums go in gloo's order. A result is written to a rank's buffers at the instant at which
 the operation completes there. The last rank's takes the contributions away: whoever still holds its
 work (for torch, for errors) holds no data.
 """

@@ -65,15 +65,19 @@ class UnmeasuredCodeError(StaleProfileError):
 class ComputeModel:
     """What a training step costs to compute on a worker of speed 1.
 
-    *workload* says it tensor by tensor. Without one, *forward* and *backward* are seconds
-    a step, spread over the tensors by bytes. *jitter* is the relative standard deviation
-    of a step's compute time (Gaussian, cut off at zero), drawn per worker and step from
-    *seed*. *memory*: bytes that a compressor reads or writes in a second, where the workload
-    does not say what it takes. *what* names the workload to people. *instead_of_pace*: the
-    workload holds also what the script paces, and `paceline.pace` takes no time. *cached*: the
-    workload is a profile that can be made anew, so that `StaleProfileError` is raised where it
-    does not fit; *inputs*: the shapes of what the model was given then, if these are to be the
-    same.
+    Attributes:
+        forward: Seconds a step, spread over the tensors by bytes, where there is no *workload*.
+        backward: The same.
+        jitter: Relative standard deviation of a step's compute time (Gaussian, cut off at zero), drawn
+            for each worker and step.
+        seed: Of the jitter.
+        workload: Times tensor by tensor.
+        memory: Bytes per second that a compressor reads or writes, where the workload has no times of it.
+        what: The workload's name for people.
+        instead_of_pace: The workload includes what the script paces, and `paceline.pace` takes no time.
+        cached: The workload is a profile that can be made anew: `StaleProfileError` is raised where it
+            does not fit.
+        inputs: The shapes of the model's inputs then, if these are to be the same.
     """
 
     forward: float = 0.01
@@ -123,10 +127,9 @@ class ComputeModel:
 class SimulatedCompute:
     """One worker's compute time: its speed, its jitter, and what is still owed.
 
-    A forward pass is charged when its first gradient (or a wait) shows that it has run, or,
-    where it may wait for tensors, as it uses them; in
-    proportion to its number of samples over that of the first training batch; also
-    without gradients (evaluation). From the first `pace` on the script is taken to pace
+    A forward pass is charged when its first gradient (or a wait) shows that it has run. Where it may
+    wait for tensors it is charged as it uses them. Its time is in proportion to its samples, relative to
+    the first training batch. Evaluation is charged, too. From the first `pace` on the script is taken to pace
     itself, and nothing else is charged. *spend* lets seconds pass under a name, in which so many
     cores are busy.
     """

@@ -154,9 +154,10 @@ class RandomStates:
 
 
 class UndrawnRandomStates:
-    """Instead of `RandomStates`, for bodies that draw from no global generator: exchanging states
-    is half of what a hand-over costs. *drawn* says, at the end, whether somebody did draw: then
-    workers have shared one generator, and what they computed is not what they compute alone."""
+    """Instead of `RandomStates`, for bodies that draw from no global generator.
+
+    Exchanging states is half of what a hand-over costs. *drawn* says, at the end, whether a worker did
+    draw: then workers have shared one generator, and their numbers are not those of a run alone."""
 
     drawn = False
 

@@ -86,12 +86,21 @@ ACTORS = -1
 
 @dataclass
 class SimulationResult:
-    """What a simulation gives back: each worker's recorder, how many times the turn
-    was handed over (*switches*), and how many *events* the clock had. *kept*: each worker's records, and *spans*: those of collectives, where a
-    trace was asked for. *profilers*: worker 0's, one per model, where asked for, and of
-    each what *inputs* it was given. *estimated_compressors*: sentences on compressors whose
-    times no workload has measured. *weights*: by worker that ran, as *recorders* have them, how many it stands for (None:
-    all workers ran), and *representatives* says that in a sentence."""
+    """What a simulation gives back.
+
+    Attributes:
+        recorders: Each worker's.
+        kept: Each worker's records, where a trace was asked for.
+        spans: Those of collectives, where a trace was asked for.
+        virtual_seconds: How long it took.
+        switches: How many times the turn was handed over.
+        events: How many events the clock had.
+        profilers: Worker 0's, one for each model, where asked for.
+        inputs: What each of these models was given.
+        estimated_compressors: Sentences on compressors whose times no workload has measured.
+        weights: By worker that ran, how many it stands for (None: all workers ran).
+        representatives: That in a sentence.
+    """
 
     recorders: list[StepRecorder] = field(default_factory=list)
     kept: list[RecordsInMemory] = field(default_factory=list)
@@ -120,16 +129,21 @@ class SimulationResult:
 class Simulation:
     """Runs one body per worker of *cluster*, in virtual time.
 
-    *play*: play ring collectives message by message too, instead of pricing them.
-    *lanes*: collectives that a communicator moves at a time. *trace*: keep spans.
-    *profile*: measure what worker 0 really computes, and charge nothing; *paced*: or what its script
-    says that it computes (`paceline.pace`). Its first gradients go into *keep*.
-    *patience*: real seconds without any progress after which the process is given up.
-    *look*: called now and then, on the calling thread, with the virtual time. *output*:
-    whose prints are shown, see `output`; None: everybody's, as they are. *draws*: whether bodies
-    may draw random numbers; without, `drawn` says after the run whether one did all the same.
-    *repeats*: what is measured to plan buckets is measured once, since here all times repeat.
-    *workers*: "classes" runs representatives, see `WorkerClasses`.
+    Args:
+        cluster: The network and its workers.
+        play: Execute ring collectives message by message, too, instead of pricing them.
+        lanes: Collectives that a communicator moves at a time.
+        trace: Keep spans.
+        profile: Measure what worker 0 really computes, and charge nothing.
+        paced: As *profile*, of what its script says that it computes (`paceline.pace`).
+        keep: Takes worker 0's first gradients, while it is profiled.
+        patience: Real seconds without any progress after which the process is given up.
+        look: Called now and then, on the calling thread, with the virtual time.
+        output: Whose prints are shown: see `output` (None: everybody's, unchanged).
+        draws: Whether bodies may draw random numbers. Without, `drawn` says after the run whether one
+            did all the same.
+        repeats: Measure once what plans buckets, since here all times repeat.
+        workers: "classes" runs representatives: see `WorkerClasses`.
 
     Raises:
         UsageError: Representatives where workers differ: jitter, rules that kill; and, when it

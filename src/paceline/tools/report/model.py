@@ -75,9 +75,10 @@ class Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows that can be sorted by any column; they come sorted by column number *sort*, or in no
-    order. *colours*: of each row the number of its colour, shown beside its first cell. *notes*
-    are numbered, *folded*: shown when somebody opens it."""
+    """Rows that can be sorted by any column.
+
+    They come sorted by column number *sort*, or in no order. *colours*: of each row the number of its
+    colour, shown beside its first cell. *notes* are numbered. *folded*: shown on demand."""
 
     title: str
     headings: Sequence[str]
