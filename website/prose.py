@@ -1,6 +1,6 @@
 """Checks prose: no sentence above 40 words, and no home-made term.
 
-python website/prose.py [FILE...]           # without files: README, docs and the source's docstrings
+python website/prose.py [FILE...]           # without files: README, docs, error messages, docstrings
 python website/prose.py --count [FILE...]   # words, median and 95th percentile of sentences
 
 Code blocks, tables, commands and figures of a page are no prose. A sentence ends at a full stop, at a
@@ -82,6 +82,8 @@ def docstrings(source: str) -> str:
 
 def prose_of(path: Path) -> str:
     text = path.read_text()
+    if path.suffix == ".txt":  # messages: places for values are one word each
+        return "\n\n".join(re.sub(r"\{[^}]*\}", "it", text).splitlines())
     return docstrings(text) if path.suffix == ".py" else text
 
 
@@ -100,6 +102,7 @@ def faults(path: Path) -> Iterator[str]:
 
 def all_files() -> list[Path]:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages.append(ROOT / "tests" / "golden" / "messages.txt")
     return sorted([*pages, *(ROOT / "src").rglob("*.py")])
 
 

@@ -238,8 +238,8 @@ class BackwardPasses:
         if share != self._reducer.share and self._driver.accumulated:
             raise UsageError(
                 f"this batch's share of the samples is {share:.4g} and that of what was "
-                f"accumulated under no_sync is {self._reducer.share:.4g}; only a call of the "
-                "model that was given to distribute tells in time that a batch begins, and its "
+                f"accumulated under no_sync is {self._reducer.share:.4g}. Only a call of the "
+                "model that was given to distribute tells in time that a batch begins: its "
                 "submodule, or another of its methods, was called instead. Call the model "
                 "itself, or step after every batch"
             )

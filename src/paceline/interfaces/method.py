@@ -504,7 +504,7 @@ def redistribute_nothing(
         return {}
     raise UsageError(
         f"the checkpoint holds {name} of {len(held)} worker{'s' * (len(held) > 1)}, which a "
-        f"job of {workers} cannot take over: load it with as many workers as the job that "
-        "saved it had, if all of them lived then; or save after finish(), when nothing of "
+        f"job of {workers} cannot take over. Load it with as many workers as the job that "
+        "saved it had, if all of them lived then. Or save after finish(), when nothing of "
         "it is left"
     )

@@ -182,11 +182,12 @@ def choose(address: str, environment: Mapping[str, str] | None = None) -> Securi
         return PLAIN
     raise UsageError(
         f"a parameter server at {address} could be reached by the whole network, and "
-        "nothing protects it. Either set the same secret on every machine of the job,\n"
+        "nothing protects it. To encrypt its connections, set the same secret on every "
+        "machine of the job:\n"
         '    export PACELINE_SECRET="$(python -c '
         "'import secrets; print(secrets.token_hex(32))')\"\n"
-        "which encrypts its connections, or, if everybody on that network may read "
-        f"the training, say so on every machine: export {TRUSTED}=1"
+        "If everybody on that network may read the training, say so on every machine: "
+        f"export {TRUSTED}=1"
     )
 
 

@@ -178,7 +178,7 @@ def test_what_means_nothing_to_others_is_refused_and_nothing_is_changed(
     for words, unchanged in load(workers, tmp_path / "x", both):
         assert words.startswith(
             f"the checkpoint holds method.toy of 2 workers, which a job of {workers} cannot "
-            "take over: load it with as many workers as"
+            "take over. Load it with as many workers as"
         )
         assert unchanged
     assert (

@@ -436,10 +436,10 @@ def test_residuals_of_other_parts_are_refused_in_words():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("asp:compression=powersgd", "means something only among those of all workers"),
-        ("asp:compression=ef21", "means something only among those of all workers"),
+        ("asp:compression=powersgd", "needs those of all workers"),
+        ("asp:compression=ef21", "needs those of all workers"),
         ("asp:compression=largest,compression.warmup_steps=5", "or begins later"),
-        ("osp:compression=largest", "it pushes parts of buckets"),
+        ("osp:compression=largest", "pushes parts of buckets"),
         ("asp:replies=deltas", "replies=deltas without compression"),
         ("asp:compression=wild,replies=deltas", "differences would grow"),
         ("asp:compression=largest,replies=some", "unknown value for replies 'some'"),

@@ -237,10 +237,9 @@ def check_pushed(
     be answered by them."""
     if not getattr(method, "compressible_pushes", False):
         raise UsageError(
-            f"compression {compression.name!r} with method {method.name!r}: it pushes parts of "
-            "buckets, which change from step to step, and works out from what it has sent what "
-            "its servers make of them; leave compression out, or take a method that pushes whole "
-            "buckets"
+            f"compression {compression.name!r} with method {method.name!r}: the method pushes "
+            "parts of buckets, which change from step to step, and computes what its servers do "
+            "with them. Leave compression out, or take a method that pushes whole buckets"
         )
     check_decodes_per_worker(compression)
     spec_of_code(compression)
@@ -252,10 +251,10 @@ def check_decodes_per_worker(compression: GradientCompression) -> GradientCompre
     """Return *compression*. Raise `UsageError` unless a server can decode what one worker sends."""
     if not compression.decodes_per_worker:
         raise UsageError(
-            f"compression {compression.name!r} with servers that update: they take what each "
-            "worker pushes by itself, and this code means something only among those of all "
-            "workers, or begins later: take one that stands alone from the first step on, such "
-            "as top-k, qsgd, int8 or bf16; or a method whose workers form means, such as bsp"
+            f"compression {compression.name!r} with servers that update: servers decompress "
+            "each worker's push by itself, and this compressor needs those of all workers, or "
+            "begins later. Take top-k, qsgd, int8 or bf16, or a method whose workers form means, "
+            "such as bsp"
         )
     return compression
 
