@@ -26,9 +26,30 @@ def agreement():
     del sys.modules["agreement"]
 
 
-def section(page, title):
-    """What stands under a title, up to the next one."""
-    return re.split(r"^#+ ", page.split(f"## {title}\n")[1], flags=re.MULTILINE)[0]
+PAGE = HOUSE / "docs" / "explanation" / "how-prediction-works.md"
+SUMMARY = re.compile(
+    r"^\| (?:\[[^|]*\]\(#([\w-]+)\)|\*\*(all)\*\*) \|[^|]*\| \**(\d+)\** \| \**(\d+)\** \| \**(\d+)\** "
+    r"\| \**([\d.]+) %\** \| \**([+-][\d.]+) %\** \|$",
+    re.MULTILINE,
+)
+
+
+def sections():
+    """The tables of cells, by the anchor of their section: spread, error and mark of each row."""
+    evidence = PAGE.read_text().split("\n## Evidence\n")[1]
+    found = {}
+    for part in evidence.split("\n### ")[1:]:
+        title = part.split("\n")[0].lower()
+        found[re.sub(r"[^\w -]", "", title).replace(" ", "-")] = ROW.findall(part)
+    return found
+
+
+def summary_rows():
+    """The rows of the table above the evidence, by the anchor of their section, or "all"."""
+    return {
+        anchor or every: figures
+        for anchor, every, *figures in SUMMARY.findall(PAGE.read_text())
+    }
 
 
 def counted(agreement, rows):
@@ -40,60 +61,59 @@ def counted(agreement, rows):
 
 
 SECTIONS = {
-    "Methods that average parameters, and racks": lambda a: a.AVERAGING,
+    "bsp-servers-and-osp": lambda a: a.CELLS,
+    "held-out-networks": lambda a: a.HELD_OUT,
+    "parameter-averaging-and-racks": lambda a: a.AVERAGING,
     # The other cells are of a second table, elsewhere.
-    "What goes past backward": lambda a: [
+    "priority-and-dear": lambda a: [
         cell for cell in a.PAST_BACKWARD if cell.name == "past-8-200"
     ],
-    "Codes": lambda a: a.COMPRESSION,
-    "Groups with a server each": lambda a: a.SERVERS_OF_GROUPS,
-    "Workers that share cores": lambda a: a.SHARED_CORES + a.HELD_OUT_CORES,
+    "compression": lambda a: a.COMPRESSION,
+    "group-servers": lambda a: a.SERVERS_OF_GROUPS,
+    "workers-that-share-cores": lambda a: a.SHARED_CORES + a.HELD_OUT_CORES,
 }
 
 
-@pytest.mark.parametrize("title", SECTIONS)
-def test_a_section_counts_what_its_table_holds(agreement, title):
-    said = section(
-        (HOUSE / "docs" / "explanation" / "how-prediction-works.md").read_text(), title
-    )
-    rows = ROW.findall(said)
-    assert len(rows) == len(SECTIONS[title](agreement))
-    within, enough = counted(agreement, rows)
-    text = "{} of {} within 10 %, {} within 10 % plus the spread"
-    assert text.format(within, len(rows), enough) in said
+@pytest.mark.parametrize("anchor", [*SECTIONS, "all"])
+def test_the_summary_counts_what_the_tables_hold(agreement, anchor):
+    tables = sections()
+    if anchor == "all":
+        rows = [row for table in tables.values() for row in table]
+    else:
+        rows = tables[anchor]
+        assert len(rows) == len(SECTIONS[anchor](agreement))
+    cells, within, enough, middle, worst = summary_rows()[anchor]
+    assert int(cells) == len(rows)
+    assert (int(within), int(enough)) == counted(agreement, rows)
+    errors = [float(off) for _, off, _ in rows]
+    assert abs(float(middle) - statistics.median(map(abs, errors))) < 0.1
+    assert float(worst) == max(errors, key=abs)
 
 
-def test_the_documents_count_what_the_first_table_holds(agreement):
-    page = (
-        (HOUSE / "docs" / "explanation" / "how-prediction-works.md")
-        .read_text()
-        .split("\n## ")[0]
-    )
-    everything, held_out = map(ROW.findall, page.split("Held out, that is"))
-    assert len(everything) == len(agreement.CELLS)
-    assert len(held_out) == len(agreement.HELD_OUT)
-    near, near_enough = counted(agreement, everything)
-    held_near, held_enough = counted(agreement, held_out)
-    middle = statistics.median(abs(float(off)) for _, off, _ in everything)
+def test_other_text_counts_the_same(agreement):
+    tables, page = sections(), PAGE.read_text()
+    assert set(tables) == set(SECTIONS)
+    assert set(summary_rows()) == {*SECTIONS, "all"}
+    cells, within, enough, middle, _ = summary_rows()["all"]
+    first = " ".join(page.split("\n## Check")[0].split())
+    assert f"of {cells} cells, {within} are within 10 %" in first
+    assert f"{enough} within 10 % plus the spread" in first
+    assert f"off by {middle} % or less" in first
+    cells, within, enough, middle, _ = summary_rows()["bsp-servers-and-osp"]
+    _, held_within, held_enough, _, _ = summary_rows()["held-out-networks"]
     table = (HOUSE / "docs" / "reference" / "measurements.md").read_text()
-    assert (
-        f"{near} of {len(everything)} within 10 %, {near_enough} within 10 %" in table
-    )
-    assert f"{held_near} within 10 %, {held_enough} within 10 %" in table
     readme = (HOUSE / "README.md").read_text()
-    assert f"{len(everything)} cells | {near} within 10 %" in readme
+    assert f"{within} of {cells} within 10 %, {enough} within 10 %" in table
+    assert f"{held_within} within 10 %, {held_enough} within 10 %" in table
+    assert f"{cells} cells | {within} within 10 %" in readme
     for text in (table, readme):
-        off = float(re.findall(r"median off by ([\d.]+) %", text)[0])
-        assert abs(off - middle) < 0.1
-    assert f"**{near} are within 10 %**" in page
-    assert f"**{near_enough} within 10 %\nplus the spread**" in page
+        assert f"median off by {middle} %" in text
 
 
 def test_every_group_of_cells_has_its_section(agreement):
     in_sections = [cell for cells in SECTIONS.values() for cell in cells(agreement)]
-    counted = [*agreement.CELLS, *agreement.HELD_OUT, *in_sections]
     for name, cells in agreement.GROUPS.items():
-        assert any(cell in counted for cell in cells), name
+        assert any(cell in in_sections for cell in cells), name
 
 
 @pytest.mark.parametrize(
