@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -33,7 +34,7 @@ from paceline.errors import (
 )
 from paceline.interfaces import current_runtime
 from paceline.run_options import RunOptions
-from paceline.runtimes.simulated import Simulation
+from paceline.runtimes.simulated import Simulation, clock
 from paceline.runtimes.simulated.simulation import locations_of
 from paceline.torch_internals import load_lazy_modules
 from tests.support.hanging import SECONDS
@@ -515,3 +516,9 @@ def test_a_worker_that_blocks_outside_the_clock_ends_the_process_with_stacks() -
     assert outcome.returncode == 70
     assert "worker 1 has blocked outside the virtual clock for 1 s" in outcome.stderr
     assert "in body" in outcome.stderr
+
+
+def test_who_waits_for_a_processor_is_not_taken_for_blocked(monkeypatch):
+    """At the lowest priority of a busy machine a worker may get next to nothing for a minute."""
+    monkeypatch.setattr(clock, "waited_for_processor", lambda thread: time.monotonic())
+    run(2, lambda rank: threading.Event().wait(0.8), patience=0.5)

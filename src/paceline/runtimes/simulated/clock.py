@@ -35,6 +35,7 @@ from functools import partial
 
 from paceline.cluster.cluster import Rule
 from paceline.cluster.links import Links
+from paceline.cluster.profiling.timers import waited_for_processor
 from paceline.errors import DeadlockError, UsageError, WorkerFailedError
 from paceline.interfaces import Awaited
 from paceline.records import Span
@@ -485,7 +486,7 @@ class RuleSchedule:
 
 _LOOK_EVERY = 0.5
 _IDLE_SHARE = 0.02
-"""A process that uses less of a core than this is not computing: it is blocked."""
+"""A process that uses less of a core than this is not computing: it is blocked, or waits for a processor."""
 
 
 class Watchdog:
@@ -493,7 +494,8 @@ class Watchdog:
 
     Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock
     of the script's own, on standard input), no other worker can ever run. A blocked thread cannot be
-    interrupted, so stacks are printed and the process exits with status 70. A worker that computes is left alone, however long it takes. *look* is
+    interrupted, so stacks are printed and the process exits with status 70. A worker that computes, or waits for
+    a processor, is left alone, however long it takes. *look* is
     called with the virtual time at each look, to show progress.
     """
 
@@ -530,11 +532,16 @@ class Watchdog:
         idle_since, switches, used = time.monotonic(), -1, 0.0
         while not over.wait(_LOOK_EVERY):
             self._look(self._clock.now)
-            now, cpu = time.monotonic(), time.process_time()
-            busy = cpu - used > _IDLE_SHARE * _LOOK_EVERY
-            if busy or self._clock.waits_outside or self._clock.switches != switches:
+            now = time.monotonic()
+            # On a busy machine a worker may wait for a processor most of the time.
+            busy = time.process_time() + self._waited_by_current()
+            if (
+                busy - used > _IDLE_SHARE * _LOOK_EVERY
+                or self._clock.waits_outside
+                or self._clock.switches != switches
+            ):
                 idle_since = now
-            switches, used = self._clock.switches, cpu
+            switches, used = self._clock.switches, busy
             if now - idle_since > self._patience:
                 rank = self._clock.current.rank
                 self._give_up(
@@ -542,6 +549,11 @@ class Watchdog:
                     f"{self._patience:g} s (a lock, an input, a sleep?), so no other "
                     "worker can run; raise the limit with --patience"
                 )
+
+    def _waited_by_current(self) -> float:
+        thread = self._clock.current.thread
+        task = None if thread is None else thread.native_id
+        return 0.0 if task is None else waited_for_processor(f"/proc/self/task/{task}")
 
     @staticmethod
     def _give_up(reason: str) -> None:
