@@ -176,7 +176,7 @@ def staleness(results):
 PAPER = Paper(
     name="baselines",
     title="R2SP: workers take turns (INFOCOM 2019), a baseline",
-    page="how-to/run-parameter-servers.md",
+    page="explanation/parameter-server.md",
     source="the abstract and the authors' code, certain",
     claims=tuple(
         Claim(

@@ -86,7 +86,7 @@ def serve(
     Group servers talk to each other, under the names by which workers name them.
 
     With --survive, workers and this server may die and are started again with the same arguments:
-    see docs/how-to/run-parameter-servers.md.
+    see docs/how-to/survive-failures.md.
     """
     import torch
 

@@ -7,7 +7,7 @@ results = paceline.integrations.ray.run(loop, workers=8, method="ssp", snapshot=
 
 *loop* is a training loop like any other: `paceline.distribute`, steps, a result. What happens to
 it when a worker, the server or a node dies is what happens to a script under ``paceline run
---survive`` (docs/how-to/run-parameter-servers.md): here Ray starts again what has died, wherever there is
+--survive`` (docs/how-to/survive-failures.md): here Ray starts again what has died, wherever there is
 room.
 
 (Inside ``ray.train.torch.TorchTrainer`` paceline needs nothing of this: Ray sets torchrun's variables, and

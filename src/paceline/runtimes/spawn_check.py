@@ -39,7 +39,7 @@ def refuse_spawn_from_now_on() -> None:
 WARNING = (
     "paceline: worker {rank}: the script has a torch.distributed process group of its own. Under --survive "
     "its collectives fail on all workers when one dies, so all end, and begin at the top of the script. Leave "
-    "it out: paceline.log(loss=loss) logs without the others (docs/how-to/run-parameter-servers.md, A job that survives)"
+    "it out: paceline.log(loss=loss) logs without the others (docs/how-to/survive-failures.md)"
 )
 
 
