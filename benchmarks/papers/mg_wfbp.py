@@ -180,7 +180,7 @@ TRACE = "GoogLeNet's published K80 trace, 64 workers, ring, the authors' constan
 PAPER = Paper(
     name="mg_wfbp",
     title="MG-WFBP: buckets by a cost model (INFOCOM 2019)",
-    page="explanation/design.md",
+    page="explanation/papers/mg-wfbp.md",
     source="the paper's full text, trace-based simulation: certain",
     claims=(
         Claim(

@@ -12,8 +12,8 @@ optimal     exact from measured times, for one all-reduce at a time and any cost
 3+5+2       these lengths: 3 tensors, then 5, then 2, in gradient-ready order
 ==========  ===============================================================================
 
-MG-WFBP's Theorem 1 says that the greedy plan is optimal; docs/explanation/design.md has three tensors for
-which it is not.
+MG-WFBP's Theorem 1 says that the greedy plan is optimal; docs/explanation/papers/mg-wfbp.md has three
+tensors for which it is not.
 """
 
 from __future__ import annotations
