@@ -70,6 +70,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python website/prose.py
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV), once: Python's own part, torch (200 MB or more), then the rest; about a minute"
