@@ -73,6 +73,11 @@ def launch(
     )
     if not placed:
         words.append("--standalone")  # a free port of its own: two jobs never meet
+    if "--rdzv-endpoint" in given and given.isdisjoint(
+        ("--rdzv-backend", "--node-rank")
+    ):
+        # torchrun's default would take every machine for the first one.
+        words.append("--rdzv-backend=c10d")
     if "--shutdown-timeout" not in given:
         words.append(f"--shutdown-timeout={timeouts.workers_shutdown:.0f}")
     # torchrun would set the number of threads too, with a warning each time.
