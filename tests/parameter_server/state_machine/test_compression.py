@@ -384,7 +384,7 @@ def test_another_compression_is_refused(theirs: Any, said: str) -> None:
         ("nothing-such", "unknown compression"),
         ("int8:nothing=1", "unknown key"),
         ("largest:warmup_steps=3", "begins later"),
-        ("none", "stands alone"),
+        ("none", "needs those of all workers"),
     ],
 )
 def test_what_a_server_cannot_decode_is_refused_at_the_start(
