@@ -42,7 +42,7 @@ class Communicator:
     Args:
         runtime: Its recorder counts.
         name: Unique in the job, and the same on all ranks.
-        workers: Who takes part.
+        workers: The group that communicates (None: all workers of the job).
         chain: Runs what follows results. Groups share it with the communicator that they are of.
         issuer: The chain whose works issue everything here (None: the training itself).
         collective: How averages are formed (None: as torch.distributed does it).

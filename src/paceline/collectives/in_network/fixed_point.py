@@ -20,7 +20,7 @@ own rounding to single precision is not in it.
 these are the workers of all racks, and their exponents must be agreed by all of them.
 
 *What no integer can stand for*: a block with a NaN, an infinity or a value of 2^127 or more has
-the exponent `NOT_FINITE`, which is larger than all others. So all workers learn of it, nobody
+the exponent `NOT_FINITE`, which is larger than all others. So all workers learn of it, none
 sends the values, and all have NaN for the whole block. A block of zeros has the
 smallest exponent, whose factor is a large, finite double.
 """

@@ -486,7 +486,7 @@ class RuleSchedule:
 
 _LOOK_EVERY = 0.5
 _IDLE_SHARE = 0.02
-"""A process that uses less of a core than this is not computing: it is blocked, or waits for a processor."""
+"""A worker that computes, or waits for a processor, for a smaller part of the time is blocked."""
 
 
 class Watchdog:
@@ -494,9 +494,9 @@ class Watchdog:
 
     Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock
     of the script's own, on standard input), no other worker can ever run. A blocked thread cannot be
-    interrupted, so stacks are printed and the process exits with status 70. A worker that computes, or waits for
-    a processor, is left alone, however long it takes. *look* is
-    called with the virtual time at each look, to show progress.
+    interrupted, so stacks are printed and the process exits with status 70. A worker that computes, or
+    waits for a processor, is left alone, however long it takes. *look* is called with the virtual time at
+    each look, to show progress.
     """
 
     def __init__(
