@@ -20,9 +20,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 _PREFIX, _LOCK = "paceline-", ".lock"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_open: set[str] = set()
+"""The temporary folders of this process."""
 
 
 class LauncherInterrupted(SystemExit):
@@ -53,14 +56,23 @@ def scratch_folder() -> Iterator[str]:
             with signals.deferred():
                 remove_left()
                 folder = tempfile.TemporaryDirectory(prefix=_PREFIX)
+                _open.add(folder.name)
                 lock = _locked(Path(folder.name))
             yield folder.name
         finally:
             with signals.deferred():
                 if folder is not None:
                     folder.cleanup()
+                    _open.discard(folder.name)
                 if lock >= 0:
                     os.close(lock)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End this process from any thread, without its temporary folders, though the main thread is stuck."""
+    for folder in list(_open):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(status)
 
 
 def _locked(folder: Path) -> int:
@@ -128,6 +140,10 @@ class _Signals:
             if self._is_due and not self._deferrals and self._number is not None:
                 self._is_due = False
                 raise LauncherInterrupted(self._number)
+
+    def would_raise(self, number: int) -> bool:
+        """Whether `LauncherInterrupted` comes as soon as Python handles this signal: none has come yet."""
+        return self._number is None and signal.getsignal(number) == self._handle
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._number is not None:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch.distributed import run as torchrun
@@ -27,7 +28,12 @@ from paceline.runtimes.processes import (
     failure_summary,
 )
 from paceline.runtimes.python_internals import options_of
-from paceline.runtimes.temporary_folder import LauncherInterrupted, scratch_folder
+from paceline.runtimes.temporary_folder import (
+    LauncherInterrupted,
+    end_at_once,
+    scratch_folder,
+    signals,
+)
 from paceline.timeouts import timeouts
 
 _PLACEMENT = (
@@ -93,7 +99,8 @@ def launch(
         arguments = torchrun.parse_args([*words, job.script, *job.arguments])
         _tie_workers_to_launcher(arguments)
         try:
-            torchrun.run(arguments)
+            with _ended_while_torch_waits():
+                torchrun.run(arguments)
         except ChildFailedError as error:
             failures = [_failure(rank, f) for rank, f in error.failures.items()]
             print(f"paceline: {failure_summary(failures)}", file=sys.stderr)
@@ -127,6 +134,44 @@ def _tie_workers_to_launcher(arguments: argparse.Namespace) -> None:
     words = ends_with_this([*command, *arguments.training_script_args])
     arguments.no_python, arguments.module = True, False
     arguments.training_script, *arguments.training_script_args = words
+
+
+@contextlib.contextmanager
+def _ended_while_torch_waits() -> Iterator[None]:
+    """End this process where a signal finds it in torch's native code, before workers have started.
+
+    torchrun's static rendezvous (``--node-rank``) waits there for other machines, for minutes, and
+    Python runs no handler meanwhile. The C part of Python's handlers does run: it writes to a pipe.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals come to the main thread alone
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    left = threading.Event()
+
+    def watch() -> None:
+        while came := os.read(reader, 1):
+            number = came[0]
+            # torchrun's own handlers stand once it has started workers, and it waits in Python.
+            if not signals.would_raise(number) or left.wait(timeouts.terminate):
+                continue
+            if signals.would_raise(number):  # still
+                name = signal.Signals(number).name
+                print(f"paceline: {name} before any worker started", file=sys.stderr)
+                end_at_once(128 + number)
+
+    watcher = threading.Thread(target=watch, name="paceline-signals", daemon=True)
+    watcher.start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        left.set()
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+        watcher.join()
+        os.close(reader)
 
 
 @contextlib.contextmanager
