@@ -39,6 +39,22 @@ def test_files_that_pages_name_exist():
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_decisions_are_short_records_listed_by_area():
+    page = (ROOT / "docs" / "explanation" / "decisions.md").read_text()
+    areas = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    listed = re.findall(r"^\| \[(.+?)\]\(#", page, re.MULTILINE)
+    assert listed == [area for area in areas if area != "Figures"]
+    _, *records = re.split(
+        r"^### ", page.partition("\n## Figures")[0], flags=re.MULTILINE
+    )
+    for record in records:
+        title, _, text = record.partition("\n")
+        text = re.split(r"^(?:## |\*\*Also)", text, flags=re.MULTILINE)[0]
+        parts = re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequence"], title
+        assert 60 <= len(text.split()) <= 150, title
+
+
 def test_the_page_on_variables_has_all_of_them_and_no_other():
     ours = r"\bPACELINE_[A-Z_]*[A-Z]\b"
     sources = (ROOT / "src").rglob("*.py")
