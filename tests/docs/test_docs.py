@@ -1,10 +1,12 @@
 """Pages that are made from the code, and README's commands, are up to date."""
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.cli.list import TABLES
 from paceline.run_options import RunOptions
@@ -73,6 +75,16 @@ def test_each_variable_of_an_option_is_named_after_it():
     names = {f"PACELINE_{name}" for name, _ in pairs}
     options = RunOptions(steps=1, seed=1, json=True, **dict.fromkeys(TEXTS, "x"))
     assert names <= set(options.to_environment())
+
+
+def test_every_argument_of_ddp_has_a_counterpart():
+    page = (ROOT / "docs" / "reference" / "ddp-compatibility.md").read_text()
+    section = page.split("## Arguments of DDP")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+    named = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(named) == sorted(
+        inspect.signature(DistributedDataParallel).parameters
+    )
 
 
 YOURS = "src/paceline/methods/outer_momentum.py"  # what a reader writes
