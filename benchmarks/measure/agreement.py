@@ -1,22 +1,31 @@
-"""The simulated runtime's predictions held against real processes on an emulated network.
+"""Predicted step times against measured ones, of real processes on an emulated network.
 
-    python -m benchmarks.measure.agreement                    # the table of docs/explanation/how-prediction-works.md
+    python -m benchmarks.measure.agreement                    # the group "main"; prints a table
     python -m benchmarks.measure.agreement --only layers-8-1000 --repeats 1
+    python -m benchmarks.measure.agreement --group held-out --keep   # and stores its rows
+    python -m benchmarks.measure.agreement --show             # measures nothing: all stored rows
 
-For each network: `paceline probe` measures the emulated cluster and writes what it finds as
-a cluster file; for each script: `paceline profile` measures what a step computes, with the
-same number of workers. From these two files alone `paceline simulate` predicts the seconds
-of a step; `paceline emulate` measures them, several times. Each cell is held against two
-bounds: 10 % of the median, and 10 % plus the spread (largest less smallest) of the
-measurements, since nobody can predict noise; how many keep each is counted.
+For each network, `paceline probe` measures the emulated cluster and writes a cluster file. For each
+script, `paceline profile` measures the compute times of a step, with the same number of workers.
+`paceline simulate` predicts the step time from these two files alone. `paceline emulate` measures it,
+several times. Each cell has two bounds: 10 % of the median, and 10 % plus the spread (largest less
+smallest) of the measurements.
 
-`--group held-out`: cells that were written down before the model of the network was last changed,
-and run after; all others were there while it was made. `--group averaging`: methods that average
-models, now and then or in groups, and collectives that know of racks; a step is then the mean
-over those from one round to the next. `--group past-backward`: methods that wait for means in the
-next forward pass, with plans that are made while training. `--group compression`: codes of square
-matrices. `--group shared-cores` and `--group held-out-cores`: workers that are not paced, on fewer cores than
-they are. `--group groups`: two classes of workers, one half as fast, each a group with its server.
+Groups of cells (`--group`):
+
+- ``main``: `bsp` by bucket rule and network, parameter servers, OSP. The model was developed beside them.
+- ``held-out``: written down before the network model was last changed, measured after it.
+- ``averaging``: methods that average parameters, and collectives that know racks. The step time is the
+  mean over whole rounds.
+- ``past-backward``: `priority` and `dear`, which wait in the next forward pass. Buckets are tuned while
+  the job trains.
+- ``compression``: compressed gradients of square weight matrices. PowerSGD compresses from the first
+  step (``warmup_steps=0``), since a cell has too few steps for its default warm-up.
+- ``shared-cores``, ``held-out-cores``: workers without paced compute, more of them than cores or as many.
+- ``groups``: two speed classes of workers; each class is a group with its server.
+
+``benchmarks/results/agreement.jsonl`` has one line a cell. Its figures have the digits that were printed.
+Its OSP cells were measured while ``order=importance`` was OSP's default, so their methods name it.
 """
 
 import argparse
@@ -31,6 +40,7 @@ from pathlib import Path
 from paceline.cluster import Cluster, Rack, ServerHost, Workload, cluster_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+RESULTS = Path(__file__).parents[1] / "results" / "agreement.jsonl"
 MBIT = 1e6 / 8
 FIXED = ("ddp", "single", "wfbp")
 RULES = (*FIXED, "optimal")
@@ -201,8 +211,8 @@ SERVERS_OF_GROUPS = [
     Cell("groups-8-400", *("layers", LONGER, two_classes(8, 400)), method, steps=40)
     for method in ("gssp:members=0-3+4-7,buckets=ddp", "ssp:buckets=ddp")
 ]
-# Workers that take the time they take, on fewer cores than workers, or as many: computing and messages
-# share them. The held-out ones were written down before the model of shared cores.
+# Workers without paced compute, more of them than cores or as many: computing and messages share the
+# cores. The held-out cells were written down before the model of shared cores.
 SHARED_CORES = [
     Cell(
         f"cores-{workers}-{mbit}", "digits", (), equal(workers, mbit), method, steps=80
@@ -340,10 +350,54 @@ def paceline(*words):
     return json.loads(done.stdout) if "--json" in words else None
 
 
+HEAD = """\
+| cell | method | predicted s | measured s | spread | off by | |
+|---|---|---|---|---|---|---|"""
+
+
+def row_text(row):
+    """A stored row as a line of a table."""
+    return (
+        f"| {row['cell']} | `{row['method']}` | {row['predicted_seconds']:.3f} | "
+        f"{row['measured_seconds']:.3f} | {row['spread']:.1%} | {row['off']:+.1%} | "
+        f"{judge(row['off'], row['spread'])} |"
+    )
+
+
+def stored():
+    """The stored rows, by group."""
+    rows = {group: [] for group in GROUPS}
+    for line in RESULTS.read_text().splitlines():
+        row = json.loads(line)
+        rows[row["group"]].append(row)
+    return rows
+
+
+def keep(group, rows):
+    """Store measured *rows* of a group, in place of older ones of the same cells and methods."""
+    new = {
+        (row["cell"], row["method"]): {
+            "group": group,
+            "cell": row["cell"],
+            "method": row["method"],
+            "predicted_seconds": row["predicted_seconds"],
+            "measured_seconds": statistics.median(row["measured_seconds"]),
+            "spread": row["spread"],
+            "off": row["off"],
+        }
+        for row in rows
+    }
+    every = stored()
+    for old in every[group]:
+        new.setdefault((old["cell"], old["method"]), old)
+    every[group] = list(new.values())
+    lines = (json.dumps(row) for mine in every.values() for row in mine)
+    RESULTS.write_text("".join(f"{line}\n" for line in lines))
+
+
 def run(cells, repeats, folder):
     bench, rows = Bench(folder), []
-    print("| cell | method | predicted s | measured s | spread | off by | |")
-    print("|---|---|---|---|---|---|---|")
+    print(HEAD)
     for cell in cells:
         predicted = bench.predicted(cell)
         times = [bench.measured(cell) for _ in range(repeats)]
@@ -379,11 +433,21 @@ def main():
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", help="keep probes and profiles here")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--keep", action="store_true", help=f"store in {RESULTS.name}")
+    parser.add_argument("--show", action="store_true", help="print stored rows only")
     args = parser.parse_args()
+    if args.show:
+        for group, rows in stored().items():
+            print(f"\n## {group}\n\n{HEAD}")
+            print("\n".join(map(row_text, rows)))
+            print(f"\n{summary(rows)}")
+        return
     cells = [c for c in GROUPS[args.group] if c.name.startswith(args.only or "")]
     cells = [c for c in cells if (args.method or "") in c.method]
     with tempfile.TemporaryDirectory() as scratch:
         rows = run(cells, args.repeats, args.folder or scratch)
+    if args.keep:
+        keep(args.group, rows)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
             for name, make in paper.tables.items():
                 print(f"    --table {name}: {(make.__doc__ or '').splitlines()[0]}")
             for name in paper.pictures:
-                print(f"    --pictures: docs/{name}")
+                print(f"    --pictures: docs/images/{name}")
         return
     if given.quick:
         sys.exit(check_bounds(papers))

@@ -614,12 +614,12 @@ def emulated(results):
             },
             functools.partial(predict_and_measure, method, steps),
         )
-        off = found["predicted seconds"] / found["measured seconds"] - 1
         yield {
             "method": method.name,
-            "steps": steps,
-            **found,
-            "off by": formatted(off, "+.0%"),
+            "steps": formatted(steps, ".0f"),
+            "predicted s": found["predicted seconds"],
+            "measured s": found["measured seconds"],
+            "accuracy, %": found["measured accuracy"],
         }
 
 

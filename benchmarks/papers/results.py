@@ -33,8 +33,8 @@ NOT_RUN = "not run at this commit"
 class Record:
     """A figure, and how it was made.
 
-    *value*: None where what was asked for was not reached. *machine* and *seconds*: None where
-    an older format did not say.
+    *value*: None where the target was not reached. *machine* and *seconds*: None where an older format
+    lacked them, or where the figure is taken from a printed table. It then has that table's digits.
     """
 
     row: str
@@ -308,6 +308,19 @@ def claims_table(paper: Paper, results: Results) -> list[dict[str, Any]]:
     return rows
 
 
+def headline(paper: Paper, results: Results) -> list[dict[str, Any]]:
+    """A row for each claim, short enough for the paper's own page."""
+    rows = claims_table(paper, results)
+    return [
+        {"what": row["what"], "the paper": row["the paper"], "ours": row["ours"]}
+        for row in rows
+    ]
+
+
+HEADLINE = "headline"
+"""The table's name under which `refreshed` knows the claims of a paper."""
+
+
 def shown(value: float, error: float, unit: str) -> str:
     text = f"{value:.2f}" if not unit else f"{value:+.2f}"
     text += "" if math.isnan(error) else f" ± {error:.2f}"
@@ -327,12 +340,17 @@ def verdict(claim: Claim, value: float) -> str:
 def refreshed(text: str, load: Callable[[str], Paper]) -> str:
     """A page's text with its tables as the kept figures make them.
 
-    A table stands between ``<!-- papers NAME TABLE -->`` and ``<!-- end -->``.
+    A table stands between ``<!-- papers NAME TABLE -->`` and ``<!-- end -->``. The table
+    ``headline`` is the paper's claims beside ours.
     """
 
     def fresh(match: re.Match[str]) -> str:
         paper = load(match[2])
-        rows = paper.tables[match[3]](Results(paper.path, measures=False))
+        results = Results(paper.path, measures=False)
+        if match[3] == HEADLINE:
+            rows: Iterable[Mapping[str, Any]] = headline(paper, results)
+        else:
+            rows = paper.tables[match[3]](results)
         return f"{match[1]}\n{table(rows)}\n\n<!-- end -->"
 
     place = r"(<!-- papers (\w+) (\S+) -->\n).*?<!-- end -->"
