@@ -1,4 +1,7 @@
-"""docs/how-to/find-what-is-slow.md: its table is the registry's, its threads are all there, its commands exist."""
+"""docs/how-to/find-what-is-slow.md: its table is the registry's. docs/how-to/index.md: each public thread has an answer.
+
+The commands of both exist.
+"""
 
 import re
 import shlex
@@ -11,18 +14,18 @@ from paceline.cli import app
 from paceline.core.settings import parse_method
 from paceline.tools.doctor.faults import faults_table
 
-PAGE = (
-    Path(__file__).parents[3] / "docs" / "how-to" / "find-what-is-slow.md"
-).read_text()
+HOW_TO = Path(__file__).parents[3] / "docs" / "how-to"
+PAGE = (HOW_TO / "find-what-is-slow.md").read_text()
+INDEX = (HOW_TO / "index.md").read_text()
 THREADS = 15
 VERBS = typer.main.get_command(app).commands
 LAUNCHERS = ("--nnodes", "--nproc-per-node", "--rdzv-endpoint")
 
 
 def commands():
-    """Every command on the page."""
-    found = re.findall(r"`(paceline [^`]+)`", PAGE)
-    for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL):
+    """Every command on the two pages."""
+    found = re.findall(r"`(paceline [^`]+)`", PAGE + INDEX)
+    for block in re.findall(r"```sh\n(.*?)```", PAGE + INDEX, re.DOTALL):
         found += block.splitlines()
     return [one for one in found if len(one.split()) > 2]
 
@@ -32,7 +35,7 @@ def test_the_table_of_faults_is_the_registry():
 
 
 def test_each_thread_has_an_answer_and_a_command():
-    part = PAGE.partition("## Who asks for this")[2].partition("\n## ")[0]
+    part = INDEX.partition("## Questions that people ask")[2].partition("\n## ")[0]
     rows = [line for line in part.splitlines() if line.startswith("| ")][1:]
     assert len(rows) == THREADS
     for row in rows:
