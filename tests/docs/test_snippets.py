@@ -24,8 +24,11 @@ PAGES += sorted((ROOT / "examples").rglob("README.md"))
 VERBS = get_command(app).commands
 
 ELSEWHERE = {
+    "accelerate.md": "needs other packages: tests/integrations",
     "in-network-aggregation.md": "needs an aggregator's address",
-    "integrations.md": "needs other packages: tests/integrations",
+    "lightning.md": "needs other packages: tests/integrations",
+    "ray.md": "needs other packages: tests/integrations",
+    "transformers.md": "needs other packages: tests/integrations",
     "write-a-method.md": "tests/docs/test_methods_howto.py",
 }
 

@@ -1,7 +1,7 @@
 """Trainers of others, under paceline, learn what they learn under their own DDP, to the bit.
 
-`make test-integrations` installs what these tests need, and runs them. docs/how-to/integrations.md has a row for
-each framework.
+`make test-integrations` installs what these tests need, and runs them. docs/reference/trainer-compatibility.md
+has a column for each framework.
 """
 
 from __future__ import annotations
