@@ -41,6 +41,18 @@ def test_files_that_pages_name_exist():
             assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
+def test_the_map_has_every_package_and_stays_short():
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    package = ROOT / "src" / "paceline"
+    packages = {one.parent.name for one in package.glob("*/__init__.py")}
+    modules = {one.stem for one in package.glob("*.py")} - {"__init__", "__main__"}
+    assert set(re.findall(r"^\| `(\w+)` \|.*\]\(", page, re.MULTILINE)) == packages
+    assert modules <= set(re.findall(r"`(\w+)`", page))
+    for path in re.findall(r"`((?:tests|cluster|methods|cli)/[a-z_/]*)/`", page):
+        assert (ROOT / path).is_dir() or (package / path).is_dir(), path
+    assert page.count("\n") <= 400
+
+
 def test_decisions_are_short_records_listed_by_area():
     page = (ROOT / "docs" / "explanation" / "decisions.md").read_text()
     areas = re.findall(r"^## (.+)$", page, re.MULTILINE)
