@@ -1,4 +1,4 @@
-"""The averages that a method asks for: what is sent, how it is scaled, and which workers count."""
+"""The averages that a method asks for: messages, scaling, and active workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks into the user's model: which forward and backward passes are a step's, and what each weighs."""
+"""Hooks into the user's model: which forward and backward passes belong to a step, and their weights."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Averages through a compressor: each round of its compressed gradients is one collective.
+"""Averages through a compressor: each of its rounds is one collective.
 
-A compressor's ``average`` is a generator. What it yields is sent; it goes on with the
-result, as the work that is chained to that (`Pending.then`), so in the same order on all
-ranks, and while backward still runs.
+A compressor's ``average`` is a generator. It yields payloads, which are sent, and continues with the
+results. Each continuation is chained to its collective (`Pending.then`), so all ranks run them in the
+same order, and while backward still runs.
 
-Virtual time passes for coding where the first code is made, and for all that follows where
-the result is waited for: the works in between are instants.
+In virtual time, compression takes time until the first payload is there, and at the wait for the
+result. The continuations in between are instants.
 """
 
 from __future__ import annotations

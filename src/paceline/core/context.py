@@ -1,4 +1,4 @@
-"""What the parts of one worker's training share: what it trains, and where it is in that."""
+"""State that the parts of one worker's training share: model, settings, and position in the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells a method that parameters, or gradients under way, are about to be used."""
+"""Tells a method that the script is about to use parameters, or gradients under way."""
 
 from __future__ import annotations
 

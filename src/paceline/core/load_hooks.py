@@ -1,13 +1,11 @@
-"""What a script loads into a model whose servers hold it, and what else it writes there.
+"""Loads and other writes into a model whose parameters servers hold.
 
-``load_state_dict``, of the model or of the optimizer, is noticed. It becomes everybody's when
-all workers that train have called it: each waits for the others at its next forward pass with
-gradients, or before, in `paceline.load`. A worker that was started again runs its script from
-the top, and would load a second time what the job has left behind long ago: what it loads
-before its first step is not used.
+``load_state_dict``, of the model or of the optimizer, is noticed. It takes effect for all workers when
+all active workers have called it: each waits for the others at its next forward pass with gradients, or
+before, in `paceline.load`. A restarted worker runs its script from the top, and would load a state that
+the job has long left behind: its loads before its first step are ignored.
 
-Whatever else is written into parameters between steps is refused: the next answer of a server
-would write over it.
+Any other write into parameters between steps is refused: the next reply of a server would overwrite it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls the hooks of a method's worker, and refuses those that there are not."""
+"""Calls the hooks of a method's worker, and refuses functions with unknown names."""
 
 from __future__ import annotations
 

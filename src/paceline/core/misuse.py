@@ -1,9 +1,9 @@
-"""Finds silent mistakes: a script that trains wrongly, and would get no error.
+"""Finds silent mistakes: scripts that train wrongly without an error.
 
-- Two tools that average gradients make 1/n of the mean, and parameters that are spread over
-  ranks have no mean: `check_not_parallel`, `check_not_inside_ddp`.
+- Two tools that average gradients make 1/n of the average, and parameters that are spread over ranks
+  have none: `check_not_parallel`, `check_not_inside_ddp`.
 - Workers that all train on the same data do the work of one: `SameDataCheck`.
-- A gradient that the script changes after it was sent reaches nobody: `SentGradientCheck`.
+- A change of a gradient that was already sent reaches no other worker: `SentGradientCheck`.
 """
 
 from __future__ import annotations

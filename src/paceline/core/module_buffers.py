@@ -1,4 +1,4 @@
-"""A model's buffers, such as BatchNorm's statistics: rank 0's become those of all ranks."""
+"""A model's buffers, such as BatchNorm statistics: rank 0's become those of all ranks."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""How workers learn who trains, and which tensors were used, beside the averages they form.
+"""Active workers and used tensors, exchanged beside the averages of a round.
 
-A worker has something to report when a tensor took no part in its backward pass, or when it
-is out of data. It must tell the others before any of them uses the mean, in a round that
-everybody else thinks ordinary. There are three protocols, by how workers meet:
+A worker has something to report when a tensor took no part in its backward pass, or when it is out of
+data. The others must know before they use the average, in a round that looks ordinary to them. There
+are three protocols, by the method's rounds:
 
-- `Participation`: all workers, in every round. Each round asks whether anybody has something to
+- `Participation`: all workers, in every round. Each round asks whether any worker has something to
   report, and only then holds a ballot. PyTorch DDP's ``Join`` costs an all-reduce in every step.
-- `GroupParticipation`: the workers of a group that form a mean of gradients by themselves. One
-  small message follows their last bucket.
-- `DelayedParticipation`: methods that wait for nobody. All workers vote every so many rounds,
-  and use the result at the next vote.
+- `GroupParticipation`: groups that average gradients among themselves. One small message follows
+  their last bucket.
+- `DelayedParticipation`: methods whose workers never wait for all. All workers vote every so many
+  rounds, and use the result at the next vote.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a method sees of a training: one class for each kind of `Run`."""
+"""A method's view of a training: one class for each kind of `Run`."""
 
 from __future__ import annotations
 

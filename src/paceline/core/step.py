@@ -1,7 +1,7 @@
-"""The order of events in a training's steps: what the method is told, and what training itself sends.
+"""The order of events in a step: hooks of the method, and messages of the training itself.
 
-What training sends (buffers, who still trains) follows the method's rounds:
-at the end of backward where all meet in every step, else after the update.
+The training's own messages (buffers, active workers) follow the method's rounds: at the end of backward
+if all workers communicate in every step, else after the update.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where people look while a training runs: each step's record, in their own tool.
+"""Loggers of steps: each step's record, in the user's own tool.
 
-A sink turns a `StepRecord` into numbers by name: what the script logged under its own names, the step's
-seconds and bytes under ``paceline/``.
+A sink turns a `StepRecord` into numbers by name: those that the script logged under its own names, and
+the step's seconds and bytes under ``paceline/``.
 """
 
 from __future__ import annotations

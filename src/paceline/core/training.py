@@ -1,16 +1,15 @@
-"""One worker's training: joins what it is made of, and is what the wrapped optimizer calls.
+"""One worker's training: joins its parts. The wrapped optimizer calls it.
 
 Theory of operation
 -------------------
-Each gradient goes from its hook (`backward_passes`) into a bucket (`reducer`), and complete buckets go to
-the method, in plan order (`step`). A backward pass ends in a callback of the autograd engine.
-There, buckets that are still incomplete get zeros for tensors that took no part, and are
-delivered too; then the method has its *backward ended*, in which bsp waits. So
-``.grad`` holds the mean when ``backward()`` returns, and users clip and scale it as they
-always did.
+Each gradient goes from its hook (`backward_passes`) into a bucket (`reducer`). Complete buckets go to the
+method, in plan order (`step`). A backward pass ends in a callback of the autograd engine. There,
+incomplete buckets get zeros for tensors that took no part, and are delivered too. Then the method's
+`backward_ended` runs, in which bsp waits. So ``.grad`` holds the average when ``backward()`` returns, and
+users clip and scale it as always.
 
-The bucket tuner decides which gradients share a bucket; after a backward pass it may have
-changed its mind, and buckets are made anew.
+The bucket tuner decides which gradients share a bucket. After a backward pass it may have a new plan,
+and buckets are made anew.
 """
 
 from __future__ import annotations

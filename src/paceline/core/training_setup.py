@@ -1,11 +1,11 @@
 """From a method, its settings and a model to a training that has started.
 
-- `resolve` checks all that is known before anything is sent, and makes a `TrainingPlan`.
+- `resolve` checks everything that is known before a message is sent, and makes a `TrainingPlan`.
 - `start` checks that all ranks agree, connects to servers, and makes the training. Collective.
 - `train` does both for the first training of a model, and wraps the user's optimizer.
 
-A model may be given to `resolve` and `start` again when the training before has ended: that is how
-a method changes.
+When the training before has ended, `resolve` and `start` may get a model again: that is how a method
+changes.
 """
 
 from __future__ import annotations

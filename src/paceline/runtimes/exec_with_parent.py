@@ -1,8 +1,9 @@
-"""``python exec_with_parent.py PARENT COMMAND``: becomes the command, which the kernel kills when its parent ends.
+"""``python exec_with_parent.py PARENT COMMAND``: becomes the command, and the kernel kills it with its parent.
 
-A launcher starts its workers through it, so that a script ends with the launcher even while it imports
-its libraries, and if it never imports paceline. The parent-death signal of Linux stays set across exec. It
-comes when the *thread* that has started the process ends: a launcher starts workers from its main thread.
+A launcher starts its workers through this program. So a script ends with the launcher even while it
+imports its libraries, and even if it never imports paceline. Linux keeps the parent-death signal
+across exec. The signal comes when the *thread* that started the process ends, so a launcher starts
+workers from its main thread.
 
 It runs by path, with ``-I -S``, and imports nothing of paceline: that takes some hundredths of a second.
 """

@@ -1,4 +1,4 @@
-"""Which worker this process is, from the variables of whatever launched it.
+"""Finds out which worker this process is, from its launcher's variables.
 
 ================================  ===================================================
 ``RANK``                          torchrun, `paceline run`, PyTorchJob, Ray, by hand
@@ -7,24 +7,24 @@
 ``SLURM_PROCID`` in a step        srun
 ================================  ===================================================
 
-The first that holds counts. Slurm comes after MPI's own launchers, since these start their daemons
-by srun, and what the daemons start inherits the variables of *their* step. What srun itself
-sets for MPI says less than Slurm's own.
+The first one that is set counts. Slurm comes after MPI's launchers: these start their daemons by
+srun, and workers inherit the variables of the daemons' step.
 
-Variables lie around in shells too, where they mean nothing. Slurm sets SLURM_NTASKS for an
-allocation, and in a batch script even SLURM_PROCID: only srun's tasks have a step's number.
+Variables also exist in shells, where they mean nothing. Slurm sets SLURM_NTASKS for an allocation,
+and in a batch script even SLURM_PROCID: only srun's tasks have a step's number.
 
-Two launchers may both have a say: torchrun under srun, say, or Ray, whose processes have the variables of
-the step that Ray itself runs in. Whoever starts processes by itself is believed. A bare
-``RANK`` that differs from what the launcher of this very process says was left in a shell or in a
-job script. Then all tasks would be one rank, and this is an error. ``WORLD_SIZE=1`` is none: these are to be
-jobs of their own. So is torchrun of one machine
-in each of several tasks: each would train alone.
+Two launchers may both have variables: torchrun under srun, for example, or Ray, whose processes have
+those of Ray's own step. The launcher that starts processes itself counts. These are errors, since
+each process would train alone or all would be one rank:
 
-What no variable says is where worker 0 is: Slurm has a list of nodes, mpirun on one machine
-needs none, and elsewhere MASTER_ADDR must be given. Where a launcher clearly started
-several processes, and they cannot find each other, this is an error: each would train alone. So are
-torchrun's own variables (``PET_NNODES``), as Kubeflow sets them, without torchrun.
+- a bare ``RANK`` that differs from the launcher's (a shell or a job script left it there), unless
+  ``WORLD_SIZE=1`` says that these are jobs of their own;
+- torchrun of one machine in each of several tasks;
+- several processes of a launcher that cannot find worker 0;
+- torchrun's own variables (``PET_NNODES``), as Kubeflow sets them, without torchrun.
+
+No variable has the address of worker 0. Slurm has a list of nodes, and mpirun on one machine needs
+none. Elsewhere MASTER_ADDR must be set.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How far workers have come, as their launcher learns it.
+"""Progress of workers, as their launcher learns it.
 
-A file says it to whoever looks now and then: a supervisor after a worker has died, since the
-file outlives its writer, and the status lines at a terminal. The
-rules of an emulated cluster take effect in a step: worker 0 says each on a socket.
+A file has it for readers that look now and then: a supervisor after a death, since the file outlives
+its writer, and the status lines at a terminal. The rules of an emulated cluster take effect in a
+step, so worker 0 sends each step on a socket.
 """
 
 from __future__ import annotations

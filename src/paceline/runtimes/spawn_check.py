@@ -1,8 +1,7 @@
-"""Scripts that start workers, or a process group, by themselves: refused, or warned of, where a launcher
-starts workers.
+"""Refuses or warns of scripts that start workers, or a process group, by themselves under a launcher.
 
-``torch.multiprocessing.spawn`` in a script that a launcher runs n times starts n jobs, which
-wait for each other's ports for ever; in the simulated runtime it starts real ones.
+``torch.multiprocessing.spawn`` in a script that a launcher runs n times starts n jobs, which wait
+for each other's ports for ever. In the simulated runtime it starts real processes.
 """
 
 from __future__ import annotations

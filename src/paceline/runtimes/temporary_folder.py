@@ -1,10 +1,10 @@
-"""A launcher's temporary folder, which goes however the launcher is told to end.
+"""A launcher's temporary folder, removed whatever signal ends the launcher.
 
-Python removes temporary folders where its blocks are left, and Ctrl-C leaves them; SIGTERM
-and SIGHUP would end the process where it stands. Inside `scratch_folder` all three raise
-`LauncherInterrupted`, once: a second one would disturb the tidying up that the first has begun.
-A launcher that is killed (``kill -9``) leaves its folder, and the next one removes it: each holds a
-lock on a file in its folder, which the kernel lets go with the process.
+Python removes temporary folders when their blocks are left, and Ctrl-C leaves them. SIGTERM and SIGHUP
+would end the process at once. Inside `scratch_folder` all three raise `LauncherInterrupted`, once: a
+second one would disturb the clean-up of the first. A killed launcher (``kill -9``) leaves its folder,
+and the next one removes it: each holds a lock on a file in its folder, which the kernel releases with
+the process.
 """
 
 from __future__ import annotations

@@ -1,24 +1,22 @@
-"""A worker's end of a server: an `Endpoint` over ZeroMQ. The other end is in `listener`.
+"""A worker's end of a server: an `Endpoint` over ZeroMQ. The other end is `listener`.
 
 Theory of operation
 -------------------
-One DEALER socket per channel, opened when it is first used; ZeroMQ's own threads move the
-bytes while this process computes. `request` hands everything to them at once, from the
-tensor's own memory; what exceeds MOST_UNANSWERED requests (see `protocol`) is kept here, and sent as
-replies come in. `wait` serves all channels of this endpoint until its own reply is there, and
-copies each payload straight into the tensor that was handed over. What is kept here moves
-only inside calls of this endpoint: whoever waits on several servers should wait in the
-order in which he asked, as all workers do. A service that asks another has no `wait`: its loop reads
-the connections, see `read_in`.
+There is one DEALER socket per channel, opened at first use. ZeroMQ's threads move the bytes while this
+process computes. `request` hands over everything at once, from the tensor's own memory. Requests
+beyond MOST_UNANSWERED (see `protocol`) stay here, and are sent as replies arrive. `wait` serves all
+channels of this endpoint until its own reply has arrived, and copies each payload into the tensor of
+its request. Requests that stay here move only inside calls of this endpoint. So a caller that waits on
+several servers should wait in the order of its requests, as all workers do. A service that sends
+requests has no `wait`: its loop reads the connections, see `read_in`.
 
-The liveness connection ends when the server's process ends, in any way: then, or when a
-channel's connection breaks, everything that waits raises `PeerLostError`. No connection is made
-again: what follows a cut would come from a stranger, and whoever has taken the port meanwhile
-would see the token. Nothing is sent a second time; a worker that comes back does so as a new
-incarnation.
+The liveness connection ends when the server's process ends, in any way. Then, or when a channel's
+connection breaks, every wait raises `PeerLostError`. No connection is made again: its messages would
+come from a stranger, and a process that has taken the port meanwhile would get the token. Nothing is
+sent a second time. A worker comes back as a new incarnation.
 
-No threads of our own, no time-outs but those of connecting and closing: a server that is
-alive may take all the time it needs. `wait` can be interrupted by Ctrl-C.
+There are no threads here, and no time-outs but those of connecting and closing: a living server may
+take all the time that it needs. Ctrl-C interrupts `wait`.
 """
 
 from __future__ import annotations

@@ -2,19 +2,19 @@
 
 Theory of operation
 -------------------
-`ServerListener.poll` waits for messages of workers (a ROUTER socket) and for ZeroMQ's questions
-whether to let a connection in. It waits for liveness connections, for connections to other services
-(see `peers`) and for lines of whoever has started the process. It returns what has happened, and knows no service:
-`parameter_server.process.host` calls the services, and hands over what they send.
+`ServerListener.poll` waits for messages of workers (a ROUTER socket), ZeroMQ's authentication requests,
+liveness connections, connections to other services (see `peers`), and lines of the parent process. It
+returns events, and knows no service: `parameter_server.process.host` calls the services, and sends
+their replies.
 
-It never waits for one peer: what is sent goes into ZeroMQ's queues, whose length is bounded. Who is
-here, and who is lost, is known by connections: see `sessions`. A connection that
-breaks is a lost peer at both ends; nothing is sent twice.
+It never waits for one peer: messages are put into ZeroMQ's queues, whose length is bounded. Connections
+show which workers are present or lost: see `sessions`. A broken connection is a lost peer at both ends,
+and nothing is sent twice.
 
-What is refused is counted in `ServerListener.refused`, answered where somebody waits for an answer,
-and changes nothing. A worker that breaks the protocol itself (requests out of order,
-answers never read) is dropped as if lost. So memory is bounded: per channel by
-ZeroMQ's queues, per worker by its channels, and strangers are not let in.
+A refused message is counted in `ServerListener.refused`, answered if its sender waits for an answer,
+and changes nothing. A worker that breaks the protocol itself (requests out of order, replies never
+read) is dropped as if lost. So memory is bounded: per channel by ZeroMQ's queues, per worker by its
+channels. Unauthenticated peers are not admitted.
 """
 
 from __future__ import annotations

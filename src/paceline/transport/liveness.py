@@ -1,24 +1,22 @@
-"""Connections whose end says that a process is gone.
+"""Connections whose end shows that a process has ended.
 
 Theory of operation
 -------------------
-Whoever must learn of a process's end holds an idle TCP connection to it. When a process ends
-in any way, its kernel closes the connection at once, and nothing is inferred from silence.
-Two things could hide an end, or feign one:
+A process that must learn of another one's end has an idle TCP connection to it. When a process ends in
+any way, its kernel closes the connection at once. Nothing is inferred from silence. Two things could
+hide an end, or look like one:
 
-*Networks.* A machine that vanishes closes nothing, so the kernel probes idle connections
-(keep-alive). A network that is cut looks the same from here, and comes back: so only a peer
-that has answered no probe for `PACELINE_UNREACHABLE_SECONDS` (300) is given up, and the words
-say *unreachable*, not *died*. TCP_USER_TIMEOUT stays unset: it would overrule the number of
-probes, and count what was sent during the cut from its first attempt. What other connections
-had under way (gloo's, ZeroMQ's) the kernel sends again at growing intervals, 120 s at most. So after
-a cut of minutes a job goes on up to two minutes after its network. About 15 minutes without an
-answer are the kernel's own limit (tcp_retries2).
+*Networks.* A machine that vanishes closes nothing, so the kernel probes idle connections (keep-alive).
+A network that is cut looks the same, and comes back. So only a peer that has answered no probe for
+`PACELINE_UNREACHABLE_SECONDS` (300) is given up, and is called *unreachable*, not *dead*.
+TCP_USER_TIMEOUT stays unset: it would overrule the number of probes, and count data sent during the
+cut from its first attempt. The kernel resends data of other connections (gloo's, ZeroMQ's) at growing
+intervals, 120 s at most. So after a cut of minutes a job continues up to two minutes after its network.
+The kernel's own limit is about 15 minutes without an acknowledgement (tcp_retries2).
 
-*Forked children.* A child has copies of all descriptors, and a connection ends with the last
-copy: a helper that outlives its parent would keep it alive for all others. So a child closes
-its copies when it begins. (What is started by ``exec`` has none: descriptors are not
-inherited there.)
+*Forked children.* A child has copies of all descriptors, and a connection ends with the last copy: a
+helper that outlives its parent would hide the end from all others. So a child closes its copies when
+it begins. Programs started by ``exec`` inherit no descriptors.
 
 A process of `multiprocessing` has such a connection to its parent, a pipe: see `end_with_parent`.
 """

@@ -1,17 +1,16 @@
-"""A service's connections to the other services that it asks, its peers.
+"""A service's connections to its peers, the other services that it sends requests to.
 
 Theory of operation
 -------------------
-A service learns where its peers are once all of its training listen (`PeerConnections.meet`). Connecting
-may take a while, and two services may connect to each other: so each connection is made on a
-thread of its own, while the process's loop serves. A thread hands over what it has made, and a byte in a
-pipe wakes the loop. From then on the `PollLoop` reads the connection. What has happened is returned as
-events (`PeerConnections.collect`).
+A service learns its peers' addresses when all services of its training listen (`PeerConnections.meet`).
+Connecting may take a while, and two services may connect to each other. So each connection is made on
+a thread of its own while the process's loop serves. A thread hands over its connection, and a byte in a
+pipe wakes the loop. From then on the `PollLoop` reads the connection. `PeerConnections.collect` returns
+what has happened as events.
 
-What is asked before that is kept. A peer that is lost, or was never reached, is an event
-at once, and again when it is asked once more: nothing waits for it. Where peers may
-come back (*reconnects*), a thread tries to reach it until it is there: each time as a
-later incarnation, since who was here before is not let in.
+Earlier requests wait. A peer that is lost, or was never reached, is an event at once, and again at each
+further request: nothing waits for it. If peers may come back (*reconnects*), a thread tries to reach
+the peer until it answers, each time as a later incarnation, since the earlier one is not admitted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who may talk to a server, and whether others can read it: plain, or CURVE.
+"""Authenticates peers of a server, and encrypts: plain or CURVE.
 
 ==========================================  ==============================================
 ``PACELINE_SECRET`` is set                  CURVE: encrypted, both ends know the secret
@@ -9,28 +9,31 @@ else                                        refused: nothing listens there unpro
 
 Both ends decide by this table, so the variables must be the same on all machines.
 
-Both CURVE key pairs come from the secret by scrypt: whoever knows it is one of us. ZeroMQ
-asks `Security.zap_reply` about each connection before the first message of it is read; plain
-connections show the server's token there as a password. A server that a job starts has a
-token of its own (`paceline.runtimes.real.job_store` says how workers learn it); one that is named with
-HOST:PORT has that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. Who does not
-have the token gets no answer but "not of this job".
+Both CURVE key pairs are derived from the secret by scrypt, so whoever knows it belongs to the job.
+ZeroMQ asks `Security.zap_reply` about each connection before its first message is read. Plain
+connections show the server's token there as a password. A server that a job starts has a token of its
+own, which workers learn as `paceline.runtimes.real.job_store` describes. A server named with HOST:PORT has
+that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. A peer without the token gets no reply
+but "not of this job".
 
-Threat model. CURVE: who does not have the secret can neither read nor alter what is sent,
-nor speak; he can still cut connections. Plain on loopback: only the administrator reads it,
-and other users of the machine do not have the token. A plain server does not prove itself to
-its workers: where one is named with HOST:PORT, whoever took that port first is shown the
-token. Plain on a trusted network: whoever reads the network, or the job's store, reads
-gradients and the token. Whoever holds token and secret takes part in the job: the server
-checks what he says and bounds what it keeps for him, but ZeroMQ itself collects one
-message's frames without a limit to their number. The liveness connection carries a ticket
-that is good once, and nothing else.
+Threat model
+------------
+- *CURVE*: a peer without the secret can neither read nor alter messages, nor send any. It can cut
+  connections.
+- *Plain on loopback*: only the administrator can read messages. Other users of the machine do not have
+  the token. A plain server does not prove itself to its workers: if it is named with HOST:PORT, a
+  process that took that port first gets the token.
+- *Plain on a trusted network*: readers of the network, or of the job's store, can read gradients and
+  the token.
+- *A peer with token and secret* takes part in the job. The server checks its messages and bounds the
+  memory that it keeps for it. ZeroMQ itself collects the frames of a message without a limit to their
+  number.
+- The liveness connection carries a ticket that is valid once, and nothing else.
 
-Not ours, and not mended here: torch's store and gloo's connections ask nobody who he is and
-encrypt nothing. Whoever reaches them, every user of the machine among them, does not learn there
-what opens a server. They can make the job fail, and change what gloo's all-reduces sum. They can
-run code as the job's user, since torchrun's agents unpickle what lies in their rendezvous. Jobs
-under ``--survive`` have neither.
+Outside of this protection: torch's store and gloo's connections authenticate nobody and encrypt
+nothing. Whoever reaches them, including every user of the machine, finds no token of a server there.
+Such a person can make the job fail, and alter gloo's sums. They can run code as the job's user, since
+torchrun's agents unpickle their rendezvous. Jobs under ``--survive`` use neither.
 """
 
 from __future__ import annotations

@@ -1,36 +1,35 @@
-"""Who is here: the workers of each training, as a server process knows them by their connections.
+"""The workers of each training, as a server process knows them by their connections.
 
-Other services of a training that ask one are here in the same way, with numbers behind those
-of the workers: only their departures count for nothing.
+Other services of a training that send requests here have sessions too, with numbers behind those of
+the workers. Only their departures have no effect.
 
 Theory of operation
 -------------------
-1. A worker's first connection says `Hello`, which names the service that it is for, and is given a
-   one-time ticket.
-2. The worker opens a plain TCP connection to the liveness port, and shows the ticket.
-   From here on it is *present*: its requests are taken, and it may open more channels.
-3. That connection stays idle. ZeroMQ does not say whose connection was lost, but this one
-   does (see `liveness`). Then the worker is *lost*.
-4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the
-   liveness connection. But if it has joined the training and has not left that, others wait
-   for it: then it is lost all the same, and the training has not ended well.
+1. A worker's first connection sends `Hello`, which names its service, and gets a one-time ticket.
+2. The worker opens a plain TCP connection to the liveness port, and shows the ticket. From then on it
+   is *present*: its requests are accepted, and it may open more channels.
+3. That connection stays idle. ZeroMQ does not report whose connection was lost, but this one does
+   (see `liveness`). Then the worker is *lost*.
+4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the liveness
+   connection. If it has joined the training and has not left it, others wait for it. Then it counts as
+   lost, and the training has not ended well.
 
-Whoever departs or is lost is forgotten at once, with all its connections: only its
-incarnation is remembered. The worker may come back with a newer one, which replaces one
-that is still here (that one is lost); an older one, or the same again, is refused.
+After a departure or a loss, only the worker's incarnation is remembered. A newer incarnation may come
+back, and replaces one that is still present (that one is lost). An older one, or the same again, is
+refused.
 
-Where nobody else numbers workers' incarnations, the server does, and a second process of a worker that
-is here is refused: two were started with one rank. But its machine may have vanished, which no
-connection tells for minutes. So the one that is here is sent a byte then. Its kernel acknowledges
-that at once, busy as its process may be; where it has not within `Timeouts.worker_acknowledge`,
-the worker is lost, and the next to come in its place is let in. So is the next in place of one that was
-evicted.
+If nobody else numbers incarnations, the server does. A second process of a present worker is refused,
+since two processes were started with one rank. But the first one's machine may have vanished, which no
+connection shows for minutes. So the server sends a byte to the present one, and its kernel acknowledges
+that at once, however busy the process is. Without an acknowledgement within
+`Timeouts.worker_acknowledge` the worker is lost, and the next process of its rank is accepted. So is
+the next one after an eviction.
 
-What is kept for strangers is bounded: one session of each worker that has yet to show its
-ticket, a line of each liveness connection without one, and so many of those; the oldest is
-closed for the next.
+Memory for unauthenticated peers is bounded: one session for each worker that has not shown its
+ticket, one line of each liveness connection without a ticket, and a limited number of those. The
+oldest is closed for the next.
 
-A method that may lose somebody returns whom, and the caller tells the service.
+A method that may lose workers returns them, and the caller informs the service.
 """
 
 from __future__ import annotations

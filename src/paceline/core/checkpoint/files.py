@@ -1,13 +1,12 @@
-"""Writes and reads one file of a checkpoint: whole or not at all, and as data alone.
+"""Reads and writes one file of a checkpoint: whole or not at all, and as data alone.
 
-`as_data` makes plain data of a nested state, which `torch.save` writes. Tensors stay tensors,
-without what is around them: autograd, and a larger storage that they are a part of. Numbers
-and texts of other types become Python's. A numpy array becomes a dict with one key that no
-state has, since keys are plain, too.
+`as_data` makes plain data of a nested state, which `torch.save` writes. Tensors stay tensors, without
+autograd and without a larger storage that they are a part of. Numbers and texts of other types become
+Python's. A numpy array becomes a dict with one key that no state has, since keys are plain, too.
 
-A file is written under another name and renamed when it is on disk. It is read with
-``weights_only``: torch's reader then knows tensors, numbers, texts, lists, tuples and dicts,
-and refuses everything else before it runs.
+A file is written under another name and renamed when it is on disk. It is read with ``weights_only``:
+torch's reader then knows tensors, numbers, texts, lists, tuples and dicts, and refuses everything else
+before it runs.
 """
 
 from __future__ import annotations

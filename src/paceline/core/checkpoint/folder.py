@@ -1,11 +1,10 @@
-"""Where a checkpoint is, whenever the process that wrote it was killed.
+"""Finds a checkpoint's complete folder, whenever its writer was killed.
 
-A checkpoint in the folder ``NAME`` is written into ``NAME.partial``: what all workers share is
-in ``shared.pt``, and what is worker R's own in ``worker-R.pt``. The index, ``index.pt``, is
-written last, and by renaming: with it a folder is complete. Then ``NAME`` becomes
-``NAME.old``, ``NAME.partial`` becomes ``NAME``, and ``NAME.old`` goes. So at each instant
-after the first complete checkpoint one of the three is complete, and the order in which
-`find` looks is the order in which they may be trusted:
+A checkpoint in the folder ``NAME`` is written into ``NAME.partial``: the common part in
+``shared.pt``, and worker R's own part in ``worker-R.pt``. The index, ``index.pt``, is written last, by
+renaming: with it a folder is complete. Then ``NAME`` becomes ``NAME.old``, ``NAME.partial`` becomes
+``NAME``, and ``NAME.old`` is removed. So at each instant after the first complete checkpoint one of the
+three is complete, and the order in which `find` looks is the order in which they may be trusted:
 
 ======================= ============ =============== ==============
 instant                 ``NAME``     ``.partial``    ``.old``
@@ -16,7 +15,7 @@ between the renames     -            **now**         before
 removing                **now**      -               no longer
 ======================= ============ =============== ==============
 
-What is removed loses its index first, so that nothing half removed is taken for complete.
+A folder that is removed loses its index first, so a half-removed one never counts as complete.
 """
 
 from __future__ import annotations

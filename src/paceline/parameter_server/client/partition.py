@@ -1,9 +1,9 @@
-"""Which part of a model lies on which server, and what one worker holds of it.
+"""Which server holds which part of a model, and one worker's view of it.
 
-Servers either share a model out, a *shard* each, for all workers; or they are replicas: there is
-one shard, all of the model, and each server holds it for its group of workers. Replicas tell each
-other what they have applied, and all workers wait for each other at the first of them: what is
-loaded there reaches the others before anybody is answered (see `groups.server`).
+Either servers share a model, each holding a *shard* for all workers. Or they are replicas: one shard, the
+whole model, which each server holds for its group of workers. Replicas exchange their updates. All workers
+wait for each other at the first replica, and a load there reaches the others before any worker is
+answered (see `groups.server`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A model's parameters on their servers, from one worker's side: the `Remote`.
 
-`partition` says which part lies where, `synchronization` how this worker comes to hold it, and
-`remote_state` has what lies there beside parameters. Here is what a step does: pushes, and the
-wait for their replies.
+Here are the messages of a step: pushes, and the wait for their replies. `partition` has the servers of
+each part, `synchronization` joins and pulls, and `remote_state` has everything beside parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What servers hold beside trained parameters: optimizer state, frozen parameters, buffers."""
+"""Servers' state beside trained parameters: optimizer state, frozen parameters, buffers."""
 
 from __future__ import annotations
 

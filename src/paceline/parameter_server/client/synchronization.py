@@ -1,4 +1,4 @@
-"""How a worker comes to hold what servers hold: it joins, pulls, loads, and waits at barriers."""
+"""Brings a worker and its servers to one state: joining, pulling, loading, and barriers."""
 
 from __future__ import annotations
 

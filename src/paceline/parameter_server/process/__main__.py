@@ -1,17 +1,17 @@
 """``python -m paceline.parameter_server.process``: a server process, started by a worker or a supervisor.
 
-Its first line of input is the job's token, so that no process list shows it. It prints where it
-listens, or why it does not. It serves until its input ends: the job is complete, or its starter has
-ended. Both then say more, a line of JSON each (see `control`).
+Its first line of input is the job's token, so that no process list shows it. It prints its address, or
+the reason why it does not listen. It serves until its input ends: the job is complete, or its parent has
+ended. Later lines both ways are JSON (see `control`).
 
-A worker's own process, *described*, serves all trainings of its script, and all services that it is
-to have here, as workers describe them.
+A worker's own process, *described*, serves all trainings of the worker's script, and all services whose
+place is here, as workers describe them.
 
-A supervised one serves one training. Its supervisor says which workers are done or were lost to
-another server, and where this server's peers are. It says with which step it goes on, which workers
-it takes for lost, and whether it holds the model. After all workers have said goodbye it ends
-when one of them begins another training. Of several group servers each is told which it is. One that
-*enters* takes over the model from its peers. It replies to no worker until then.
+A *supervised* process serves one training. Its supervisor says which workers are done or were lost to
+another server, and the addresses of this server's peers. The process reports the step with which it
+continues, the workers that it takes for lost, and whether it has the model. After all workers have said
+goodbye it ends when one of them begins another training. Of several group servers each learns its
+number. One that *enters* copies the model from its peers, and replies to no worker until then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lines between a server process and its parent, which is a worker or a supervisor.
+"""Lines between a server process and its parent, a worker or a supervisor.
 
-What a server is told (`LineToServer`) comes on its standard input, after a line with the job's token. What it
-says (`LineFromServer`) goes to its standard output, `Listening` first.
+`LineToServer`s arrive on the process's standard input, after a line with the job's token.
+`LineFromServer`s leave on its standard output, `Listening` first.
 """
 
 from __future__ import annotations

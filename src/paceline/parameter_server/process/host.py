@@ -2,16 +2,16 @@
 
 Theory of operation
 -------------------
-`ServerHost` takes what has happened from its `ServerListener`, and from each service's connections to
-its peers. It shows each event to the service that it is for, and to the service's monitors, and
-sends what the service returns. All runs on one thread, so services need no locks.
+`ServerHost` takes events from its `ServerListener`, and from each service's connections to its peers. It
+hands each event to its service and to the service's monitors, and sends what the service returns. All of
+this runs on one thread, so services need no locks.
 
-A service is there from the start (`ServerHost.add`), or workers open it: the first of them says what it is to
-be (`Describe`), and the others say the same. Requests of other services, which may have been
-described before, wait until then.
+A service exists from the start (`ServerHost.add`), or workers open it: the first one sends a description
+(`Describe`), and the others must send the same. Requests of other services, which may have been described
+before, wait until then.
 
-A service ends with its training, and then nothing of it is left here: neither parameters nor
-descriptors. `ServerHost.serve` yields news for the process's parent.
+A service ends with its training, and releases everything: parameters and descriptors. `ServerHost.serve`
+yields news for the process's parent.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a server counts, for Prometheus: ``paceline serve --metrics HOST:PORT``.
+"""A server's counters for Prometheus: ``paceline serve --metrics HOST:PORT``.
 
-`serve_metrics` starts prometheus_client's own HTTP server on threads of this process. Figures are
-read when somebody asks, so a server that nobody asks spends nothing. Each figure is one whole value
-of some moment; two may be of moments apart. Whoever reaches the address may read figures, and may
-hold as many threads as it opens connections: so the address is loopback unless another one is named.
-Figures say nothing of the model.
+`serve_metrics` starts prometheus_client's own HTTP server on threads of this process. Figures are read
+when a client asks, so an unused server spends nothing. Each figure is one consistent value; two figures
+may be of different moments. Whoever reaches the address may read figures, and each open connection
+holds a thread. So the address is loopback unless another one is named. Figures contain nothing of the
+model.
 
 Needs `prometheus_client`, an extra: ``pip install paceline[prometheus]``.
 """

@@ -1,9 +1,8 @@
-"""Monitors of a service: they look at its traffic, and say which workers are lost though their
-connections stand.
+"""Monitors of a service's traffic, which find lost workers whose connections still stand.
 
 `MonitoredService` shows a service's events and outputs to its monitors, in one place. `SilenceMonitor`
 takes silent workers for lost, `MissingWorkerMonitor` names workers that others wait for, and
-`snapshot.Snapshotter` keeps what a server holds.
+`snapshot.Snapshotter` writes snapshots.
 """
 
 from __future__ import annotations

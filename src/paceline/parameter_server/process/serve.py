@@ -1,7 +1,7 @@
-"""What ``paceline serve`` does: trainings of any job, on one address.
+"""``paceline serve``: trainings of any job, on one address.
 
-One socket listens for all of them. Were it bound anew for each, anybody on the machine could take
-the port in between, and workers of the next training would show him their token.
+One socket listens for all of them. If it were bound anew for each training, any user of the machine
+could take the port in between, and the next training's workers would show the token to that process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The kinds of services that a process can be, one row each, and what makes one.
+"""The kinds of services, one row each, and their factories.
 
-A service is a state machine (`interfaces.server`). Which one is wanted is said by a `Describe`. Nothing
-but a row of `SERVICES` can be made, and nothing is imported by a name from outside.
+A service is a state machine (`interfaces.server`). A `Describe` message names its kind. Only rows of
+`SERVICES` can be made, and nothing is imported by a name from outside.
 """
 
 from __future__ import annotations

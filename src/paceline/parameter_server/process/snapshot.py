@@ -1,12 +1,11 @@
-"""A server's parameters in a file, to go on from when its process dies.
+"""A server's parameters in a file, from which a restarted process continues.
 
 The file
 --------
-What `ParameterServer.snapshot` gave, and a `format` key, as ``torch.save`` writes it: a zip file
-whose records have CRCs, which are compared before it is read. It is read with ``weights_only``,
-so that a file can harm nobody. It is written beside its place, flushed to
-the disk, and moved there at once: whatever happens, the place holds a whole snapshot, the new
-one or the one before.
+It has the result of `ParameterServer.snapshot` and a `format` key, as ``torch.save`` writes them: a zip
+file whose records have CRCs, which are compared before it is read. It is read with ``weights_only``, so
+a file cannot run code. It is written under another name, flushed to the disk, and renamed. So at every
+moment the name has a whole snapshot, the new one or the one before.
 """
 
 from __future__ import annotations

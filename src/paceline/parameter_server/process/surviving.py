@@ -1,12 +1,12 @@
-"""A server whose job survives deaths: its workers come back, and so does it.
+"""A server whose job survives deaths: its workers come back, and so does the server.
 
-It keeps a snapshot, takes silent workers for lost, and waits for those that are lost. A
-supervisor starts one as its child (see `__main__`). Where workers live on many machines, and
-something else starts them again, `SurvivingJob` is the whole server. Its listener numbers workers'
-incarnations, and it knows no other process: whoever died is started again with the same words.
+It writes snapshots, takes silent workers for lost, and waits for lost ones. A supervisor starts one as its
+child (see `__main__`). If workers are on many machines and something else restarts them, `SurvivingJob` is
+the whole server. Its listener numbers workers' incarnations, and it knows no other process: a dead one is
+restarted with the same command line.
 
-A job that has ended well has removed its snapshot. One that is there belongs to a
-job that goes on, and what its workers train is compared with it when they join.
+A job that has ended well has removed its snapshot. An existing one belongs to a job that continues, and
+workers' descriptions are compared with it when they join.
 """
 
 from __future__ import annotations

@@ -1,33 +1,32 @@
-"""Where all workers that train wait for each other: to load, and to be at one moment.
+"""Barriers of all active workers: to load, and to be at one moment.
 
-A worker *arrives*: its request is answered when all that train are there. Then nothing is
-under way: each has the answers to all that it sent, and sends nothing.
+A worker *arrives*: its request is answered when all active workers have arrived. Then nothing is under
+way: each has the replies to all of its requests, and sends nothing.
 
-- At a *meet* that is all. The lowest rank is told that it leads.
-- At a *load* the lowest rank of those that bring something leads. It is answered first, and
-  sends what all go on from. When that is whole it takes effect, the gradients of workers that
-  died are dropped, and the others are answered. If the leader dies before, the next one leads.
-  Each worker then takes what was loaded, and arrives once more: nobody sends a gradient before
-  all have it.
+- A *meet* is that alone. The reply tells the lowest rank that it leads.
+- At a *load*, the lowest rank of those that bring state leads. It is answered first, and sends the
+  state from which all continue. When that is complete it takes effect, gradients of dead workers are
+  dropped, and the others are answered. If the leader dies before, the next one leads. Each worker then
+  takes the loaded state, and arrives once more: no worker sends a gradient before all have it.
 
 Workers that come back
 ----------------------
-A worker that comes back while others have arrived joins when they have met. One that has joined
-and has no parameters yet is given them then; earlier, if the workers that have yet to arrive
-wait for its gradients. A meet does not wait for a worker that has come back at a step which
-those that meet have yet to do: it may have missed the point where they met. Example: workers 0
-and 1 meet after step 4; worker 2 died before, and has come back with step 5.
+A worker that comes back while others have arrived joins after the barrier. One that has joined and
+has no parameters yet gets them then, or earlier if workers that have yet to arrive wait for its
+gradients. A meet does not wait for a worker that has come back at a step which the others have yet to
+do: it may have missed the point of the meet. Example: workers 0 and 1 meet after step 4; worker 2 died
+before, and has come back with step 5.
 
 A point at which only some arrive
 ---------------------------------
-Workers that have left are not waited for. Any other may still come, and is waited for, with two
+Workers that have left are not waited for. All others may still arrive, and are waited for, with two
 exceptions:
 
-- All that are missing wait for those that have arrived: then none will come. A meet ends with
-  the workers that are there; a load is refused. (Where a step may end without some workers, it
-  ends without those that have arrived, and the others come, too.)
-- One that has not done a step waits to load, and another one does steps: its script does not
-  load there. That is refused, too.
+- All missing workers wait for those that have arrived, so none will come. A meet ends with the workers
+  that are there; a load is refused. (If a step may end without some workers, it ends without those that
+  have arrived, and the others come, too.)
+- A worker without a step waits to load, and another one does steps: its script does not load there.
+  That is refused, too.
 """
 
 from __future__ import annotations

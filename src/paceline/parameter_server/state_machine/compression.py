@@ -1,30 +1,30 @@
-"""Codes between workers and a server, and the server's half of them.
+"""Compressed messages between workers and a server, and the server's half of compression.
 
 Pushes
 ------
-With g a worker's gradient, w its weight, e the residual that the worker keeps, where it keeps
-one, and C the code:
+With g a worker's gradient, w its weight, e the worker's residual (if it has error feedback), and C the
+compressor:
 
-    the worker sends C(w g + e);  the server decodes it, and divides by w
+    the worker sends C(w g + e);  the server decompresses it, and divides by w
 
-so that disciplines, norms and optimizers see a gradient as without compression, and residuals
-are shares of the mean as they are where workers form it. What a step leaves out because it was
-late is left out as it was decoded.
+So disciplines, norms and optimizers see a gradient as without compression. Residuals are shares of the
+average, as in workers that form averages themselves. A step that leaves out a late gradient leaves it
+out decompressed.
 
-Answers
+Replies
 -------
-Where they are differences the server keeps what each worker holds, its *replica* h. A pull gives
-all of the parameters x, and then h is x. A push is answered with
+If replies are differences, the server has a *replica* h of each worker's parameters. A pull returns all
+of the parameters x, and then h is x. The reply to a push is
 
-    C(x - h);  h = h + decoded C(x - h)
+    C(x - h);  h = h + decompressed C(x - h)
 
-and the worker adds the same to what it holds, which so has the bits of h. What a code leaves out
-is in the next difference: h is the residual. This is EF21-P (Gruntkowska, Tyurin and Richtarik,
-"EF21-P and friends", ICML 2023) with one h for each worker, since each is answered at a time of
-its own. It wants a code that brings h nearer to x: see `check_brings_nearer`.
+and the worker adds the same to its parameters, which so have the bits of h. The next difference contains
+the compression error: h is the residual. This is EF21-P (Gruntkowska, Tyurin and Richtarik, "EF21-P and
+friends", ICML 2023) with one h for each worker, since each gets its replies at times of its own. The
+compressor must bring h nearer to x: see `check_brings_nearer`.
 
-Decoded numbers are added where all of them stand, and not as they are decoded: a processor that
-multiplies and adds in one instruction would end with other bits than one that does not.
+Decompressed numbers are added when all of them are there, not one by one. A processor that multiplies
+and adds in one instruction would end with other bits than one that does not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The workers of a training: which are active, in which incarnation, and how far each is."""
+"""The workers of a training: which are active, in which incarnation, and at which step."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Which pushes a server takes: those that make sense, in the order of steps.
+"""Accepts the pushes that make sense, in the order of steps.
 
-Each of a worker's buckets has one main push per step; they come in any order. The last one
-moves the worker's clock, and the next step may begin. A worker may leave out steps, where
-another server named a later one, once all of its pushes are answered.
+Each of a worker's buckets has one main push per step; they come in any order. The last one moves the
+worker's clock, and the next step may begin. A worker may leave out steps if another server named a
+later one, once all of its pushes are answered.
 
-A discipline that takes parts (`Discipline.accepts_partial_pushes`) takes main pushes of some units. The units that one
-left out come late, all of them in one push: after all main pushes of their step, before the
-late pushes of the next step, and before the main pushes of the step after that. Others would
-wait for ever for units that never come, so whatever has to come after them, a leave too, is
+A discipline that takes parts (`Discipline.accepts_partial_pushes`) accepts main pushes of some units.
+The remaining units come late, all in one push: after all main pushes of their step, before the late
+pushes of the next step, and before the main pushes of the step after that. Without this rule others
+would wait for ever for units that never come. So messages that must follow them, a leave included, are
 refused before them.
 """
 

@@ -1,4 +1,4 @@
-"""All-reduces on a server, in an order that does not depend on the workers' speed."""
+"""All-reduces on a server, in an order that does not depend on the speed of workers."""
 
 from __future__ import annotations
 

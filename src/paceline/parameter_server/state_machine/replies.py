@@ -1,4 +1,4 @@
-"""Replies that are to leave a server when its transition ends."""
+"""The replies that leave a server when its transition ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server's part of the model: what disciplines are given, and the server's modules share."""
+"""One server's part of the model, as disciplines and the server's other modules use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One server's part of the parameters, the optimizer that updates it, and what nobody trains."""
+"""One server's part of the parameters, its optimizer, and state that is not trained."""
 
 from __future__ import annotations
 

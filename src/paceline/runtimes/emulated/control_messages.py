@@ -1,7 +1,7 @@
-"""What the client and the keeper say to each other: one question, one answer.
+"""Messages between a keeper and its client: one question, one answer.
 
-A message is four bytes of length and a line of JSON; open descriptors travel beside the
-length. Both ends are one program on one machine, so nothing here is versioned.
+A message is four bytes of length and a line of JSON; open descriptors travel beside the length. Both
+ends are one program on one machine, so nothing here is versioned.
 """
 
 from __future__ import annotations

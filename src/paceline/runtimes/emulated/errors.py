@@ -1,4 +1,4 @@
-"""What can go wrong with an emulated cluster, named by whose fault it is."""
+"""Errors of an emulated cluster, by their cause: the machine, the caller, or paceline."""
 
 from __future__ import annotations
 

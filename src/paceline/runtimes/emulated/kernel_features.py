@@ -1,4 +1,4 @@
-"""What an emulated cluster wants of the kernel, and where it comes from."""
+"""Kernel features that an emulated cluster needs, and where they come from."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Measures the goodput that each link of an emulated network gives.
+"""Measures the goodput of each link of an emulated network.
 
-For each link that is limited, TCP streams between hosts load it as far as they can. The
-streams are plain sockets that live in hosts, and one loop here serves them.
+For each limited link, TCP streams between hosts load it as far as they can. The streams are plain sockets
+in hosts, and one loop here serves them.
 
-A token bucket lets what it holds pass at once, and TCP has to find its pace, so the first
-part of a measurement does not count.
+A token bucket passes its content at once, and TCP has to find its rate, so the first part of a measurement
+does not count.
 """
 
 from __future__ import annotations

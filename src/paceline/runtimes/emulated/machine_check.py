@@ -1,4 +1,4 @@
-"""What this machine can do for an emulated cluster, and how to get the rest."""
+"""Checks which features of an emulated cluster this machine has, and how to get the others."""
 
 from __future__ import annotations
 

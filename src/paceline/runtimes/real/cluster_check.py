@@ -1,13 +1,13 @@
-"""The cluster that a real job's workers are told of, and whether it can be theirs.
+"""Checks the cluster file of a real job against the machines that its workers run on.
 
-Rank 0's file counts for all, who learn it from the job's store: so it may lie on one machine,
-and all ranks have the same. Each rank says there whether it was told of another one, and where
-it runs; rank 0 judges, and every rank raises what it has found. Once, and bounded as all that
-the store is asked for: whoever waits for a rank that has died is ended by `peer_monitor`.
+Rank 0's file counts for all ranks, which read it from the job's store. So the file may be on one
+machine only. Each rank publishes whether it was given another file, and where it runs. Rank 0
+compares, and every rank raises its finding. This happens once, with the store's time limit;
+`peer_monitor` ends ranks that wait for a dead one.
 
-What can be judged is which workers share a machine, and where the file names its hosts, which
-worker runs on which. A job whose workers are all on one machine, where there is no network
-between hosts, may be told of any cluster: so one tries what it does.
+Two facts can be checked: which workers share a machine and, if the file names its hosts, which worker
+runs on which. Racks cannot. A job on one machine, which has no network between hosts, may name any
+cluster: that is how to try out a file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compute time where a real process is to take a workload's times."""
+"""Compute time of real processes that follow a workload's times."""
 
 from __future__ import annotations
 

@@ -1,28 +1,25 @@
-"""How a worker process ends: well, badly, or because its launcher did.
+"""Ends a worker process: after success, after failure, or with its launcher.
 
 Theory of operation
 -------------------
-Python tells `atexit` nothing about why a process ends, so exceptions that nobody handles,
-``sys.exit`` and ``destroy_process_group`` are watched, from when the script joins a runtime until the
-process ends. That replaces ``sys.excepthook`` and ``dist.destroy_process_group``, and, where others
-would wait for this worker or a launcher asks how it ended, ``sys.exit``, ``exit`` and ``quit``:
-each calls the one that was there, which is put back at the end. Importing paceline
-replaces nothing.
+Python's `atexit` does not say why a process ends. So uncaught exceptions, ``sys.exit`` and
+``destroy_process_group`` are watched from when a script joins a runtime. That replaces
+``sys.excepthook`` and ``dist.destroy_process_group``. It also replaces ``sys.exit``, ``exit`` and
+``quit`` if others would wait for this worker or a launcher asks how it ended. Each replacement calls
+the original, which is restored at the end. Importing paceline replaces nothing.
 
-*Well*: the script returned, or left with exit status 0. Results are written, and an optimizer that
-was not finished takes part in the others' collectives until they finish. Then the process groups go, with
-everything that refers to them. torch's threads end with the last reference, and a thread that is alive while
-the interpreter is taken down may abort the process. A script that calls ``dist.destroy_process_group`` itself gets the same,
-just before.
+*Success*: the script returned, or left with exit status 0. Results are written. An optimizer that was
+not finished takes part in collectives until all workers finish. Then the process groups are released
+with everything that refers to them: a thread of torch that is alive while the interpreter shuts down
+may abort the process. A script that calls ``dist.destroy_process_group`` gets the same, just before.
 
-*Badly*: an exception that nobody caught, or ``sys.exit`` with another status. Nothing
-collective may be done: the others might not come. Nor may the interpreter be taken down:
-a collective under way would hold it up until all peers have come, or abort it. So the
-process ends at once, after Python's own tidying up, and says why to the other workers
-(`peer_monitor`) and to the launcher.
+*Failure*: an uncaught exception, or ``sys.exit`` with another status. Collectives are impossible, as
+the others might not come. So is a normal shutdown: a collective under way would hold it up, or abort
+it. So the process ends at once, after Python's own clean-up, and sends the reason to the other
+workers (`peer_monitor`) and to the launcher.
 
-A bare ``raise SystemExit(3)`` cannot be told from a good end: the worker goes on in step
-with the others until they end, and has status 3 then.
+A bare ``raise SystemExit(3)`` looks like success: the worker continues with the others until they
+end, and has status 3 then.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Workers of a job that survives deaths on many machines: what each is told, and how it comes
-to its server.
+"""Workers that survive deaths on many machines: how each one finds its server.
 
-No supervisor knows them all. Each is a process that something starts, and starts again when it
-ends badly: systemd, Kubernetes, Slurm, Ray, a loop in a shell. It has a rank, and knows where the
-server is, and its token (see `environment_of`); the server numbers its incarnations, and tells it how
-many workers there are. One that is there before its server, or while that is started again,
-waits for it.
+There is no supervisor. Something else starts each worker and restarts it after a failure: systemd,
+Kubernetes, Slurm, Ray, or a loop in a shell. A worker has a rank, the server's address and its token
+(see `environment_of`). The server numbers incarnations and says how many workers there are. A worker
+waits for a server that has not started yet, or is being restarted.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Names the rank that the others wait for, where nobody has died.
+"""Names the rank that the others wait for, if no rank has died.
 
 Theory of operation
 -------------------
-Each rank looks at its own script now and then, on its liveness thread. A rank that has waited
-for others for `Timeouts.rank_hang`, and has sent nothing meanwhile, reports that to rank 0's hub.
-The hub then asks all ranks where they are. Their liveness threads answer, whatever their
-scripts do. A rank hangs if it does not wait and has sent nothing for as long, or if it does not
-answer. So nothing is said where all ranks are slow alike, since nobody waits then, and
-nothing where all of them wait, since then no rank is to blame.
+The liveness thread of each rank looks at its script now and then. A rank that has waited for others
+for `Timeouts.rank_hang`, and has sent nothing meanwhile, reports that to rank 0's hub. The hub then
+asks all ranks for their position. Their liveness threads answer, whatever their scripts do. A rank
+hangs if it does not wait and has sent nothing for as long, or if it does not answer. So there is no
+report while all ranks are equally slow, as none waits. There is none either if all of them wait, as
+no rank is to blame.
 
-Rank 0 names the rank, its process and its script's stack, once: again only after the rank has
-gone on. Nothing is ended: the rank may be compiling, or evaluating alone. What NCCL waits for on
-a device is not seen here, since the host goes on meanwhile.
+Rank 0 prints the rank, its process and its script's stack, once: again only after the rank has
+continued. Nothing is ended: the rank may be compiling, or evaluating alone. Waits of NCCL on a device
+are not seen, since the host continues meanwhile.
 """
 
 from __future__ import annotations

@@ -1,32 +1,28 @@
-"""What one worker tells the others through torch's store, which keeps no secrets.
+"""What workers publish to each other through torch's store, which keeps no secrets.
 
-torch's store asks nobody who he is: whoever reaches MASTER_PORT, every user of the machine
-among them, may read what lies there, and write. So a token, which opens a door, is handed over
-in one of three ways; all workers find the same one by this table:
+Whoever reaches MASTER_PORT may read and write torch's store, other users of the machine included.
+So tokens are handed over in one of three ways. All workers find the same one by this table:
 
 =============================================  ==========================================
-``PACELINE_SECRET``, or else                   an address lies in the store, signed; its
-``PACELINE_SERVERS_TOKEN``, is set             token is derived from what is set, and from a
-                                               number beside the address
-else: all workers are on this machine          both are in a nameless file of who tells it,
-                                               and the store says where that is
-else, and on systems without ``memfd``         both lie in the store
+``PACELINE_SECRET``, or else                   The store has a signed address. The token is
+``PACELINE_SERVERS_TOKEN``, is set             derived from the variable and from a number
+                                               beside the address.
+else: all workers are on this machine          The publisher has both in a nameless file
+                                               (``memfd``); the store says where it is.
+else, and on systems without ``memfd``         Both are in the store.
 =============================================  ==========================================
 
-The second way rests on the kernel: only processes of the same user (and the
-administrator's) open another process's descriptors. Who reads takes the file only if it
-is its own user's, a memfd, and sealed: nobody else can have made such a one. It goes with the
-process that has it.
+The second way relies on the kernel: only processes of the same user, and the administrator's, open
+another process's descriptors. A reader accepts the file only if it is its own user's, a memfd, and
+sealed, which no other user can make. The file goes with its process.
 
-The last way keeps out strays and scanners, and nobody who reads the store. Servers are on
-it only where ``PACELINE_TRUSTED_NETWORK=1`` says that there is nobody else: see
-`paceline.transport.security`.
+The last way keeps out scanners, but not readers of the store. Servers use it only under
+``PACELINE_TRUSTED_NETWORK=1``: see `paceline.transport.security`.
 
-What listens is found at a `ListenAddress`. A machine may know itself by an address that is of no use to
-others: Debian's ``/etc/hosts`` gives its own name 127.0.1.1, and some launchers call the first worker's
-machine "localhost" on that machine alone. Others do not reach what is bound to such an address: they
-look for it on their own machine. The store of torch listens everywhere, and each worker looks for it at
-MASTER_ADDR as *it* resolves that. Where this machine's own view is of no use, so do we.
+Addresses are `ListenAddress`es. A machine may know its own name as an address that others cannot
+use: 127.0.1.1 in Debian's ``/etc/hosts``, or "localhost" from some launchers. Then paceline listens
+on all addresses, as torch's store does, and each worker looks for it at MASTER_ADDR as that worker
+resolves it.
 """
 
 from __future__ import annotations

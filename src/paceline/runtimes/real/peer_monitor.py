@@ -1,23 +1,23 @@
-"""Every survivor learns which rank died, whatever gloo and NCCL notice.
+"""Tells every surviving rank which rank died, whatever gloo and NCCL notice.
 
 Theory of operation
 -------------------
-Each rank keeps one idle TCP connection to rank 0's hub. *Dead* is a lost connection (see
-`transport.liveness`). No death is inferred from silence, so a rank that computes, compiles or evaluates
-for an hour with the interpreter's lock held is not taken for dead. A rank that ends well says
-goodbye first; one that ends with an error says which. The hub tells everybody; when the hub
-itself is lost, everybody knows that it was rank 0. A living rank that the others wait for is
-named, and goes on (see `hang_report`).
+Each rank keeps one idle TCP connection to rank 0's hub. *Dead* means a lost connection (see
+`transport.liveness`). Silence is never a death: a rank may compute, compile or evaluate for an hour
+with the interpreter's lock held. A rank that ends well sends a goodbye first; one that fails sends
+its error. The hub informs all ranks. If the hub itself is lost, they know that it was rank 0. A living
+rank that the others wait for is named, and continues (see `hang_report`).
 
-A survivor may be blocked in a collective for ever, where Python cannot interrupt it. So it is
-ended when it has been in one for a few seconds after the news. A survivor that does something
-else may write an emergency checkpoint: it has PACELINE_EXIT_GRACE_SECONDS to end by itself.
+A survivor may be blocked in a collective for ever, and Python cannot interrupt it there. So it is
+ended after a few seconds in one. Any other survivor may write an emergency checkpoint, and has
+PACELINE_EXIT_GRACE_SECONDS to end by itself.
 
-Lines of JSON, each bounded; a connection that does not begin with the hub's token is closed.
-Nothing is unpickled. Threat model: ranks learn the token as `job_store` says, so other users of
-one machine do not have it. Several machines need PACELINE_SECRET for that. Without it whoever
-reaches torch's store reads the token, which keeps out strays and scanners alone. It travels in the clear:
-whoever reads the network between machines has it.
+Messages are lines of JSON of bounded length; nothing is unpickled. A connection that does not begin
+with the hub's token is closed.
+
+Threat model: ranks learn the token as `job_store` describes, so other users of one machine do not
+have it. Several machines need PACELINE_SECRET for that; without it, readers of torch's store have the
+token. It travels unencrypted: readers of the network between machines have it.
 """
 
 from __future__ import annotations

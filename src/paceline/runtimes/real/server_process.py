@@ -1,4 +1,4 @@
-"""A server process as who starts it knows it, and what servers and workers are told.
+"""A server process from its parent's side, and the lines that servers and workers get.
 
 A worker starts one for the services beside it (see `services`), a supervisor for a job that survives
 deaths.

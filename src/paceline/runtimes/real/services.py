@@ -1,10 +1,11 @@
-"""Servers and other services of real workers: started beside them, or found where they are.
+"""Servers and other services of real workers: started beside them, or found at their addresses.
 
-Each worker starts those whose place is beside it, all in one child process that ends with it.
-*Embedded* is beside rank 0; *per node* beside the first worker of each node; a host is the first
-worker's that runs there. Their addresses go to all workers through the job's store, and
-their tokens as `job_store` says. One that cannot start says so there, so that every worker
-raises, and none waits. Once all listen, workers tell each what it is, and where its peers are.
+Each worker starts the services whose place is beside it, all in one child process that ends with it.
+*Embedded* means beside rank 0, *per node* beside the first worker of each node. A host's service
+belongs to the first worker that runs there. Addresses go to all workers through the job's store, and
+tokens as `job_store` describes. A service that cannot start publishes that, so every worker raises
+and none waits. When all services listen, workers describe to each one what it is and where its peers
+are.
 """
 
 from __future__ import annotations

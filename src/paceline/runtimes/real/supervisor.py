@@ -1,34 +1,34 @@
-"""``paceline run --survive``: a job that goes on when its processes die.
+"""``paceline run --survive``: a job that continues when its processes die.
 
 Theory of operation
 -------------------
-The supervisor is the parent of all processes, and all end with it, also where it is killed. They are one
-parameter server, or one for each group of workers, and the workers, which meet only there. A worker that dies is evicted by the servers at once, because
-its connections are lost; here it is started again, with a higher incarnation, joins the
-servers, and pulls the parameters of that moment. When a server dies, no worker can go on: each
-has a connection to every server, and none can be mended. While another server holds the model,
-the one that died is started again, and enters from there; else all servers go on from the
-snapshot. Then all workers are started again. Where none was taken yet, the training begins anew.
+The supervisor is the parent of all processes, and they all end with it, even if it is killed. They
+are one parameter server, or one for each group of workers, and the workers, which communicate through
+servers only.
 
-A worker that is silent though it lives is evicted too, and told so when it speaks again;
-one that has not ended by itself after `Timeouts.workers_end` is killed, and started again.
+- A worker dies: its connections are lost, so the servers evict it at once. It is restarted with a
+  higher incarnation, joins the servers, and pulls the present parameters.
+- A server dies: no worker can continue, as each has a connection to every server. If another server
+  has the model, the dead one is restarted and enters from there. Otherwise all servers start from the
+  snapshot. Then all workers are restarted. Without a snapshot the training begins anew.
+- A silent worker is evicted too, and learns it when it sends again. If it has not ended after
+  `Timeouts.workers_end`, it is killed and restarted.
 
-Without a named file the snapshot is one of this job's own, with a name that no other job has. It lies in
-the folder for records, if there is one, else in a temporary folder that goes with the job.
-A named file that is there at the start may be of a job that failed, or of quite another one: the
-job does not start then, unless it is told to go on from it (``PACELINE_RESUME=1``). A job that
-ends well removes its own.
+Without a named file, the snapshot has a name of this job's own. It is in the folder for records or in
+a temporary folder of the job. A named file that exists at the start may belong to another job. So the
+job starts only if ``PACELINE_RESUME=1`` asks it to continue from that file. A job that ends well
+removes its own.
 
-A restarted script begins at its top. ``--steps N`` counts the job's steps, so it does only
-those that are left; a script that counts epochs itself asks ``optimizer.first_step``. So
-there is one training to a script. After its end the servers hold the finished model until all
-scripts have ended well: a worker that dies meanwhile is started again, finds it, and has no more steps to
-do. What fails after the beginning of a second training fails the job.
+A restarted script begins at its top. ``--steps N`` counts the job's steps, so it does the remaining
+ones; a script that counts epochs itself asks ``optimizer.first_step``. So there is one training to a
+script. After its end, servers keep the finished model until all scripts have ended well: a worker that
+dies meanwhile is restarted, finds it, and has no more steps. A failure after the start of a second
+training fails the job.
 
-A worker that ends with an error that a restart cannot mend (`PacelineError.restart_helps`), such as an
-unknown method, ends the job.
+An error that a restart cannot mend (`PacelineError.restart_helps`), such as an unknown method, ends
+the job.
 
-What follows an exit is decided in `survive_policy`. Here processes are started, watched and ended.
+`survive_policy` decides what follows an exit. Here processes are started, watched and ended.
 """
 
 from __future__ import annotations

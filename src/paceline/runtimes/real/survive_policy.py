@@ -1,6 +1,7 @@
-"""What a job that survives does when one of its processes ends: decisions, without processes, files or clocks.
+"""Decisions of a job that survives deaths: what follows the end of a process.
 
-`supervisor` says what has ended, and carries out what is decided.
+Pure functions, without processes, files or clocks. `supervisor` reports what has ended, and acts on
+the decisions.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""A simulation's checkpoints, laid over the real ones: files are redirected, never moved.
+"""A simulation's checkpoints over the real ones: files are redirected, never moved.
 
-A table says where the file or folder of a path is. What the simulation writes lies in the
-simulation's own folder; what it removes is hidden; what it renames has an entry at its new
-path. A path without an entry is what it is on disk, so a script reads real checkpoints until
-it replaces them. An entry of a folder holds for all paths below it that have no entry of
-their own. So no real checkpoint is ever moved, changed or removed, whenever the process dies.
+A table maps paths to files and folders. Checkpoints that the simulation writes are in the simulation's own
+folder; removed ones are hidden; renamed ones have an entry at their new path. A path without an entry is
+the one on disk, so a script reads real checkpoints until it replaces them. An entry of a folder holds for
+all paths below it without an entry of their own. So no real checkpoint is ever moved, changed or removed,
+whenever the process dies.
 
-The folder of a running simulation is locked (flock(2)). The kernel releases the lock when the
-process ends, however that happens, and the next simulation removes the folder.
+The folder of a running simulation is locked (flock(2)). The kernel releases the lock when the process
+ends, however that happens, and the next simulation removes the folder.
 """
 
 from __future__ import annotations

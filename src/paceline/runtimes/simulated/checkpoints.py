@@ -1,12 +1,11 @@
-"""Checkpoints of a simulation go to a folder of its own, and real ones stay as they are.
+"""Redirects a simulation's checkpoints to a folder of its own.
 
-A checkpoint is what `torch.save` writes, and a file whose name says so
-(`overlay.SUFFIXES`). While a script runs, the functions of Python, torch and safetensors that
-open, list, rename and remove files go by the simulation's `Overlay`.
+A checkpoint is a file of `torch.save`, or one whose name ends as one (`overlay.SUFFIXES`). While a script
+runs, the functions of Python, torch and safetensors that open, list, rename and remove files use the
+simulation's `Overlay`.
 
-Patched functions are never all that there are. What they do not see, Python's audit events
-tell: a change of a checkpoint by another way is refused before it happens. Only a library
-that writes files of its own accord, past Python, is not seen.
+Patches never cover all functions. Python's audit events report the others: a change of a checkpoint that
+was not redirected is refused before it happens. Only libraries that write files past Python are not seen.
 """
 
 from __future__ import annotations

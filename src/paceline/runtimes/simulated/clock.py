@@ -1,22 +1,24 @@
-"""The virtual clock: a heap of events, and worker threads that take turns. Beside it the work that
-follows results (`EventRunner`), a cluster's rules (`RuleSchedule`), and the `Watchdog`.
+"""The virtual clock: a heap of events, and worker threads that take turns.
+
+Beside it: continuations of results (`EventRunner`), a cluster's rules (`RuleSchedule`), and the
+`Watchdog`.
 
 Theory of operation
 -------------------
-Exactly one worker thread runs at any moment: the one that has the turn. A worker that
-must wait runs the event loop itself until some worker can go on, hands that one the
-turn, and sleeps. There is no scheduler thread, so one hand-over costs one switch.
+Exactly one worker thread runs at any moment: the one that has the turn. A worker that must wait runs the
+event loop itself until some worker can continue, hands that one the turn, and sleeps. There is no
+scheduler thread, so one hand-over costs one switch.
 
-*Local time.* `VirtualClock.now` is the instant of the last event. Computing costs a worker no
-switch: it only moves the worker's own `Worker.time` ahead, and what the worker does next
-(launch a collective, send) is an event at that later instant. Events are handled in the
-order of their instants, ties in the order in which they were scheduled. So nothing that a worker
-does reaches another one too early, and two runs are equal bit for bit.
+*Local time.* `VirtualClock.now` is the instant of the last event. Computing costs a worker no switch: it
+only moves the worker's own `Worker.time` ahead. The worker's next action (a collective, a send) is an
+event at that later instant. Events are handled in the order of their instants, ties in the order in
+which they were scheduled. So no action of a worker reaches another one too early, and two runs are equal
+bit for bit.
 
-*The end.* When no event is left and nobody can run, that is a deadlock: every worker gets
-an error that says who waits for what. When one worker's script raises, all others are
-woken with `Abandoned` at the place where they wait. A worker that waits outside of the clock,
-which would wait for ever, is seen by the `Watchdog`, on a clock of real time.
+*The end.* If no event is left and no worker can run, that is a deadlock: every worker gets an error with
+all waits and their reasons. When one worker's script raises, all others are woken with `Abandoned` where
+they wait. A worker that waits outside of the clock would wait for ever; the `Watchdog` sees it, on a
+clock of real time.
 """
 
 from __future__ import annotations

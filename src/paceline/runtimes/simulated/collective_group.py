@@ -2,22 +2,21 @@
 
 How a collective runs
 ---------------------
-Each rank's call is the next operation in that rank's queue; the same number on every rank
-is the same operation, and must be the same call. A queue has *lanes* (gloo: two worker
-threads; NCCL: one stream): an operation is *present* on a rank once a lane is free there,
-and holds it until it is complete there.
+Each rank's call is the next operation in that rank's queue. The same number on every rank is the same
+operation, and must be the same call. A queue has *lanes* (gloo: two worker threads; NCCL: one stream): an
+operation is *present* on a rank once a lane is free there, and holds it until it is complete there.
 
-*Priced* (what its schedule has a price for, such as rings): starts when its last rank is
-present and takes the schedule's latency. Then it moves as one activity on all its connections, phase
-by phase, and ends on all ranks at once.
-*Played* (all else, and these where asked for): every message of the schedule starts when both
-its ends are present and what its source must have received has arrived; a rank is done
-when its own messages are. Both in `collectives.timing`.
+*Priced* (schedules with a price, such as rings): it starts when its last rank is present and takes the
+schedule's latency. Then it moves as one activity on all its connections, phase by phase, and ends on all
+ranks at once.
+*Executed* (all others, and priced ones on request): every message of the schedule starts when both its
+ends are present and its source has received the messages before it. A rank is done when its own messages
+are. Both are in `collectives.timing`.
 
-Data: contributions are copied at the call, unless the schedule lets no rank go on before all have
-come. Sums go in gloo's order. A result is written to a rank's buffers at the instant at which
-the operation completes there. The last rank's takes the contributions away: whoever still holds its
-work (for torch, for errors) holds no data.
+Data: contributions are copied at the call, unless the schedule lets no rank continue before all have
+come. Sums are in gloo's order. A result is written to a rank's buffers at the instant at which the
+operation completes there. The last rank's result releases the contributions: a handle that is kept
+longer (for torch, for errors) holds no data.
 """
 
 from __future__ import annotations

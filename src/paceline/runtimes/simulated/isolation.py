@@ -1,14 +1,13 @@
-"""What belongs to a process in a real run belongs to a worker here.
+"""Gives each simulated worker the state that a real process has for itself.
 
-Many workers share one process. Each gets, for its own eyes: the environment's rank
-variables, ``__main__``, and the random states of Python, torch and numpy. The first two
-are looked up per thread or swapped at each hand-over of the turn; random states are
-swapped only when a worker other than their owner resumes.
+Many workers share one process. Each has its own rank variables of the environment, ``__main__``, and
+random states of Python, torch and numpy. Variables are looked up per thread, and ``__main__`` is swapped at each
+hand-over of the turn. Random states are swapped only when a worker resumes that does not own them.
 
-What torch and Python do per process is patched when a simulation starts (`patched_process`), and
-as it was when it ends. All workers share one standard output (`workers_output`): what the first
-prints goes through as it is; what others print is left out, or comes line by line behind ``[3]``.
-What anybody writes to standard error is shown, so that no worker's trouble goes unseen.
+State that torch and Python have per process is patched when a simulation starts (`patched_process`), and
+restored when it ends. All workers share one standard output (`workers_output`): the first worker's prints
+pass unchanged; others' are left out, or come line by line behind ``[3]``. Standard error of all workers is
+shown, so that no worker's trouble goes unseen.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Servers and other services in virtual time: the same state machine, as a handler of events.
 
-A request travels over the links like any message, on a connection of its own per (sender,
-server, channel): first in, first out, so incast falls out of the link model. The server's
-processor takes requests first come, first served, and what a transition adds up and steps
-keeps it busy; answers leave when it is done, and so does what it asks of other services. So it
-is with a server's own deadlines. For a trace, `MessageTrace` notes when messages were on their way.
+A request travels over links like any message, on a connection of its own per (sender, server, channel):
+first in, first out, so incast follows from the link model. The server's processor takes requests first
+come, first served. A transition's sums and updates keep it busy. Replies, and requests to other services,
+leave when it is done. A server's own deadlines work likewise. For a trace, `MessageTrace` records when
+messages were under way.
 """
 
 from __future__ import annotations

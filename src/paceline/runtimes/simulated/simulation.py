@@ -1,6 +1,6 @@
 """A simulation: a body run once per worker, in one process, on a virtual clock.
 
-Where a method treats all workers alike, a few can stand for all: `paceline.cluster.worker_classes`.
+If a method treats all workers alike, a few stand for all: `paceline.cluster.worker_classes`.
 """
 
 from __future__ import annotations
