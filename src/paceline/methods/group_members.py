@@ -1,4 +1,4 @@
-"""Groups of workers by hand: the text of a method's key ``members``."""
+"""Groups of workers by hand: parses a method's key ``members``."""
 
 from __future__ import annotations
 

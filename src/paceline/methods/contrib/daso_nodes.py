@@ -1,9 +1,9 @@
 """Nodes of workers that train one model together, and exchange it with the other nodes.
 
-Between two exchanges the workers of a node hold the same parameters, since they step with the
-same gradient; one of them, in turn, speaks for the node. A worker that is out of data does not
-step, and is behind the others of its node until these have exchanged; so workers of a node say
-first who has trained most, and who speaks has its parameters.
+Between two exchanges the workers of a node hold the same parameters, since they step with the same
+gradient. One of them, in turn, sends for the node. A worker that is out of data does not step, and is
+behind the others of its node until the next exchange. So workers of a node first find the one that has
+trained most, and the sender gets its parameters.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """OSP by all-reduce: both stages among workers that each hold the optimizer.
 
-Exact for every optimizer that can be applied piece by piece. A worker keeps the last exact
-values of what is deferred, with the optimizer's state that belongs to them. The tentative step is a
-step of that optimizer whose result is thrown away.
+Exact for every optimizer that can be applied piece by piece. A worker keeps the last exact values of
+deferred pieces, with the optimizer's state that belongs to them. The tentative step is a step of that
+optimizer whose result is discarded.
 
-One worker decides for all what is deferred: the first one that still trains, which also knows
-how important each piece is. All tell it when their gradients were ready, in one small all-reduce
-beside stage 2, so nobody waits for it. Every rank knows when that is due: from the number of
-steps, and from what is deferred, which are the same everywhere.
+One worker decides for all which pieces are deferred: the first active one, which also computes the
+importance of each piece. All workers send it the ready times of their gradients, in one small all-reduce
+beside stage 2, so no worker waits for it. Every rank knows when that all-reduce is due: from the number of
+steps and the deferred pieces, which are the same everywhere.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Which pieces are deferred: those that a step waits for, as few as make it wait no longer.
+"""Chooses the deferred pieces: those that a step waits for, as few as give the shortest step.
 
-The first layers' gradients are ready last, so they are what a step waits for, and deferring
-them shortens it. What is ready early hides behind backward: deferring it gains nothing.
+The first layers' gradients are ready last, so a step waits for them, and deferring them shortens it.
+Gradients that are ready early hide behind backward: deferring them gains nothing.
 
 One worker decides every few steps (`all_reduce`), or each server for its part of the model
-(`parameter_server`), and tells the others. Workers that each decided by their own arithmetic and
-clock could disagree in a last bit, and wait for messages that never come.
+(`parameter_server`), and sends the choice to the others. Workers that each decided by their own arithmetic
+and clock could disagree in a last bit, and wait for messages that never come.
 
-What the times promise is held against what comes. Where processors carry the messages, as
-between processes of one machine, nothing hides behind computing, and deferring makes steps
-longer. So the first interval with something deferred is a trial. It ends after `TRIAL_STEPS`
-steps if these are much longer, and with its interval if steps are no shorter. After a trial that
-fails nothing is deferred for some decisions, and for twice as many each time.
+Predicted gains are compared with measured steps. If processors carry the messages, as between processes
+of one machine, nothing hides behind computing, and deferring makes steps longer. So the first interval
+with deferred pieces is a trial. It ends after `TRIAL_STEPS` steps if these are much longer, and with its
+interval if steps are no shorter. After a failed trial nothing is deferred for some decisions, and for twice
+as many each time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a worker measures: its steps, the network's rate, and how much may be deferred.
+"""OSP's measurements: a worker's steps, the network's rate, and the budget of deferred bytes.
 
-A step as its network sees it: what was deferred begins to travel when the step begins, each
-bucket's rest when its gradients are ready, and all of it is there at the step's end. The network
-is one queue: two streams that share it end when one after the other would.
+A step from its network's side: deferred pieces begin to travel when the step begins, each bucket's rest
+when its gradients are ready, and everything has arrived at the step's end. The network is one queue: two
+streams that share it end when one after the other would.
 """
 
 from __future__ import annotations

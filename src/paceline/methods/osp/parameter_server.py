@@ -1,14 +1,14 @@
 """OSP over servers: a worker's half, and the server's.
 
-Servers hold the exact parameters and the optimizer's state. For its tentative step a worker
-has the exact values of what it defers, and computes the momentum from how these moved. SGD
-without Nesterov's form moves by -eta v, so v is (P(i-1) - P(i)) / eta, up to rounding, at
-no traffic. The state of other optimizers is pulled for what is deferred, meanwhile.
+Servers hold the exact parameters and the optimizer's state. For its tentative step a worker has the exact
+values of its deferred units, and computes the momentum from how these moved. SGD without Nesterov's form
+moves by -eta v, so v is (P(i-1) - P(i)) / eta, up to rounding, without traffic. The state of other
+optimizers is pulled for the deferred units, meanwhile.
 
-A server takes each step in two rounds per bucket, and tells with its answers what the next step
-defers. Law: a unit's update of step i comes after that of step i - 1, whichever stage each came
-in, and the answer to step i carries exactly what that update made. A round whose gradients are
-all in waits until its units are that far.
+A server takes each step in two rounds per bucket. Its replies name the units that the next step defers.
+Law: a unit's update of step i comes after that of step i - 1, whichever stage each came in, and the reply to
+step i carries exactly that update's result. A round whose gradients have all arrived waits until its units
+are that far.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a worker does in both forms: its pieces, its messages, and its tentative step.
+"""A worker of OSP in both forms: its pieces, its messages, and its tentative step.
 
-`all_reduce` and `parameter_server` say how gradients travel.
+`all_reduce` and `parameter_server` define how gradients travel.
 """
 
 from __future__ import annotations
