@@ -142,9 +142,10 @@ class Averages:
         equally: bool = False,
         kept: torch.Tensor | None = None,
     ) -> Pending:
-        """The sum of *buffer* among all workers, scaled to a mean once participants are known; or
-        what was *kept*, where nobody takes part. *carries*: it may carry the question who
-        does. *equally*: each participant counts once, not by its weight."""
+        """The sum of *buffer* among all workers, scaled to an average once active workers are known; or
+        *kept*, if no worker is active. *carries*: it may carry the exchange of active workers.
+        *equally*: each active worker counts once, not by its weight.
+        """
         participation = self._participation
         self._require_round()
         if participation.is_resolved:
@@ -195,8 +196,7 @@ class Averages:
         return pending or DonePending()
 
     def benchmark(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
-        """A sum of a gradient that nobody wants, as `mean` forms it, or `scatter_mean` and then
-        its gather: to be timed."""
+        """An unused sum of a gradient, as `mean` forms it, or `scatter_mean` and then its gather: to be timed."""
         if in_halves:
             return reduce_scatter(self._comm, buffer, "sum").gather()
         if self._compression is None or self._comm.size == 1:

@@ -348,8 +348,9 @@ class BatchWeights:
         return self._sampler.weight(min(self._batch, len(self._sampler) - 1))
 
     def pass_runs(self) -> bool:
-        """A gradient has come; when its backward pass ends, its batch is over. Returns
-        whether it is the first of a pass whose share nobody has asked for."""
+        """A gradient has come; when its backward pass ends, its batch is over. Returns whether the pass's share was
+        not asked for yet.
+        """
         if not self._running:
             if self._batch >= len(self._sampler):
                 raise UsageError(

@@ -36,8 +36,10 @@ from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes, wir
 
 
 class CompressedAverage:
-    """One worker's averages through the training's compressor, with its state of each tensor,
-    by name. Listeners are told what was compressed and decompressed, see `Compute.compressed`."""
+    """One worker's averages through the training's compressor, with its state by tensor name.
+
+    Listeners learn what was compressed and decompressed, see `Compute.compressed`.
+    """
 
     def __init__(self, context: TrainingContext) -> None:
         self.compression = context.settings.compression

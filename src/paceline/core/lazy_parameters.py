@@ -82,7 +82,7 @@ class LazyParameters:
         self._awaits_step, self.used_since_backward = True, False
 
     def backward_begins(self) -> None:
-        """Gradients are about to come: whatever nobody has used yet is told of now."""
+        """Gradients are about to come: reports the use of all parameters that were not used yet."""
         if self._watches and len(self._used) < len(self._parameters):
             self._unseen = {
                 index

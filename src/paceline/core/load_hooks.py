@@ -55,7 +55,7 @@ class LoadTracker:
 
     @property
     def is_due(self) -> bool:
-        """Whether the script has loaded something that has not become everybody's."""
+        """Whether the script has loaded state that has not reached all workers."""
         return self._model_is_new or self._state is not None
 
     @property
@@ -87,8 +87,9 @@ class LoadTracker:
         self._remote.partition.check_unwritten(self._method)
 
     def complete(self, whole: bool = False) -> bool:
-        """What was loaded becomes everybody's, or what the model and the optimizer hold as a
-        *whole*; returns whether it was used. Collective over the workers that train."""
+        """Give all workers the loaded state, or the state of model and optimizer as a *whole*; return whether it
+        was used. Collective over the active workers.
+        """
         state, self._state = self._state, None
         new, self._model_is_new = self._model_is_new or whole, False
         if self.is_late_joiner:

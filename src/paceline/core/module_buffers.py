@@ -13,12 +13,11 @@ from paceline.interfaces.buckets import flatten, unflatten_into
 
 
 class BufferSync:
-    """A model's buffers (BatchNorm's statistics), made common to all ranks step by step.
+    """A model's buffers (BatchNorm statistics), made common to all ranks step by step.
 
-    They are sent when a backward pass ends: forward passes are over then, and whoever
-    looks at the model after the step, in an evaluation on one rank alone too, sees what
-    the next step begins with. They are put into the model only when nobody can need
-    the old ones for gradients, and travel while the optimizer steps.
+    They are sent when a backward pass ends: forward passes are over then. So the model after a step, in an
+    evaluation on one rank alone too, is that with which the next step begins. They travel while the optimizer
+    steps, and are written into the model when no gradient can need the old ones.
     """
 
     def __init__(

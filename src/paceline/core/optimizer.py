@@ -380,7 +380,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Asked by a GradScaler, and by whoever looks at all attributes: changes nothing."""
+        """Read by GradScaler, and by code that reads all attributes: changes nothing."""
         return self._training.takes_scaled_gradients
 
     def _is_left_out(self) -> bool:

@@ -32,18 +32,17 @@ _LAST = -2.0
 class Participation:
     """One worker's part in the rounds of all workers.
 
-    Each round asks whether anybody has something to report:
+    Each round asks whether any worker has something to report:
 
     - *inside a sum*: where a plain sum of real numbers on processors travels anyway, among all
       workers. A rank that asks makes its last element NaN, and so is its sum on every rank.
       Nothing extra is sent. (A flag in every message would be padding, in each step.)
     - *beside it*: one small message between the hosts' processors. It serves sums that no NaN
-      survives (lossy compression, integers, groups), and devices, whose elements nobody should
-      wait to read.
+      survives (lossy compression, integers, groups), and devices, which a read of an element would
+      stall.
 
-    Where somebody asked, all hold a ballot: which ranks train, which tensors were used anywhere,
-    and the true value of that element. A genuine NaN costs a ballot and stays a NaN. Ordinary
-    rounds hold none.
+    If any worker asks, all hold a ballot: active workers, tensors used on any rank, and the true value
+    of that element. A genuine NaN costs a ballot and stays a NaN. Ordinary rounds hold none.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -121,8 +120,9 @@ class Participation:
         self._pending = pending
 
     def resolve(self) -> None:
-        """Learn who takes part in this round; hold a ballot if anybody asked. Afterwards
-        ``bucket.used`` says which tensors were used on any rank. Collective."""
+        """Learn the active workers of this round; hold a ballot if any worker asked. Then ``bucket.used``
+        says which tensors were used on any rank. Collective.
+        """
         if self.is_resolved:
             return
         if not self._may_ask:
@@ -225,11 +225,11 @@ class Participation:
 
 
 class DelayedParticipation:
-    """Every so many rounds all workers vote whether they train, and nobody waits for that: the
-    result of one vote is used at the next one, by all in the same round.
+    """A vote of all workers every so many rounds, without waiting: all use its result at the next vote, in
+    the same round.
 
-    Example: with a vote every 16 rounds, a worker that is out of data in round 20 says so in round
-    32; from round 48 on the others' groups are without it. Until then it takes part as it is.
+    Example: with a vote every 16 rounds, a worker that is out of data in round 20 votes so in round
+    32; from round 48 on the others' groups are without it. Until then it takes part with its model.
     """
 
     def __init__(self, context: TrainingContext, control: Comm, every: int) -> None:
@@ -328,7 +328,7 @@ class GroupVote:
         return self._pending is not None
 
     def resolve(self) -> None:
-        """Learn the factor, and which tensors of this group's buckets anybody used."""
+        """Learn the factor, and which tensors of this group's buckets were used on any rank."""
         assert self._pending is not None
         self._pending.wait()
         if self._is_resolved:

@@ -346,8 +346,9 @@ class Reducer:
     # ---- averages ----
 
     def expose_gradients(self) -> None:
-        """A tensor that only other ranks used has a gradient too; one that nobody used
-        has none, else momentum and weight decay would move it."""
+        """Set ``.grad`` of each tensor that any rank used. An unused tensor has none, or momentum and weight decay
+        would move it.
+        """
         for slot in self.slots:
             if not slot.group.bucket.used[slot.position]:
                 slot.parameter.grad = None

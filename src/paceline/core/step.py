@@ -237,8 +237,7 @@ class StepDriver:
         self._after_update()
 
     def _after_update(self) -> None:
-        """The method's hook; and a round's own messages, where that is when workers
-        meet."""
+        """Call the method's hook, and send a round's own messages if rounds are held after the update."""
         context, rounds = self._context, self._rounds
         self._announce_place(in_step=False)
         self._participation.is_later = False

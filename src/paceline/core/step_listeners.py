@@ -46,7 +46,7 @@ class StepListeners:
             setattr(self, event, _Event())
 
     def add(self, listener: Any) -> None:
-        """Tell *listener*, after the others; None is nobody."""
+        """Add *listener* behind the others; None adds none."""
         for event in EVENTS:
             function = getattr(listener, event, None)
             if function is not None:

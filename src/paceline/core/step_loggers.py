@@ -116,7 +116,7 @@ def sink_for(where: str) -> Sink:
 
 
 def check_place(where: str) -> None:
-    """Raise `UsageError` for a kind that nobody knows: before workers are started."""
+    """Raise `UsageError` for an unknown kind, before workers are started."""
     kind = where.partition(":")[0]
     if kind not in SINKS:
         raise UsageError(unknown("place to report to", kind, SINKS))
@@ -190,7 +190,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """The script's own run, or one of project *name*; offline as W&B itself is told to be."""
+    """The script's own run, or one of project *name*; offline if W&B is configured so."""
 
     def __init__(self, name: str) -> None:
         wandb = _needs("wandb", "wandb")

@@ -179,10 +179,11 @@ class Training:
 
     @property
     def takes_scaled_gradients(self) -> bool:
-        """Whether a GradScaler is to call ``step()`` in any case, and to leave it to that to
-        unscale gradients, or to leave an update out. Where gradients are workers' own, one
-        of them alone has an infinity, and the others meet it after the update: it may leave
-        that out, but not the step."""
+        """Whether a GradScaler always calls ``step()``, which then unscales gradients or leaves an update out.
+
+        True where gradients are workers' own. One of them alone may have an infinity, and the others communicate
+        with it after the update: it may leave the update out, but not the step.
+        """
         if self._method.visible_gradient == "sent":
             return True  # and the step refuses it
         return self.optimizer_steps and self._method.rounds.models_may_differ
@@ -268,9 +269,11 @@ class Training:
         self._driver.end()
 
     def finish(self, *, together: bool = False) -> None:
-        """This worker is out of data. Collective over the ranks, each in its own time; but
-        not where the training is broken: then the others are told. *together*: all ranks
-        know that all call this now, so nobody needs company."""
+        """This worker is out of data. Collective over the ranks, each in its own time.
+
+        A broken training is not finished together: the others get the reason. *together*: all ranks know that all
+        call this now, so no shadow collectives are needed.
+        """
         self.finished = True
         self._runtime.registry.places.leaves(self._place_number)
         if together:
@@ -315,7 +318,7 @@ class Training:
             self.loads.detach()
 
     def abandon(self) -> None:
-        """It is not to be trained by this, after all: nobody has done a step."""
+        """Give up a training that has done no step: another one will train the model."""
         self.finished, self._workers.active = True, False
         self._runtime.registry.places.take_back(self._place_number)
         self.detach()
@@ -361,18 +364,20 @@ class Training:
     # ---- all workers together ----
 
     def load_is_complete(self) -> bool:
-        """The script has loaded all that it wanted: what the model and the optimizer hold on
-        the lowest rank that trains becomes everybody's. Returns when this worker has it;
-        False where nothing of it was used, since this worker was started again and the job
-        goes on: then the model holds what the servers have. Where workers update, each
-        goes on with what it loaded. Collective over the workers that train."""
+        """Give the lowest active rank's model and optimizer, which the script has loaded, to all workers.
+
+        Returns when this worker has them. Returns False if this worker was restarted while the job continues: then
+        the loads are ignored, and the model has the servers' parameters. Where workers update, each continues with
+        its own loads. Collective over the active workers.
+        """
         return self.loads is None or self.loads.complete(whole=True)
 
     def meet(self) -> bool:
-        """Wait for all workers that train; then each has the answers to what it sent, and
-        sends nothing until this has returned. Returns False, at once, where there is nobody
-        to be met: this worker is out of data, or was started again and has not trained since.
-        Collective."""
+        """Wait for all active workers: a barrier, at which each has the replies to its requests.
+
+        No worker sends anything until this has returned. Returns False, at once, if this worker is out of data, or
+        was restarted and has not trained since. Collective.
+        """
         if self.loads is None or self.remote is None:
             self.comm.all_reduce(torch.zeros(1), "sum").wait()
             self.leads = self.comm.rank == 0

@@ -179,12 +179,12 @@ def _trainings(runtime: Runtime) -> list[Training]:
 
 
 def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> None:
-    """`save` where workers meet only at their servers.
+    """`save` where workers communicate through servers only.
 
-    After the training they no longer meet, and all hold the same. Between two meetings each does
-    its part. Whoever dies is not waited for: without its part the checkpoint is whole, and
-    without the leader it is not replaced. An error is raised when all have met: nobody is left
-    waiting.
+    After the training they no longer communicate, and all hold the same. Between two barriers each does
+    its part. Dead workers are not waited for: without a worker's part the checkpoint is still whole; without
+    the leader's part it is not replaced. An error is raised after the second barrier, so that no worker is
+    left waiting.
     """
     trainings = _trainings(runtime)
     met = [training for training in trainings if training.meet()]

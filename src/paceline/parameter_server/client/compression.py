@@ -26,9 +26,9 @@ from paceline.parameter_server.state_machine.compression import (
 
 
 class ClientCompression:
-    """Compresses what the worker of *rank* pushes, and decompresses the *replies* of servers.
+    """Compresses the pushes of worker *rank*, and decompresses the *replies* of servers.
 
-    *listener* is told of what was compressed and decompressed.
+    *listener* learns what was compressed and decompressed.
     """
 
     def __init__(

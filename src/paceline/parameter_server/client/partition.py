@@ -270,8 +270,9 @@ class Partition:
         self._versions = self._present_versions()
 
     def check_unwritten(self, method: str) -> None:
-        """Raise `UsageError` where the script has written into a parameter since the last
-        step: the next reply would write over it, and nobody else would ever see it."""
+        """Raise `UsageError` if the script has written into a parameter since the last step: the next reply
+        would overwrite it, and no other worker would see it.
+        """
         if not self._versions:
             return
         for bucket, before in zip(self.buckets, self._versions, strict=True):
@@ -379,8 +380,7 @@ def _cuts(
     groups: dict[int, int],
     held: Sequence[int],
 ) -> list[int]:
-    """Where to cut a bucket: 0, the places between servers, its end. Whoever has *held*
-    less until now gets more."""
+    """Where to cut a bucket: 0, the places between servers, its end. Servers that have *held* less get more."""
     size, shards = bucket.buffer.numel(), len(held)
     if shards == 1 or bucket.bytes < SMALL_BYTES * shards:
         return [0, size]

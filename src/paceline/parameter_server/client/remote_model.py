@@ -117,8 +117,8 @@ class _StatePull(NamedTuple):
 class RemoteModel:
     """A *model* whose *buckets* are partitioned over servers.
 
-    Pushes are compressed by *compression*, where the job compresses. *listener* is told of compression. Raises `UsageError` for an optimizer that cannot live on a
-    server.
+    Pushes are compressed by *compression*, if the job compresses; *listener* learns of compression. Raises
+    `UsageError` for an optimizer that servers cannot run.
     """
 
     def __init__(

@@ -93,10 +93,10 @@ def _merged(values: list[Any], parameter: torch.Tensor) -> Any:
 
 
 class RemoteBuffers:
-    """Frozen parameters and buffers: the *tensors* of a model that nobody trains.
+    """Frozen parameters and buffers: the *tensors* of a model that are not trained.
 
-    All of them travel as bytes at a load, and to workers that join. *mixed*: those buffers that
-    also travel in every step, and are mixed on the server; none where each worker keeps its own.
+    All of them travel as bytes at a load, and to workers that join. *mixed*: the buffers that also travel in
+    every step, and are mixed on the server; none if each worker keeps its own.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class RemoteBuffers:
             pending_reply.wait()
 
     def pull(self) -> None:
-        """Take what the server holds, if anybody has loaded it."""
+        """Take the server's tensors, if a worker has loaded any."""
         into = torch.empty(self._bytes, dtype=torch.uint8)
         waiting = [
             self._endpoint.request(
@@ -174,7 +174,7 @@ class RemoteBuffers:
     # ---- buffers, in each step ----
 
     def mix(self, weight: float) -> None:
-        """Send BatchNorm's statistics, to be mixed with everybody's, and ask for them."""
+        """Send BatchNorm statistics, to be mixed with those of all workers, and ask for the mixture."""
         if not (self._floats or self._counters):
             return
         self._mixed = self._flat()

@@ -30,7 +30,7 @@ from paceline.parameter_server.client.remote_state import (
 class Synchronizer:
     """Brings worker *rank* and the servers of a *partition* to one state.
 
-    *loads_untrained*: workers meet nowhere but at servers, so all begin with rank 0's *buffers*.
+    *loads_untrained*: workers communicate through servers only, so all begin with rank 0's *buffers*.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Synchronizer:
     # ---- joining ----
 
     def join(self, training: Join) -> int:
-        """Take part; the model then holds the servers' parameters. Returns `first_step`.
+        """Join the training; the model then holds the servers' parameters. Returns `first_step`.
 
-        *training*: what all servers are told; each also learns its number and its units.
+        *training*: the description that all servers get; each also gets its number and its units.
         """
         # The others may be at a barrier, at one server after the other. A worker that joins
         # goes through the servers backwards, also with its pulls: so it is never held up at a
@@ -144,9 +144,11 @@ class Synchronizer:
     def load(
         self, state: dict[torch.Tensor, dict[str, Any]] | None, untrained: bool
     ) -> None:
-        """What the script has loaded into the model since the last step, the optimizer's
-        *state* unless it stays, and the *untrained* tensors, as the lowest rank has them,
-        become the servers' and everybody's. Collective over those that train."""
+        """Give the lowest active rank's loads to the servers and all workers. Collective over the active workers.
+
+        Loaded are the model's parameters since the last step, the optimizer's *state* unless it stays, and the
+        *untrained* tensors.
+        """
         partition = self._partition
         enter = EnterBarrier(kind="load", brings=True)
         for server, leads in self._pass_barriers(partition.barriers, enter):
@@ -161,9 +163,10 @@ class Synchronizer:
     def _pass_barriers(
         self, servers: Collection[int], enter: EnterBarrier
     ) -> Iterator[tuple[int, bool]]:
-        """Enter the barriers of these servers. Yields each server when all have come there,
-        and whether this worker is to load what all go on from. All workers come to the servers
-        in the same order: whoever waits for one has done its part at those before."""
+        """Enter the barriers of these servers. Yields each server when all workers have arrived there, and whether
+        this worker sends the loaded state. All workers come to the servers in the same order, so one that waits has
+        done its part at those before.
+        """
         endpoints = self._partition.endpoints
         waiting = [(server, endpoints[server].request(enter)) for server in servers]
         for server, pending_reply in waiting:
@@ -241,7 +244,7 @@ class Synchronizer:
         self._buffers.pull()
 
     def pull_final(self) -> None:
-        """Nobody trains any more, and this worker has left, maybe before the others."""
+        """Pull the final state. All workers are done, and this one has left, maybe before the others."""
         before = max(self._loads)
         self.pull_model()
         if max(self._loads) > before:  # those that trained longer have loaded

@@ -198,7 +198,7 @@ class LocalServer(ParameterServer):
             self._pushing.discard(worker)
 
     def _is_held_back(self, reply: Reply) -> bool:
-        """Whether it ends a barrier or the training: all workers meet at server 0."""
+        """Whether the reply ends a barrier or the training: all workers wait for each other at server 0."""
         if self.number:
             return False
         if isinstance(reply.message, BarrierPassed):

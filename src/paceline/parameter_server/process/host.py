@@ -95,14 +95,14 @@ class HostedService:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its training is over for somebody: the others are about to end it."""
+        """Whether its training is over for a worker: the others are about to end it."""
         service = self.service
         is_over = service is not None and service.is_over()
         return is_over or self.attendance.some_have_departed
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody needs it any more."""
+        """Whether no worker needs it any more."""
         attendance = self.attendance
         if self.until == "replaced":
             return attendance.all_have_departed and attendance.another_is_wanted
@@ -253,7 +253,7 @@ class ServerHost:
             self._end(hosted.key)
 
     def _begin_to_close(self) -> float:
-        """End what nobody needs to end; returns when the rest is to have ended."""
+        """End the services that no worker needs; return when the rest must have ended."""
         self.listener.welcomes_any = False
         for key, hosted in list(self.services.items()):
             if hosted.until != "deserted" or not hosted.is_ending:

@@ -137,7 +137,7 @@ class _Collector:
         self._figures = figures
 
     def describe(self) -> Iterator[Metric]:
-        """Nothing before somebody asks: so registering reads no figures."""
+        """Empty: registering reads no figures."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

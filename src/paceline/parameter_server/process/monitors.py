@@ -260,7 +260,7 @@ class SilenceMonitor(Monitor):
         return silent
 
     def _look_up(self, now: float) -> None:
-        """The monitor is called: the time in which it was not is nobody's silence."""
+        """Note a call: the time without calls counts as no worker's silence."""
         away = now - self._looked
         self._looked = now
         if away > 2 * self._pulse:
@@ -284,7 +284,7 @@ class SilenceMonitor(Monitor):
 
 
 class MissingWorkerMonitor(Monitor):
-    """Names workers that are missing where others are here and wait: nobody may have started them.
+    """Names missing workers while others wait for them: perhaps they were never started.
 
     First after *seconds*, then less and less often. *missing* returns workers that are to come, or
     to come back.

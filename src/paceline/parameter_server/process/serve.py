@@ -213,7 +213,7 @@ def _beginning(job: SurvivingJob) -> str:
 
 
 def _say_who_broke_off(job: SurvivingJob) -> None:
-    """Nobody is here any more, and nothing says that anybody comes back."""
+    """Log which workers broke off: none is present any more, and none is expected back."""
     who = ", ".join(map(str, job.server.missing()))
     kept = "there is no snapshot of it (--snapshot FILE)"
     if job.path is not None and job.path.exists():

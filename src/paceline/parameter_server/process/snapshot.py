@@ -50,9 +50,11 @@ def unfinished(path: Path) -> Path:
 
 @contextlib.contextmanager
 def snapshot_lock(path: Path | None) -> Iterator[None]:
-    """Within it nobody else keeps a snapshot in *path*, where its file system has locks: two jobs
-    would go on from each other's parameters. The lock's file stays, so that all who come lock the
-    same one. Raises `UsageError` where somebody holds it already."""
+    """Hold the lock on the snapshot *path*, if its file system has locks.
+
+    Without it two jobs could continue from each other's parameters. The lock's file stays, so that all lock the
+    same one. Raises `UsageError` if another process holds it.
+    """
     if path is None:
         yield
         return

@@ -157,7 +157,7 @@ def checked(path: Path) -> Path:
 
 
 def log_counts(name: str, counts: Mapping[str, int]) -> None:
-    """What the server *name* has counted; one that nobody came to says nothing."""
+    """Log the counts of the server *name*; an unused one has no line."""
     if counts:
         words = ", ".join(f"{number} {what}" for what, number in counts.items())
         log.info("%s counted: %s", name, words)

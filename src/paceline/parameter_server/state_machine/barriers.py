@@ -366,8 +366,9 @@ class PendingLoad:
     def take_untrained(
         self, worker: int, load: LoadUntrained, payload: torch.Tensor | None
     ) -> None:
-        """A part of what nobody trains. Raises `UsageError` for a part that does not follow
-        the one before."""
+        """Take a part of the state that is not trained. Raises `UsageError` for a part that does not follow
+        the one before.
+        """
         self._check_may_load("load-untrained", worker)
         if payload is None or payload.dtype != torch.uint8:
             raise UsageError("load-untrained: expected a payload of bytes")
@@ -402,8 +403,9 @@ class PendingLoad:
     # ---- all of it ----
 
     def apply(self) -> None:
-        """Let all that is here take effect. Whoever trains is at the barrier, and has nothing
-        under way: the gradients that are held are of workers that died."""
+        """Let all loaded state take effect. Active workers are at the barrier, and have nothing under way: gradients
+        that are held are of dead workers.
+        """
         store = self._shard.store
         if self._parts:
             self._untrained.load(self._parts)

@@ -51,13 +51,14 @@ from paceline.spec import nested
 
 
 def shape_of(unit: Unit) -> tuple[int, ...]:
-    """What a code sees of a unit: a part of a tensor is a matrix of one row, since vectors may
-    be left alone as small."""
+    """The shape of a unit for compressors: a part of a tensor is a matrix of one row, since vectors may be left
+    uncompressed as small.
+    """
     return (1, unit.elements) if unit.shape is None else unit.shape
 
 
 def views(flat: torch.Tensor, units: Sequence[Unit]) -> list[torch.Tensor]:
-    """The *units* in a *flat* part of a bucket, in the shapes that codes see."""
+    """The *units* in a *flat* part of a bucket, in their shapes for compressors."""
     pieces = flat.split([unit.elements for unit in units])
     return [
         piece.view(shape_of(unit)) for piece, unit in zip(pieces, units, strict=True)
@@ -69,15 +70,17 @@ def code_bytes(
     shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
 ) -> int:
-    """What one code of tensors of these *shapes* is, once all first steps are over."""
+    """Bytes of a compressed payload of tensors of these *shapes*, once all first steps are over."""
     return check_decodes_per_worker(compression.steady_state()).code_bytes(
         shapes, dtype
     )
 
 
 class ServerCompression:
-    """The codes of a training that *join* describes, on the server that has its *store*.
-    Raises `UsageError` for a compression that a server cannot decode."""
+    """Compression of a training that *join* describes, on the server that has its *store*.
+
+    Raises `UsageError` for a compressor whose payloads a server cannot decompress.
+    """
 
     def __init__(self, join: Join, store: Store) -> None:
         self._store, self._units = store, join.units
@@ -92,8 +95,9 @@ class ServerCompression:
     # ---- pushes ----
 
     def gradient(self, push: Push, payload: torch.Tensor | None) -> torch.Tensor:
-        """What a push brings, decoded. Raises `UsageError`, with nothing changed, for what is
-        no code of the bucket."""
+        """A push's gradient, decompressed. Raises `UsageError`, with nothing changed, for a payload that does not fit
+        the bucket.
+        """
         store = self._store
         store.check_bucket(push.bucket)
         if push.late or push.units is not None:
@@ -115,8 +119,7 @@ class ServerCompression:
     # ---- answers ----
 
     def given(self, worker: int, bucket: int, values: torch.Tensor) -> int:
-        """A worker is given all of a bucket, *values*, which nobody writes; returns the
-        sequence."""
+        """Note that a worker gets all of a bucket, *values*, which stay unchanged; return the sequence."""
         if self.replicas is None:
             return 0
         before = self.replicas.get((worker, bucket))
@@ -181,8 +184,9 @@ _SUBTRACTED_AND_ADDED = 6.0
 
 @dataclass
 class _WorkerReplica:
-    """What a worker holds of one bucket. *states*: of the code of its differences; *sequence*: of
-    what it was given last; *is_own*: others do not share *values*."""
+    """A worker's copy of one bucket. *states*: of the compressor of its differences; *sequence*: of its last
+    reply; *is_own*: others do not share *values*.
+    """
 
     values: torch.Tensor
     states: list[State]
@@ -215,7 +219,7 @@ def spec_of_code(compression: GradientCompression) -> str:
 def check_answers(
     method: Method, compression: GradientCompression, replies: Replies
 ) -> None:
-    """Raise `UsageError` for differences where nobody answers with them."""
+    """Raise `UsageError` for differences in a training whose replies have none."""
     if replies == "full":
         return
     if method.updates_on != "server":

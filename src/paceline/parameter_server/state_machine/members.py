@@ -183,7 +183,7 @@ class Members:
         self._known[worker].begins_with(step)
 
     def leave(self, worker: int) -> None:
-        """A worker has done all of its steps: nobody waits for another one."""
+        """A worker has done all of its steps: no worker waits for another one."""
         self._known[worker].leaving = True
         self._left.add(worker)
 
@@ -207,11 +207,11 @@ class Members:
         return sorted(self._present().keys() | self._awaited)
 
     def nobody_trains(self) -> bool:
-        """Nor is anybody to come, or to come back."""
+        """Whether no worker is active, and none is to come, or to come back."""
         return not (self._training() or self._awaited or self._returning)
 
     def is_over(self) -> bool:
-        """Workers were here, and nobody trains any more."""
+        """Whether workers were here, and none is active any more."""
         return bool(self._known) and self.nobody_trains()
 
     def clocks(self) -> dict[int, int]:
@@ -228,7 +228,7 @@ class Members:
         return not any(member.begun for _, member in self._training())
 
     def trains(self) -> list[int]:
-        """The workers that are to come where all meet: those that train or are awaited."""
+        """The workers that a barrier of all waits for: active ones, and those that are awaited."""
         return sorted({w for w, _ in self._training()} | self._awaited)
 
     def has_joined(self, worker: int) -> bool:
@@ -236,7 +236,7 @@ class Members:
         return member is not None and member.joined and not member.lost
 
     def has_begun_training(self) -> bool:
-        """Whether anybody has sent a gradient."""
+        """Whether any worker has sent a gradient."""
         return self.furthest > max([self.begin, *self._begins.values()])
 
     def _present(self) -> dict[int, Member]:
@@ -248,8 +248,9 @@ class Members:
     # ---- how far they are ----
 
     def begin_with(self, step: int, own: Mapping[int, int]) -> None:
-        """Nobody has joined yet, and training is to begin with *step*; workers of whose
-        gradients later ones are in, each with its *own*."""
+        """Begin with *step*, before any worker has joined; workers of which later gradients are in begin each with
+        its *own* step.
+        """
         self.begin = self.furthest = step
         self.begin_later(own)
 

@@ -41,7 +41,7 @@ class Reductions:
         self.finish_complete()
 
     def finish_complete(self) -> None:
-        """End the reductions that miss nobody's part by now, and answer their workers."""
+        """End the reductions that have all parts by now, and answer their workers."""
         if not self._open:
             return
         everybody = self._members.everybody()

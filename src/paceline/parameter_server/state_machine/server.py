@@ -410,7 +410,7 @@ class ParameterServer(Service):
         self._after_departure()
 
     def _lose(self, worker: int) -> None:
-        """Nobody waits for a worker, and it is told nothing any more."""
+        """Stop waiting for a worker, and send it nothing more."""
         self.members.lose(worker)
         self.barrier.forget(worker)
         self.load.forget(worker)
@@ -512,9 +512,11 @@ class ParameterServer(Service):
         self._go_on_with("keep-alive", worker, step)
 
     def _go_on_with(self, what: str, worker: int, step: int) -> None:
-        """A worker goes on with *step*: nobody waits for its steps before. Example: it has
-        joined, and another server is further than this one; or it came too late for its own
-        step. Raises `UsageError` for a step too far ahead."""
+        """Let a worker continue with *step*, and wait for no earlier step of it.
+
+        Example: it has joined, and another server is further than this one; or it came too late for its own step.
+        Raises `UsageError` for a step too far ahead.
+        """
         if step > self.members[worker].clock and self.pushes.is_idle(worker):
             self.members.check_step(what, step)
             self.members.goes_on_with(worker, step)
@@ -638,8 +640,7 @@ class ParameterServer(Service):
     # ---- workers that come back ----
 
     def wait_for_the_lost(self) -> None:
-        """From now on lost workers come back: those that leave are told that all is over
-        only then."""
+        """From now on lost workers come back: the reply to a worker that leaves waits until all is over."""
         self.members.return_from_loss = True
 
     def missing(self) -> list[int]:
@@ -647,7 +648,7 @@ class ParameterServer(Service):
         return self.members.missing()
 
     def is_over(self) -> bool:
-        """Workers were here, and nobody trains any more, or is to come."""
+        """Whether workers were here, and none is active or is to come."""
         return self.members.is_over()
 
     # ---- snapshots ----
@@ -678,9 +679,11 @@ class ParameterServer(Service):
         }
 
     def restore(self, saved: dict[str, Any]) -> int:
-        """Go on from a `snapshot`, before anybody has joined: workers begin with its step,
-        which is returned, or after the gradients of theirs that are in it. Raises `UsageError`
-        where it does not fit this server."""
+        """Continue from a `snapshot`, before any worker has joined.
+
+        Workers begin with its step, which is returned, or after their own gradients in it. Raises `UsageError` if
+        it does not fit this server.
+        """
         if saved["workers"] != self.workers:
             raise UsageError(
                 f"the snapshot is of {saved['workers']} workers, and this job has "
@@ -709,7 +712,7 @@ class ParameterServer(Service):
         return torch.frombuffer(join, dtype=torch.uint8).clone()
 
     def restore_join(self, saved: torch.Tensor) -> None:
-        """Take over what `saved_join` gave, before anybody has joined."""
+        """Take over the result of `saved_join`, before any worker has joined."""
         self._hold(msgspec.msgpack.decode(saved.numpy().tobytes(), type=Join))
         self._restored = True
 

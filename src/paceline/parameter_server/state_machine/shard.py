@@ -423,7 +423,7 @@ class ClippedStep:
             self._release()
 
     def _step(self) -> int | None:
-        """The number of the step that is held; None while nobody has sent anything of it."""
+        """The number of the step that is held; None before its first gradient."""
         updates = (update for ups in self._updates.values() for update in ups)
         return next((push.step for up in updates for push in up.pushes), None)
 

@@ -153,8 +153,9 @@ class Store:
     def parameters(
         self, bucket: int, units: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A bucket, or some units of it, as they are, in a tensor that nobody writes again:
-        one copy for all that ask before the next update."""
+        """A bucket, or some units of it, as they are, in a tensor that stays unchanged: one copy for all requests
+        before the next update.
+        """
         key = None if units is None else tuple(units)
         kept = self._snapshots[bucket].get(key)
         if kept is not None:
@@ -277,7 +278,7 @@ class Store:
     # ---- what it cost ----
 
     def add_work(self, added: int = 0, stepped: int = 0, coded: float = 0) -> None:
-        """Bytes that were added up or copied, stepped, and read or written for codes."""
+        """Count bytes that were summed or copied, stepped, and read or written for compression."""
         work = self._work
         self._work = Work(
             work.added + added, work.stepped + stepped, work.coded + coded
