@@ -142,9 +142,10 @@ class Averages:
         equally: bool = False,
         kept: torch.Tensor | None = None,
     ) -> Pending:
-        """The sum of *buffer* among all workers, scaled to an average once active workers are known; or
-        *kept*, if no worker is active. *carries*: it may carry the exchange of active workers.
-        *equally*: each active worker counts once, not by its weight.
+        """The sum of *buffer* among all workers, scaled to an average once active workers are known.
+
+        If no worker is active it is *kept*. *carries*: it may carry the exchange of active workers. *equally*: each
+        active worker counts once, not by its weight.
         """
         participation = self._participation
         self._require_round()

@@ -100,8 +100,9 @@ def _check_rank(place: Place) -> None:
 
 
 def lone_rank(environment: Mapping[str, str]) -> int | None:
-    """The rank of a process that was told nothing but that: somebody else knows how many there
-    are. Raises `UsageError` for one that is no number."""
+    """The rank of a process that knows only its rank; its server knows how many workers there are. Raises
+    `UsageError` for a rank that is no number.
+    """
     if not environment.get("RANK") or environment.get("WORLD_SIZE"):
         return None
     return _whole(environment, "RANK")

@@ -86,7 +86,7 @@ def _without_interrupts(
 
 
 def reader_has_gone() -> bool:
-    """Whether standard output is a pipe that nobody reads any more, as in ``| head -1``."""
+    """Whether standard output is a pipe whose reader has gone, as in ``| head -1``."""
     watch = select.poll()
     watch.register(1, 0)
     return any(found & select.POLLERR for _, found in watch.poll(0))
@@ -103,7 +103,8 @@ def wait_for_all(processes: Iterable[Process], seconds: float) -> None:
 def end_all(processes: Iterable[Process]) -> None:
     """Ask all to end, and kill those that have not within `Timeouts.terminate`.
 
-    The kernel may hold a killed process back, as a driver's call does: nobody waits for it longer than that.
+    The kernel may delay the end of a killed process, in a driver's call for example: the wait for it has the
+    same limit.
     """
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
@@ -116,7 +117,7 @@ def end_all(processes: Iterable[Process]) -> None:
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status in words; negative: the signal."""
+    """An exit status as text; negative: the signal."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"

@@ -59,7 +59,7 @@ def main_thread_is_in(module: str) -> bool:
 
 
 def file_of(module: str) -> str:
-    """Where a module that is imported has its code; "": nowhere."""
+    """The source file of an imported module; "" if it has none."""
     return getattr(sys.modules.get(module), "__file__", None) or ""
 
 

@@ -126,8 +126,9 @@ class RunResult(msgspec.Struct, kw_only=True):
 
 @contextmanager
 def standard_output_for_result(active: bool) -> Iterator[int]:
-    """Within it, what anybody prints goes to standard error; yields a descriptor of the
-    true standard output. Not *active*: nothing is moved."""
+    """Within it, all prints go to standard error; yields a descriptor of the true standard output. Not *active*:
+    nothing is moved.
+    """
     if not active:
         yield 1
         return

@@ -76,7 +76,7 @@ def end_at_once(status: int) -> NoReturn:
 
 
 def _locked(folder: Path) -> int:
-    """Lock a new folder for this process's life. Nobody sees the file before it is locked."""
+    """Lock a new folder for this process's life, before any other process sees the file."""
     unseen = folder / f"{_LOCK}.part"
     lock = os.open(unseen, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

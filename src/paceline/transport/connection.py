@@ -72,13 +72,13 @@ _BROKEN = (
 class ServerConnection:
     """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
 
-    *incarnation* None: the server numbers this incarnation. *workers*: how many this worker takes the job
-    to have, 0: it does not say. Who only *asks* learns that, ``workers``, and is no worker by it; nothing
-    can be requested then. *token* is the job's; *service*: which one of that process; *security*: as the environment says, see `security`. Bytes and
-    waits are counted in *recorder*.
+    *incarnation* None: the server numbers this incarnation. *workers*: this worker's number of workers of the job;
+    0: unknown. A connection that only *asks* learns that number, ``workers``, and cannot send requests. *token* is
+    the job's. *service*: which one of that process. *security*: from the environment, see `security`. *recorder*
+    counts bytes and waits.
 
-    Raises `PeerLostError` if nobody answers there within `Timeouts.server_connect`, `UsageError`
-    if the server does not want this worker, or if nothing protects the address.
+    Raises `PeerLostError` if nothing answers there within `Timeouts.server_connect`, `UsageError` if the server
+    refuses this worker, or if nothing protects the address.
     """
 
     _closed = True
@@ -183,8 +183,9 @@ class ServerConnection:
         return self._failure
 
     def read_in(self, loop: PollLoop) -> None:
-        """From now on *loop* reads what comes in, on whichever thread that
-        runs. Nobody waits here then: answers are for `ask`'s *replied*."""
+        """Let *loop* read this connection from now on, on its own thread. No caller waits here then: replies go to the
+        *replied* function of `ask`.
+        """
         for source in self._watched:
             self._loop.unwatch(source)
         self._loop = loop
@@ -266,11 +267,10 @@ class ServerConnection:
         )
 
     def _wait_for_listener(self, deadline: float) -> bool:
-        """ZeroMQ connects once: so somebody is to listen. Raises `PeerLostError` if nobody does
-        by then.
+        """Wait until the server listens, since ZeroMQ connects once. Raises `PeerLostError` after the deadline.
 
-        Returns whether the server is on this machine: then both ends have the same address. A worker
-        behind an emulated link has another one, and keeps to its link.
+        Returns whether the server is on this machine: then both ends have the same address. A worker behind an
+        emulated link has another one, and keeps to its link.
         """
         while True:
             left = max(0.01, deadline - time.monotonic())
@@ -571,8 +571,7 @@ class Channel:
 
 
 def check_listens(name: str, host: str, port: int) -> None:
-    """Raises `PeerLostError` at once where nobody listens any more: ZeroMQ, which is told
-    nothing, would go on trying."""
+    """Raise `PeerLostError` at once if nothing listens any more: ZeroMQ would try for ever without an error."""
     try:
         socket.create_connection((host, port), timeouts.server_connect).close()
     except OSError as error:

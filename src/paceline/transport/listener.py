@@ -236,7 +236,7 @@ class ServerListener:
         return self._sessions.attendances
 
     def end(self, key: ServiceKey) -> None:
-        """A service is over: whoever is still there is shown out."""
+        """End a service: workers that are still connected get a farewell."""
         self._send_farewells()
         self._sessions.end(key)
 
@@ -265,8 +265,9 @@ class ServerListener:
         return events
 
     def send(self, key: ServiceKey, replies: Iterable[Reply]) -> None:
-        """Queue what service *key* replies at one moment. Whoever is gone meanwhile gets none; whoever takes
-        none is lost."""
+        """Queue the replies of service *key* at one moment. Workers that have gone get none; a worker that reads none is
+        lost.
+        """
         for reply in replies:
             self._send(key, reply)
         self._sessions.memory.batch_ended()
@@ -391,7 +392,7 @@ class ServerListener:
     def _refuse(
         self, refusal: ProtocolError, identity: bytes, connection: Connection | None
     ) -> None:
-        """Count, and answer where there is somebody to answer to."""
+        """Count a refusal, and answer it if its sender is known."""
         self._count(refusal.kind, str(refusal))
         if connection is None or refusal.kind == "undecodable":
             self._say(identity, protocol.Rejected(str(refusal)))

@@ -121,10 +121,10 @@ class Said(NamedTuple):
 
 
 class Callers:
-    """The other ends of idle connections, as whoever accepts these knows them.
+    """The other ends of idle connections, as the accepting process knows them.
 
-    A caller is a stranger until `know`. What is kept of strangers is bounded: *strangers* of
-    them, the oldest of whom goes for the next, and *line_bytes* of each.
+    A caller is a stranger until `know`. Memory for strangers is bounded: at most *strangers* of them, the oldest
+    of which is closed for the next, and *line_bytes* of each.
     """
 
     def __init__(self, strangers: int, line_bytes: int) -> None:
@@ -236,5 +236,5 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def patience() -> float:
-    """Seconds that somebody may be unreachable, as the environment says."""
+    """Seconds that a peer may be unreachable, from the environment."""
     return seconds_from(os.environ, UNREACHABLE_VARIABLE, timeouts.unreachable)

@@ -61,7 +61,7 @@ PeerEvent = PeerReplied | PeerLost | PeerBack
 
 
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
-    """What a service is told that asks one which is no peer of its."""
+    """The error of a request to a service that is no peer."""
     return (
         f"{asker} asks {peer!r}, which is no peer of its: expected one of "
         f"{', '.join(peers) or 'none'}"
@@ -77,9 +77,9 @@ class Route(NamedTuple):
 
 @dataclass
 class _Peer:
-    """*connection* is None until it stands, and what is asked meanwhile *waiting*;
-    *lost*: why there is nobody; *route*: None until it is known. The next connection is made as
-    *incarnation*."""
+    """*connection* is None until it is made; requests are in *waiting* meanwhile. *lost*: why there is no
+    connection; *route*: None until it is known. The next connection is made as *incarnation*.
+    """
 
     connection: ServerConnection | None = None
     waiting: list[Ask] = field(default_factory=list)
@@ -89,10 +89,9 @@ class _Peer:
 
 
 class PeerConnections:
-    """Connections to peers, which may be asked before it is known where they are if they are among *names*.
+    """Connections to peers. Requests to peers among *names* may come before their addresses are known.
 
-    All but `meet` is called on the thread of *loop*. With *reconnects*, peers that are lost may come
-    back.
+    All functions but `meet` are called on the thread of *loop*. With *reconnects*, lost peers may come back.
     """
 
     def __init__(self, loop: PollLoop, names: Iterable[str] = ()) -> None:
@@ -146,7 +145,7 @@ class PeerConnections:
         return events
 
     def close(self, well: bool) -> None:
-        """Let go of them; *well*: with a goodbye, so that nobody takes this for a loss."""
+        """Close all connections; *well*: with a goodbye, so that no peer takes this for a loss."""
         with self._lock:
             if self._closed.is_set():
                 return

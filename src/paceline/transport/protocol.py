@@ -115,8 +115,9 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=
 class RequestHeader(
     msgspec.Struct, tag="request", array_like=True, forbid_unknown_fields=True
 ):
-    """A request. *number* counts a channel's requests from 0; *dtype* is None without a
-    payload. *place*: where the payload lies in shared memory, instead of a frame."""
+    """A request. *number* counts a channel's requests from 0; *dtype* is None without a payload. *place*: the
+    payload's place in shared memory, instead of a frame.
+    """
 
     number: int
     message: Request

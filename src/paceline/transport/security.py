@@ -118,7 +118,7 @@ PLAIN = Security()
 
 @lru_cache(maxsize=8)
 def from_secret(secret: str) -> Security:
-    """The keys of everybody who knows *secret*. Raises `UsageError` for a short one."""
+    """The keys that follow from *secret*. Raises `UsageError` for a short one."""
     if len(secret) < SECRET_CHARACTERS:
         raise UsageError(
             f"{SECRET}: expected at least {SECRET_CHARACTERS} characters, got "
@@ -142,8 +142,9 @@ def derived(key: bytes, purpose: str) -> str:
 
 
 def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:
-    """What all processes of a job know and nobody else, if its environment has told them:
-    for `derived`. Raises `UsageError` where it is too short to be one."""
+    """The common key of all processes of a job, from its environment, for `derived`. Raises `UsageError` if it is too
+    short.
+    """
     environment = os.environ if environment is None else environment
     if environment.get(SECRET):
         return from_secret(environment[SECRET]).worker_secret
@@ -173,7 +174,7 @@ def _long_enough(token: str) -> str:
 def choose(address: str, environment: Mapping[str, str] | None = None) -> Security:
     """How to protect a server at *address*: the table at the top.
 
-    Raises `UsageError` if it would be open to a network that nobody has called trusted.
+    Raises `UsageError` if it would be open to a network that is not declared as trusted.
     """
     environment = os.environ if environment is None else environment
     trusted = environment.get(TRUSTED, "")

@@ -230,7 +230,7 @@ class Sessions:
         return attendance
 
     def end(self, key: ServiceKey) -> None:
-        """A service is over: whoever is still there, or comes later, is shown out."""
+        """End a service: workers that are still connected, or come later, get a farewell."""
         attendance = self.attendances.pop(key)
         self._over.add(key)
         for session in [*attendance.pending.values(), *attendance.present.values()]:

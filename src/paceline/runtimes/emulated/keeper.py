@@ -220,7 +220,7 @@ class NetworkBuilder:
         return self._hosts[host]
 
     def open_socket(self, host: int) -> socket.socket:
-        """A TCP socket in a host: it stays there, whoever uses it."""
+        """A TCP socket in a host. It stays there, also when another process uses it."""
         with namespaces.inside(self._hosts[host]):
             return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
 
@@ -273,8 +273,9 @@ class NetworkBuilder:
         self._plug(f"h{number}", f"rack{host.rack}")
 
     def _furnish(self, number: int, request: Build) -> None:
-        """Addresses, and everybody else's: the kernel's table of learnt neighbours is
-        one for all namespaces, and too small for every host to know every other."""
+        """Give a host its addresses, and those of all other hosts: the kernel's neighbour table is one for all
+        namespaces, and too small to learn them.
+        """
         with self._inside(number) as netlink:
             index = self._index(netlink, INTERFACE)
             netlink.link("set", index=_LOOPBACK, state="up")
@@ -427,7 +428,7 @@ class Keeper:
                     return
 
     def _answer_one(self) -> bool:
-        """Answer one question; false when nobody is left to ask."""
+        """Answer one question; false when the client has gone."""
         try:
             request, descriptors = self._line.receive_request()
         except (EOFError, OSError):

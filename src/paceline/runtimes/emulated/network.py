@@ -148,7 +148,7 @@ class EmulatedNetwork:
         self.rates[link] = rate
 
     def cut(self, link: int) -> None:
-        """Lose every packet on a directed link from now on; neither end is told."""
+        """Lose every packet on a directed link from now on, without notice to either end."""
         self._plan.check_link(link)
         self._running.ask(Cut(link=link), Done)
 

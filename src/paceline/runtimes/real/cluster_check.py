@@ -33,7 +33,7 @@ _ADVICE = (
 
 
 class WorkerLocation(msgspec.Struct, kw_only=True):
-    """Where one worker runs, and which cluster it was told of."""
+    """Where one worker runs, and the cluster file that it was given."""
 
     name: str
     """Of the machine, for people."""
@@ -54,9 +54,9 @@ class ClusterDecision(msgspec.Struct, kw_only=True):
 
 
 def worker_location(file: str | None = None) -> WorkerLocation:
-    """This process's. A machine is told by the number of its boot, which its containers
-    share, and a host by its network's number besides; where the system has neither, by its
-    name."""
+    """The location of this process. The boot id identifies a machine, which its containers share; a host also has
+    its network's number. A system without either is identified by its name.
+    """
     name = socket.gethostname()
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -78,8 +78,10 @@ def worker_location(file: str | None = None) -> WorkerLocation:
 def agree_on_cluster(
     rank: int, size: int, file: str | None, job_store: JobStore
 ) -> Cluster | None:
-    """The cluster of a job of *size* workers, of whom this one was told of *file*; None where
-    nobody was told. Collective. Raises `ClusterError`, on every rank."""
+    """The cluster of a job of *size* workers, of which this one was given *file*; None if none was given a file.
+
+    Collective. Raises `ClusterError`, on every rank.
+    """
     job_store.publish(
         f"{KEY}/{rank}", msgspec.json.encode(worker_location(file)).decode()
     )

@@ -53,9 +53,9 @@ from paceline.torch_internals import forget_default_group
 class ExitWatcher:
     """Watches how this process ends.
 
-    *steps* counts the optimizer steps so far; *close* is what is put off until a good end,
-    before the process groups go; *leave* comes last, with None or what went wrong. *matters*:
-    whether anybody wants to know the exit status.
+    *steps* counts the optimizer steps so far. *close* is the work of a successful end, before the process groups
+    are released. *leave* comes last, with None or the error. *matters*: whether another process needs the exit
+    status.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ExitWatcher:
         setattr(place, name, ours)
 
     def _put_back(self) -> None:
-        """What was there, but where somebody has put something else over it since."""
+        """Restore the originals, except where other code has replaced them since."""
         for place, name, before, ours in self._replaced:
             if getattr(place, name, None) is ours:
                 setattr(place, name, before)
@@ -179,8 +179,9 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def write_torchelastic_error(error: BaseException) -> None:
-    """Leave the error where torchrun looks for it, in its form: `ErrorHandler`'s would
-    not show the traceback of an exception that nobody handles."""
+    """Write the error where torchrun looks for it, in its form: `ErrorHandler`'s would not show the traceback of
+    an uncaught exception.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or not isinstance(error, Exception):
         return

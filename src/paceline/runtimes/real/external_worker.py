@@ -69,13 +69,12 @@ def _check_server(server: str) -> None:
 def exec_as_worker(
     job: ScriptJob, server: str, rank: int | None, workers: int | None
 ) -> NoReturn:
-    """This process becomes the job's script, as one worker: so who started it starts, ends and counts
-    the worker itself. *rank*, *workers*: None: as the launcher's variables say, and else, of how
-    many there are, the server.
+    """Become the job's script, as one worker: so the process that started this one starts, ends and counts the
+    worker itself.
 
-    The server is asked in any case, so that what it would refuse ends here, before a script has
-    loaded its data. Raises `UsageError` for that, where nobody says which worker this is, and
-    for a job that cannot be; `PeerLostError` where no server comes.
+    *rank*, *workers*: None: from the launcher's variables, or for *workers* from the server. The server is asked in
+    any case, so a job that it would refuse ends here, before a script has loaded its data. Raises `UsageError` for
+    such a job, or without a rank; `PeerLostError` if no server comes.
     """
     place = place_of(os.environ, server, rank, workers)
     if place.size:
@@ -101,8 +100,9 @@ def exec_as_worker(
 def place_of(
     environment: Mapping[str, str], server: str, rank: int | None, workers: int | None
 ) -> launchers.Place:
-    """What is given, else what the launcher's variables say; size 0 where neither says it: the
-    server knows. Raises `UsageError` where nobody says the rank, or they say different sizes."""
+    """The given rank and size, or those of the launcher's variables; size 0 if neither has it: the server knows.
+    Raises `UsageError` without a rank, or for sizes that differ.
+    """
     _check_server(server)
     if rank is not None and workers is not None:
         return launchers.Place(rank=rank, size=workers)
@@ -168,9 +168,11 @@ def fetch_world_size(
 
 
 def add_world_size(environment: MutableMapping[str, str]) -> None:
-    """Add how many workers there are to the variables of one that was told by hand, without
-    `exec_as_worker`, that it survives, and only which worker it is: else it would take itself for the only
-    one. Raises what `fetch_world_size` does, and `UsageError` where no server is named that knows."""
+    """Add the number of workers to the variables of a worker whose rank was set by hand, without `exec_as_worker`:
+    else it would take itself for the only one.
+
+    Raises what `fetch_world_size` does, and `UsageError` if no server is named.
+    """
     rank = launchers.lone_rank(environment)
     if environment.get(SURVIVE_VARIABLE) != "1" or rank is None:
         return
@@ -185,8 +187,9 @@ def add_world_size(environment: MutableMapping[str, str]) -> None:
 
 
 def check(server: str, environment: Mapping[str, str], method: str | None) -> None:
-    """Raise `UsageError` for a job that cannot be: nothing tells the token, nothing protects
-    the server's connections, or its workers would meet elsewhere than at the server."""
+    """Raise `UsageError` for an impossible job: without a token, without protected connections to the server, or
+    with workers that communicate past the server.
+    """
     (address,) = addresses_at(server, environment)
     choose(address.host, environment)
     if method is not None:
@@ -198,10 +201,10 @@ def check(server: str, environment: Mapping[str, str], method: str | None) -> No
 def connect_with_retry(
     name: str, host: str, port: int, rank: int, connect: Callable[[], T]
 ) -> T:
-    """What *connect* gives, once the server is there, and an earlier incarnation of this worker gone.
+    """The result of *connect*, once the server is there, and an earlier incarnation of this worker gone.
 
-    Raises `PeerLostError` where nobody listens for `Timeouts.server_listen`, or who listens does not let
-    this worker in, and `UsageError` where the server does not want it.
+    Raises `PeerLostError` if nothing listens for `Timeouts.server_listen`, or the listener does not admit this
+    worker, and `UsageError` if the server refuses it.
     """
     waiting = time.monotonic() + timeouts.server_listen
     contested: float | None = None
@@ -237,7 +240,7 @@ def _say(words: str) -> None:
 def _wait_until_somebody_listens(
     name: str, host: str, port: int, rank: int, deadline: float
 ) -> bool:
-    """Returns whether nobody did at first."""
+    """Wait for a listener; return whether there was none at first."""
     said = False
     while True:
         try:

@@ -121,7 +121,7 @@ class HangWatch:
 class Hangs:
     """The hub's side: when to ask the ranks, and which of them hang.
 
-    It keeps no clock: each call is told *now*, in seconds.
+    It has no clock: each call gets *now*, in seconds.
     """
 
     def __init__(self) -> None:

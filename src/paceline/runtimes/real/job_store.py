@@ -50,7 +50,7 @@ AT_MASTER = ""
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """*bind*: where to listen; *advertise*: the address that others are told."""
+    """*bind*: where to listen; *advertise*: the address for others."""
 
     bind: str
     advertise: str
@@ -122,7 +122,7 @@ def toward_master(environment: Mapping[str, str] | None = None) -> ListenAddress
 def host_to_connect(
     published: str, environment: Mapping[str, str] | None = None
 ) -> str:
-    """The host to connect to for what somebody has published."""
+    """The host to connect to for a published address."""
     environment = os.environ if environment is None else environment
     return published or environment.get("MASTER_ADDR", LOOPBACK)
 
@@ -149,8 +149,9 @@ class Address(msgspec.Struct, kw_only=True):
 
 
 class PublishedAddress(msgspec.Struct, kw_only=True):
-    """What lies in the store: an *address*, without its token where that is no secret then;
-    or the *process* and *descriptor* that have it."""
+    """A published *address*, without its token if readers of the store must not know that; or the *process* and
+    *descriptor* that have it.
+    """
 
     address: Address | None = None
     number: str = ""
@@ -160,7 +161,7 @@ class PublishedAddress(msgspec.Struct, kw_only=True):
 
 
 class PublishedText(msgspec.Struct, kw_only=True):
-    """What lies in the store of words that are no secret."""
+    """A published text, which is no secret."""
 
     text: str
     signature: str = ""
@@ -223,8 +224,9 @@ class JobStore:
         self._store.set(name, msgspec.json.encode(published).decode())
 
     def address(self, name: str) -> Address:
-        """The address that is published under *name*; waits for it. Raises `UsageError` where that is of
-        somebody else, or out of this worker's reach."""
+        """The address that is published under *name*; waits for it. Raises `UsageError` if another user has
+        published it, or this worker cannot reach it.
+        """
         text = self._store.get(name)
         try:
             published = msgspec.json.decode(text, type=PublishedAddress)
@@ -251,15 +253,16 @@ class JobStore:
         return address
 
     def publish(self, name: str, text: str) -> None:
-        """Publish *text* to all workers, which anybody may read. With a key it is signed."""
+        """Publish *text* to all workers; every reader of the store can read it. With a key it is signed."""
         published = PublishedText(text=text)
         if self._key is not None:
             published.signature = self._text_signature(self._key, name, text)
         self._store.set(name, msgspec.json.encode(published).decode())
 
     def get(self, name: str) -> str:
-        """The text that is published under *name*; waits for it. Raises `UsageError` where that is of
-        somebody else."""
+        """The text that is published under *name*; waits for it. Raises `UsageError` if another user has
+        published it.
+        """
         try:
             published = msgspec.json.decode(self._store.get(name), type=PublishedText)
         except msgspec.MsgspecError as error:
@@ -272,7 +275,7 @@ class JobStore:
         return published.text
 
     def close(self) -> None:
-        """Nobody reads any more what this worker has published."""
+        """Close this worker's publications: no worker reads them any more."""
         for descriptor in self._files:
             os.close(descriptor)
         self._files.clear()
@@ -344,7 +347,7 @@ def _seals() -> int:
 
 
 def _sealed(sheet: Sheet) -> int:
-    """A descriptor of a nameless file that nobody can change. Raises `OSError`."""
+    """A descriptor of a nameless file that no process can change. Raises `OSError`."""
     flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
     descriptor = os.memfd_create("paceline", flags)
     try:

@@ -125,7 +125,7 @@ class FailureHub:
         return {hello.rank for hello in list(self._ranks.values())}
 
     def close(self) -> None:
-        """Rank 0 ends: whoever is still connected is told that this is well."""
+        """End rank 0's hub, with a goodbye to all that are still connected."""
         self._wake.close()
         self._thread.join(timeout=timeouts.collective_grace)
 
@@ -339,7 +339,7 @@ class PeerMonitor:
                 self._say(FailureNotice(rank=self._rank, place=place))
 
     def close(self, fault: str | None = None) -> None:
-        """This rank ends: well, or with a *fault* that the others are told."""
+        """End this rank: well, or with a *fault*, which the others get."""
         if not self._over:
             self._over = True
             with contextlib.suppress(OSError):

@@ -142,7 +142,7 @@ class RealRuntime:
 
     @property
     def _job_store(self) -> JobStore:
-        """What workers tell each other; where they meet at their servers alone, each has its own."""
+        """The store of the job; with workers that communicate through servers only, each has its own."""
         if self._known_store is None:
             store = local_store() if self.server_only else default_store()
             self._known_store = JobStore(store, self.size)
@@ -152,7 +152,7 @@ class RealRuntime:
         return self.registry.first_step + self.recorder.step_count + 1
 
     def _learn_cluster(self) -> None:
-        """Once. Collective, but where workers meet at their servers alone."""
+        """Read and check the cluster, once. Collective, unless workers communicate through servers only."""
         if self._knows_cluster:
             return
         self._knows_cluster = True
@@ -229,9 +229,10 @@ class RealRuntime:
             self._liveness.report_training_failure(number, fault)
 
     def _training_of_a_peer_broke(self, number: int, sentence: str) -> None:
-        """Somebody's training has ended with an error that his script has caught: those who
-        are in it would wait for ever. Not so where all ranks meet the same error; it takes
-        this one a moment to come to it."""
+        """A peer's training has ended with an error that its script has caught: this worker would wait for ever.
+
+        Nothing is done if all ranks get the same error; it may reach this one a moment later.
+        """
         job = self.registry
         if job.is_over(number) and not is_consequence(job.broken_by(number)):
             return
@@ -289,8 +290,9 @@ class RealRuntime:
         return trainings[-1].training.broken_by if trainings else ""
 
     def close(self) -> None:
-        """Do what was put off until the end. Raises `PeerLostError` where the script has caught the error
-        that broke its training, and whoever started this worker would take its good end for the job's."""
+        """Do the work of a successful end. Raises `PeerLostError` if the script has caught the error that broke its
+        training: the process that started this worker would take its good end for the job's.
+        """
         if dist.is_initialized() or self.server_only:
             self.registry.end()
         if self._services is not None:

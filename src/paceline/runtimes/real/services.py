@@ -254,12 +254,10 @@ class PlacementResolver:
         ]
 
     def _first_ranks(self, on_node: int) -> list[int]:
-        """The rank of each node's first worker. A node's number matters to nobody, so ranks may be numbered
-        in any way, node by node or in turn.
+        """The rank of each node's first worker. Ranks may be numbered in any way, node by node or in turn.
 
-        Collective, whatever this worker was told. Raises `UsageError`, on every worker, unless each node has as
-        many workers as this one, *on_node*, and one whose local rank is 0: all would wait for a server
-        that no worker starts.
+        Collective. Raises `UsageError`, on every worker, unless each node has as many workers as this one, *on_node*,
+        and one whose local rank is 0: all would wait for a server that no worker starts.
         """
         local = self.environment.get("LOCAL_RANK", "0")
         self.job_store.publish(_node_key(self.rank), f"{on_node} {local}")

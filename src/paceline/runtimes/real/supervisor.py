@@ -97,12 +97,10 @@ _LOOK_SECONDS = 1.0
 class Supervisor:
     """Runs a *job* in *workers* processes on this machine.
 
-    *snapshot*: where server 0 keeps its parameters, see `SupervisedServers`; None: in a file of its
-    own.
-    *resume*: begin with the snapshot that is there (None is there: from the beginning).
+    *snapshot*: where server 0 writes its parameters, see `SupervisedServers`; None: in a file of its own.
+    *resume*: begin with the existing snapshot (without one: from the beginning).
 
-    Raises `UsageError` for a method whose workers meet in collectives, and for a snapshot
-    that is there already.
+    Raises `UsageError` for a method whose workers use collectives, and for a snapshot that exists already.
     """
 
     def __init__(
@@ -244,7 +242,7 @@ class Supervisor:
             self._start(self._workers[rank])
 
     def _restart_servers(self, action: ServersAction) -> str:
-        """Returns how the job goes on, in words."""
+        """Restart the servers; return how the job continues, as text."""
         if action is ServersAction.RESTART_LOST:
             self._servers.restart_lost(self._policy.done)
             return (
@@ -484,7 +482,7 @@ class SupervisedServers:
 
     @property
     def addresses(self) -> str:
-        """As workers are told them, in order of their numbers."""
+        """The servers' addresses for workers, in order of their numbers."""
         return "+".join(f"{_HOST}:{server.port}" for server in self.each)
 
     def say_done(self, worker: int) -> None:
@@ -565,7 +563,7 @@ class SupervisedServers:
         return self.snapshot is not None and self.snapshot.exists()
 
     def remove_snapshot(self) -> None:
-        """The training is over: nobody is to go on from where it was."""
+        """Remove the snapshot: the training is over."""
         if self.snapshot is not None:
             self.snapshot.unlink(missing_ok=True)
 

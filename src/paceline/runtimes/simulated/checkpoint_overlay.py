@@ -484,8 +484,9 @@ def _relative(path: str) -> str:
 
 
 def _lock(folder: str, how: int) -> int:
-    """The descriptor that holds the lock. Some network file systems lock no folders: a
-    simulation's folder on them stays until somebody removes it."""
+    """The descriptor that holds the lock. Some network file systems lock no folders: a simulation's folder there
+    stays until the user removes it.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):
         fcntl.flock(descriptor, how)

@@ -145,7 +145,7 @@ class VirtualClock:
         heapq.heappush(self._heap, (time, int(last), self.events, action))
 
     def complete(self, completion: Completion) -> None:
-        """*completion* happens now; whoever waits for it can run."""
+        """*completion* happens now; workers that wait for it can run."""
         completion.time = self.now
         for worker in completion.waiters:
             if worker.waits_for is completion:
@@ -290,7 +290,7 @@ class VirtualClock:
             self._yield_turn(None)
 
     def _yield_turn(self, worker: Worker | None) -> None:
-        """Give the turn to whoever can run; return when *worker* has it again."""
+        """Give the turn to a worker that can run; return when *worker* has it again."""
         following = self._next_runnable()
         if following is None:
             self._over.set()
@@ -410,7 +410,7 @@ class EventRunner:
 
 
 class EventSignal:
-    """A `Signal` at the instant to which whoever gives it has come."""
+    """A `Signal` at the time of the worker that gives it."""
 
     def __init__(self, clock: VirtualClock, what: str) -> None:
         self._clock = clock

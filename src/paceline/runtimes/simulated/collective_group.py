@@ -122,7 +122,7 @@ class CollectiveOperation:
         return self.contributions[self.represented_by[position]]
 
     def take_completion(self, position: int) -> Completion:
-        """The rank at *position* is done: whoever waits for it is to be told, once."""
+        """The rank at *position* is done: return the completion of its waiters, once."""
         completion = self.completions[position]
         assert completion is not None
         self.completions[position] = None

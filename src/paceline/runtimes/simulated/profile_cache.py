@@ -189,9 +189,9 @@ def _run(simulation: Simulation, job: ScriptJob, scratch: Path) -> SimulationRes
 def measure_compressors(
     script: str, arguments: Sequence[str], codes: Sequence[str], cores: int = 1
 ) -> dict[str, CompressorTimes]:
-    """What each of *codes*, full specs of compressors, takes for the script's first gradient, where so
-    many *cores* have such work at the same time; nothing where there is none. What was measured before
-    is cached."""
+    """Times of each compressor of *codes*, full specs, on the script's first gradient, with *cores* that compress at
+    the same time; empty without a gradient. Earlier measurements are cached.
+    """
     job = ScriptJob(script, arguments)
     cached = CachedFile.of(job, FEW_WORKERS, "compressors")
     known = cached.read(dict[str, dict[str, CompressorTimes]]) or {}

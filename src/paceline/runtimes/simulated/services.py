@@ -48,8 +48,9 @@ Observe = Callable[[Span], None]
 
 
 class MessageTrace:
-    """The ways to and from the service *name*; those of the first *workers* senders are
-    observed, if anybody looks."""
+    """The ways to and from the service *name*; those of the first *workers* senders are observed, if there is an
+    observer.
+    """
 
     def __init__(
         self, name: str, clock: VirtualClock, workers: int, observe: Observe | None
@@ -86,8 +87,9 @@ class MessageTrace:
 
 @dataclass(frozen=True)
 class ServerRates:
-    """Bytes per second that a server's processor adds up, that its optimizer steps, and that are
-    read or written for codes."""
+    """Bytes per second that a server's processor sums, that its optimizer steps, and that compression reads or
+    writes.
+    """
 
     added: float = float("inf")
     stepped: float = float("inf")
@@ -95,8 +97,9 @@ class ServerRates:
 
 
 def rates_of(workload: Workload | None, memory: float) -> ServerRates:
-    """A server's optimizer is as fast as a worker's, where the workload tells that, and so are
-    its codes: *memory* is the bytes per second that these read or write."""
+    """A server's rates. Its optimizer and compressors are as fast as a worker's, if the workload has these.
+    *memory* is the bytes per second that compression reads or writes.
+    """
     if workload is None or not workload.update:
         return ServerRates(coded=memory)
     return ServerRates(stepped=sum(workload.sizes) / workload.update, coded=memory)
@@ -113,8 +116,9 @@ class Receiver(Protocol):
 
 
 class SimulatedServer:
-    """One service on a simulated host. *number*: as who it asks others. *observe* is
-    told when messages from and to workers were on their way, if somebody looks."""
+    """One service on a simulated host. *number*: its number as a sender of requests. *observe* gets the times of
+    messages from and to workers, if there is an observer.
+    """
 
     def __init__(
         self,

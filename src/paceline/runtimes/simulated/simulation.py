@@ -530,7 +530,7 @@ class SimulatedRuntime:
         return self._compute.stand_in
 
     def _training_broke(self, number: int, cause: str) -> None:
-        """Whoever waits for it waits for ever: the deadlock's words tell why."""
+        """Note why a training broke: the error of a later deadlock names this cause."""
         self.clock.worker.fault = f"it broke off its training: {cause}"
 
 
