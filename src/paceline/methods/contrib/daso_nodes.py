@@ -61,12 +61,11 @@ class Nodes:
         return sum(samples) * self.count / (self._all.size * steps)
 
     def speaker(self, turn: int) -> int:
-        """Who speaks for this node: its position in it."""
+        """The position in this node of the worker that sends for it."""
         return turn % len(self.members[self.own])
 
     def across(self, turn: int) -> Comm | None:
-        """Those who speak for the nodes; None where this worker does not, or there is one
-        node."""
+        """The group of the nodes' senders; None on other workers, or with one node."""
         speaking = [node[turn % len(node)] for node in self.members]
         if self.count == 1 or self._rank not in speaking:
             return None
@@ -75,8 +74,11 @@ class Nodes:
 
 @dataclass
 class Exchange:
-    """One on its way, in the buffers of a part's flats, *delay* (B) steps long. *due*: after
-    this step it is used. *turn*: who speaks. *weights*: what this node counts, and, once it is in, all together."""
+    """An exchange under way, in the buffers of a part's flats, *delay* (B) steps long.
+
+    *due*: it is used after this step. *turn*: the sender. *weights*: this node's weight and, once it has
+    arrived, that of all together.
+    """
 
     due: int
     turn: int
@@ -153,7 +155,7 @@ def end(nodes: Nodes, model: ModelAverager, exchange: Exchange) -> None:
 def _share_newest(
     nodes: Nodes, model: ModelAverager, steps: Sequence[float], speaker: int
 ) -> None:
-    """Where who speaks is behind, the node has the parameters of who is not."""
+    """If the sender is behind, give the node the parameters of a worker that is not."""
     most = max(steps)
     if steps[speaker] == most:
         return
@@ -188,9 +190,11 @@ def _average_statistics(
 def mean_of_nodes(
     nodes: Nodes, model: ModelAverager, run: Run, progress: Progress, were_equal: bool
 ) -> None:
-    """Put the mean of the nodes, as they are between two steps, into the model. Where they
-    *were_equal* after the last exchange each counts by what it has trained since; else, or
-    where none has, by its workers. Collective."""
+    """Put the average of the nodes, as they are between two steps, into the model.
+
+    If they *were_equal* after the last exchange each counts by its samples since; else, or without any
+    samples, by its workers. Collective.
+    """
     samples, steps = _gathered(run.comm, progress.told(run))
     weights = [float(len(node)) for node in nodes.members]
     if were_equal and any(samples):

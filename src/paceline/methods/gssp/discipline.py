@@ -498,20 +498,19 @@ def combined(shard: Shard, pushes: Sequence[PushedGradient]) -> PushedGradient:
 
 
 class GroupClocks:
-    """The members that the others of their group wait for, and how far each is.
+    """The members that the others of their group wait for, and the progress of each.
 
-    **Who has entered.** A member enters with its first push here. So no member waits for one that
-    is on its way from another group, or that comes back and is held up at another server. At the
-    start the members of the first groups have entered. Where there is one group, workers enter as
-    they join.
+    **Entry.** A member enters with its first push here. So no member waits for one that is on its way
+    from another group, or that comes back and is held up at another server. At the start the members of the
+    first groups have entered. With one group, workers enter as they join.
 
-    **A clock** counts the whole steps of a worker that are in, from where it has entered. It begins
+    **A clock** counts the whole steps of a worker that have arrived, from its entry. It begins
     with the least clock of the others, however many steps the worker has done elsewhere. So a
     slow worker that comes into a fast group delays no other. While no worker has changed groups a
     clock is the worker's own step.
 
     **At a barrier** of all workers a member is not waited for: others of its group may have many
-    steps to do until they are there. When the barrier has passed its members enter again, together.
+    steps to do until they arrive. When the barrier has passed its members enter again, together.
     """
 
     def __init__(self) -> None:
@@ -594,7 +593,7 @@ class _Pending:
 
 
 class PendingUpdates:
-    """What is owed to the other servers: a sum of gradients for each bucket."""
+    """Updates for the other servers: a sum of gradients for each bucket."""
 
     def __init__(self) -> None:
         self._sums: dict[int, _Pending] = {}

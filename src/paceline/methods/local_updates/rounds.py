@@ -101,7 +101,7 @@ class LocalUpdates(Options):
 
 
 class LocalUpdatesWorker:
-    """One worker's hooks. *group*: who averages between two averages of all, if anybody does."""
+    """One worker's hooks. *group*: the workers that average between two averages of all; None: none do."""
 
     def __init__(self, run: Run, options: Options, group: Comm | None = None) -> None:
         self.run, self.options, self.group = run, options, group
@@ -152,8 +152,8 @@ class LocalUpdatesWorker:
     ) -> PendingAverage:
         """Send fragment *number*, to be averaged among all or in a group. Collective.
 
-        Each worker's weight w travels beside it: the means of w*D and of w arrive. Where there is
-        an anchor, and all workers meet, D is what has moved since. Else it is the parameters
+        Each worker's weight w travels beside it: the averages of w*D and of w arrive. If there is an anchor,
+        and the average is of all workers, D is the change since the anchor. Else it is the parameters
         themselves, which are assigned as they are: x - (x - x_i) would be rounded.
         """
         run, options = self.run, self.options
@@ -202,7 +202,7 @@ class LocalUpdatesWorker:
         return sent
 
     def _apply(self, sent: PendingAverage, *, in_group: bool = False) -> None:
-        """Wait for an average, and go on from it. Where nobody has trained nothing moves."""
+        """Wait for an average, and continue from it. If no worker has trained, nothing changes."""
         sent.wait()
         options, fragment = self.options, self.fragments[sent.fragment]
         model = fragment.model
@@ -233,9 +233,9 @@ class LocalUpdatesWorker:
             _scatter_mixed(anchor, 0.0 if plain else options.keep_local)
 
     def _send_uncompressed(self, fragment: Fragment, share: float) -> None:
-        """Form the last round once more: no later round brings what compression has left out.
+        """Form the last round once more, with the compression error of it: no later round brings that.
 
-        Nobody has trained since it was sent. Collective.
+        No worker has trained since it was sent. Collective.
         """
         pending = []
         for index, flat in enumerate(fragment.model.parameters):
@@ -271,10 +271,10 @@ class LocalUpdatesWorker:
             self.run.broadcast_model(source)
 
     def _finish_fragments(self) -> None:
-        """Average plainly what is left after the last round, and drop the outer momentum.
+        """Average the changes after the last round plainly, and drop the outer momentum.
 
-        Workers weigh what they have trained on since a fragment's last average. Where nobody has
-        trained since then nothing moves. Collective.
+        Workers weigh the samples that they have trained on since a fragment's last average. If no worker has
+        trained since then, nothing changes. Collective.
         """
         for fragment, total in zip(self.fragments, self._totals(), strict=True):
             if total:
@@ -289,10 +289,10 @@ class LocalUpdatesWorker:
 
     @torch.no_grad()
     def consolidate(self) -> Callable[[], None]:
-        """Put the anchors into the model; without anchors, the mean of all workers' models.
+        """Put the anchors into the model; without anchors, the average of all workers' models.
 
-        Workers weigh what they have trained on since the last average of all: where nobody has,
-        models are equal.
+        Workers weigh the samples that they have trained on since the last average of all; without any, models
+        are equal.
         """
         restores = [fragment.model.snapshot() for fragment in self.fragments]
 

@@ -105,7 +105,7 @@ class Fragment:
         )
 
     def subtract_from_anchor(self, index: int) -> None:
-        """Replace the parameters x_i in a message by what they have moved: D_i = x - x_i."""
+        """Replace the parameters x_i in a message by their change: D_i = x - x_i."""
         flat, anchor = self.model.parameters[index], self.anchors[index].buffer
         # Workers began from the anchor in the parameters' own type.
         began = anchor.to(flat.of[0].dtype).to(anchor.dtype)

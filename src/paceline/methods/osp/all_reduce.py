@@ -153,7 +153,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         self._updates.append((start, self.run.stopwatch.mark(), size))
 
     def _defer(self, how: Hyperparameters) -> None:
-        """Send what is deferred on its way, and take the tentative step."""
+        """Send the deferred pieces, and take the tentative step."""
         if not self.layout.deferred:
             return
         numbers = [n for n in self.layout.deferred if n not in self._unused]
@@ -182,8 +182,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         return means
 
     def _settle(self) -> None:
-        """Put the exact values of what was deferred in the place of the tentative ones: their
-        means have arrived."""
+        """Replace tentative values by exact ones: the averages of the deferred pieces have arrived."""
         deferral, self._deferral = self._deferral, None
         if deferral is None:
             return
@@ -224,7 +223,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
                 self._policy.importance.rate(number, value, mean)
 
     def _exchange(self) -> None:
-        """Adopt what was decided a step ago; decide, if that is due."""
+        """Adopt the decision of a step ago; decide, if that is due."""
         if self._notes is not None:
             self._adopt(self._notes.tolist())
             self._notes = None
@@ -260,8 +259,9 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         self._agreed = StepTimes(ready, end) if fits else None
 
     def _decided(self, times: StepTimes | None) -> list[int]:
-        """What is to be deferred, as the first rank that still trains sees it: after a look by
-        its own *times*, else by those that all have agreed on."""
+        """The pieces to defer, as the first active rank decides: after a trial by its own *times*, else by the
+        common ones.
+        """
         deferred, agreed = self.layout.deferred, self._agreed
         if times is None and self.options.defer == "measured":
             return deferred  # buckets have changed

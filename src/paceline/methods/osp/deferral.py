@@ -135,10 +135,10 @@ def reports_trial(step: int, interval: int) -> bool:
 
 
 class StepSummary(NamedTuple):
-    """The steps since what is deferred last changed, of all workers that reported.
+    """The steps since the deferred pieces last changed, of all workers that reported.
 
-    *times*: None where they are not known, or not of the same buckets. *rate*: of the network.
-    *whole*: seconds of a step; 0 with fewer than `TRIAL_STEPS` steps. *workers*: those that trained.
+    *times*: None if they are unknown, or not of the same buckets. *rate*: of the network.
+    *whole*: seconds of a step; 0 with fewer than `TRIAL_STEPS` steps. *workers*: the active ones.
     """
 
     times: StepTimes | None

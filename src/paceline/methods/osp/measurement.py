@@ -185,7 +185,7 @@ class StepTimer:
         self._layout = -1
 
     def step_begins(self) -> None:
-        """The update before has ended: what was deferred is on its way."""
+        """The update before has ended: deferred pieces are on their way."""
         self._marks, self.delivered = [self._stopwatch.mark()], 0
 
     def bucket_ready(self) -> None:

@@ -143,7 +143,7 @@ class ServerWorker(OSPWorker[ServerRun]):
         return undo
 
     def parameters_replaced(self) -> None:
-        """All parameters are exact, and none of what was known of them is of use."""
+        """All parameters are exact now; discard everything known of the earlier ones."""
         self._wait_late()
         self.remote.wait_for_states()  # they were asked for before
         self.exact, self.late, self.rates = {}, None, []
@@ -187,7 +187,7 @@ class ServerWorker(OSPWorker[ServerRun]):
         return self.late
 
     def _by_number(self, answers: Iterable[tuple[int, int, Found]]) -> dict[int, Found]:
-        """By piece, what has come by bucket and unit."""
+        """Received units by piece, from those by bucket and unit."""
         inside = self.layout.inside
         return {inside[bucket][unit]: found for bucket, unit, found in answers}
 
@@ -199,8 +199,9 @@ class ServerWorker(OSPWorker[ServerRun]):
         )
 
     def _mirror_state(self, earlier: Values, how: Hyperparameters) -> None:
-        """Give the own optimizer the state that the servers' has for what is deferred: what
-        was pulled, or V(i-1) = (P(i-1) - P(i)) / eta, where P(i-1) is known (*earlier*)."""
+        """Give the own optimizer the servers' state of the deferred units: the pulled state, or
+        V(i-1) = (P(i-1) - P(i)) / eta if P(i-1) is known (*earlier*).
+        """
         pulled = self._by_number(self.remote.wait_for_states())
         for number in self.layout.deferred:
             if number in self._left_out and number not in pulled:
@@ -314,7 +315,7 @@ class TwoStageDiscipline(Discipline):
         return 0.0 if self._unrated or self._due is not None else None
 
     def on_timer(self, shard: Shard) -> None:
-        """Rate what was updated last, and decide: the answers have left."""
+        """Rate the last updates, and decide: the replies have left."""
         numbers = {place: number for number, place in enumerate(self._places(shard))}
         unrated, self._unrated = self._unrated, []
         for push in unrated:
@@ -385,8 +386,7 @@ class TwoStageDiscipline(Discipline):
             self._due = step
 
     def _skip(self, shard: Shard) -> bool:
-        """Where everybody who was to send a step is gone, go on without it; returns whether
-        there was one."""
+        """Continue without a step whose workers have all gone; return whether there was one."""
         held, skipped = {(step, bucket) for step, _, bucket in self.rounds}, False
         for bucket in shard.buckets:
             versions = self._of(shard, bucket)

@@ -26,7 +26,7 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class OSPWorker(Generic[AnyRun]):
-    """What both forms do in a step. What it defers is ``layout.deferred``."""
+    """The steps of both forms. The deferred pieces are ``layout.deferred``."""
 
     def __init__(
         self, run: AnyRun, options: OSPOptions, updater: PartialOptimizer
@@ -39,7 +39,7 @@ class OSPWorker(Generic[AnyRun]):
         self.has_deferred = False
 
     def _send(self, bucket: Bucket) -> None:
-        """Stage 1 of a bucket: what is not deferred leaves."""
+        """Stage 1 of a bucket: send the pieces that are not deferred."""
         raise NotImplementedError
 
     def bucket_ready(self, bucket: Bucket) -> None:
@@ -108,10 +108,10 @@ class Message(NamedTuple):
 
 
 class PieceLayout:
-    """The pieces of the optimizer's parameters, numbered alike on every rank, and those
-    that are *deferred*: equal on all ranks, and constant within a step.
+    """The pieces of the optimizer's parameters, numbered alike on every rank.
 
-    Parameters that the optimizer does not have are sent to nobody.
+    The *deferred* ones are equal on all ranks, and constant within a step. Parameters that the optimizer does
+    not have are not sent.
     """
 
     def __init__(self, buckets: Sequence[Bucket], updater: PartialOptimizer) -> None:
@@ -200,7 +200,7 @@ class PieceLayout:
         return {number for number, (bucket, m, _) in members if not bucket.used[m]}
 
     def message(self, bucket: Bucket) -> Message:
-        """What is not deferred of a bucket: a copy, unless that is all of it."""
+        """The pieces of a bucket that are not deferred: a copy, unless that is all of it."""
         late, whole = set(self.deferred), bucket.buffer
         numbers = [n for n in self.inside[bucket.index] if n not in late]
         if sum(self._lengths[n] for n in numbers) == whole.numel():
