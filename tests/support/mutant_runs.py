@@ -69,9 +69,8 @@ def become_pytest(tree: Path, words: list[str], output: Path, run: str) -> None:
         os.dup2(file, 2)
         os.chdir(tree)
         source = str(tree / "src")
-        os.environ |= {MARK: run, "PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "1"}
+        os.environ |= {MARK: run, "PYTHONPATH": source}
         os.environ["HYPOTHESIS_PROFILE"] = "mutants"
-        sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
         sys.modules["__main__"] = types.ModuleType("__main__")
