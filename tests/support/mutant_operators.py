@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import random
 import re
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -107,6 +108,9 @@ def mutated(path: Path, name: str, number: int, index: int) -> str | None:
         if others[place] is None:
             del others[place]
         text = tree.get_code()
+        with warnings.catch_warnings():  # pytest makes `x is 0` an error
+            warnings.simplefilter("error")
+            compile(text, str(path), "exec")
         if ast.dump(ast.parse(text)) != ast.dump(ast.parse(path.read_text())):
             return text
     return None

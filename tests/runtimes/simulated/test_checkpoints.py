@@ -347,6 +347,9 @@ def test_a_link_to_the_last_checkpoint_is_the_simulations() -> None:
         assert os.readlink("last.pt") == "2.pt"
         assert Path("last.pt").read_bytes() == SIMULATED
         assert Path("last.pt").is_symlink()
+        with os.scandir(".") as entries:
+            inodes = {entry.name: entry.inode() for entry in entries}
+        assert inodes["last.pt"] == os.lstat("last.pt").st_ino != inodes["2.pt"]
         write("last.pt", b"more")
         assert Path("2.pt").read_bytes() == b"more"
         assert on_disk("last.pt") == REAL

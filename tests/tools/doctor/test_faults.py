@@ -241,6 +241,11 @@ def test_programs_beside_it_explain_a_slow_host():
     assert "2.5 of 4 cores busy" in names(site)["slow-host"].cause
 
 
+def test_the_cause_has_the_host_with_the_most_threads_a_core():
+    site = Site(hosts=4, threads={1: 8, 3: 12}, factors={1: 1.8, 3: 2.4})
+    assert "12 threads on 4 cores" in names(site)["cpu-oversubscription"].cause
+
+
 # ---- two at a time ----
 
 PAIRS = [
