@@ -244,15 +244,15 @@ def verdict(task, difference, error):
     return "outside, below the bound" if abs(difference) <= task.bound else "outside"
 
 
-def show(tables: list[list[dict[str, Any]]]) -> None:
+def lines(tables: list[list[dict[str, Any]]]) -> list[str]:
     """All of them as one in Markdown, a column each. *Italic*: worse than bsp by more than 2 standard
     errors or than the bound; **bold**: than both. "sends": bytes over bsp's, in the first
     column that has the row."""
     columns = [rows for rows in tables if rows]
     names = list(dict.fromkeys(row["method"] for rows in columns for row in rows))
     titles = [f"{rows[0]['task']}, {rows[0]['workers']} workers" for rows in columns]
-    print(f"| {' | '.join(['method', 'sends', *titles])} |")
-    print("|---" * (len(titles) + 2) + "|")
+    made = [f"| {' | '.join(['method', 'sends', *titles])} |"]
+    made.append("|---" * (len(titles) + 2) + "|")
     for name in names:
         found = [
             next((row for row in rows if row["method"] == name), None)
@@ -260,7 +260,8 @@ def show(tables: list[list[dict[str, Any]]]) -> None:
         ]
         sent = next(row["sent"] for row in found if row)
         cells = ["" if row is None else cell(row) for row in found]
-        print(f"| {' | '.join([name, f'{sent:.1%}', *cells])} |")
+        made.append(f"| {' | '.join([name, f'{sent:.1%}', *cells])} |")
+    return made
 
 
 def cell(row: dict[str, Any]) -> str:
@@ -330,7 +331,7 @@ def run(
     rows = [list(table.found(results, given.seeds)) for table in tables]
     found = [row for table in rows for row in table]
     if not given.json:
-        show(rows)
+        print("\n".join(lines(rows)))
     if given.plot:
         draw(found, given.plot)
     if given.json:

@@ -84,8 +84,6 @@ class Signs(Compressor):
         yield from sum_uncompressed(reals(parts), sent)
 
 
-COMPRESSORS[Signs.name] = Signs
-
 # ---- rows ----
 
 DEFAULTS = {
@@ -157,6 +155,8 @@ def plain_sgd(parameters, rate):
 
 
 def figures_of(training: Training) -> dict[str, float]:
+    # Registered where it trains: an import of this module leaves the registry as it is.
+    COMPRESSORS[Signs.name] = Signs
     return train(training, task_of(training))
 
 
@@ -184,12 +184,12 @@ def differs(found: dict[str, Any]) -> tuple[str, str]:
 MARKS = {"outside": "**", "worse, within the bound": "*"}
 
 
-def show(tables: Sequence[Table], results: Results, seeds: int) -> None:
+def lines(tables: Sequence[Table], results: Results, seeds: int) -> list[str]:
     """All of them as one: **outside**, *worse, within the bound*."""
     found = [{row["method"]: row for row in t.found(results, seeds)} for t in tables]
     titles = [f"{table.task}, {table.workers} workers" for table in tables]
-    print(f"| {' | '.join(['compression', 'sends', *titles])} |")
-    print("|---" * (len(titles) + 2) + "|")
+    made = [f"| {' | '.join(['compression', 'sends', *titles])} |"]
+    made.append("|---" * (len(titles) + 2) + "|")
     for name in dict.fromkeys(name for rows in found for name in rows):
         mine = [rows.get(name) for rows in found]
         sent = next(row["sent"] for row in mine if row)
@@ -198,7 +198,8 @@ def show(tables: Sequence[Table], results: Results, seeds: int) -> None:
             text, verdict = differs(row) if row else ("", "")
             mark = MARKS.get(verdict, "")
             cells.append(f"{mark}{text}{mark}")
-        print(f"| {' | '.join([name, f'{sent:.1%}', *cells])} |")
+        made.append(f"| {' | '.join([name, f'{sent:.1%}', *cells])} |")
+    return made
 
 
 class Page:
@@ -250,7 +251,7 @@ def main() -> None:
     tasks = (TASKS[given.task],) if given.task else TASKS.values()
     tables = [Table(task=t.name, workers=given.workers, rows=rows(t)) for t in tasks]
     if given.no_training:
-        show(tables, results, given.seeds)
+        print("\n".join(lines(tables, results, given.seeds)))
         return
     for table in tables:
         page = Page(table, results, given.seeds)

@@ -222,19 +222,38 @@ def train_in_turn(specs):
     return found
 
 
-def table(results):
-    print(
-        "| cell | " + " | ".join(CLASSES) + " |\n" + "|---" * (1 + len(CLASSES)) + "|"
-    )
-    values = []
+NAMES = {
+    "50mbit": "50 Mbit/s",
+    "100mbit": "100 Mbit/s",
+    "200mbit": "200 Mbit/s",
+    "400mbit": "400 Mbit/s",
+    "racks": "two racks of 4, 200 Mbit/s",
+    "slow-link": "200 Mbit/s, one link of 50",
+}
+
+
+def regrets_of(result):
+    """The regret of each class of a cell; None: not measured."""
+    return [result["regrets"].get(one, {}).get("regret") for one in CLASSES]
+
+
+def lines(results):
+    """The table, in Markdown."""
+    made = [
+        f"| network | {' | '.join(CLASSES)} |",
+        "|---" * (1 + len(CLASSES)) + "|",
+    ]
     for name, result in results.items():
-        mine = [
-            result["regrets"].get(consistency, {}).get("regret")
-            for consistency in CLASSES
-        ]
-        values += [value for value in mine if value is not None]
-        shown = " | ".join("-" if value is None else f"{value:.3f}" for value in mine)
-        print(f"| {name} | {shown} |")
+        cells = (
+            "-" if value is None else f"{value:.3f}" for value in regrets_of(result)
+        )
+        made.append(f"| {NAMES[name]} | {' | '.join(cells)} |")
+    return made
+
+
+def table(results):
+    print("\n".join(lines(results)))
+    values = [value for one in results.values() for value in regrets_of(one) if value]
     if values:
         print(f"\nworst {max(values):.3f}, mean {fmean(values):.3f}")
 

@@ -20,6 +20,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from benchmarks.measure import page_tables
 from benchmarks.papers import NAMES, load
 from benchmarks.papers.results import (
     PAGE,
@@ -81,7 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write_pages() -> None:
-    """The page of claims, and the tables of the papers' pages."""
+    """The page of claims, the tables of the papers' pages, and those of stored measurements."""
     pages = {PAGE: page(map(load, NAMES))}
     for path in sorted({ROOT / "docs" / load(name).page for name in NAMES}):
         pages[path] = refreshed(path.read_text(), load)
@@ -89,6 +90,7 @@ def write_pages() -> None:
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
             print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)
+    page_tables.write_pages()
 
 
 def run(paper: Paper, given: argparse.Namespace) -> None:

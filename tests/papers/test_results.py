@@ -6,6 +6,7 @@ import re
 from dataclasses import fields, replace
 
 import pytest
+from benchmarks.measure import page_tables
 from benchmarks.papers import NAMES, load
 from benchmarks.papers import results as kept
 from benchmarks.papers.results import (
@@ -114,6 +115,21 @@ def test_the_page_of_claims_is_made_of_the_kept_figures():
 def test_tables_of_a_page_are_made_of_the_kept_figures(name):
     text = (ROOT / "docs" / load(name).page).read_text()
     assert refreshed(text, load) == text, "run: python -m benchmarks.papers --show"
+
+
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem
+)
+def test_tables_of_measurements_are_made_of_stored_ones(page):
+    text = page.read_text()
+    fresh = page_tables.refreshed(text)
+    assert fresh == text, "run: python -m benchmarks.measure.page_tables"
+
+
+def test_each_table_of_measurements_is_on_a_page():
+    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    shown = [name for _, name in page_tables.PLACE.findall(text)]
+    assert sorted(shown) == sorted(page_tables.TABLES)
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

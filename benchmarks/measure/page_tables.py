@@ -1,0 +1,188 @@
+"""Writes the tables of docs that are made of stored measurements.
+
+    python -m benchmarks.measure.page_tables
+
+A table stands between ``<!-- measured NAME -->`` and ``<!-- end -->``. `TABLES` has a function for each
+name; it returns lines of Markdown and reads files of ``benchmarks/results/`` alone.
+`python -m benchmarks.papers --show` writes these tables, too, beside those of the papers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import (
+    accuracy,
+    agreement,
+    compression,
+    compression_accuracy,
+    local_accuracy,
+    regret_emulated,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PLACE = re.compile(r"(<!-- measured ([\w .-]+?) -->\n).*?<!-- end -->", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    heads = list(heads)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return lines + [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+# ---- predictions ----
+
+SUMMARY = {
+    "`bsp`, servers, OSP": ("main",),
+    "held-out networks": ("held-out",),
+    "parameter averaging, racks": ("averaging",),
+    "`priority`, `dear`": ("past-backward",),
+    "compression": ("compression",),
+    "workers that share cores": ("shared-cores",),
+    "the same, held out": ("held-out-cores",),
+    "group servers": ("groups",),
+    "**all**": tuple(agreement.GROUPS),
+}
+"""Rows of the summary: each has the cells of one group, or of all."""
+
+
+def rows_of(groups: Iterable[str]) -> list[Row]:
+    stored = agreement.stored()
+    return [row for group in groups for row in stored[group]]
+
+
+def judged(rows: list[Row]) -> tuple[int, int]:
+    """How many cells are within 10 %, and within 10 % plus the spread."""
+    marks = [agreement.judge(row["off"], row["spread"]) for row in rows]
+    return marks.count(""), len(marks) - marks.count("off")
+
+
+def middle(rows: list[Row]) -> str:
+    """The median of absolute errors, a half rounded up."""
+    middle = statistics.median(abs(row["off"]) for row in rows)
+    return f"{100 * middle + 1e-6:.1f}%"
+
+
+def agreement_summary() -> list[str]:
+    def cells(name: str, groups: tuple[str, ...]) -> list[str]:
+        rows = rows_of(groups)
+        within, enough = judged(rows)
+        worst = max((row["off"] for row in rows), key=abs)
+        option = f"`{groups[0]}`" if len(groups) == 1 else ""
+        figures = [str(len(rows)), str(within), str(enough), middle(rows)]
+        return [name, option, *figures, f"{worst:+.1%}"]
+
+    heads = ("cells of", "`--group`", "cells", "within 10 %")
+    heads += ("within 10 % plus spread", "median error", "worst error")
+    return markdown(heads, (cells(*one) for one in SUMMARY.items()))
+
+
+def agreement_beyond() -> list[str]:
+    """The cells that are off by more than 10 %, the worst first."""
+    rows = [row for row in rows_of(agreement.GROUPS) if abs(row["off"]) > 0.1]
+    rows.sort(key=lambda row: -abs(row["off"]))
+    return [*agreement.HEAD.splitlines(), *map(agreement.row_text, rows)]
+
+
+# ---- compression ----
+
+MODELS = (*compression.LARGE, *compression.SMALL)
+COMPRESSORS = ("bf16", "int8", "int4", "powersgd", "top-k", "gd-top-k", "dgc")
+
+
+def compression_gains(gigabits: float) -> Callable[[], list[str]]:
+    def make() -> list[str]:
+        kept = compression.Kept(compression.RESULTS)
+        texts = ["none", *COMPRESSORS]
+        columns = [
+            compression.Column(kept, model, 8, gigabits, texts) for model in MODELS
+        ]
+        rows = [["none", *(f"{column.dense:.3g} s" for column in columns)]]
+        rows += [
+            [text, *(column.cell(text) for column in columns)] for text in COMPRESSORS
+        ]
+        return markdown((f"8 x {gigabits:g} Gbit/s", *MODELS), rows)
+
+    return make
+
+
+def compression_coding() -> list[str]:
+    """Seconds of encoding and decoding in a step, on one core, 8 workers."""
+    kept = compression.Kept(compression.RESULTS)
+
+    def takes(model: str, text: str) -> str:
+        key = compression.full_spec(compression.make(text))
+        found = compression.CompressorTimes(**kept.get("coding", model, key))
+        return f"{found.encode + found.after(8):.2g} s"
+
+    rows = ([text, *(takes(model, text) for model in MODELS)] for text in COMPRESSORS)
+    return markdown(("encoding and decoding", *MODELS), rows)
+
+
+def accuracy_of_compression() -> list[str]:
+    results = accuracy.Results(compression_accuracy.RESULTS)
+    tables = [
+        accuracy.Table(task=task.name, workers=4, rows=compression_accuracy.rows(task))
+        for task in accuracy.TASKS.values()
+    ]
+    return compression_accuracy.lines(tables, results, accuracy.SEEDS)
+
+
+# ---- others ----
+
+
+def accuracy_of_local_updates() -> list[str]:
+    results = accuracy.Results(accuracy.RESULTS)
+    found = [
+        list(one.found(results, accuracy.SEEDS)) for one in local_accuracy.TABLES[:3]
+    ]
+    return accuracy.lines(found)
+
+
+def regret_between_processes() -> list[str]:
+    stored = json.loads(regret_emulated.RESULTS.read_text())
+    return regret_emulated.lines(stored)
+
+
+TABLES: dict[str, Callable[[], list[str]]] = {
+    "agreement summary": agreement_summary,
+    "agreement beyond 10 percent": agreement_beyond,
+    "compression 0.1 Gbit": compression_gains(0.1),
+    "compression 1 Gbit": compression_gains(1),
+    "compression 10 Gbit": compression_gains(10),
+    "compression coding": compression_coding,
+    "compression accuracy": accuracy_of_compression,
+    "local accuracy": accuracy_of_local_updates,
+    "regret emulated": regret_between_processes,
+}
+
+
+def refreshed(text: str) -> str:
+    """A page's text with its tables as the stored figures make them."""
+
+    def fresh(match: re.Match[str]) -> str:
+        lines = "\n".join(TABLES[match[2]]())
+        return f"{match[1]}\n{lines}\n\n<!-- end -->"
+
+    return PLACE.sub(fresh, text)
+
+
+def write_pages() -> None:
+    for path in sorted(DOCS.rglob("*.md")):
+        text = path.read_text()
+        if (new := refreshed(text)) != text:
+            path.write_text(new)
+            print(f"wrote {path.relative_to(ROOT)}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    write_pages()
