@@ -17,8 +17,6 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = re.compile(r"\[([\w-]+\.md)\]\(((?:[\w.-]+/)*\1)([^)]*)\)")
-WIDE = ("reference/methods.md", "reference/compressors.md", "reference/collectives.md")
-"""Pages that are one wide table."""
 LINK = re.compile(r"\]\(([^)#:\s]+)\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".diff": "diff", ".sh": "sh", ".c": "c"}
 LANGUAGES |= {".yaml": "yaml", ".yml": "yaml", ".sbatch": "sh"}
@@ -51,8 +49,6 @@ def on_page_markdown(
     """Links to files outside docs/ become links to their pages, and names of pages their titles."""
     docs, uri = Path(config.docs_dir), page.file.src_uri
     at = ROOT / uri.removeprefix("source/") if uri.startswith("source/") else docs / uri
-    if uri in WIDE:
-        page.meta["hide"] = ["toc"]
     if not at.exists():
         return markdown  # a page that was made of something else
 

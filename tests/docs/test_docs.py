@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.cli.list import TABLES
+from paceline.cli.registry_entries import ENTRIES
 from paceline.run_options import RunOptions
 
 TEXTS = ("method", "records", "report_to", "cluster")
@@ -16,7 +16,7 @@ TEXTS = ("method", "records", "report_to", "cluster")
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", ENTRIES)
 def test_tables_of_the_registries_are_up_to_date(kind, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "website")
     import docs_tables

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.cli.list import methods_table
 from tests.docs.test_examples import ROOT
 
 NEEDED = ("pyproject.toml", "README.md", "LICENSE")
@@ -119,7 +118,7 @@ def test_the_installed_package_runs(bare, tmp_path):
         bare, "-c", "import paceline; print(paceline.__file__)", folder=tmp_path
     )
     assert Path(where).is_relative_to(bare.parent.parent)
-    assert check(command, "list", "methods", folder=tmp_path) == methods_table()
+    assert "\nbsp " in check(command, "list", "methods", folder=tmp_path)
 
     script = [ROOT / "examples" / "workload.py", "--", "resnet50"]
     words = ["--method=bsp", "--workers=2", "--link=100mbit", "--steps=3"]

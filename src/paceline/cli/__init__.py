@@ -7,7 +7,7 @@ options are answered at once. A verb imports what it works with in its own funct
 - `run`, `simulate`, `emulate`: train in the real, the simulated or the emulated runtime.
 - `probe`, `profile`, `check`: measure a network, a training step, this machine.
 - `serve`, `aggregate`, `plan_switches`: parameter servers, aggregators, and switches to upgrade.
-- `list`: methods, compressors and collectives.
+- `list`: methods, compressors and collectives; `registry_entries`: their descriptions as data.
 - `options`: options that several verbs share, and which runtimes have them.
 - `arguments`: which arguments are paceline's, torchrun's and the script's.
 - `script_run`: what verbs check of a job, and what `run`, `emulate` and `simulate` share beyond that.

@@ -1,132 +1,108 @@
-"""``paceline list``: the methods, compressors or collectives that there are, as a table.
-
-`website/docs_tables.py` puts the tables into docs/reference/methods.md, compressors.md and collectives.md.
-"""
+"""``paceline list``: the methods, compressors or collectives that there are."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from paceline.errors import UsageError
+from paceline.errors import UnknownNameError, unknown
 
 if TYPE_CHECKING:
-    from paceline.interfaces import Method
+    from paceline.cli.registry_entries import Entry
+    from paceline.tools.report.model import Table
+
+Kind = Literal["methods", "compressors", "collectives"]
 
 
 def list_(
-    kind: Annotated[
-        Literal["methods", "compressors", "collectives"],
-        typer.Argument(metavar="KIND", help="What to list."),
-    ],
+    kind: Annotated[Kind, typer.Argument(metavar="KIND", help="What to list.")],
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NAME]",
+            show_default=False,
+            help="One of them, with its keys and limits. \\[default: a table of all]",
+        ),
+    ] = None,
 ) -> None:
-    """List methods, compressors or collectives.
+    """List methods, compressors or collectives, or describe one of them.
 
-    docs/reference/methods.md, docs/reference/compressors.md and docs/reference/collectives.md explain its columns.
+    paceline list methods
+    paceline list methods gssp
     """
-    print(TABLES[kind](), end="")
+    from paceline.cli.registry_entries import ENTRIES
+    from paceline.tools.report.terminal import print_lines, print_table
+
+    entries = {entry.name: entry for entry in ENTRIES[kind]()}
+    if name is None:
+        print_table(overview(kind, list(entries.values())))
+        return
+    if name not in entries:
+        raise UnknownNameError(unknown(kind.removesuffix("s"), name, entries))
+    entry = entries[name]
+    print_lines(introduction(entry))
+    for table in tables(entry):
+        print_table(table)
+    if entry.summary.limits:
+        print_lines(["", *(f"- {plain(limit)}" for limit in entry.summary.limits)])
 
 
-def methods_table() -> str:
-    """Markdown: one row per registered method, and one per other form of it.
+def overview(kind: Kind, entries: list[Entry]) -> Table:
+    """Return a table with a row for each entry."""
+    from paceline.tools.report.model import Table
 
-    Raises:
-        UsageError: A method's class has no `summary`.
-    """
-    from paceline.methods import METHODS
-
-    columns = "consistency|keys|updates on|visible gradient|clips|waits for|sends"
-    return _table(
-        f"method|{columns}|guarantees".split("|"),
-        (row for _, cls in sorted(METHODS.items()) for row in _method_rows(cls)),
+    graded = kind != "collectives"
+    return Table(
+        title="",
+        headings=(
+            kind.removesuffix("s"),
+            *(("consistency",) if graded else ()),
+            "purpose",
+        ),
+        rows=[
+            (
+                one.name,
+                *((one.consistency,) if graded else ()),
+                plain(one.summary.purpose),
+            )
+            for one in entries
+        ],
+        caption=f"\nKeys, limits and sources of one: paceline list {kind} NAME",
     )
 
 
-def compressors_table() -> str:
-    """Markdown: one row per registered compressor."""
-    from paceline.compression import COMPRESSORS, shared_keys
+def introduction(entry: Entry) -> list[str]:
+    """Return the sentences on an entry."""
+    summary = entry.summary
+    lines = [f"{entry.name}: {plain(summary.purpose)}"]
+    guarantees = getattr(summary, "guarantees", "")
+    if guarantees:
+        lines.append(plain(guarantees))
+    if entry.use_when:
+        lines.append(f"Use it when {plain(entry.use_when)}.")
+    if summary.source:
+        lines.append(f"Source: {plain(summary.source)}.")
+    return lines
 
-    rows = []
-    for name, cls in sorted(COMPRESSORS.items()):
-        shared = [f"`{key}={text}`" for key, text in shared_keys(cls).items()]
-        shape: Any = cls
-        one = shape()
-        cells = [
-            f"`{name}`",
-            one.consistency,
-            ", ".join([*_own_keys(cls), *shared]) or "-",
-            "yes" if one.linear else "no",
-            "yes" if one.unbiased else "no",
-            str(one.rounds),
-            one.state,
-            *one.summary,
+
+def tables(entry: Entry) -> list[Table]:
+    """Return the tables of an entry's keys and facts."""
+    from paceline.tools.report.model import Table
+
+    found = []
+    if entry.keys:
+        keys = [
+            (key.name, key.default, plain(key.meaning or key.type))
+            for key in entry.keys
         ]
-        rows.append(cells)
-    columns = "compression|consistency|keys|linear|unbiased|rounds|state|sends|loses"
-    return _table(columns.split("|"), rows)
+        found.append(Table(title="", headings=("key", "default", "meaning"), rows=keys))
+    for spec, facts in ((entry.name, entry.facts), *entry.forms.items()):
+        rows = [(plain(label), plain(text)) for label, text in facts]
+        found.append(Table(title="", headings=(spec, ""), rows=rows))
+    return found
 
 
-def collectives_table() -> str:
-    """Markdown: one row per registered collective."""
-    from paceline.collectives.registry import COLLECTIVES
-
-    return _table(
-        ["collective", "formed by", "sends", "good for"],
-        ([f"`{name}`", *cls.summary] for name, cls in sorted(COLLECTIVES.items())),
-    )
-
-
-TABLES = {
-    "methods": methods_table,
-    "compressors": compressors_table,
-    "collectives": collectives_table,
-}
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    lines += [f"| {' | '.join(cells)} |" for cells in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _method_rows(cls: type[Method]) -> Iterable[Sequence[str]]:
-    """A method's row; where its properties depend on a key, one row for each value of that key."""
-    summary = getattr(cls, "summary", None)
-    if summary is None:
-        raise UsageError(
-            f"method {cls.name!r} has no `summary`, which stands in the table of methods: expected "
-            "a `paceline.interfaces.MethodSummary` as an attribute of its class"
-        )
-    keys = ", ".join([*_own_keys(cls), *_default_compression(cls)]) or "-"
-    for form in ({}, *getattr(cls, "forms", ())):
-        method: Method = cls(**form)
-        values = ",".join(f"{key}={value}" for key, value in form.items())
-        yield [
-            f"`{cls.name}:{values}`" if form else f"`{cls.name}`",
-            getattr(method, "consistency", "asynchronous"),
-            "as above" if form else keys,
-            method.updates_on,
-            method.visible_gradient,
-            method.clips,
-            *summary,
-        ]
-
-
-def _own_keys(cls: Any) -> list[str]:
-    fields = dataclasses.fields(cls)
-    return [f"`{field.name}={str(field.default).lower()}`" for field in fields]
-
-
-def _default_compression(cls: type[Method]) -> list[str]:
-    """Keys of the compressor that a method uses unless another one is named."""
-    from paceline.spec import parse
-
-    text: str | None = getattr(cls, "default_compression", None)
-    if text is None:
-        return []
-    spec = parse(text)
-    own = [f"`compression.{key}={value}`" for key, value in spec.values.items()]
-    return [f"`compression={spec.name}`", *own]
+def plain(text: str) -> str:
+    """Return *text* without the marks of Markdown."""
+    return text.replace("`", "")

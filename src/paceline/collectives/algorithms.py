@@ -28,10 +28,9 @@ class Native:
 
     name: ClassVar[str] = "native"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        formed_by=(
-            "torch.distributed, as its backend does it (gloo and NCCL: a ring for "
-            "large buffers)"
-        ),
+        purpose="torch.distributed's own all-reduce; the default.",
+        source="PyTorch; NCCL; gloo",
+        formed_by="torch.distributed, by its backend's algorithm (gloo and NCCL: a ring for large buffers)",
         sends="2 (n - 1) / n of the buffer per rank",
         good_for="most networks; CUDA under NCCL, which takes a tree where that is faster",
     )
@@ -70,9 +69,13 @@ class ParameterServer(Scheduled):
 
     name: ClassVar[str] = "parameter-server"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="Parameter servers add up the buffers; workers keep their optimizers.",
         formed_by="servers, each of which adds up its part of the buffer in rank order",
         sends="the buffer once per rank, and as often back from the servers",
-        good_for="servers with links of their own, or bits that are those of rank order",
+        good_for="servers with links of their own, or sums whose bits follow rank order",
+        limits=(
+            "Compressors must be linear (`bf16`, `fp16`, `powersgd`): servers only add.",
+        ),
     )
     needs: ClassVar[Needs] = "servers"
 
@@ -89,7 +92,9 @@ class Ring(Scheduled):
 
     name: ClassVar[str] = "ring"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        formed_by="a ring of all ranks (Patarasuk and Yuan 2009)",
+        purpose="A ring of all ranks.",
+        source="Patarasuk and Yuan (JPDC 2009)",
+        formed_by="a ring of all ranks",
         sends="2 (n - 1) / n of the buffer per rank, in 2 (n - 1) messages",
         good_for="large buffers",
     )
@@ -103,9 +108,10 @@ class Tree(Scheduled):
 
     name: ClassVar[str] = "tree"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="A binomial tree to rank 0 and back.",
         formed_by="a binomial tree to rank 0 and back",
         sends="the whole buffer once to a parent, and once to each child",
-        good_for="small buffers where latency is all",
+        good_for="small buffers, whose time is latency",
     )
 
     def schedule(self, size: int, at: Placement) -> Schedule:
@@ -118,12 +124,11 @@ class HalvingDoubling(Scheduled):
 
     name: ClassVar[str] = "halving-doubling"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        formed_by="recursive halving and doubling (Thakur, Rabenseifner and Gropp 2005)",
-        sends=(
-            "as much as a ring in 2 log2 n messages, and a buffer more where n is no "
-            "power of two"
-        ),
-        good_for="large buffers and latency, on switches that pass everything",
+        purpose="Recursive halving and doubling: a ring's bytes in fewer messages.",
+        source="Thakur, Rabenseifner and Gropp (IJHPCA 2005)",
+        formed_by="recursive halving and doubling",
+        sends="the bytes of a ring in 2 log2 n messages, and one buffer more where n is no power of two",
+        good_for="large buffers on networks with high latency, with a switch that never limits",
     )
 
     def schedule(self, size: int, at: Placement) -> Schedule:
@@ -135,17 +140,22 @@ class Hierarchical(Scheduled):
 
     name: ClassVar[str] = "hierarchical"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="Reduces inside each rack first, so that little crosses the uplinks.",
+        source="Mikami et al., ImageNet/ResNet-50 Training in a Flash (2018)",
         formed_by=(
-            "a reduce-scatter in each rack, all-reduces across racks among the ranks "
-            "that hold the same part, and an all-gather in each rack; all by rings "
-            "(racks that nobody knows: rows of about the root of n ranks)"
+            "rings: a reduce-scatter in each rack, all-reduces across racks among the ranks that hold "
+            "the same part, an all-gather in each rack"
         ),
         sends=(
-            "in the rack 2 (g - 1) / g of the buffer per rank, for g ranks in it; over"
-            " its uplink 2 (r - 1) / r of the buffer for r racks, however many ranks "
-            "are in it"
+            "in the rack 2 (g - 1) / g of the buffer per rank, for g ranks in it; over its uplink 2 "
+            "(r - 1) / r of the buffer for r racks, for any number of ranks in it"
         ),
-        good_for="uplinks that are thinner than their hosts' links together",
+        good_for="racks whose uplink has less than about half of one host's link",
+        limits=(
+            "Without a cluster file racks are rows of about the square root of n ranks.",
+            "A group inside one rack is a ring.",
+            "Under NCCL it is `native`; a message says so when training begins.",
+        ),
     )
 
     def schedule(self, size: int, at: Placement) -> Schedule:

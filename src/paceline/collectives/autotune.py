@@ -75,14 +75,20 @@ class Auto:
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="Picks the cheapest collective for each message size.",
         formed_by=(
-            "the cheapest of `native`, `tree`, `halving-doubling`, `hierarchical`, and"
-            " `rina` where switches add up float32, for the size of the message: "
-            "priced on the cluster where that is known, else as measured when training"
-            " begins"
+            "the cheapest of `native`, `tree`, `halving-doubling` and `hierarchical` for the size of "
+            "the message, and `rina` where switches add up float32"
         ),
-        sends="what the one that it takes sends",
-        good_for="messages of different sizes, and networks that one has not measured",
+        sends="what the chosen one sends",
+        good_for="messages of different sizes, and networks that you have not measured",
+        limits=(
+            (
+                "Without a cluster file it measures for about a second when training begins. The choice, "
+                "and so the last bits, may differ between runs."
+            ),
+            "`native` stays unless another one is more than 5 % cheaper, and always under NCCL.",
+        ),
     )
     needs: ClassVar[Needs] = "nothing"
 

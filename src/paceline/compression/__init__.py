@@ -151,8 +151,8 @@ def make(spec: str | Spec) -> GradientCompression:
     for key in own:
         if key in (ERROR_FEEDBACK, DECAY) and cls is not NoCompression:
             raise UsageError(
-                f"{owner}: {key}={own[key]}, but it takes no error feedback: it has a memory "
-                "of its own, or its codes are right in the mean; leave that key out"
+                f"{owner}: {key}={own[key]}, but it takes no error feedback, since it has a "
+                "memory of its own or is unbiased. Leave that key out"
             )
         if key not in known:
             raise UsageError(f"{owner}: {unknown('key', key, known)}")

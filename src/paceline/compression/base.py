@@ -92,10 +92,23 @@ COMMON = "common"
 
 
 class CompressorSummary(NamedTuple):
-    """A compressor's row in the table of compressors, in words."""
+    """The description of a compressor, for ``paceline list compressors``, docs and reports.
+
+    Attributes:
+        sends: Completes "A worker sends ...".
+        loses: Completes "The result lacks ...".
+        purpose: One sentence of at most 80 letters, without a subject.
+        source: The papers: authors, short title, venue and year.
+        use_when: Completes "Use it when ...".
+        limits: Sentences: costs, refusals, differences from the paper.
+    """
 
     sends: str
     loses: str
+    purpose: str = ""
+    source: str = ""
+    use_when: str = ""
+    limits: tuple[str, ...] = ()
 
 
 def require_at_least(least: int, key: str, value: int) -> None:
@@ -349,11 +362,13 @@ class Compressor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SkipsSmallTensors(Compressor):
-    """Sends small tensors, and those of one dimension, as they are: too little would be saved."""
+    """Sends small tensors, and those of one dimension, as they are: compression would save too little.
+
+    Attributes:
+        small: Tensors with fewer elements, and those of one dimension, are sent as they are; 0: none.
+    """
 
     small: int = 1024
-    """Tensors with fewer elements, and those of one dimension, are summed as they are; 0 for
-    none."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -524,6 +539,8 @@ class NoCompression(Compressor):
 
     name: ClassVar[str] = "none"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
+        purpose="Sends gradients as they are.",
+        use_when="links are fast, or the result must be exact",
         sends="every element in its own type",
         loses="nothing",
     )

@@ -117,8 +117,15 @@ class BF16(Cast):
 
     name: ClassVar[str] = "bf16"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        sends="2 bytes an element",
+        purpose="Casts gradients to bfloat16 and sums them in it.",
+        source="PyTorch's `bf16_compress_hook`",
+        use_when="links have up to 10 Gbit/s: the first compressor to try",
+        sends="2 bytes per element",
         loses="all but 8 significant bits of an element, and again at each addition",
+        limits=(
+            "No gain with 16-bit gradients, which are sent as they are.",
+            "No gain from switches: 16-bit buffers use the ring.",
+        ),
     )
     to: ClassVar[torch.dtype] = torch.bfloat16
 
@@ -135,10 +142,18 @@ class FP16(Cast):
 
     name: ClassVar[str] = "fp16"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        sends="2 bytes an element",
-        loses=(
-            "all but 11 significant bits of an element, and again at each addition; "
-            "fewer are left below 6e-5"
+        purpose="Casts gradients to float16 and sums them in it.",
+        source="PyTorch's `fp16_compress_hook`",
+        use_when="gradients are scaled, and 3 more bits than those of bf16 matter",
+        sends="2 bytes per element",
+        loses="all but 11 significant bits of an element, and again at each addition; more below 6e-5",
+        limits=(
+            (
+                "An element of the mean above 65,504 becomes infinite, which `check_finite` and a "
+                "GradScaler detect."
+            ),
+            "An element below 6e-8 becomes zero without notice: scale the loss, or take bf16.",
+            "No gain from switches: 16-bit buffers use the ring.",
         ),
     )
     to: ClassVar[torch.dtype] = torch.float16

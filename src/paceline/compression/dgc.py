@@ -72,32 +72,44 @@ STAGES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(SkipsSmallTensors):
-    """The largest elements of each tensor's velocity, which is what its momentum adds up to. Small
-    tensors, those of one dimension, and whole numbers are summed as they are. One worker by
-    itself keeps nothing back.
+    """The largest elements of each tensor's velocity, which is what its momentum adds up to.
 
-    Have an optimizer without momentum: `momentum` is that of the code. It keeps two numbers an
-    element on each worker.
+    Small tensors, those of one dimension, and whole numbers are summed as they are. One worker by itself keeps
+    nothing back. Use an optimizer without momentum: `momentum` replaces it. A worker keeps two numbers an element.
+
+    Attributes:
+        density: Share of a tensor's elements that is sent, after the warm-up.
+        warm_up_steps: Steps in which the density falls from its sixth root to itself, in five stages.
+        momentum: Momentum of the velocity. An element that was sent loses it. At density 1 that is plain SGD.
     """
 
     density: float = 0.001
-    """The part of a tensor's elements that is sent, after the warm-up."""
 
     warm_up_steps: int = 500
-    """Steps in which the density falls from its sixth root to itself, in five stages."""
 
     momentum: float = 0.9
-    """An element that was sent loses it: it is that of old gradients by then. At density 1 that is
-    plain SGD."""
 
     name: ClassVar[str] = "dgc"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
+        purpose="Sends the largest elements of each tensor's velocity, its momentum included.",
+        source="Lin et al., Deep gradient compression (ICLR 2018)",
+        use_when="links are below 1 Gbit/s, workers are few, and training is long",
         sends=(
-            "the part `density` of the elements, the largest, each in its own type, and 1 to 4 "
-            "bytes for its index, to every other worker; more in the first "
-            "`warm_up_steps`"
+            "the share `density` of the elements, the largest, each in its own type, and 1 to 4 bytes "
+            "for its index, to every other worker; more in the first `warm_up_steps`"
         ),
         loses="nothing for good; an element that is not sent waits in the velocity",
+        limits=(
+            (
+                "Every worker receives the selected elements of all others: with n workers it pays below "
+                "a density of about 1/n."
+            ),
+            (
+                "It applies the momentum itself: an optimizer with momentum is refused, unless "
+                "`momentum=0`."
+            ),
+            "At one element in a thousand it loses much accuracy in short trainings.",
+        ),
     )
     state: ClassVar[StateKind] = "own"
     takes_error_feedback: ClassVar[bool] = False
@@ -140,17 +152,16 @@ class DGC(SkipsSmallTensors):
             if own:
                 raise UsageError(
                     f"compression 'dgc' with momentum={self.momentum}, and a "
-                    f"{type(optimizer).__name__} with a momentum of {float(own)}: gradients "
-                    "would have it twice. Take an optimizer without momentum, as "
-                    "SGD(momentum=0), or compression.momentum=0"
+                    f"{type(optimizer).__name__} with a momentum of {float(own)}: momentum "
+                    "would be applied twice. Use SGD(momentum=0), or compression.momentum=0"
                 )
 
     def check_differences(self) -> None:
         if self.momentum:
             raise UsageError(
-                f"compression 'dgc' with momentum={self.momentum}, and what local updates "
-                "have moved: its momentum is one of gradients, and each worker's optimizer "
-                "has that already. Take top-k, or compression.momentum=0"
+                f"compression 'dgc' with momentum={self.momentum} under local updates: its momentum is one "
+                "of gradients, and each worker's optimizer applies that already. Use top-k, or "
+                "compression.momentum=0"
             )
 
     def wire_bytes(

@@ -83,17 +83,15 @@ class GradientCompression:
     def __post_init__(self) -> None:
         """Check the values."""
         if not 0 <= self.decay <= 1:
-            raise UsageError(
-                f"decay: expected a part of a residual, 0 to 1, got {self.decay}"
-            )
+            raise UsageError(f"decay: expected a factor from 0 to 1, got {self.decay}")
         if self.error_feedback and not self.code.takes_error_feedback:
             raise UsageError(
-                f"error_feedback: {self.code.name!r} takes none: it has a memory of its own, or "
-                "its codes are right in the mean; add error_feedback=false"
+                f"error_feedback: {self.code.name!r} takes none, since it has a memory of its own or is "
+                "unbiased. Use error_feedback=false"
             )
         if self.decay != 1.0 and not self.error_feedback:
             raise UsageError(
-                f"decay={self.decay} is of residuals, and there are none: add error_feedback=true"
+                f"decay={self.decay} has no effect without error feedback. Add error_feedback=true"
             )
         require_at_least(0, "warmup_steps", self.warmup_steps)
 

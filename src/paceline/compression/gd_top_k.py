@@ -87,31 +87,48 @@ groups of all classes, need not know which worker it is from."""
 
 @dataclass(frozen=True, kw_only=True)
 class GDTopK(SkipsSmallTensors, GatheredCompressor):
-    """The largest elements of each tensor, fewer in each of the first five epochs; all of them in
-    the step that ends an epoch. Small tensors, those of one dimension, and whole numbers are
-    summed as they are.
+    """The largest elements of each tensor, fewer in each of the first five epochs.
 
-    Where a method finds groups of workers with a server each, `speed` follows the class of a
-    worker's group: nothing of it is in the states. Answers that are differences have no epochs:
-    they are `top-k` of the ratio that `speed` keeps from the fifth epoch on, for all classes.
+    In the step that ends an epoch all of them are sent. Small tensors, those of one dimension, and whole numbers
+    are summed as they are.
+
+    Where a method finds groups of workers with a server each, `speed` follows the class of a worker's group;
+    states do not hold it. Replies that are deltas have no epochs: they are `top-k` of the ratio that `speed` has
+    from the fifth epoch on, for all classes.
+
+    Attributes:
+        speed: Speed class of this worker's group, until a method with groups has found it. Workers that
+            average together have the same.
+        epoch_steps: Steps of an epoch; 0: those of the sampler that `distribute` is given, else 100.
     """
 
     speed: SpeedClass = "middle"
-    """The class of this worker's group, until a method with groups has found it. Workers whose
-    mean is formed have the same."""
 
     epoch_steps: int = 0
-    """Steps in an epoch; 0: those of the sampler that `distribute` is given, else 100."""
 
     name: ClassVar[str] = "gd-top-k"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
+        purpose="Sends fewer elements in later epochs, and fewer from fast groups of workers.",
+        source="Sun et al., GSSP (IEEE TCC 10(4), 2022), by its published code",
+        use_when="the method is `gssp` on slow links",
         sends=(
-            "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5"
-            " % (`slowest`) of the elements, each in its own type, and 1 to 4 bytes for "
-            "its index, to every other worker; 35, 30, 9 and 2.7 % (`middle`) "
-            "in the first four; all of them in the last step of an epoch"
+            "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5 % (`slowest`) "
+            "of the elements, each in its own type, and 1 to 4 bytes for its index, to every other "
+            "worker; 35, 30, 9 and 2.7 % (`middle`) in the first four; all of them in the last step "
+            "of an epoch"
         ),
-        loses="all other elements, until residuals have made them large, or the epoch ends",
+        loses="all other elements, until error feedback has made them large, or the epoch ends",
+        limits=(
+            (
+                "Every worker receives the selected elements of all others: with n workers it pays below "
+                "a density of about 1/n."
+            ),
+            "With Adam it loses accuracy.",
+            (
+                "It needs the length of an epoch: `distribute(sampler=...)` or `epoch_steps`. Otherwise "
+                "an epoch has 100 steps."
+            ),
+        ),
     )
     state: ClassVar[StateKind] = "common"
     error_feedback_by_default: ClassVar[bool] = True

@@ -64,22 +64,33 @@ from paceline.compression.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(SkipsSmallTensors):
-    """Matrices become products of two factors with *rank* columns. Tensors of which too
-    little would be saved, those of 8 bits or fewer, and whole numbers are summed as they are.
+    """Matrices become products of two factors with *rank* columns.
+
+    Tensors of which too little would be saved, those of 8 bits or fewer, and whole numbers are summed as they are.
+
+    Attributes:
+        rank: Columns of a factor. Matrices with fewer rows or columns are sent as they are.
     """
 
     rank: int = 4
-    """Columns of a factor. Matrices with fewer rows or columns are sent as they are."""
 
     name: ClassVar[str] = "powersgd"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        sends=(
-            "*rank* times half of rows + columns of each matrix, in 4 bytes each (2 where "
-            "it is bfloat16, 8 where it is float64)"
+        purpose="Sends each matrix as a thin factor, alternately of rows and of columns.",
+        source=(
+            "Vogels, Karimireddy and Jaggi, PowerSGD (NeurIPS 2019); Zhang et al., ACP-SGD (ICDCS "
+            "2023)"
         ),
-        loses=(
-            "what is outside of the *rank* directions of a step, until a later one "
-            "(residuals)"
+        use_when="links have 1 Gbit/s or less, and the model consists of matrices",
+        sends=(
+            "`rank` times half of rows + columns of each matrix, in 4 bytes each (2 for bfloat16, 8 "
+            "for float64)"
+        ),
+        loses="everything outside the `rank` directions of a step, until error feedback brings it back",
+        limits=(
+            "With Adam it loses accuracy.",
+            "Matrices of which too little would be saved are sent as they are.",
+            "Workers' bits are equal where their processors and libraries are.",
         ),
     )
     linear: ClassVar[bool] = True

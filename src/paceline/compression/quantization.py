@@ -581,24 +581,33 @@ class BlockCompressor(PerWorkerCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(BlockCompressor):
-    """Blocks of elements become 8-bit whole numbers times a scale, and are added up by their
-    owners. Tensors of 8 bits or fewer, and whole numbers, are summed as they are.
+    """Blocks of elements become 8-bit whole numbers times a scale, and are added up by their owners.
 
-    A block with a number that is not finite is not a number at all in the result.
+    Tensors of 8 bits or fewer, and whole numbers, are summed as they are. A block with a number that is not finite
+    becomes NaN in the result.
+
+    Attributes:
+        rounding: ``nearest`` sends elements below 1/254 of a block's largest (int4: 1/14) as zero in every step,
+            unless there is error feedback. ``stochastic`` rounds up or down at random, so that the expected
+            result is exact.
     """
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """To the nearest, which sends elements below 1/254 of a block's largest (int4: 1/14) as
-    zero in every step, unless there are residuals; or up or down by chance, so that the
-    expected result is exact."""
 
     name: ClassVar[str] = "int8"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        sends="1 byte an element and 4 a block, to the owners and from them",
-        loses=(
-            "up to 1/254 of a block's largest element, in each element, and as much "
-            "again of the sum's (twice that where rounding is stochastic)"
+        purpose="Sends blocks of 256 elements as 8-bit integers times a scale.",
+        source="Wang et al., ZeRO++ (2023); Alistarh et al., QSGD (NeurIPS 2017)",
+        use_when=(
+            "links are slow, and `powersgd` loses too much accuracy; `rounding=stochastic` for "
+            "servers, and for workers that come and go"
         ),
+        sends="1 byte per element and 4 per block, to the owners and from them",
+        loses=(
+            "up to 1/254 of a block's largest element, in each element, and as much again of the "
+            "sum's (twice that with stochastic rounding)"
+        ),
+        limits=("A block with an element that is not finite becomes NaN.",),
     )
     quantizer: ClassVar[Quantizer] = Quantizer(levels=127, bits=8, norm="largest")
     block: ClassVar[int] = 256
@@ -674,11 +683,15 @@ class Int4(Int8):
 
     name: ClassVar[str] = "int4"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        sends="half a byte an element and 4 a block, to the owners and from them",
+        purpose="Sends blocks of 256 elements as 4-bit integers times a scale.",
+        source="Wang et al., ZeRO++ (2023); Alistarh et al., QSGD (NeurIPS 2017)",
+        use_when="`int8` still sends too much; also for changes of local methods",
+        sends="half a byte per element and 4 bytes per block, to the owners and from them",
         loses=(
-            "up to 1/14 of a block's largest element, in each element, and as much "
-            "again of the sum's (twice that where rounding is stochastic)"
+            "up to 1/14 of a block's largest element, in each element, and as much again of the sum's "
+            "(twice that with stochastic rounding)"
         ),
+        limits=("A block with an element that is not finite becomes NaN.",),
     )
     quantizer: ClassVar[Quantizer] = Quantizer(levels=7, bits=4, norm="largest")
     decoding: ClassVar[float] = 8.5

@@ -43,30 +43,40 @@ from paceline.compression.sparse import (
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(SkipsSmallTensors, GatheredCompressor):
-    """The largest elements of each tensor, or of each chunk of it: at least one. Small tensors,
-    those of one dimension, and whole numbers are summed as they are.
+    """The largest elements of each tensor, or of each chunk of it: at least one.
 
-    Codes are gathered: fewer bytes than a dense ring's go on the network where density is below
-    1 over the number of workers, about.
+    Small tensors, those of one dimension, and whole numbers are summed as they are. Compressed gradients are
+    gathered: that sends fewer bytes than a dense ring where density is below about 1 over the number of workers.
+
+    Attributes:
+        density: Share of a tensor's elements that is sent.
+        chunk: Elements that are selected from as if they were a tensor; 0: whole tensors.
+        bits: Bits of a value: 32 for its own type, 2 for the mean of one of four bins around the tensor's mean.
     """
 
     density: float = 0.01
-    """The part of a tensor's elements that is sent."""
 
     chunk: int = 0
-    """Elements that are a tensor by themselves; 0 for whole tensors."""
 
     bits: int = 32
-    """Of a value: 32 for its own type, 2 for the mean of one of four bins around the tensor's
-    mean."""
 
     name: ClassVar[str] = "top-k"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
+        purpose="Sends the largest elements of each tensor, with their indices.",
+        source="Aji and Heafield (EMNLP 2017); Stich et al., Sparsified SGD with memory (NeurIPS 2018)",
+        use_when="links are below 1 Gbit/s, and workers are few",
         sends=(
-            "the part `density` of the elements, the largest, each in its own type (2 bits "
-            "under bits=2), and 1 to 4 bytes for its index, to every other worker"
+            "the share `density` of the elements, the largest, each in its own type (in 2 bits with "
+            "`bits=2`), and 1 to 4 bytes for its index, to every other worker"
         ),
-        loses="all other elements, until residuals have made them large",
+        loses="all other elements, until error feedback has made them large",
+        limits=(
+            (
+                "Every worker receives the selected elements of all others: with n workers it pays below "
+                "a density of about 1/n."
+            ),
+            "With Adam it loses accuracy.",
+        ),
     )
     error_feedback_by_default: ClassVar[bool] = True
 

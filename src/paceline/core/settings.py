@@ -42,23 +42,22 @@ class Settings:
     """The arguments of `distribute` that all methods share, and that specs can name.
 
     Attributes:
-        buckets: The rule that groups gradients into buckets: a name in `paceline.bucketing.rules`, or
-            bucket lengths in tensors, such as ``"3+5+2"``.
-        buffers: ``"rank0"``: once a step every rank takes rank 0's buffers, as under DDP.
-            ``"local"``: each rank keeps its own.
-        check_finite: Raise `GradientError`, which names the parameter, when a mean gradient is not
-            finite. Not together with a GradScaler, which expects such gradients.
-        collective: How averages are formed: a name in `paceline.collectives`.
-        servers: Where servers run: ``"embedded"`` (beside rank 0), ``"per-node"``, ``"dedicated"``
-            (on hosts of their own), ``"auto"`` (dedicated where there are any, else embedded),
-            or addresses ``HOST:PORT`` joined by ``+``.
-        clip_norm: The largest norm that a gradient may have. `Method.clips` says which gradient:
-            the mean, or each worker's own.
-        replies: What servers that update answer to a compressed push: the parameters (``"full"``),
-            or a compressed difference from what the worker holds (``"deltas"``), for which they
-            keep a copy of that for each worker.
-        compression: What compresses gradients, or what is sent in their place. Its own keys in a spec
-            are ``compression.KEY``. `UNSET` gives way to the method's default.
+        buckets: Rule that assigns gradients to buckets (`paceline.bucketing.rules`), or bucket lengths in
+            tensors, such as ``3+5+2``.
+        buffers: ``rank0``: once a step every rank takes rank 0's buffers, as under DDP. ``local``: each rank
+            keeps its own.
+        check_finite: Raise `GradientError`, which names the parameter, if a mean gradient is not finite. Not for
+            scripts with a GradScaler, which expects such gradients.
+        collective: All-reduce algorithm of averages (`paceline.collectives`).
+        servers: Place of the servers. ``embedded``: beside rank 0. ``per-node``: one on each node.
+            ``dedicated``: on hosts of their own. ``auto``: dedicated where there are any, else embedded. Or
+            addresses ``HOST:PORT`` joined by ``+``.
+        clip_norm: Largest norm of a gradient: of the mean, or of each worker's own, by the method.
+        replies: Reply of a server to a compressed push: the parameters (``full``), or a compressed difference
+            from the worker's parameters (``deltas``). For ``deltas`` a server keeps a copy of the model for each
+            worker.
+        compression: Compressor of gradients, pushes or changes of parameters, by the method. `UNSET` is the
+            method's default.
 
     Raises:
         UsageError: A value is unknown or out of range.

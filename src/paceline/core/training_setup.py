@@ -290,14 +290,14 @@ def _check_compression(
         return
     if collective.needs == "servers" and not compressor.linear:
         raise UsageError(
-            f"compression {compressor.name!r} with collective={collective.name!r}: its codes "
-            "are gathered, and a server only adds; use collective='native', or a linear "
-            "compression, such as bf16"
+            f"compression {compressor.name!r} with collective={collective.name!r}: compressed "
+            "gradients are gathered, and servers only add. Use collective='native', or a linear "
+            "compressor such as bf16"
         )
     if getattr(method, "sends_halves", False):
         raise UsageError(
-            f"compression {compressor.name!r} with method {method.name!r}: it sends a mean "
-            "in two halves, as it is; leave compression out, or use bsp"
+            f"compression {compressor.name!r} with method {method.name!r}: the method "
+            "sends averages in two halves, which are not compressed. Leave compression out, or use bsp"
         )
 
 

@@ -429,11 +429,23 @@ class WorkerGroup(Protocol):
 
 
 class CollectiveSummary(NamedTuple):
-    """A collective's row in the table of collectives, in words."""
+    """The description of a collective, for ``paceline list collectives``, docs and reports.
+
+    Attributes:
+        formed_by: Completes "Sums are formed by ...".
+        sends: Completes "A rank sends ...".
+        good_for: Completes "It is good for ...".
+        purpose: One sentence of at most 80 letters.
+        source: The papers: authors, short title, venue and year.
+        limits: Sentences: costs, refusals, differences from the paper.
+    """
 
     formed_by: str
     sends: str
     good_for: str
+    purpose: str = ""
+    source: str = ""
+    limits: tuple[str, ...] = ()
 
 
 class AllReduceAlgorithm(Protocol):

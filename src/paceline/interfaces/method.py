@@ -57,11 +57,27 @@ known before any of it is applied; else that of each worker's own, before it is 
 
 
 class MethodSummary(NamedTuple):
-    """A method's row in the table of methods, in words."""
+    """The description of a method, for ``paceline list methods``, docs and reports.
+
+    A number may stand as its key in backticks: reports put the value there.
+
+    Attributes:
+        waits_for: Completes "A step waits for ...".
+        sends: Completes "A worker sends ...".
+        guarantees: Sentences on the result.
+        purpose: One sentence of at most 80 letters, without a subject.
+        source: The papers: authors, short title, venue and year.
+        use_when: Completes "Use it when ...".
+        limits: Sentences: costs, refusals, differences from the paper.
+    """
 
     waits_for: str
     sends: str
     guarantees: str
+    purpose: str = ""
+    source: str = ""
+    use_when: str = ""
+    limits: tuple[str, ...] = ()
 
 
 class WorkerHooks(Protocol):

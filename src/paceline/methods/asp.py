@@ -19,15 +19,27 @@ from paceline.methods.push_pull import PushPull
 
 @dataclass(frozen=True, kw_only=True)
 class ASP(PushPull):
-    """Apply each gradient when it comes; answer at once."""
+    """Apply each gradient when it arrives, and reply at once."""
 
     name: ClassVar[str] = "asp"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="nobody",
+        purpose="Applies each gradient when it arrives.",
+        source="Recht et al., Hogwild! (NIPS 2011); Dean et al., Downpour SGD (NIPS 2012)",
+        use_when=(
+            "workers always differ in speed, one server can serve all of them, and unbounded "
+            "staleness does no harm"
+        ),
+        waits_for="no other worker",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "every gradient is applied once, at a learning rate of its weight (1/n) "
-            "times the script's; how stale it is, is not bounded"
+            "Every gradient is applied once, at the script's learning rate times its weight, 1/n. "
+            "Staleness has no bound."
+        ),
+        limits=(
+            (
+                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
+                "samples is n times shorter than under bsp."
+            ),
         ),
     )
 

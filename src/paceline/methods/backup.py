@@ -19,15 +19,29 @@ from paceline.methods.push_pull import PushPull, without_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class Backup(PushPull):
-    """End each step with the mean over the fastest *wait_for* workers."""
+    """End each step with the mean over the fastest *wait_for* workers.
+
+    Attributes:
+        wait_for: Workers whose gradients make a step; 0: all.
+    """
 
     name: ClassVar[str] = "backup"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Ends each step with the mean of the fastest workers, and drops late gradients.",
+        source="Chen et al., Revisiting distributed synchronous SGD (ICLR workshop 2016)",
+        use_when="workers are slow now and then, and their late gradients may be dropped",
         waits_for="the fastest `wait_for` workers (by default all), in every step",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "no gradient is stale; those that came too late for their step are "
-            "dropped, and counted"
+            "No gradient is stale. Gradients that arrive too late for their step are dropped and "
+            "counted."
+        ),
+        limits=(
+            (
+                "With the default `wait_for=0` it waits for all workers: bsp with its parameters on the "
+                "server."
+            ),
+            "`clip_norm` needs a single server.",
         ),
     )
 

@@ -44,9 +44,13 @@ class BSP:
 
     name: ClassVar[str] = "bsp"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Averages every gradient over all workers in every step, as DDP does.",
+        source="Valiant (CACM 1990); Li et al., PyTorch Distributed (VLDB 2020)",
+        use_when="you need DDP's result; start here",
         waits_for="every worker, in every step",
         sends="the whole gradient",
-        guarantees="all workers hold the same parameters after every step",
+        guarantees="All workers hold the same parameters after every step.",
+        limits=("The slowest worker and the slowest link set the pace.",),
     )
     rounds: ClassVar[Rounds] = EVERY_STEP
     consistency: ClassVar[Consistency] = "exact"

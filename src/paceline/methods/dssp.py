@@ -38,19 +38,36 @@ from paceline.methods.push_pull import PushPull, without_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class DSSP(PushPull):
-    """Let no worker be more than *staleness* steps ahead of another, and the fastest up to
-    *extra* more where it would wait less by that."""
+    """Bound staleness by *staleness* steps, and by up to *extra* more for the fastest worker.
+
+    The fastest worker gets the extra steps if it then waits less.
+
+    Attributes:
+        staleness: Steps that a worker may be ahead of the slowest.
+        extra: Steps that the fastest worker may be further ahead.
+    """
 
     name: ClassVar[str] = "dssp"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Bounds staleness as ssp, by a bound that follows measured speeds.",
+        source="Zhao et al., DSSP (ICDCS 2019)",
+        use_when="workers are slow now and then, and a fixed bound waits too often",
         waits_for=(
-            "workers more than `staleness` steps behind; the fastest one, for those "
-            "more than `staleness` + `extra` behind at most"
+            "workers more than `staleness` steps behind (the fastest worker at most for those more "
+            "than `staleness` + `extra` behind)"
         ),
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "what a worker computes its step c with has in it every gradient of the "
-            "steps before c - `staleness` - `extra`, of all workers"
+            "Step c of a worker uses every gradient of the steps before c - `staleness` - `extra`, of "
+            "all workers."
+        ),
+        limits=(
+            "Where machines always differ in speed, all run at the slowest one's pace.",
+            "Reconstructed from abstracts and other implementations of it.",
+            (
+                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
+                "samples is n times shorter than under bsp."
+            ),
         ),
     )
 

@@ -66,11 +66,18 @@ class Priority:
 
     name: ClassVar[str] = "priority"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="every worker, in every step, bucket by bucket before something uses it",
-        sends="the whole gradient, while backward and the next forward compute",
+        purpose="Averages as bsp, and waits for each layer where the next forward pass uses it.",
+        source="Peng et al., ByteScheduler (SOSP 2019); Jayarajan et al., P3 (MLSys 2019)",
+        use_when="steps wait for gradients after backward, and the result must be exact",
+        waits_for="every worker, in every step, bucket by bucket before its parameters are used",
+        sends="the whole gradient, during backward and the next forward pass",
         guarantees=(
-            "bsp's result, to the bit where sums are added in the same order; whoever "
-            "looks at the model, or at a gradient, sees what bsp would show there"
+            "The result is bsp's, to the bit where sums are added in the same order. A script that "
+            "reads the model or a gradient sees what bsp would show."
+        ),
+        limits=(
+            "No gain where backward hides communication already.",
+            "Reading all gradients in every step removes the gain.",
         ),
     )
     rounds: ClassVar[Rounds] = EVERY_STEP
@@ -98,15 +105,24 @@ class DeAR(Priority):
 
     name: ClassVar[str] = "dear"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="every worker, in every step, bucket by bucket before something uses it",
+        purpose="Averages as bsp, with the all-gather halves during the next forward pass.",
+        source="Zhang, Shi, Chu and Li, DeAR (ICDCS 2023)",
+        use_when=(
+            "steps wait for gradients after backward, and the result must be exact; compare it with "
+            "`priority`"
+        ),
+        waits_for="every worker, in every step, bucket by bucket before its parameters are used",
         sends=(
-            "the whole gradient, one half of each sum while backward computes, the "
-            "other while the next forward does"
+            "the whole gradient, one half of each all-reduce during backward, the other during the "
+            "next forward pass"
         ),
         guarantees=(
-            "bsp's result, to the bit that of its `collective=ring` (or of the "
-            "collective that is asked for); whoever looks at the model, or at a "
-            "gradient, sees what bsp would show there"
+            "The result is bsp's, to the bit that of `collective=ring` (or of the collective that is "
+            "named). A script that reads the model or a gradient sees what bsp would show."
+        ),
+        limits=(
+            "No gain where backward hides communication already.",
+            "Tensors on CUDA need NCCL, with `collective=native` or `auto`.",
         ),
     )
     sends_halves: ClassVar[bool] = True

@@ -32,23 +32,28 @@ from paceline.methods.gssp.discipline import GroupDiscipline, RoundGate
 class GroupingSGD(GroupMethod):
     """Apply the mean gradient of each group, which counts for less where it is stale.
 
-    Args:
-        members: The groups, as ``0-3+4-7``; without, all workers are one group, which is bsp on a
-            server.
+    Attributes:
+        members: The groups, as ``0-3+4-7``. Empty: those of the cluster file, else one group of all workers.
     """
 
     name: ClassVar[str] = "grouping-sgd"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Runs bsp inside groups that you name, and no group waits for another.",
+        source="Jiang et al., Grouping-SGD (CCGrid 2019)",
+        use_when="you know which workers are equally fast, and want no staleness inside a group",
         waits_for="all workers of its group, in every step",
         sends=(
-            "the whole gradient, and receives all parameters, to and from its group's "
-            "server; servers send each other a gradient of all parameters after each "
-            "step of their group"
+            "the whole gradient to its group's server, and receives all parameters; servers send each "
+            "other a gradient of all parameters after each step of their group"
         ),
         guarantees=(
-            "inside a group no gradient is stale; every group's mean is applied once "
-            "on every server, at a learning rate of its weight (its part of all "
-            "workers) times the script's, over 1 + its staleness"
+            "No gradient is stale inside a group. Each group's mean is applied once on every server, "
+            "at the script's learning rate times its weight over 1 + its staleness."
+        ),
+        limits=(
+            "Without `members` all workers are one group: bsp on a server.",
+            "Each group has a server with the whole model.",
+            "The form of the staleness weight is inferred.",
         ),
     )
 

@@ -24,9 +24,13 @@ from paceline.interfaces import (
 
 @dataclass(frozen=True, kw_only=True)
 class PushPull:
-    """Each bucket's gradient goes to its servers; the answer is the bucket's parameters,
-    when the server's discipline gives them. *overlap*: send while backward still runs;
-    without, send after it, the textbook form that papers compare with."""
+    """Push each bucket's gradient to its servers, and receive the bucket's parameters in reply.
+
+    The server's discipline decides when it replies.
+
+    Attributes:
+        overlap: Push each bucket during backward. Without, push after it: the form of the papers.
+    """
 
     rounds: ClassVar[Rounds] = ON_SERVERS
     consistency: ClassVar[Consistency] = "asynchronous"

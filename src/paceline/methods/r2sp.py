@@ -44,18 +44,32 @@ from paceline.methods.push_pull import PushPull, without_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class R2SP(PushPull):
-    """Let workers go on in rank order, a gap apart. *slack*: how many times longer a step
-    is than a round of gaps; *warm_up*: worker 0's steps in which nobody waits, and of which
-    the second half is measured."""
+    """Let workers go on in rank order, one each gap.
+
+    Attributes:
+        slack: Length of a step, in rounds of gaps; at least 1.
+        warm_up: Steps of worker 0 in which no worker waits. The second half of them is measured.
+    """
 
     name: ClassVar[str] = "r2sp"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="its turn, the workers in rank order, one each gap",
+        purpose="Applies gradients as asp, and lets workers go on in turn, one at a time.",
+        source="Chen, Wang and Li, Round-robin synchronization (INFOCOM 2019)",
+        use_when="a server's link is the bottleneck, and all workers are equally fast",
+        waits_for="its turn: workers go on in rank order, one each gap",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "every gradient is applied once, at a learning rate of its weight (1/n) "
-            "times the script's; from when all have done equally many steps, between "
-            "two turns of a worker each other one that takes part has had one turn"
+            "Every gradient is applied once, at the script's learning rate times its weight, 1/n. "
+            "Once all workers have done equally many steps, they take turns: each active worker goes "
+            "on once before any goes on again."
+        ),
+        limits=(
+            "It gains over a barrier without overlap, and little over one with overlap.",
+            "Where machines always differ in speed, all run at the slowest one's pace.",
+            (
+                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
+                "samples is n times shorter than under bsp."
+            ),
         ),
     )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"warm_up": "2"}

@@ -22,15 +22,34 @@ from paceline.methods.push_pull import PushPull, without_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class SSP(PushPull):
-    """Let no worker be more than *staleness* steps ahead of another."""
+    """Let no worker be more than *staleness* steps ahead of another.
+
+    Attributes:
+        staleness: Steps that a worker may be ahead of the slowest; 0: gradients of a step are applied in
+            rank order.
+    """
 
     name: ClassVar[str] = "ssp"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Applies each gradient when it arrives, within a staleness bound.",
+        source="Ho et al., SSP (NIPS 2013)",
+        use_when="workers are slow now and then",
         waits_for="workers more than `staleness` steps behind",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "what a worker computes its step c with has in it every gradient of the "
-            "steps before c - s, of all workers"
+            "Step c of a worker uses every gradient of the steps before c - `staleness`, of all "
+            "workers."
+        ),
+        limits=(
+            "Where machines always differ in speed, all run at the slowest one's pace.",
+            (
+                "`staleness=0` applies a step's gradients in rank order. With plain SGD that is bsp's "
+                "step."
+            ),
+            (
+                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
+                "samples is n times shorter than under bsp."
+            ),
         ),
     )
 

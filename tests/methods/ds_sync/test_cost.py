@@ -183,4 +183,4 @@ def test_one_sentence_says_agreement_and_speed():
     for words in ("8 workers", "groups of 2 to 3", "4 phases", "spread", "a step"):
         assert words in said
     assert "exactly after 2 steps" in describe(make_plan(range(4)))
-    assert "nobody" in describe(make_plan([3]))
+    assert "no averages" in describe(make_plan([3]))

@@ -234,7 +234,7 @@ def test_swa_that_begins_after_the_end_changes_nothing_and_that_is_said(capsys):
     plain = trained("ds-sync", 4, 5)
     assert "swa_from" not in capsys.readouterr().err
     assert equal_ends(plain, trained("ds-sync:swa_from=5", 4, 5))
-    assert "swa_from=5: no weights were counted" in capsys.readouterr().err
+    assert "swa_from=5: no weights were averaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.cli.list import methods_table
+from paceline.cli.registry_entries import methods
 from paceline.compression import make
 from paceline.core.settings import Settings, parse_method
 from paceline.errors import UsageError
@@ -139,11 +139,9 @@ def test_a_run_is_called_by_the_compression_that_is_not_the_method_s(
         assert "compression.decay=0.95" in full
 
 
-def test_the_table_of_methods_shows_the_compression() -> None:
-    rows = methods_table().splitlines()
-    (row,) = (row for row in rows if row.startswith("| `sparse-loco`"))
-    for key in ("compression=top-k", "compression.bits=2", "compression.decay=0.95"):
-        assert f"`{key}`" in row
+def test_the_description_of_a_method_has_its_default_compression() -> None:
+    (entry,) = (one for one in methods() if one.name == "sparse-loco")
+    assert SparseLoCo.default_compression in dict(entry.facts)["compression"]
 
 
 def test_every_default_is_a_compression() -> None:

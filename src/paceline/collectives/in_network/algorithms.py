@@ -218,15 +218,24 @@ class SwitchML(InNetworkAllReduce):
 
     name: ClassVar[str] = "switchml"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="One switch adds up the buffers of all workers.",
+        source="Sapio et al., SwitchML (NSDI 2021)",
         formed_by=(
-            "what stands at one rack's switch, which adds up all workers' integers: "
-            "that rack, among those that aggregate, in which most of the workers are "
-            "(SwitchML, NSDI 2021; none aggregates: a ring)"
+            "one switch, which adds up all workers' integers: that of the rack with most workers "
+            "among the racks with an aggregator (a ring where no rack has one)"
         ),
         sends="the buffer once per rank, and once to each",
         good_for=(
-            "one rack; other racks' contributions all cross their uplinks, and that "
-            "one's downlink"
+            "one rack; contributions of other racks all cross their uplinks, and the downlink of the "
+            "switch's rack"
+        ),
+        limits=(
+            "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
+            (
+                "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
+                "switch they would be 4 bytes a number. A message reports the first such buffer."
+            ),
+            "It cannot be split into halves, so `dear` refuses it.",
         ),
     )
 
@@ -243,18 +252,27 @@ class Rina(InNetworkAllReduce):
 
     name: ClassVar[str] = "rina"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="A ring of racks, in which each switch with an aggregator is one member.",
+        source="Rina (ICNP 2024)",
         formed_by=(
-            "a ring of racks, where all workers behind a switch that adds up are one "
-            "member, and every other worker is one (Rina, ICNP 2024; none adds up: a "
-            "ring of all)"
+            "a ring of racks: all workers behind a switch with an aggregator are one member, every "
+            "other worker is one (a ring of all where no switch has one)"
         ),
         sends=(
-            "the buffer once per rank and a little more; 2 (G - 1) / G of it where a "
-            "worker is a member of its own, for G members"
+            "the buffer once per rank and a little more; 2 (G - 1) / G of it for a worker that is a "
+            "member of its own, for G members"
         ),
         good_for=(
-            "racks of which some have something that adds up at their switch "
-            "(`paceline aggregate`), and latency"
+            "networks in which some racks have an aggregator at their switch (`paceline aggregate`), "
+            "and high latency"
+        ),
+        limits=(
+            "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
+            (
+                "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
+                "switch they would be 4 bytes a number. A message reports the first such buffer."
+            ),
+            "It cannot be split into halves, so `dear` refuses it.",
         ),
     )
 
@@ -268,18 +286,25 @@ class ATP(InNetworkAllReduce):
 
     name: ClassVar[str] = "atp"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
+        purpose="Servers add up the buffers, with partial sums at the switches on the way.",
+        source="Lao et al., ATP (NSDI 2021)",
         formed_by=(
-            "servers, behind switches of which those that aggregate add up what comes "
-            "from their rack, and that of a server's own rack what comes from all "
-            "(ATP, NSDI 2021): on hosts of their own where the cluster has some, else "
-            "one beside each worker"
+            "servers behind switches that add up: a rack's switch its own workers, the switch of a "
+            "server's rack the racks. Servers are on dedicated hosts, or one beside each worker"
         ),
         sends=(
-            "the buffer once per rank; n times the buffer, divided by the number of "
-            "servers, goes to each of them and back, n being racks that aggregate and "
-            "workers in others"
+            "the buffer once per rank; n times the buffer, divided by the number of servers, goes to "
+            "each of them and back, n being racks with an aggregator and workers in others"
         ),
-        good_for="clusters whose switches all aggregate",
+        good_for="clusters in which all switches have an aggregator",
+        limits=(
+            "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
+            (
+                "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
+                "switch they would be 4 bytes a number. A message reports the first such buffer."
+            ),
+            "It cannot be split into halves, so `dear` refuses it.",
+        ),
     )
 
     def __init__(self) -> None:

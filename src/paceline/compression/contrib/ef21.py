@@ -60,18 +60,30 @@ class EF21(SkipsSmallTensors):
     sent. Small tensors, those of one dimension, and whole numbers are summed as they are.
 
     It keeps two numbers an element on each worker.
+
+    Attributes:
+        density: Share of a tensor's elements that is sent.
     """
 
     density: float = 0.01
-    """The part of a tensor's elements that is sent."""
 
     name: ClassVar[str] = "ef21"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
+        purpose="Sends the largest changes of a worker's gradient since its last estimate.",
+        source="Richtarik, Sokolov and Fatkhullin, EF21 (NeurIPS 2021)",
+        use_when="you compare compressors: no measurement recommends it",
         sends=(
-            "the part `density` of the elements, the largest, each in its own type, and 1 to 4 "
-            "bytes for its index, to every other worker"
+            "the share `density` of the elements, the largest, each in its own type, and 1 to 4 bytes "
+            "for its index, to every other worker"
         ),
-        loses="nothing for good; where gradients change quickly the result is behind them",
+        loses="nothing for good; the result lags behind gradients that change quickly",
+        limits=(
+            (
+                "Every worker receives the selected elements of all others: with n workers it pays below "
+                "a density of about 1/n."
+            ),
+            "`plan` and `auto` do not search it.",
+        ),
     )
     state: ClassVar[StateKind] = "own"
     takes_error_feedback: ClassVar[bool] = False

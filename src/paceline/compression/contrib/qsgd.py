@@ -43,8 +43,15 @@ class QSGD(BlockCompressor, GatheredCompressor):
 
     name: ClassVar[str] = "qsgd"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        sends="1 byte an element and 4 a block, to every other worker",
+        purpose="Rounds blocks of elements at random, so that the expected result is exact.",
+        source="Alistarh et al., QSGD (NeurIPS 2017)",
+        use_when="you compare compressors, or push to servers without error feedback",
+        sends="1 byte per element and 4 per block, to every other worker",
         loses="up to 1/127 of a block's norm, in each element, and nothing in the mean",
+        limits=(
+            "Every worker receives the elements of all others.",
+            "`plan` and `auto` do not search it.",
+        ),
     )
     unbiased: ClassVar[bool] = True
     state: ClassVar[StateKind] = "own"

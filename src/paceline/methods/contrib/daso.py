@@ -63,22 +63,36 @@ from paceline.methods.model_averaging import ModelAverager
 
 @dataclass(frozen=True, kw_only=True)
 class DASO:
-    """Average gradients in each *group*, and parameters between groups every so many steps."""
+    """Average gradients in each *group* in every step, and parameters between groups every few steps.
+
+    Attributes:
+        sync_every: Steps from one exchange between groups to the next.
+        delay: Steps from the start of an exchange to its use, at most *sync_every*.
+        group: Workers of a node: ``rack`` or ``host`` of the cluster file, or a number of workers.
+        warm_up: First steps in which nodes average in each step and wait.
+    """
 
     name: ClassVar[str] = "daso"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Averages gradients inside a node, and parameters between nodes with a delay.",
+        source="Coquelin et al., DASO (J. Big Data 9, 2022)",
+        use_when="nodes or racks share a thin link, and links inside a node are fast",
         waits_for=(
-            "the workers of its own node, in every step, and nobody else, unless an "
-            "exchange takes longer than `delay` steps"
+            "the workers of its own node, in every step, and for other nodes only if an exchange "
+            "takes longer than `delay` steps"
         ),
         sends=(
-            "the gradient inside the node, and one worker's parameters between nodes "
-            "once in `sync_every` steps"
+            "the gradient inside the node, and one worker's parameters between nodes once in "
+            "`sync_every` steps"
         ),
         guarantees=(
-            "equal parameters in a node, and what other nodes have trained arrives "
-            "`delay` steps late; with one node, or with `sync_every=1` and `delay=0` under "
-            "SGD, that is bsp"
+            "Workers of a node hold equal parameters. Updates of other nodes arrive `delay` steps "
+            "late."
+        ),
+        limits=(
+            "With one node it equals bsp. Under SGD it also does with `sync_every=1` and `delay=0`.",
+            "`sync_every` and `delay` stay constant. The authors' follow the loss.",
+            "A checkpoint that is loaded with another number of workers drops the exchange under way.",
         ),
     )
     consistency: ClassVar[Consistency] = "local"
@@ -115,13 +129,10 @@ class DASO:
         return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")
 
     def compressed_by(self, compressor: str) -> DASO:
-        """None is: raises `UsageError`."""
+        """Refuse compression: raises `UsageError`."""
         raise UsageError(
-            f"compression {compressor!r} with method 'daso': nodes send each other "
-            "their parameters, and none are common to all of them while means are late, "
-            "from which a difference could be taken; parameters themselves are never "
-            "compressed. Use hierarchical-local-sgd, which compresses what has moved "
-            "between two means of all, or streaming-diloco, whose means are late, too"
+            f"compression {compressor!r} with method 'daso': parameters are never compressed, only "
+            "changes since a common model, and nodes have none while averages are delayed. Leave compression out, or use hierarchical-local-sgd or streaming-diloco"
         )
 
     def start(self, run: Run) -> DASOWorker:

@@ -58,25 +58,30 @@ moved."""
 class SelSync:
     """Average the parameters in steps in which some worker's gradient changes.
 
-    Under compression workers send what parameters have moved since the last average, and keep one
-    more copy of the model.
+    Under compression workers send what parameters have moved since the last average, and keep one more copy of
+    the model.
 
     Attributes:
-        delta: The relative change from which a worker raises its flag.
-        window: Steps of the running means.
-        smoothing: The share that they forget in each step.
+        delta: Relative change of the gradient norm from which a worker raises its flag; 0: in each step.
+        window: Steps in a running mean.
+        smoothing: Share that a running mean forgets in each step.
     """
 
     name: ClassVar[str] = "sel-sync"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for=(
-            "every worker, in every step: for a flag, and where one is raised for the "
-            "parameters"
-        ),
-        sends="a flag in each step, and the parameters where one is raised",
-        guarantees=(
-            "equal models after each step in which a flag was raised; `delta=0` is "
-            "`local-sgd` with `sync_every=1`"
+        purpose="Averages parameters in steps in which some worker's gradient norm changes.",
+        source="Tyagi and Swany, SelSync (CLUSTER 2023)",
+        use_when="bandwidth is scarce and latency is low",
+        waits_for="every worker, in every step: for a flag, and for the parameters if a flag is raised",
+        sends="a flag in every step, and the parameters if a flag is raised",
+        guarantees="All workers hold equal models after each step in which a flag was raised.",
+        limits=(
+            "`delta=0` equals `local-sgd:sync_every=1`.",
+            (
+                "With the authors' `delta=0.3` a flag is raised only where the loss jumps. A smaller "
+                "`delta` averages more often."
+            ),
+            "It saves bytes and no latency: every step waits for the flags.",
         ),
     )
     consistency: ClassVar[Consistency] = "local"

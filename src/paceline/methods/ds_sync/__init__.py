@@ -44,11 +44,22 @@ class DSSync(DSSyncOptions):
 
     name: ClassVar[str] = "ds-sync"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Averages parameters in small groups, which change from step to step.",
+        source="Wang et al., DS-Sync (arXiv 2007.03298)",
+        use_when="racks share a thin uplink, or one host is slow",
         waits_for="the workers of its group, in every step",
         sends="the parameters, to its group",
         guarantees=(
-            "the mean of all models is kept by every averaging; all hold it after the "
-            "last step"
+            "Every average preserves the mean of all models. All workers hold that mean after the "
+            "last step."
+        ),
+        limits=(
+            (
+                "Workers hold different models between two steps. Accuracy is lower at large learning "
+                "rates, and where workers' data differ."
+            ),
+            "With `adjust_every` two runs may differ, since groups follow measured times.",
+            "The choice of groups for uneven networks is a reconstruction.",
         ),
     )
     rounds: ClassVar[Rounds] = Rounds(groups=True)
@@ -60,13 +71,11 @@ class DSSync(DSSyncOptions):
     averages_buffers: ClassVar[bool] = True
 
     def compressed_by(self, compressor: str) -> DSSync:
-        """None is: raises `UsageError`."""
+        """Refuse compression: raises `UsageError`."""
         raise UsageError(
-            f"compression {compressor!r} with method 'ds-sync': groups average their "
-            "parameters, and other groups in the next step, so that none are common to "
-            "the workers of one, from which a difference could be taken; parameters "
-            "themselves are never compressed. Use local-sgd or diloco, which compress what "
-            "has moved since the last mean of all"
+            f"compression {compressor!r} with method 'ds-sync': parameters are never compressed, only "
+            "changes since a common model, and workers of a group have none. Leave "
+            "compression out, or use local-sgd or diloco"
         )
 
     def start(self, run: Run) -> DSSyncWorker:

@@ -369,7 +369,7 @@ class CurrentPlan:
         self.plan = for_members(
             self.plan, members, run.cluster, self._bytes, begins=run.step
         )
-        self._report(f"of those who train, from step {run.step} on, ")
+        self._report(f"of the active workers, from step {run.step} on, ")
         return True
 
     def adjust(self, times: Times) -> bool:
@@ -379,7 +379,7 @@ class CurrentPlan:
         if plan is None:
             return False
         self.plan = plan
-        self._report(f"by the times that groups took, from step {run.step} on, ")
+        self._report(f"by measured times of groups, from step {run.step} on, ")
         return True
 
     def _make(

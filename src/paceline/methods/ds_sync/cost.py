@@ -161,9 +161,8 @@ def check_members(members: Sequence[int], cluster: Cluster) -> None:
     beyond = [worker for worker in members if not 0 <= worker < cluster.workers]
     if beyond:
         raise UsageError(
-            f"expected the cluster to describe every worker, got one of {cluster.workers} "
-            f"workers, and there is a worker {beyond[0]}: describe the cluster that this "
-            "training runs on"
+            f"expected a cluster that describes every worker, got one of {cluster.workers} workers, and "
+            f"there is a worker {beyond[0]}. Give the cluster file of this job"
         )
 
 
@@ -244,7 +243,7 @@ def describe(
     """
     count, sizes = len(plan.members), sorted({len(g) for p in plan.phases for g in p})
     if count == 1:
-        return "1 worker: it averages with nobody"
+        return "1 worker: no averages"
     text = f"{count} workers in groups of {sizes[0]}"
     if sizes[-1] > sizes[0]:
         text += f" to {sizes[-1]}"

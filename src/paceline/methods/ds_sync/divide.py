@@ -149,13 +149,13 @@ def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Clu
     """Raises `UsageError` unless there is a cluster, and it is that of *members*."""
     if cluster is None:
         raise UsageError(
-            "groups='topology' divides workers by their network, and nobody has said what it "
-            "is: give a cluster (paceline run --cluster FILE), or use groups='digits'"
+            "groups='topology' needs a description of the network, and there is none. Give a cluster "
+            "file (paceline run --cluster FILE), or use groups='digits'"
         )
     if version == 0 and cluster.workers != len(members):
         raise UsageError(
-            f"expected a cluster of {len(members)} workers, as many as train, got one of "
-            f"{cluster.workers}: describe the cluster that this training runs on"
+            f"expected a cluster of {len(members)} workers, got one of {cluster.workers}. Give the "
+            "cluster file of this job"
         )
     return cluster
 
@@ -214,14 +214,11 @@ def shuffled(workers: Sequence[int], key: str) -> list[int]:
 def _check_size(size: int, count: int) -> None:
     """Raises `UsageError` for groups that *count* workers cannot form."""
     if size < 2:
-        raise UsageError(
-            f"size: expected groups of two or more workers, got {size}: a worker in a group "
-            "of its own averages with nobody"
-        )
+        raise UsageError(f"size: expected two or more workers in a group, got {size}")
     if count > 1 and size > count:
         raise UsageError(
-            f"size: expected groups of 2 to {count} workers, as many as there are, got "
-            f"{size}: say {count} to average over all of them in each step"
+            f"size: expected 2 to {count} workers in a group, got {size}. Use {count} to average "
+            "over all workers in each step"
         )
 
 

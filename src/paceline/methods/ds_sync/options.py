@@ -13,17 +13,17 @@ class DSSyncOptions:
     """The keys of ``ds-sync``.
 
     Attributes:
-        groups: The design of groups: see `divide.make_plan`.
+        groups: ``topology``: groups that avoid scarce uplinks and slow hosts. ``digits``: groups for equal
+            links. ``auto``: ``topology`` where the network is known and uneven, else ``digits``.
         size: Workers of a group.
-        seed: Of the groups inside racks.
+        seed: Seed of the groups inside racks.
         cross_rack_every: Under ``topology`` racks with scarce uplinks meet in every so many phases.
-        overlap: What hides the averages. ``none``: nothing. ``forward``: the next forward pass,
-            with the same numbers. ``step``: the next step up to its update. Its gradients are of
-            parameters that were not averaged yet.
-        swa_from: From this step on weights are averaged over time, too; -1: never.
+        overlap: Computation that hides the averages. ``none``: none. ``forward``: the next forward pass, with
+            the same numbers. ``step``: the next step up to its update, whose gradients are then of parameters
+            before the average.
+        swa_from: Step from which weights are averaged over time, too; -1: never.
         swa_every: Steps from one model in that average to the next.
         adjust_every: Steps from one choice of groups by measured times to the next; 0: never.
-            Two runs may then differ, as their times do.
     """
 
     groups: Literal["auto", "digits", "topology"] = "auto"
@@ -38,13 +38,12 @@ class DSSyncOptions:
     def __post_init__(self) -> None:
         if self.size < 2:
             raise UsageError(
-                f"ds-sync:size={self.size}: expected groups of 2 or more workers; one alone "
-                "averages with nobody"
+                f"ds-sync:size={self.size}: expected 2 or more workers in a group"
             )
         if self.swa_from < -1:
             raise UsageError(
                 f"ds-sync:swa_from={self.swa_from}: expected a step, 0 or more, or -1 for "
-                "no average over time"
+                "no SWA"
             )
         if self.swa_every < 1:
             raise UsageError(
@@ -52,8 +51,8 @@ class DSSyncOptions:
             )
         if self.swa_every > 1 and self.swa_from < 0:
             raise UsageError(
-                f"ds-sync:swa_every={self.swa_every}: expected swa_from with it, the step "
-                "from which on weights are averaged over time"
+                f"ds-sync:swa_every={self.swa_every}: expected swa_from, too: the step from "
+                "which weights are averaged"
             )
         if self.cross_rack_every < 1:
             raise UsageError(
@@ -61,19 +60,18 @@ class DSSyncOptions:
             )
         if self.cross_rack_every > 1 and self.groups not in ("auto", "topology"):
             raise UsageError(
-                f"ds-sync:cross_rack_every={self.cross_rack_every},groups={self.groups}: groups that "
-                "were asked for by name know of no racks; use groups=topology, or auto"
+                f"ds-sync:cross_rack_every={self.cross_rack_every},groups={self.groups}: only "
+                "groups that follow racks have phases across them. Use groups=topology or groups=auto"
             )
         if self.adjust_every < 0:
             raise UsageError(
-                f"ds-sync:adjust_every={self.adjust_every}: expected steps from one adjustment to the "
-                "next, or 0 for none"
+                f"ds-sync:adjust_every={self.adjust_every}: expected steps between two adjustments, or 0 "
+                "for none"
             )
         if self.adjust_every and self.groups not in ("auto", "topology"):
             raise UsageError(
-                f"ds-sync:adjust_every={self.adjust_every},groups={self.groups}: groups that were asked "
-                "for by name stay as they are; to have them adjusted use groups=auto, or "
-                "topology"
+                f"ds-sync:adjust_every={self.adjust_every},groups={self.groups}: only groups that "
+                "follow the network are adjusted. Use groups=topology or groups=auto"
             )
 
     def snapshot(self, step: int) -> bool:

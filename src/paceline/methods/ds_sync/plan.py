@@ -65,8 +65,8 @@ def check_partition(groups: Groups, members: Sequence[int], where: str) -> None:
     alone = [group[0] for group in groups if len(group) == 1]
     if alone and len(members) > 1:
         raise UsageError(
-            f"{where}: expected groups of two or more, got worker {_few(alone)} alone: it "
-            "would average with nobody; put it in another group"
+            f"{where}: expected two or more workers in a group, got worker {_few(alone)} alone. Put it "
+            "in another group"
         )
 
 
@@ -237,7 +237,7 @@ def check_connected(plan: Plan) -> None:
             for part in apart[:3]
         )
         raise UsageError(
-            f"over the plan's period of {len(plan.phases)} phases the workers fall into "
-            f"{len(apart)} parts that never meet, {named}: their models would drift apart; "
-            "add a phase with a group across them"
+            f"over the plan's period of {len(plan.phases)} phases the workers form "
+            f"{len(apart)} parts that never meet, {named}, so their models would drift apart. Add a "
+            "phase with a group across them"
         )

@@ -160,9 +160,9 @@ class DSSyncWorker:
         if not total:
             if self._options.swa_from >= 0:
                 run.report(
-                    f"ds-sync:swa_from={self._options.swa_from}: no weights were counted "
-                    "from that step on (training has ended before it, or has loaded a "
-                    "model since), so the model is the mean of all workers' last ones"
+                    f"ds-sync:swa_from={self._options.swa_from}: no weights were averaged "
+                    "over time: training ended before that step, or loaded a model after it. The "
+                    "model is the mean of all workers' last models"
                 )
             return
         swa.allocate(run.parameters)
@@ -175,11 +175,11 @@ class DSSyncWorker:
         with torch.no_grad():
             for parameter, average in zip(run.parameters, swa.averages, strict=True):
                 parameter.copy_(average)
-        text = f"ds-sync: the model is the mean of {total} that workers have had (SWA)"
+        text = f"ds-sync: the model is the mean of {total} earlier models of the workers (SWA)"
         if run.own_buffers:
             text += (
-                "; its buffers are of the last ones: estimate BatchNorm's statistics anew "
-                "before you evaluate, torch.optim.swa_utils.update_bn(loader, model)"
+                ". Its BatchNorm statistics are of the last models: before you evaluate, call "
+                "torch.optim.swa_utils.update_bn(loader, model)"
             )
         run.report(text)
 
@@ -298,9 +298,8 @@ class ParameterExchange:
         for name, here, then in zip(self._names, now, self._stamps, strict=False):
             if here != then:
                 raise UsageError(
-                    f"{name!r} was written to since step(), while its mean was on its way: "
-                    "what was written would be lost. Change parameters under "
-                    "ds-sync:overlap=none, or load them (load_state_dict)"
+                    f"{name!r} was written to after step(), while its average was under way: the new value "
+                    "would be lost. Use ds-sync:overlap=none, or load_state_dict"
                 )
         self.flat.scatter_out()
 

@@ -94,8 +94,8 @@ class GroupMethod(PushPull):
 
     A worker pushes to its group's server, and pulls from it.
 
-    Args:
-        members: Fixed groups, as ``0-3+4-7``.
+    Attributes:
+        members: Fixed groups, as ``0-3+4-7``. Empty: those of the cluster file, else the method's own.
     """
 
     members: str = ""
@@ -170,31 +170,39 @@ class GroupWorker(PushPullWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class GSSP(GroupMethod):
-    """SSP inside groups of workers that are about as fast, and updates between the groups.
+    """SSP inside groups of workers of similar speed, and updates between the groups.
 
-    Args:
-        number_of_groups: How many groups there are; 0: as few as *ratio* allows.
-        most_groups: How many groups there are at most.
-        ratio: No member of a group takes more than this times as long as another one.
-        staleness: No worker is more than so many steps ahead of another one of its group.
-        period: After how many pushes a server sends an update; 0: as many as the group has workers.
-        measure_steps: A step time is the median of so many steps.
-        regroup: Whether workers change groups after the first decision.
-        members: Fixed groups, as ``0-3+4-7``.
+    Attributes:
+        number_of_groups: Groups; 0: as few as *ratio* allows.
+        most_groups: The most groups that are formed.
+        ratio: No worker of a group takes more than this times as long as another one of it.
+        staleness: Steps that a worker may be ahead of the slowest of its group.
+        period: Pushes after which a server sends an update to the others; 0: as many as the group has workers.
+        measure_steps: Steps whose median is a worker's step time.
+        regroup: Let workers change groups after the first decision.
     """
 
     name: ClassVar[str] = "gssp"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Runs ssp inside groups of similar speed, whose servers exchange updates.",
+        source="Sun et al., GSSP (IEEE TCC 10(4), 2022)",
+        use_when=(
+            "workers always differ in speed, and need equal batches, or their speeds are unknown or "
+            "change"
+        ),
         waits_for="workers of its own group more than `staleness` steps behind",
         sends=(
-            "the whole gradient, and receives all parameters, to and from its group's "
-            "server; servers send each other a gradient of all parameters after "
-            "`period` pushes"
+            "the whole gradient to its group's server, and receives all parameters; servers send each "
+            "other a gradient of all parameters after `period` pushes"
         ),
         guarantees=(
-            "inside a group what ssp guarantees; every gradient is applied once on "
-            "every server, at a learning rate of its weight (1/n) times the script's; "
-            "how stale those of other groups are is not bounded"
+            "Inside a group: as under ssp. Every gradient is applied once on every server, at the "
+            "script's learning rate times its weight, 1/n. Staleness between groups has no bound."
+        ),
+        limits=(
+            "Each group has a server with the whole model.",
+            "Workers of one speed form one group, for which it is ssp.",
+            "How groups are found is inferred. The published code takes ranks modulo 4.",
         ),
     )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}

@@ -25,22 +25,21 @@ class Options:
     """The hyperparameters of all local-update methods; presets have other defaults.
 
     Attributes:
-        sync_every: H, the inner steps from one average of all workers to the next.
-        sync_each_step_until: Before this step there is an average after each one.
-        outer_learning_rate: eta, of the outer optimizer. Its gradient is what the inner steps have
-            moved. With 1 and a momentum of 0 the average is assigned as it is, and no anchor is
-            kept.
-        outer_momentum: b, of the outer optimizer.
-        nesterov: Of the outer optimizer.
-        rescale: The outer momentum is kept in units of the inner learning rate, and decays with it.
-        group: The workers that average every *group_every* steps in between: ``rack``, ``host``,
-            or a number of workers, in order of ranks. ``all``: none do.
+        sync_every: H: steps from one average of all workers to the next.
+        sync_each_step_until: Average after every step before this one.
+        outer_learning_rate: eta of the outer optimizer, whose gradient is the change of a round. With 1 and no
+            momentum the average is the model.
+        outer_momentum: b of the outer optimizer.
+        nesterov: Use Nesterov momentum in the outer optimizer.
+        rescale: Keep the outer momentum in units of the inner learning rate, so that it decays with it.
+        group: Workers that also average between two averages of all: ``rack`` or ``host`` of the cluster
+            file, or a number of workers in rank order. ``all``: none do.
         group_every: Steps from one average of a group to the next.
-        fragments: P, the parts of the model that travel in turn, each every H steps.
-        delay: tau, the steps from sending an average to applying it.
-        keep_local: alpha, the share of its own parameters that a worker keeps then.
-        state: The inner optimizer's state (momentum, Adam's moments) stays each worker's own
-            (``local``), or is averaged in each round, too (``average``).
+        fragments: P: parts of the model that are sent in turn, each every H steps.
+        delay: tau: steps from sending an average to applying it.
+        keep_local: alpha: share of its own parameters that a worker then keeps.
+        state: The inner optimizer's state stays on each worker (``local``), or is averaged in each round
+            (``average``).
     """
 
     name: ClassVar[str] = "local-updates"
@@ -228,8 +227,7 @@ def check_group(method: str, group: str) -> None:
         )
     if int(group) < 2:
         raise UsageError(
-            f"{method}:group={group}: a group of one has nothing to "
-            "average: expected 2 or more"
+            f"{method}:group={group}: expected 2 or more workers in a group"
         )
 
 
@@ -241,14 +239,13 @@ def own_group(options: Options, run: Run) -> Comm | None:
     said = f"{options.name}:group={options.group}"
     if len(places) > 1 and len(set(places)) == len(places):
         run.report(
-            f"{said}: each worker is alone in its group, so nothing is averaged between "
-            "two means of all"
+            f"{said}: each worker is alone in its group, so no group averages between two averages of all "
+            "workers"
         )
     elif len(places) > 1 and len(set(places)) == 1:
         run.report(
-            f"{said}: all workers are in one group, so all of them average after "
-            f"group_every={options.group_every} steps, and sync_every={options.sync_every} counts "
-            "for nothing"
+            f"{said}: all workers are in one group, so all average every "
+            f"group_every={options.group_every} steps, and sync_every={options.sync_every} has no effect"
         )
     mine = [r for r, place in enumerate(places) if place == places[run.comm.rank]]
     return run.comm.group(mine)
@@ -265,14 +262,13 @@ def places_of(method: str, group: str, run: Run) -> list[int]:
     places = run.comm.placement.racks if group == "rack" else _hosts(run)
     if places is None:
         raise UsageError(
-            f"{method}:group={group}: nobody knows in which {group} "
-            "each worker is: describe the network (paceline run --cluster FILE), or give "
-            "the group as a number of workers, group=8 for example"
+            f"{method}:group={group}: it is not known in which {group} each worker is. Describe the network "
+            "(paceline run --cluster FILE), or give a number of workers, such as group=8"
         )
     if len(places) != run.comm.size:
         raise UsageError(
-            f"{method}:group={group}: the network that was described has "
-            f"{len(places)} workers, and this job {run.comm.size}"
+            f"{method}:group={group}: the described network "
+            f"has {len(places)} workers, and this job {run.comm.size}. Give the cluster file of this job"
         )
     return list(places)
 

@@ -23,12 +23,18 @@ class LocalSGD(LocalUpdates):
 
     name: ClassVar[str] = "local-sgd"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Averages parameters once in `sync_every` steps.",
+        source="Stich, Local SGD (ICLR 2019); McMahan et al., FedAvg (AISTATS 2017)",
+        use_when="the network is too slow for a gradient in every step",
         waits_for="every worker, in every `sync_every`-th step",
         sends="the parameters, once in `sync_every` steps",
-        guarantees=(
-            "equal models after each round, the mean of what the workers had; with "
-            "`sync_every=1` and an optimizer that is linear in gradients (SGD with or "
-            "without momentum) that is bsp, and with Adam it is not"
+        guarantees="All workers hold equal models after each round: the mean of their models.",
+        limits=(
+            (
+                "With `sync_every=1` it equals bsp for optimizers that are linear in gradients (SGD, with "
+                "or without momentum). With Adam it does not."
+            ),
+            "The loss of accuracy depends on `sync_every`: compare on your own model.",
         ),
     )
 
@@ -48,12 +54,21 @@ class PostLocalSGD(LocalUpdates):
 
     name: ClassVar[str] = "post-local-sgd"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Averages parameters in every step at first, and seldom later.",
+        source="Lin, Stich, Patel and Jaggi, Don't use large mini-batches, use local SGD (ICLR 2020)",
+        use_when="local SGD loses accuracy in the first part of training",
         waits_for=(
             "every worker, in each of the first `sync_each_step_until` steps, then in every "
             "`sync_every`-th"
         ),
         sends="the parameters, as often",
-        guarantees="equal models after each round",
+        guarantees="All workers hold equal models after each round.",
+        limits=(
+            (
+                "The authors begin local steps at the first decay of the learning rate: set "
+                "`sync_each_step_until` to that step."
+            ),
+        ),
     )
     in_the_long_run: ClassVar[Mapping[str, str]] = {"sync_each_step_until": "0"}
 
@@ -81,12 +96,25 @@ class HierarchicalLocalSGD(LocalUpdates):
 
     name: ClassVar[str] = "hierarchical-local-sgd"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Averages parameters in each rack often, and over all workers seldom.",
+        source="Lin, Stich, Patel and Jaggi, Don't use large mini-batches, use local SGD (ICLR 2020)",
+        use_when="racks share thin uplinks",
         waits_for=(
-            "the workers of its own group in every `group_every`-th step, all in every"
-            " `sync_every`-th"
+            "the workers of its own group in every `group_every`-th step, all in every "
+            "`sync_every`-th"
         ),
         sends="the parameters, as often",
-        guarantees="equal models in a group after its means, and everywhere after those of all",
+        guarantees=(
+            "Workers of a group hold equal models after its averages. All workers do after those of "
+            "all."
+        ),
+        limits=(
+            (
+                "`group=rack` and `group=host` need a cluster file. A number of workers (`group=8`) needs "
+                "none."
+            ),
+            "Averages inside a group are not compressed.",
+        ),
     )
 
     sync_every: int = 16
@@ -113,9 +141,23 @@ class SlowMo(LocalUpdates):
 
     name: ClassVar[str] = "slowmo"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Adds a slow outer momentum to local SGD.",
+        source="Wang, Tantia, Ballas and Rabbat, SlowMo (ICLR 2020)",
+        use_when="you want longer rounds than `local-sgd` allows, with SGD as the inner optimizer",
         waits_for="every worker, in every `sync_every`-th step",
-        sends="what the parameters have moved, once in `sync_every` steps",
-        guarantees="equal models after each round",
+        sends="the change of the parameters, once in `sync_every` steps",
+        guarantees="All workers hold equal models after each round.",
+        limits=(
+            (
+                "The outer momentum is kept in units of the present learning rate, so it decays with it "
+                "(`rescale=true`)."
+            ),
+            "BMUF is `outer_momentum=1-1/n,rescale=false`.",
+            (
+                "A checkpoint that is loaded with another number of workers drops the changes since the "
+                "last average."
+            ),
+        ),
     )
 
     sync_every: int = 48
@@ -141,9 +183,24 @@ class DiLoCo(LocalUpdates):
 
     name: ClassVar[str] = "diloco"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Takes hundreds of local steps, then an outer step with Nesterov momentum.",
+        source="Douillard et al., DiLoCo (2023)",
+        use_when="links are so slow that workers can communicate only once in hundreds of steps",
         waits_for="every worker, in every `sync_every`-th step",
-        sends="what the parameters have moved, once in `sync_every` steps",
-        guarantees="equal models after each round",
+        sends="the change of the parameters, once in `sync_every` steps",
+        guarantees="All workers hold equal models after each round.",
+        limits=(
+            (
+                "The defaults move the model 7 times as far as plain averaging where workers go on in one "
+                "direction. For rounds of less than 50 steps lower `outer_learning_rate` until that "
+                "factor is 1 to 3."
+            ),
+            "The paper's inner optimizer is AdamW.",
+            (
+                "A checkpoint that is loaded with another number of workers drops the changes since the "
+                "last average."
+            ),
+        ),
     )
 
     sync_every: int = 500
@@ -174,9 +231,23 @@ class StreamingDiLoCo(LocalUpdates):
 
     name: ClassVar[str] = "streaming-diloco"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="nobody, unless a mean takes longer than `delay` steps",
-        sends="what one fragment has moved, once in `sync_every`/`fragments` steps",
-        guarantees="the outer parameters of each fragment are equal on all workers after its turn",
+        purpose="Sends the model of DiLoCo in fragments, in turn, while training goes on.",
+        source="Douillard et al., Streaming DiLoCo with overlapping communication (2025)",
+        use_when="links are too slow to wait for an average of the whole model",
+        waits_for="no worker, unless an average takes longer than `delay` steps",
+        sends="the change of one fragment, once in `sync_every`/`fragments` steps",
+        guarantees="The outer parameters of a fragment are equal on all workers after its turn.",
+        limits=(
+            (
+                "A worker's own steps in the `delay` steps before an average arrives are lost, except for "
+                "the share `keep_local`."
+            ),
+            "Fragments are cut by size. The paper takes every so many-th layer.",
+            (
+                "A checkpoint that is loaded with another number of workers drops the changes since the "
+                "last average."
+            ),
+        ),
     )
 
     sync_every: int = 100
@@ -213,9 +284,20 @@ class SparseLoCo(LocalUpdates):
 
     name: ClassVar[str] = "sparse-loco"
     summary: ClassVar[MethodSummary] = MethodSummary(
+        purpose="Sends the largest parameter changes of a round, in 2 bits each.",
+        source="Sarfi et al., SparseLoCo (arXiv 2508.15706, 2025)",
+        use_when="a round's whole change is too large for the links",
         waits_for="every worker, in every `sync_every`-th step",
-        sends="of what the parameters have moved 64 in 4,096 elements, once in `sync_every` steps",
-        guarantees="equal models after each round",
+        sends="64 in 4,096 elements of the change of the parameters, once in `sync_every` steps",
+        guarantees="All workers hold equal models after each round.",
+        limits=(
+            "Another `compression=`, or `none`, replaces its own.",
+            "Sparse changes are gathered: each worker receives those of all others.",
+            (
+                "A checkpoint that is loaded with another number of workers drops the changes since the "
+                "last average."
+            ),
+        ),
     )
     default_compression: ClassVar[str] = (
         "top-k:chunk=4096,density=0.015625,bits=2,decay=0.95"

@@ -43,15 +43,34 @@ from paceline.methods.osp.parameter_server import ServerWorker, TwoStageDiscipli
 
 @dataclass(frozen=True, kw_only=True)
 class OSP(OSPOptions):
-    """Average what is ready early before the step ends, and the rest during the next one."""
+    """Average early gradients before the step ends, and the rest during the next one.
+
+    Attributes:
+        collective: ``parameter-server``: servers hold and update the parameters. Others: all-reduces among
+            workers, by that collective.
+    """
 
     name: ClassVar[str] = "osp"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        waits_for="every worker, in every step, for what is not deferred",
-        sends="the whole gradient, the deferred part of it while the next step computes",
+        purpose="Averages early gradients within the step, and the rest during the next one.",
+        source="Chen et al., OSP (ICPP 2023)",
+        use_when=(
+            "steps wait for the network after backward, and gradients that are one step late do no "
+            "harm"
+        ),
+        waits_for="every worker, in every step, for gradients that are not deferred",
+        sends="the whole gradient, the deferred part of it during the next step",
         guarantees=(
-            "every gradient is applied once, in its order, at most one step late; what"
-            " is late is late only in the others' contributions"
+            "Every gradient is applied once, in its order, at most one step late. Only the other "
+            "workers' part is late."
+        ),
+        limits=(
+            "`collective=native` needs no servers, and suits most users.",
+            "No gain on fast networks, nor on very slow ones: it measures that, and defers nothing.",
+            (
+                "Reconstructed from the abstract. By default the gradients that are ready last are "
+                "deferred, and not the least important."
+            ),
         ),
     )
     consistency: ClassVar[Consistency] = "delayed"
@@ -72,7 +91,6 @@ class OSP(OSPOptions):
         "switchml",
         "tree",
     ] = "parameter-server"
-    """Parameters on servers, which update them; or all-reduces among workers, formed so."""
 
     @property
     def _on_servers(self) -> bool:

@@ -59,22 +59,21 @@ EPOCHS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class OSPOptions:
-    """Everything but ``collective``, which says in which form OSP runs.
+    """Every key but ``collective``, which chooses one of OSP's two forms.
 
     Attributes:
-        overlap: Stage 1 runs while backward does; without, after it (the paper's form).
-        defer: ``"measured"``: what fits behind one computation, beyond what backward hides anyway.
-            ``"nothing"``: stage 1 only, which is bsp. ``"most"``: as much as *most* allows; with
-            ``most=1`` everything, which is delayed synchronous training with local prediction.
-        most: The largest part of the model that may be deferred.
-        budget: How that part grows: as the loss falls, linearly in *ramp* steps, or not at all.
-        ramp: Steps of a linear budget.
-        order: ``"time"``: what is ready last is deferred first, since a step waits for that;
-            importance decides among equals. ``"importance"``: the least important first (the paper's).
-        correction: Until the mean of a deferred tensor arrives, a worker computes with a step of the
-            optimizer with its own gradient (``"local"``), or with no step (``"none"``).
-        chunk: Larger tensors are cut into pieces of at most so many bytes. Those of a small model are
-            cut into pieces of at most 1 / `LEAST_PIECES` of it, so that none is too large to be deferred.
+        overlap: Average the early gradients during backward. Without, after it: the paper's form.
+        defer: ``measured``: what one step's computation hides, beyond what backward hides already. ``nothing``:
+            no gradient, which is bsp. ``most``: as much as *most* allows.
+        most: The largest share of the model that may be deferred.
+        budget: How the deferred share grows: as the loss falls (``loss``), over *ramp* steps (``linear``), or
+            it is whole from the start (``constant``).
+        ramp: Steps over which a linear budget grows.
+        order: What is deferred first: gradients that are ready last (``time``), or the least important ones
+            (``importance``, as in the paper).
+        correction: Parameters of a deferred gradient until its mean arrives: a step with the worker's own
+            gradient (``local``), or no step (``none``).
+        chunk: Bytes of a piece; larger tensors are cut. Pieces of a small model are smaller.
     """
 
     overlap: bool = True

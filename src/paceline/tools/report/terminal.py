@@ -155,6 +155,18 @@ def print_report(report: model.Report, *, everything: bool = False) -> None:
             _print_section(console, section)
 
 
+def print_table(table: model.Table) -> None:
+    """Print one table."""
+    _print_table(console_for_tables(), table)
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print one line, folded where needed, for each text."""
+    console = console_for_tables()
+    for line in lines:
+        console.print(Text(line))
+
+
 def _print_section(console: Console, section: model.Section) -> None:
     match section:
         case model.Text():
