@@ -40,21 +40,32 @@ def rank() -> int:
 
     Raises:
         UsageError: Neither `init` nor `distribute` was called before.
+
+    Example:
+        ::
+
+            if paceline.rank() == 0:
+                print(accuracy)
     """
     return _runtime().rank
 
 
 def world_size() -> int:
-    """Return the number of workers.
+    """Return the number of workers of the job.
 
     Raises:
         UsageError: Neither `init` nor `distribute` was called before.
+
+    Example:
+        ::
+
+            batch_size = 256 // paceline.world_size()
     """
     return _runtime().size
 
 
 def runtime_name() -> str:
-    """Return ``"real"``, ``"emulated"`` or ``"simulated"``.
+    """Return the name of the runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
 
     Raises:
         UsageError: Neither `init` nor `distribute` was called before.
@@ -69,22 +80,34 @@ def now() -> float:
 
     Raises:
         UsageError: Neither `init` nor `distribute` was called before.
+
+    Example:
+        ::
+
+            start = paceline.now()
+            evaluate(model)
+            paceline.log(evaluation_seconds=paceline.now() - start)
     """
     return _runtime().clock.now()
 
 
 def pace(seconds: float) -> None:
-    """Spend compute time: sleep, or move the virtual clock.
+    """Spend compute time: sleep, or advance the virtual clock.
 
-    In the simulated runtime a script that calls this is charged nothing else for computing.
+    In the simulated runtime the compute time of a script that calls this is only the time that it
+    asks for here.
 
     Args:
-        seconds: Time on a worker of speed 1, zero or more; a worker of speed 0.5 takes twice as
+        seconds: Seconds on a worker of speed 1, zero or more. A worker of speed 0.5 takes twice as
             long.
 
     Raises:
-        UsageError: *seconds* is negative or no number, or neither `init` nor `distribute` was
-            called before.
+        UsageError: *seconds* is negative or NaN, or neither `init` nor `distribute` was called before.
+
+    Example:
+        ::
+
+            paceline.pace(0.1)  # a forward pass of 0.1 s
     """
     if not seconds >= 0:
         raise UsageError(f"pace(): expected zero or more seconds, got {seconds}")
@@ -92,13 +115,13 @@ def pace(seconds: float) -> None:
 
 
 def log(**metrics: object) -> None:
-    """Add metrics to this step's record, for the run's records and tables.
+    """Add metrics to the record of the present step.
 
     Args:
-        **metrics: Numbers or one-element tensors, by name. ``loss`` is what reports show.
+        **metrics: Numbers or one-element tensors, by name. Reports show ``loss``.
 
     Raises:
-        UsageError: Neither `init` nor `distribute` was called before.
+        UsageError: A value is neither, or neither `init` nor `distribute` was called before.
 
     Example:
         ::
@@ -177,7 +200,7 @@ def on_step(callback: Callable[[StepRecord], None]) -> None:
 def report_to(where: str) -> None:
     """Send worker 0's step records to a tracker. Joins the job.
 
-    A run of W&B or MLflow that the script has begun is used, else one is begun.
+    The script's open run of W&B or MLflow is used; without one, a new run begins.
 
     Args:
         where: ``"tensorboard:FOLDER"``, ``"wandb:PROJECT"``, ``"mlflow:EXPERIMENT"`` or
@@ -185,6 +208,11 @@ def report_to(where: str) -> None:
 
     Raises:
         UsageError: *where* names none of these, or its package is not installed.
+
+    Example:
+        ::
+
+            paceline.report_to("csv:steps.csv")
     """
     report(join_runtime(), where)
 

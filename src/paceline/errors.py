@@ -30,41 +30,44 @@ class PacelineError(Exception):
 
 
 class UsageError(PacelineError, ValueError):
-    """The caller asked for something that does not exist or cannot work."""
+    """A name, an option or an argument is unknown, or does not work with the others.
+
+    Mend the call or the command: the same call fails again.
+    """
 
 
 class UnknownNameError(UsageError):
-    """A registry has no row of that name: a script may add one, once it runs."""
+    """No method, compressor or collective has this name. The message lists the known names."""
 
 
 class ClusterError(UsageError):
-    """A cluster description that cannot be."""
+    """A cluster file, or another description of a cluster, is wrong. The message names key and value."""
 
 
 class ModelMismatchError(PacelineError):
-    """The ranks of one job do not hold the same model or the same options."""
+    """Ranks called `distribute` with different models or options. Every rank raises it."""
 
 
 class GradientError(PacelineError):
-    """A gradient came at a moment, or in a form, that cannot be averaged."""
+    """A gradient cannot be averaged: it is sparse or not finite, came twice, or was changed after its average."""
 
 
 class CollectiveMismatchError(PacelineError):
-    """The ranks of a communicator issued different collectives."""
+    """In the simulated runtime: the ranks of a communicator issued different collectives."""
 
 
 class DeadlockError(PacelineError):
-    """Every worker waits, and nothing is left that could wake one of them."""
+    """Every simulated worker waits for another one. The message says for what each waits."""
 
 
 class PeerLostError(PacelineError):
-    """Another rank of the job ended badly, so this one cannot go on."""
+    """Another rank of the job failed or died, so this one cannot go on."""
 
     restart_helps = True
 
 
 class WorkerFailedError(PacelineError):
-    """A worker's script raised; the job ended for all of them.
+    """A worker's script raised an error, which ended the job for all workers.
 
     Attributes:
         rank: The worker; None where it is not known.

@@ -47,17 +47,32 @@ class Span(NamedTuple):
 
 
 class StepRecord(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
-    """One optimizer step of one worker: from the end of the one before to its own end.
+    """One optimizer step of one worker, from the end of the last step to its own end.
+
+    `paceline.on_step` passes one for each step; ``--records`` writes them as JSON.
 
     Attributes:
-        end_seconds: From the start of training, on this runtime's clock.
-        exposed_communication_seconds: Waiting for paceline's own communication.
-        compute_seconds: All the rest of the step, a script's own collectives included.
-        bytes_sent: Traffic of paceline's own communication.
-        method: The step's spec, in a training that changes it.
-        phase: See `Phase`. The recorder sets it, and all figures are of steady steps.
-        figures: What the method and its compressor report of themselves, where a reader has subscribed
-            (`StepRecorder.subscribe`): see `paceline.core.training.Training.figures`.
+        worker: Rank.
+        step: Number of the step in the job, from 1.
+        end_seconds: End of the step: seconds since the start of training, on the runtime's clock.
+        step_seconds: Seconds from the end of the last step.
+        exposed_communication_seconds: Seconds of waiting for paceline's own communication.
+        compute_seconds: The other seconds of the step, a script's own collectives included.
+        bytes_sent: Bytes of paceline's own communication.
+        metrics: Values that the script gave to `paceline.log`, by name.
+        method: Spec of the step, if the training changes its method; else empty.
+        phase: ``"warm-up"``, ``"tuning"`` (bucket sizes), ``"selecting"`` (the method) or ``"steady"``.
+        figures: The method's own figures, such as staleness, by name. Filled for `paceline.on_step` and
+            `paceline.report_to`.
+
+    Example:
+        ::
+
+            def show(record):
+                print(record.step, record.step_seconds, record.exposed_communication_seconds)
+
+
+            paceline.on_step(show)
     """
 
     worker: int

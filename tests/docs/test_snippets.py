@@ -162,11 +162,11 @@ def test_the_site_has_no_dead_link(tmp_path):
         timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for page in ("index", "questions", "reference/index", "reference/commands"):
+    for page in ("index", "how-to/index", "reference/index", "reference/commands"):
         assert "<h1" in (tmp_path / f"{page}.html").read_text()
-    text = (tmp_path / "reference" / "index.html").read_text()
+    text = (tmp_path / "reference" / "python-api.html").read_text()
     for name in paceline.__all__:
         if name not in ("__version__", "BSP", "Workload", "StandIn", "stand_in"):
             assert f'id="paceline.{name}"' in text, (
-                f"docs/reference/index.md lacks {name}"
+                f"docs/reference/python-api.md lacks {name}"
             )

@@ -30,8 +30,22 @@ T = TypeVar("T")
 
 
 def uniform_cluster(workers: int, link: str, latency: str, servers: int = 0) -> Cluster:
-    """The short form: one rack of equal hosts, and as many more for servers as asked for.
-    *link* and *latency* carry units."""
+    """Return a cluster of one rack with equal hosts.
+
+    Args:
+        workers: Workers, one on each host.
+        link: Goodput of a host's link, with its unit: ``"1 Gbit/s"``.
+        latency: One-way latency between two hosts, with its unit: ``"50 us"``.
+        servers: More hosts, for parameter servers.
+
+    Raises:
+        ClusterError: A value is out of range, or lacks its unit.
+
+    Example:
+        ::
+
+            cluster = uniform_cluster(8, "1 Gbit/s", "50 us")
+    """
     table = {"workers": workers, "link": link, "latency": latency}
     rack = _read(Rack, table, "the short form")
     return Cluster((rack,), servers=(ServerHost(),) * servers)
@@ -40,7 +54,20 @@ def uniform_cluster(workers: int, link: str, latency: str, servers: int = 0) -> 
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster from a TOML file.
 
-    Raises `ClusterError`, naming the file, the key, the value and what is allowed.
+    docs/reference/cluster-file.md has its keys.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ClusterError: The file cannot be read, or describes no cluster. The message names the file, the
+            key, the value and the values that are allowed.
+
+    Example:
+        ::
+
+            cluster = load_cluster("cluster.toml")
+            print(cluster.workers)
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -53,7 +80,15 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Read a cluster from TOML text; raises `ClusterError` as `load_cluster` does."""
+    """Read a cluster from TOML text.
+
+    Args:
+        text: The text of a cluster file.
+
+    Raises:
+        ClusterError: It describes no cluster. The message names the key, the value and the values that
+            are allowed.
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

@@ -56,17 +56,17 @@ a CPU, beside a copy of a tensor (2 passes)."""
 
 @dataclass(frozen=True)
 class GradientCompression:
-    """How a training compresses its gradients.
+    """A compressor, with error feedback and uncompressed first steps.
 
-    Each tensor's state has the compressor's own under ``"code"``, a residual where there is error
-    feedback, and how many sums there were where the first ones are uncompressed.
+    Each tensor's state has the compressor's own under ``"code"``, the compression error where there is error
+    feedback, and the number of sums where the first ones are uncompressed.
 
     Args:
         code: The compressor.
-        error_feedback: Whether what a code leaves out of a tensor is added to the next one. It
-            keeps as many elements again, in float32 at least.
-        decay: What of a residual is kept from one step to the next.
-        warmup_steps: How many first sums of a tensor are uncompressed.
+        error_feedback: Add the compression error of a tensor to its next gradient. It takes memory for as
+            many elements as the model has, in float32 at least.
+        decay: Factor on the error from one step to the next, 0 to 1.
+        warmup_steps: First sums of a tensor that are uncompressed.
 
     Raises:
         UsageError: A value is out of range, or the compressor takes no error feedback.

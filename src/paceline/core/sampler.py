@@ -17,8 +17,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     Give it to `distribute(..., sampler=sampler)`: gradients are then weighted by samples, and a
     step equals that of one process on the union of the workers' batches (for a loss that is a
-    mean over samples). All workers take the same number of steps in an epoch. Where shares are no
-    whole numbers of samples, the odd ones go in turn to whoever is furthest behind its share.
+    mean over samples). All workers take the same number of steps in an epoch. Where shares are not
+    whole numbers of samples, the remaining samples go to the workers that are furthest behind their
+    shares.
 
     `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* the
     pass. Without it each pass over the sampler is an epoch of its own. `paceline.save` and `load`
@@ -46,23 +47,20 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         drop_last: bool = False,
         rotate: bool = False,
     ) -> None:
-        """Cut the data set into batches, and each batch into parts.
+        """Cut the data set into batches, and each batch into a part for each worker.
 
         Args:
             dataset: Only its length counts.
-            batch_size: Samples of a batch, over all workers.
-            shares: One positive number per worker, of any scale; ``"speed"``: the speeds that the
-                runtime knows; None: equal shares.
-            shuffle: Whether samples are shuffled, anew in each epoch.
-            seed: Of the shuffle; the same on all workers.
-            drop_last: Whether to leave out a last batch of fewer samples. One with fewer samples
-                than workers is left out in any case.
-            rotate: For methods under which each worker goes at its own pace. In its pass p worker
-                i takes the part (i + k p) mod n of each of the same batches (k has no divisor in
-                common with n), and after n passes they are cut anew. So in n passes each worker
-                sees all the data once, however many passes others have made meanwhile, and no
-                sample is seen less because it is a slow worker's. Parts are equal then: there are
-                no *shares*.
+            batch_size: Samples of a batch, of all workers together.
+            shares: One positive number per worker, of any scale. ``"speed"``: the speeds of the
+                cluster file. None: equal shares.
+            shuffle: Shuffle the samples anew in each epoch.
+            seed: Seed of the shuffle, the same on all workers.
+            drop_last: Leave out a last batch with fewer samples. One with fewer samples than workers
+                is left out in any case.
+            rotate: Pass the parts of batches round, for methods under which workers run at their own
+                pace. In its pass p worker i takes part (i + k p) mod n, where k and n have no common
+                divisor. So in n passes each worker sees all the data once. Excludes *shares*.
 
         Raises:
             UsageError: `init` was not called, *shares* do not fit the job, or a batch has fewer

@@ -699,8 +699,17 @@ COMPRESSOR_CHECKS: dict[str, CompressorCheck] = {
 def check_compressor(compressor: Compressor | GradientCompression) -> None:
     """Check all laws that apply to a compressor, without error feedback or with it.
 
+    Args:
+        compressor: The compressor. A `GradientCompression` may add error feedback.
+
     Raises:
-        CheckFailedError: A law does not hold; the first one.
+        CheckFailedError: A law does not hold; the first one. A note of the error names it.
+
+    Example:
+        ::
+
+            check_compressor(TopK(density=0.1))
+            check_compressor(GradientCompression(TopK(density=0.1), error_feedback=True))
     """
     compression = _as_compression(compressor)
     for check in COMPRESSOR_CHECKS.values():

@@ -703,10 +703,20 @@ def run_checks(case: Case, rule: str) -> None:
 
 
 def check_method(case: Case, workers: tuple[int, ...] = (1, 2, 3)) -> None:
-    """All checks under all bucket rules in the simulated runtime, for some numbers of workers.
+    """Check all laws of a method, under all bucket rules, in the simulated runtime.
 
-    Raises what the failing worker raised: `CheckFailedError` for a broken law, and the
-    simulated runtime's own errors, `DeadlockError` among them.
+    Args:
+        case: The method, and how it is tested.
+        workers: Numbers of workers, one after the other.
+
+    Raises:
+        CheckFailedError: A law is broken. A note of the error names it.
+        PacelineError: The simulated training failed, by `DeadlockError` for example.
+
+    Example:
+        ::
+
+            check_method(Case(method="bsp:overlap=false"))
     """
     for count in workers:
         for rule in RULES:

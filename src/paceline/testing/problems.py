@@ -266,10 +266,17 @@ class Inspection:
 
 
 def inspect(optimizer: torch.optim.Optimizer) -> Inspection:
-    """What an optimizer that `distribute` has given back trains with, as of now.
+    """Return the parts of a training: its buckets, worker, communicator and others.
 
-    It changes nothing, and sends nothing. Call it in a worker of the job: it returns what
-    that worker has.
+    It changes nothing, and sends nothing. Each worker gets its own parts.
+
+    Args:
+        optimizer: One that `distribute` returned.
+
+    Example:
+        ::
+
+            print([bucket.names for bucket in inspect(optimizer).buckets])
     """
     active = active_training(optimizer)
     training = active.training

@@ -116,13 +116,16 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(evidence: Evidence, *, processes: int = 1) -> Diagnosis:
-    """Name what is wrong, and predict what fixing it saves.
+    """Name the faults that slow a training down, and predict the time that their fixes save.
 
-    Equal evidence gives equal diagnoses, to the bit. Simulations take the process for themselves.
+    Equal evidence gives equal diagnoses, to the bit. It occupies the process with simulations.
 
     Args:
-        evidence: What was measured.
-        processes: How many predictions of other methods run at a time.
+        evidence: The measurements of ``paceline doctor``.
+        processes: Processes that predict other methods.
+
+    Returns:
+        The faults, the one with the largest gain first.
 
     Raises:
         UsageError: The evidence is incomplete.

@@ -83,12 +83,12 @@ def plan(
 ) -> Plan:
     """Predict every candidate for a model on a network.
 
-    It takes the process for its simulations: beside a training, call it in another process.
+    It occupies the process with simulations: beside a training, call it in another process.
 
     Args:
         cluster: The network and its workers.
         workload: The model's tensors and compute times.
-        allowed: Classes of which candidates are predicted.
+        allowed: Consistencies whose candidates are predicted.
         max_events: Simulated events after which it stops [default: `usual_events`].
         optimizer: Makes an optimizer like the training's. Some candidates forbid some.
         jitter: Relative spread of compute times.
@@ -102,6 +102,13 @@ def plan(
 
     Raises:
         UsageError: No allowed candidate can run.
+
+    Example:
+        ::
+
+            cluster = uniform_cluster(8, "1 Gbit/s", "50 us")
+            made = plan(cluster, Workload.load("resnet50"), allowed=["exact"])
+            print(made.estimates[0].spec, made.estimates[0].step_seconds)
     """
     job = TrainingJob(
         cluster=cluster,
