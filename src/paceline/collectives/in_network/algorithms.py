@@ -289,8 +289,8 @@ class ATP(InNetworkAllReduce):
         purpose="Servers add up the buffers, with partial sums at the switches on the way.",
         source="Lao et al., ATP (NSDI 2021)",
         formed_by=(
-            "servers behind switches that add up: a rack's switch its own workers, the switch of a "
-            "server's rack the racks. Servers are on dedicated hosts, or one beside each worker"
+            "servers, on dedicated hosts or one beside each worker, behind switches that add up: a rack's "
+            "switch its own workers, the switch of a server's rack the racks"
         ),
         sends=(
             "the buffer once per rank; n times the buffer, divided by the number of servers, goes to "
