@@ -291,7 +291,7 @@ def _collective(name: str, cls: type[AllReduceAlgorithm]) -> Entry:
         ("sends", summary.sends),
         ("good for", summary.good_for),
         ("needs servers", "yes" if cls.needs == "servers" else "no"),
-        ("`dear` can use it", halves),
+        ("splits into halves", halves),
     )
     return Entry(name, summary, "", "", (), facts)
 

@@ -109,8 +109,8 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     name: ClassVar[str] = "gd-top-k"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Sends fewer elements in later epochs, and fewer from fast groups of workers.",
-        source="Sun et al., GSSP (IEEE TCC 10(4), 2022), by its published code",
-        use_when="the method is `gssp` on slow links",
+        source="Sun et al. (IEEE TCC 10(4), 2022), by its published code",
+        use_when="groups of workers have servers of their own, behind slow links",
         sends=(
             "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5 % (`slowest`) "
             "of the elements, each in its own type, and 1 to 4 bytes for its index, to every other "

@@ -227,8 +227,8 @@ def test_each_method_but_ddps_has_a_line_that_says_what_it_does():
         sped(DDP, seconds=0.2),
     )
     osp, int4, backup = section(found, "Methods").lines
-    assert "what is not deferred" in osp
-    assert "half a byte an element" in int4
+    assert "not deferred" in osp
+    assert "half a byte per element" in int4
     assert "the fastest wait_for workers" in backup  # 0: found out by itself
 
 

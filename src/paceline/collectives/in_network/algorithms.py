@@ -235,7 +235,7 @@ class SwitchML(InNetworkAllReduce):
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
                 "switch they would be 4 bytes a number. A message reports the first such buffer."
             ),
-            "It cannot be split into halves, so `dear` refuses it.",
+            "It does not split into halves, so methods that send halves refuse it.",
         ),
     )
 
@@ -272,7 +272,7 @@ class Rina(InNetworkAllReduce):
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
                 "switch they would be 4 bytes a number. A message reports the first such buffer."
             ),
-            "It cannot be split into halves, so `dear` refuses it.",
+            "It does not split into halves, so methods that send halves refuse it.",
         ),
     )
 
@@ -303,7 +303,7 @@ class ATP(InNetworkAllReduce):
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
                 "switch they would be 4 bytes a number. A message reports the first such buffer."
             ),
-            "It cannot be split into halves, so `dear` refuses it.",
+            "It does not split into halves, so methods that send halves refuse it.",
         ),
     )
 
