@@ -30,6 +30,8 @@ ELSEWHERE = {
     "ray.md": "needs other packages: tests/integrations",
     "transformers.md": "needs other packages: tests/integrations",
     "write-a-method.md": "tests/docs/test_methods_howto.py",
+    "write-a-compressor.md": "tests/docs/test_extension_guides.py",
+    "write-a-collective.md": "tests/docs/test_extension_guides.py",
 }
 
 
