@@ -262,7 +262,8 @@ def test_a_silent_worker_is_evicted_and_one_that_evaluates_is_not(start):
     (folder / "go").touch()
     (folder / "enough").touch()
     job.wait(START_SECONDS).check_ended_well()
-    assert job.stderr.count("nothing was heard of worker") == 1, job.output
+    # A worker that got no processor for as long is evicted, too: on a machine that others use.
+    assert "nothing was heard of worker 1 " not in job.stderr, job.output
     assert "taken for lost: join with another incarnation" in job.stderr
     assert "worker 2 ended with exit status 1 after step" in job.stderr
 
