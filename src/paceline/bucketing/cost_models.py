@@ -1,8 +1,9 @@
-"""The cost of an all-reduce by its size: formulas (`AffineCost`) and measured curves (`MeasuredCost`).
+"""The cost of an all-reduce by its size: formulas (`AffineCost`) and measured curves
+(`MeasuredCost`).
 
-A cost is a function from bytes to seconds. Several all-reduces under way at a time share the
-wire, and a part of their start-ups passes side by side. The attribute ``overlappable_startup`` of a
-cost is that part, in seconds. A plain function overlaps nothing.
+A cost is a function from bytes to seconds. Concurrent all-reduces share the wire, and parts of
+their start-ups overlap. The attribute ``overlappable_startup`` of a cost is that part, in seconds.
+A plain function overlaps nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.errors import UsageError
 
 Cost = Callable[[float], float]
-"""Seconds of an all-reduce of so many bytes; must not decrease with the bytes."""
+"""Seconds of an all-reduce by its bytes; must not decrease with the bytes."""
 
 Seconds = NDArray[np.float64]
 
@@ -154,7 +155,7 @@ def overlappable_startup(cost: Cost) -> float:
 def lines_below(cost: Cost, most: float) -> list[AffineCost]:
     """Lower bounds of the wire's time, as affine costs.
 
-    One message or many that carry B of at most *most* bytes occupy the wire for at least
+    Any number of messages with B bytes in total, at most *most*, occupy the wire for at least
     ``start_up + seconds_per_byte * B``, beside the overlappable start-up. The largest bound counts.
     """
     overlap = overlappable_startup(cost)
@@ -164,7 +165,7 @@ def lines_below(cost: Cost, most: float) -> list[AffineCost]:
     lines = []
     for (at, seconds), (then, more) in itertools.pairwise(points):
         slope = (more - seconds) / (then - at)
-        # Below zero many messages would undercut what one is said to take.
+        # With a negative start-up, many messages would be bounded below the cost of one.
         if (start_up := seconds - slope * at) >= 0:
             lines.append(AffineCost(start_up, slope))
     lines.append(AffineCost(points[0][1], 0.0))
@@ -178,19 +179,19 @@ SAMPLES = 64
 
 
 def _points(cost: Cost, most: float) -> list[tuple[float, float]]:
-    """Points between which the *cost* of up to *most* bytes is nowhere below a line."""
+    """Points of the *cost* of up to *most* bytes; the cost is nowhere below the lines between them."""
     if isinstance(cost, AffineCost | MeasuredCost):
         inside = [] if isinstance(cost, AffineCost) else cost.sizes
         sizes = sorted({0.0, *(size for size in inside if size < most), most})
         return [(size, cost(size)) for size in sizes]
-    # It does not fall: at each place it is at least what it was at the one before.
+    # The cost does not fall, so at each point it is at least the value at the point before.
     sizes = [most * k / SAMPLES for k in range(SAMPLES + 1)] if most else [0.0]
     before = [cost(0.0), *(cost(size) for size in sizes[:-1])]
     return list(zip(sizes, before, strict=True))
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Those of *points*, in order of their sizes, that no line between others is below."""
+    """The lower convex hull of *points*, which are in order of size."""
     hull: list[tuple[float, float]] = []
     for x, y in points:
         while len(hull) > 1:
@@ -214,6 +215,6 @@ def fit(cost: Cost, sizes: Sequence[float]) -> AffineCost:
     if len(at) == 1:
         return AffineCost(float(seconds[0]), 0.0)
     slope, start_up = np.polyfit(at, seconds, 1)
-    if start_up < 0:  # a line through the origin, then
+    if start_up < 0:  # fit a line through the origin instead
         return AffineCost(0.0, float(at @ seconds / (at @ at)))
     return AffineCost(float(start_up), max(0.0, float(slope)))

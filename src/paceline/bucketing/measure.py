@@ -15,8 +15,8 @@ from paceline.interfaces import Comm, Pending, Runtime, Stopwatch
 
 SMALLEST_BYTES = 4096
 LARGEST_BYTES = 8 * 1024 * 1024
-"""The largest buffer measured: beyond it the curve keeps its slope, and a slow network would take
-long for little."""
+"""The largest buffer measured. Beyond it the curve keeps its slope; measuring on a slow network
+would take long and gain little."""
 
 STEP = 4
 """Ratio of one size to the next."""
@@ -197,7 +197,8 @@ def measure_all_reduce(
 
     def timed(size: int, together: int) -> float:
         buffers = [runtime.blank(size, device) for _ in range(together)]
-        # All begin together, as after equal backward passes: in a tree some are done earlier.
+        # All ranks begin together, as after equal backward passes: a tree all-reduce ends
+        # earlier on some.
         _mean(comm, device, 0.0)
         start = stopwatch.mark()
         for pending in [all_reduce(buffer) for buffer in buffers]:
@@ -208,16 +209,16 @@ def measure_all_reduce(
         first = _mean(comm, device, timed(size, together))
         if stopwatch.repeats:
             return first
-        # All ranks repeat alike: they have agreed on how long one takes.
+        # All ranks repeat equally often, because they have agreed on the time of one.
         repeats = min(REPEATS, int(SECONDS_PER_SIZE / first) if first > 0 else REPEATS)
         if not repeats:
             return first
         times = [timed(size, together) for _ in range(repeats)]
         return _mean(comm, device, statistics.median(times))
 
-    timed(SMALLEST_BYTES, 1)  # connections and buffers are made here
+    timed(SMALLEST_BYTES, 1)  # makes connections and buffers
     seconds = [typical(size) for size in sizes]
-    seconds = list(itertools.accumulate(seconds, max))  # noise may not make it fall
+    seconds = list(itertools.accumulate(seconds, max))  # noise must not make it fall
     overlapping = 0.0
     if comm.max_in_flight(device) > 1:
         both = typical(SMALLEST_BYTES, 2)

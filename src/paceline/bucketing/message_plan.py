@@ -239,7 +239,7 @@ class MessageProblem:
         )
 
     def exposed_times(self, messages: Sequence[PlannedMessage]) -> list[float]:
-        """Seconds by which each message arrives after its use; below zero: before."""
+        """Seconds by which each message arrives after its use; negative: before it."""
         if self.max_in_flight > 1:
             ends = self.ends(messages)
             return [
@@ -271,7 +271,7 @@ def least_exposed_time(
     """
     if not ready:
         return 0.0
-    # A first half can start up beside others while the second one still does.
+    # With halves, a first half's start-up can overlap a second half's, so half of it counts.
     apart = overlappable_startup(cost) / (2 if halves else 1)
     return max(
         _jackson(
@@ -322,7 +322,7 @@ def check_uses(
     uses: Sequence[float],
     max_in_flight: int,
 ) -> None:
-    """Raise `UsageError` for sizes and times that cannot be."""
+    """Raise `UsageError` for invalid sizes or times."""
     check_times(sizes, ready, max_in_flight)
     if len(uses) != len(sizes):
         raise UsageError(

@@ -1,7 +1,8 @@
 """Searches for the message plan with the shortest step: `plan_messages`.
 
-The candidates are merges of several sizes under Jackson's rule: whole, in equal parts, or cut where
-a more urgent bucket becomes ready; and for the ready order the exact merges.
+Candidates merge tensors into buckets of several sizes, and send them by Jackson's rule. Buckets go
+whole, in equal parts, or cut where a more urgent bucket becomes ready. For the ready order, the
+best merges are found exactly.
 """
 
 from __future__ import annotations
@@ -31,26 +32,27 @@ from paceline.errors import UsageError
 from paceline.interfaces import Half, Message
 
 SLACK = 0.05
-"""A plan is good enough if every bucket arrives this part of a step before its use: measured times
-vary."""
+"""A plan is good enough if every bucket arrives this part of a step before its use. Measured times
+vary, so more precision gains nothing."""
 
 MOST_WORK = 1_000_000
-"""Messages that a search evaluates at most: half a second to a second."""
+"""Messages that a search evaluates at most, which takes half a second to a second."""
 
 SAME = 0.002
-"""Plans that differ by less than this part of a step count as equal: the one of fewer messages is used."""
+"""Plans that differ by less than this part of a step count as equal: the one with fewer messages is
+used."""
 
 FINEST_EXPONENT = 9
-"""The smallest merges have 2 to the minus this exponent of all bytes."""
+"""The smallest merges have 2 to the power of minus this exponent of all bytes."""
 
 MOST_PARTS = 64
-"""Into so many parts a bucket is cut at most."""
+"""The most parts that a bucket is cut into."""
 
 MOST_FOR_EXACT = 1000
-"""For more tensors, exact merges would take too long."""
+"""With more tensors, exact merges would take too long."""
 
 PATIENCE = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""A message is not interrupted to gain less than so many start-ups."""
+"""A message is not interrupted to gain less than this number of start-ups."""
 
 
 def plan_messages(
@@ -65,8 +67,8 @@ def plan_messages(
 ) -> MessagePlan:
     """Find the best message plan, by a search of bounded length.
 
-    With one message at a time, without *halves*, its predicted step is no longer than that of any bucket rule whose
-    means are waited for where backward ends.
+    With one message at a time and without *halves*, its predicted step is no longer than that of a
+    bucket rule whose averages are waited for where backward ends.
 
     Args:
         sizes: Bytes of each gradient, in ready order.
@@ -99,20 +101,21 @@ def plan_messages(
 
 
 class _Search:
-    """The best plans so far, of each number of messages. *goal*: an exposed time that is good enough."""
+    """The best plan so far for each number of messages. *goal*: an exposed time that is good
+    enough."""
 
     def __init__(self, problem: MessageProblem, goal: float) -> None:
         self.problem, self.goal = problem, goal
         self.late = self.most = math.inf
-        """The exposed time of the best plan; and the most that any plan may have: that of the
-        first one that was offered."""
+        """`late` is the best plan's exposed time. `most` is the limit for any plan: the first
+        offered plan's."""
         self._same = SAME * (problem.end + max(0.0, goal))
         self._shortest: dict[int, tuple[float, list[PlannedMessage]]] = {}
-        """The best plan of so many messages."""
+        """The best plan by its number of messages."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the goal is met, or the work done."""
+        """Whether the goal is met, or `MOST_WORK` is used up."""
         met = self.late <= self.goal + self._same
         return met or self.problem.worked > MOST_WORK
 
@@ -127,14 +130,17 @@ class _Search:
         return late
 
     def simplest(self) -> list[PlannedMessage]:
-        """The plan of fewest messages that is as good as the best one."""
+        """The plan with the fewest messages among those as good as the best one."""
         most = min(self.most, max(self.late, self.goal) + self._same)
         good = [n for n, (late, _) in self._shortest.items() if late <= most]
         return self._shortest[min(good)][1]
 
     def tune(self, merges: Sequence[list[BucketCandidate]]) -> None:
-        """Try Jackson's rule with several merges and message sizes: from each of a few, one of these
-        is changed after the other for as long as that helps."""
+        """Try Jackson's rule with several merges and message sizes.
+
+        From each of a few starting points, change one choice after the other for as long as that
+        helps.
+        """
         most, patience, gathered = size_choices(self.problem)
         tried: dict[tuple[int, MessageSizes], float] = {}
 
@@ -172,7 +178,11 @@ class _Search:
 
 
 def _search_whole(problem: MessageProblem, search: _Search) -> None:
-    """Simple plans first: those that are waited for where backward ends are among them."""
+    """Search plans of whole buckets or parts, simple plans first.
+
+    The first plans are those of bucket rules, so the result is no worse than waiting where backward
+    ends.
+    """
     known = []
     for rule in ("optimal", "mg-wfbp"):
         known.append(_by_rule(problem, rule))
@@ -281,15 +291,15 @@ def _merged(problem: MessageProblem, most: float) -> list[BucketCandidate]:
 def size_choices(
     problem: MessageProblem,
 ) -> tuple[list[float], list[float], list[float]]:
-    """What to try of each of a `MessageSizes`'s sizes: coarse to fine, beside none."""
+    """The values to try for each field of `MessageSizes`, coarse to fine, after "no limit"."""
     total, start_up = sum(problem.sizes), problem.cost(0.0)
     most, gathered = [math.inf], [0.0]
     for k in range(2, 2 * FINEST_EXPONENT + 1):
         size = total / 2 ** (k / 2)
         gathered.append(size)
         seconds = problem.cost(size)
-        # Beside smaller messages not even one start-up is hidden; one at a time, messages cost
-        # start-ups, unless large messages are dearer than small ones.
+        # Smaller messages would not hide even one start-up. One at a time, small messages only
+        # add start-ups, unless large messages cost more per byte.
         hidden = problem.max_in_flight > 1 and seconds >= 1.5 * problem.overlap
         if hidden or problem.cost(2 * size) > 2 * seconds * (1 + 1e-9):
             most.append(size)
@@ -304,9 +314,11 @@ def earliest_use_first(
     *,
     halves: bool = False,
 ) -> list[PlannedMessage]:
-    """Jackson's rule: whenever something can be sent, of the buckets that are ready, a part
-    of the one that is used first. With *halves*, buckets go whole, and their second halves
-    are ready when the first are in."""
+    """Send by Jackson's rule: whenever the network is free, send a part of the ready bucket used
+    first.
+
+    With *halves*, buckets go whole, and a second half is ready when its first half has arrived.
+    """
     queue = _EarliestUseFirst(problem, buckets, message_sizes or MessageSizes(), halves)
     send(queue, problem.max_in_flight)
     problem.worked += len(queue.messages) * (
@@ -363,13 +375,14 @@ class _EarliestUseFirst:
             self._push(arrived.bucket, 1.0, "gather")
 
     def _push(self, bucket: BucketCandidate, left: float, half: Half) -> None:
-        # Of equally urgent ones the first; but what has begun goes on.
+        # Of equally urgent buckets, the first one goes first; but a bucket that has begun
+        # continues.
         self._pushed += 1
         order = -self._pushed if left < 1 else self._pushed
         heapq.heappush(self._waiting, (bucket.due, order, left, half, bucket))
 
     def _with_others(self, bucket: BucketCandidate) -> BucketCandidate:
-        """A bucket, and the next most urgent ones that go along."""
+        """A bucket, merged with the next most urgent ones that are ready."""
         positions, size = list(bucket.positions), bucket.size
         while self._waiting:
             _, _, left, _, other = self._waiting[0]
@@ -382,14 +395,14 @@ class _EarliestUseFirst:
         return self._problem.bucket(positions) if more else bucket
 
     def _part(self, bucket: BucketCandidate, left: float, now: float) -> float:
-        """How much of what is *left* of a bucket is sent now."""
+        """The part of a bucket to send now, of what is *left* of it."""
         problem, message_sizes = self._problem, self._sizes
         part = left
         if bucket.size > message_sizes.most:
             parts = min(MOST_PARTS, math.ceil(bucket.size / message_sizes.most))
             part = 1 / parts
             if now - self._took < 0.3 * problem.overlap:
-                # Messages that start together end together: the wire would rest each time.
+                # Messages that start together end together, and the wire would rest each time.
                 part /= 2
             if left - part < 0.3 / parts:
                 part = left
@@ -401,8 +414,7 @@ class _EarliestUseFirst:
         return part
 
     def _next_more_urgent(self, due: float, until: float) -> float:
-        """When the next bucket is ready that is used before *due*, if before *until*; else
-        then."""
+        """When the next bucket used before *due* is ready; *until* if none is ready before that."""
         for bucket in itertools.islice(self._coming, self._come, None):
             if bucket.ready >= until:
                 break
@@ -413,8 +425,8 @@ class _EarliestUseFirst:
     def _part_that_takes(
         self, bucket: BucketCandidate, most: float, seconds: float
     ) -> float:
-        """The part of a bucket that takes so long, or just a little longer: what then comes
-        is there."""
+        """The part of a bucket that takes *seconds* or slightly longer, so that the urgent bucket
+        is ready then."""
         low, high = 0.0, most
         for _ in range(20):
             middle = (low + high) / 2
@@ -428,10 +440,12 @@ class _EarliestUseFirst:
 def join_neighbours(
     problem: MessageProblem, messages: Sequence[PlannedMessage]
 ) -> list[PlannedMessage]:
-    """With one message at a time, parts of one bucket that follow each other are one message, unless that
-    takes longer."""
+    """Join consecutive parts of one bucket into one message, unless that takes longer.
+
+    Only with one message at a time: concurrent parts overlap their start-ups.
+    """
     if problem.max_in_flight > 1:
-        return list(messages)  # one starts up beside the other
+        return list(messages)  # their start-ups overlap
     result: list[PlannedMessage] = []
     for message in messages:
         before = result[-1] if result else None
@@ -455,13 +469,12 @@ def scatters_first(
 
 
 class ReadyOrderMerges:
-    """The exact merges of neighbours where buckets go whole and in ready order, one at a time.
+    """The exact merges of neighbours if buckets go whole and in ready order, one at a time.
 
-    With P the prefix sums of sizes, the first j tensors are in at
-    ``f(j) = min over i < j of max(f(i), ready(j)) + cost(P(j) - P(i))``, over those i whose
-    message is no later than a limit; a smaller f(j) never makes what follows later. The
-    least limit is found by halving. *apart*: seconds of each start-up that do not occupy
-    the wire, as in `bucketing.measured_rules`.
+    With P the prefix sums of sizes, the first j tensors have arrived at ``f(j) = min over i < j of
+    max(f(i), ready(j)) + cost(P(j) - P(i))``. Only those i count whose message is no later than a
+    limit. A smaller f(j) never delays later messages. Bisection finds the least limit. *apart*:
+    seconds of each start-up that do not occupy the wire, as in `bucketing.rules`.
     """
 
     def __init__(self, problem: MessageProblem, apart: float = 0.0) -> None:
@@ -470,7 +483,7 @@ class ReadyOrderMerges:
         prefix: Seconds = np.concatenate(([0.0], np.cumsum(np.asarray(problem.sizes))))
         uses: Seconds = np.asarray(problem.uses, np.float64)
         self._seconds, self._dues, self._first = [], [], []
-        run = 0  # where the run of tensors of one kind began
+        run = 0  # start of the current run of tensors of one kind
         for j in range(1, count + 1):
             if j > 1 and problem.kinds[j - 1] != problem.kinds[j - 2]:
                 run = j - 1
@@ -480,7 +493,7 @@ class ReadyOrderMerges:
             self._dues.append(problem.end + first_use)
 
     def within(self, limit: float) -> list[BucketCandidate] | None:
-        """Buckets none of which is more than *limit* late, and that are in soonest."""
+        """The buckets that arrive soonest, if none is more than *limit* late; else None."""
         problem, count = self._problem, len(self._problem.sizes)
         done: Seconds = np.zeros(count + 1)
         came_from = [0] * (count + 1)
@@ -501,8 +514,10 @@ class ReadyOrderMerges:
         return buckets[::-1]
 
     def least_late(self, goal: float, known: float) -> list[BucketCandidate] | None:
-        """Buckets whose latest is as early as can be, or meets *goal*; None if none is
-        earlier than *known*."""
+        """The buckets with the least exposed time, or some that meet *goal*.
+
+        None if no plan is better than *known*.
+        """
         best = self.within(goal)
         if best is not None:
             return best

@@ -43,7 +43,8 @@ DDP_FIRST_BYTES = 1024 * 1024
 DDP_BYTES = 25 * 1024 * 1024
 
 SEARCH_TRIALS = 400
-"""Plans that `optimal` tries by small changes, where several all-reduces at a time make it inexact."""
+"""Plans that `optimal` tries by small changes, if it is inexact because several all-reduces run at
+a time."""
 
 
 def plan_buckets(
@@ -232,12 +233,12 @@ def optimal(
     max_in_flight: int,
     others: Sequence[list[int]],
 ) -> list[int]:
-    """The plan that ends first; *others* are plans it must not be worse than.
+    """The plan that ends first, and never later than the plans *others*.
 
-    One all-reduce at a time: exact, for any cost that does not fall. Several: exact where so
-    few plans exist that all can be tried. Else the best of *others*, of exact plans for one at a
-    time with more or less of the start-up counted as the wire's, and of small changes to the best
-    of these. The search stops early where it meets `lower_bound`.
+    With one all-reduce at a time it is exact, for any cost that does not fall. With several it is
+    exact if there are so few plans that all can be tried. Else the candidates are *others*, and
+    exact plans for one all-reduce at a time with 0 to 100 % of the start-up overlapped. Small
+    changes then improve the best of these. The search stops early where it meets `lower_bound`.
     """
     if max_in_flight == 1:
         return _exact(sizes, ready, cost, runs, 0.0)
@@ -298,13 +299,12 @@ def _exact(
     runs: Sequence[int],
     apart: float,
 ) -> list[int]:
-    """The plan whose last all-reduce ends first where one moves at a time.
+    """The plan whose last all-reduce ends first, with one all-reduce at a time.
 
-    *apart*: seconds of each start-up that do not occupy the channel. With P the prefix
-    sums of sizes, the first j gradients are done at
-    ``f(j) = min over i < j of max(f(i), ready(j) + apart) + cost(P(j) - P(i)) - apart``:
-    ending later never helps what follows. Of all i with f(i) <= ready(j) + apart only the
-    last can be best, since its message is the smallest.
+    *apart*: seconds of each start-up that do not occupy the channel. With P the prefix sums of
+    sizes, the first j gradients are done at ``f(j) = min over i < j of max(f(i), ready(j) + apart)
+    + cost(P(j) - P(i)) - apart``. Ending later never helps later messages. Of all i with f(i) <=
+    ready(j) + apart only the last can be best, since its message is the smallest.
     """
     count = len(sizes)
     prefix: Seconds = np.concatenate(([0.0], np.cumsum(np.asarray(sizes, np.float64))))
@@ -318,7 +318,7 @@ def _exact(
         first = max(idle, runs[j - 1])
         message = prefix[j] - prefix[first:j]
         ends = np.maximum(done[first:j], released) + (many(cost, message) - apart)
-        best = int(np.argmin(ends))  # of equal ones the first: fewer messages
+        best = int(np.argmin(ends))  # the first of equal ones: fewer messages
         done[j] = ends[best]
         came_from[j] = first + best
     lengths = []

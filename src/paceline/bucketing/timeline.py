@@ -67,13 +67,12 @@ def arrivals(
     max_in_flight: int = 1,
     after: Sequence[int] | None = None,
 ) -> list[float]:
-    """When each message is in: they take *seconds* each if alone, and are sent in this
-    order, *max_in_flight* at a time.
+    """Predict when each message arrives, if they are sent in this order, *max_in_flight* at a time.
 
-    *startups*: the part of each that passes beside others; the rest is the wire's, which
-    is shared fairly. ``after[i]``: the number of an earlier message that must be in before
-    message i moves, or -1; message i then starts only at that time, and those
-    behind it wait, too.
+    Each message takes *seconds* if alone. *startups* is the part of each that overlaps other
+    messages; the rest occupies the wire, which is shared fairly. ``after[i]`` is the number of an
+    earlier message that must have arrived before message i starts, or -1. Messages behind i wait,
+    too.
     """
     if max_in_flight > 1:
         return send(_InOrder(ready, seconds, startups, after), max_in_flight)
@@ -86,25 +85,31 @@ def arrivals(
 
 
 class Queue(Protocol):
-    """What is to be sent."""
+    """Messages to send."""
 
     def take(self, now: float) -> tuple[float, float] | None:
-        """The next message, if there is one that can go now: its seconds, if alone, and how
-        much of them passes beside others."""
+        """The next message that can start now: its seconds if alone, and the part of them that
+        overlaps others.
+
+        None if no message can start now.
+        """
         ...
 
     def next_release(self, now: float) -> float:
-        """When there will be one, as far as that is known; else infinity."""
+        """When the next message can start, as far as that is known; else infinity."""
         ...
 
     def arrived(self, message: int, now: float) -> None:
-        """Message number *message*, as they were taken, is in."""
+        """Message number *message*, in the order of `take`, has arrived."""
         ...
 
 
 def send(queue: Queue, max_in_flight: int) -> list[float]:
-    """When the messages of *queue* are in, as they were taken: *max_in_flight* at a time, whose
-    start-ups pass side by side, and which share the wire fairly."""
+    """Predict when the messages of *queue* arrive, in the order of `Queue.take`.
+
+    *max_in_flight* messages move at a time. Their start-ups overlap, and they share the wire
+    fairly.
+    """
     ends: list[float] = []
     now = 0.0
     starting: list[tuple[float, int, float]] = []  # (when on the wire, which, wire)
@@ -122,7 +127,7 @@ def send(queue: Queue, max_in_flight: int) -> list[float]:
             _, message, wire = starting.pop(0)
             moving.append((wire, message))
         moving.sort()
-        # What happens next: a message is ready, one gets on the wire, one has arrived.
+        # The next event: a message can start, one gets onto the wire, or one arrives.
         free = len(starting) + len(moving) < max_in_flight
         next_ready = queue.next_release(now) if free else math.inf
         next_start = starting[0][0] if starting else math.inf
@@ -184,7 +189,7 @@ def check_buckets(buckets: Sequence[Sequence[int]], count: int) -> None:
 def check_times(
     sizes: Sequence[float], ready: Sequence[float], max_in_flight: int
 ) -> None:
-    """Raise `UsageError` for sizes and times that cannot be."""
+    """Raise `UsageError` for invalid sizes or times."""
     if len(sizes) != len(ready):
         raise UsageError(
             f"ready: expected one time per tensor, {len(sizes)}, got {len(ready)}"
@@ -203,7 +208,7 @@ def check_times(
 
 
 def check_sizes(sizes: Sequence[float]) -> None:
-    """Raise `UsageError` for sizes that cannot be."""
+    """Raise `UsageError` for invalid sizes."""
     for size in sizes:
         if not (size >= 0 and math.isfinite(size)):
             raise UsageError(f"sizes: expected zero or more, got {size}")

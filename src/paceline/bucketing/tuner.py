@@ -1,23 +1,21 @@
-"""The bucket tuner: finds out in which buckets one training sends its gradients, while it trains.
+"""The bucket tuner: chooses the buckets of a training by measurements, while it trains.
 
-The first backward pass shows the order in which gradients become ready; rank 0's order
-counts for all. Rules that need sizes alone are then settled. ``mg-wfbp`` and ``optimal`` measure:
+The first backward pass shows the order in which gradients become ready; rank 0's order counts for
+all. Rules that need sizes alone are then final. ``mg-wfbp`` and ``optimal`` measure:
 
 1. A few steps with DDP's buckets show when each gradient is ready: medians over steps, then the
    maximum over ranks.
 2. A few all-reduces show the cost of a message.
 3. Rank 0 plans.
 4. For ``optimal``, the plan and DDP's buckets are tried in turn, and the faster one stays.
-5. Where a method waits in the next forward pass, rank 0 also plans messages, by when each tensor is
-   used. These and the buckets of before are tried in turn, too.
-6. Now and then ranks compare step times. Where the order of gradients or the time of a step has
-   changed for good, all of this happens again.
+5. If the method waits in the next forward pass, rank 0 also plans messages, by when each tensor is
+   used. This plan and the buckets of step 4 are tried in turn, too.
+6. From time to time, ranks compare step times. If the order of gradients or the step time has
+   changed lastingly, the tuner starts again.
 
-Theory of operation
--------------------
-`BucketTuner._run` is a generator: each ``yield`` is the end of one backward pass. All ranks are at the
-same line of it after the same backward pass. Every decision is made from numbers that are equal on all
-ranks, or is rank 0's.
+Theory of operation ------------------- `BucketTuner._run` is a generator: each ``yield`` is the end
+of one backward pass. After the same backward pass, all ranks are at the same line of it. Every
+decision comes from numbers that are equal on all ranks, or from rank 0.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ from paceline.bucketing.timeline import finish_time
 from paceline.interfaces import Comm, Half, Message, Pending, ReduceOperation, Runtime
 
 IN_A_TRIAL = "in a trial "
-"""Of notes that say how two plans did, and of no others."""
+"""Text that marks the notes about trials of two plans, and no others."""
 PROFILED_STEPS = 4
 TRIAL_STEPS = 4
 """Steps with one plan of a trial, the first of which does not count."""
 REPEATED_STEPS, FORWARD_WAIT_STEPS = 2, 3
-"""`TRIAL_STEPS` where times repeat exactly, and one profiled step is enough; the latter where the
-next forward pass waits."""
+"""`TRIAL_STEPS` if times repeat exactly, as one profiled step is then enough. The second value is
+for methods that wait in the next forward pass."""
 
 
 @dataclass
@@ -60,26 +58,29 @@ class Watch:
 watch = Watch()
 """The watch of all trainings of this process."""
 CHANGED = 1.25
-"""A step that takes longer, or is shorter, by this factor..."""
+"""A step time counts as changed if it is longer or shorter by this factor."""
 
 CHANGED_WINDOWS = 2
-"""...in so many windows in a row has changed for good."""
+"""The number of changed windows in a row after which the tuner starts again."""
 
 ROUNDS = 4
 REPEATABLE = 1e-6
-"""Relative spread below which times count as exact: a simulated runtime without jitter."""
+"""The relative spread below which times count as exact: a simulated runtime without jitter."""
 
 CLEAR = 3.0
 NOISE = 0.05
-"""A difference of so many times the spread, and of this part, ends a trial after its first
-round."""
+"""A difference of more than `CLEAR` spreads, and more than `NOISE` of the time, ends a trial after
+its first round."""
 
 WORTH_IT = 0.97
-"""A plan must take less than this part of what it would replace, where times are not exact."""
+"""A new plan must take less than this part of the old plan's time, unless times are exact."""
 
 Mode = Literal["barrier", "whole", "halves"]
-"""Where means are waited for: where backward ends (``barrier``), or in the next forward pass, in
-parts of means (``whole``) or in both halves of them (``halves``)."""
+"""Where averages are waited for.
+
+``barrier``: where backward ends. ``whole``: in the next forward pass, with averages sent in parts.
+``halves``: in the next forward pass, for both halves of each all-reduce.
+"""
 
 HALVES: tuple[Half, ...] = ("all", "scatter", "gather")
 
@@ -204,7 +205,7 @@ class BucketTuner:
             self._all_reduce,
         )
 
-    # ---- the program: each yield is the end of one backward pass ----
+    # ---- the state machine: each yield is the end of one backward pass ----
 
     def _run(self) -> Iterator[bool]:
         changed = self._learn_order()
@@ -227,7 +228,7 @@ class BucketTuner:
             changed = False
 
     def _learn_order(self) -> bool:
-        """Take rank 0's ready order. Return whether anything has changed."""
+        """Use rank 0's ready order. Return whether the plan has changed."""
         self._record(settled=False)
         timer = self.timer
         mine = timer.seen_order()
@@ -248,7 +249,7 @@ class BucketTuner:
         return self._use(self._fixed(buckets, uses))
 
     def _plan(self) -> Generator[bool, None, bool]:
-        """Measure, plan, and try. Return whether anything has changed."""
+        """Measure, plan, and try. Return whether the plan has changed."""
         ready: list[list[float]] = []
         uses: list[list[float]] = []
         steps = 1 if self._repeats else PROFILED_STEPS
@@ -297,7 +298,8 @@ class BucketTuner:
         planned = self._by_search(settled, agreed, cost)
         if planned is None:
             return settled
-        # Updates and waits move from before a forward pass into it: whole periods count.
+        # A message plan moves updates and waits into the forward pass, so whole steps are
+        # compared.
         trial = yield from self._try(
             planned,
             settled,
@@ -319,7 +321,7 @@ class BucketTuner:
         seconds: Callable[[], list[float]],
         otherwise: str,
     ) -> Generator[bool, None, Trial]:
-        """Take steps with each plan in turn."""
+        """Use each plan for some steps in turn, until the trial is decided."""
         trial = Trial(otherwise)
         while not trial.is_over:
             means, spread = [], 0.0
@@ -346,7 +348,7 @@ class BucketTuner:
         return REPEATED_STEPS if self._mode == "barrier" else FORWARD_WAIT_STEPS
 
     def _watch(self) -> Iterator[bool]:
-        """Return when the order of gradients or the time of a step has changed for good."""
+        """Return when the order of gradients or the step time has changed lastingly."""
         timer = self.timer
         usual: float | None = None
         strange = 0
@@ -364,8 +366,8 @@ class BucketTuner:
                 )
                 orders[tuple(timer.seen_order())] += 1
             middle = statistics.median(times) if times else 0.0
-            # A model whose order varies has not changed it for good: most passes must
-            # agree on another one.
+            # In a model whose order always varies, that is no change: most passes must agree on
+            # another order.
             order, count = orders.most_common(1)[0]
             other = count > watch.steps / 2 and list(order) not in ([], timer.order)
             total, disordered, ranks = self._ranks.sums(
@@ -383,12 +385,12 @@ class BucketTuner:
             "again"
         )
 
-    # ---- what ranks agree on ----
+    # ---- agreement between ranks ----
 
     def _agreed_times(
         self, ready: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]
     ) -> AgreedTimes | None:
-        """Medians over steps, then the maximum over ranks: all go at the slowest one's pace."""
+        """Medians over steps, then the maximum over ranks: the slowest rank sets the pace."""
         count = len(self.timer.order)
         mine = [statistics.median(times) for times in zip(*ready, strict=True)]
         if self._mode != "barrier":
@@ -414,7 +416,7 @@ class BucketTuner:
         )
         buckets = [[order[position] for position in bucket] for bucket in buckets]
         if cost is None:
-            return buckets  # from what is equal on all ranks
+            return buckets  # computed from numbers that are equal on all ranks
         bucket_of = [0] * len(order)
         for number, bucket in enumerate(buckets):
             for index in bucket:
@@ -428,7 +430,8 @@ class BucketTuner:
     def _by_search(
         self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
     ) -> BucketPlan | None:
-        """Rank 0's message plan; None where it predicts nothing better than the plan *settled*."""
+        """Rank 0's message plan; None unless its predicted step is shorter than that of the plan
+        *settled*."""
         order, (sizes, kinds) = self.timer.order, self._in_order
         ready, uses, max_in_flight = agreed.ready, agreed.uses, self._max_in_flight
         numbers: list[int] = []
@@ -459,12 +462,12 @@ class BucketTuner:
         return BucketPlan(buckets, plan.messages)
 
     def _fixed(self, buckets: list[list[int]], uses: Sequence[float]) -> BucketPlan:
-        """Each bucket as one message, or in halves; *uses* by index."""
+        """Each bucket as one message, or in halves; *uses* is by index."""
         halves = self._mode == "halves"
         return BucketPlan(buckets, messages_of(buckets, uses, halves=halves).messages)
 
     def _use(self, plan: BucketPlan) -> bool:
-        """Return whether that changes anything."""
+        """Use *plan*. Return whether it differs from the one in use."""
         if plan == self.plan:
             return False
         self.plan = plan
@@ -519,7 +522,7 @@ class Trial:
 
     @property
     def is_over(self) -> bool:
-        """Whether it is decided."""
+        """Whether the trial is decided."""
         return self._verdict is not None
 
     @property
@@ -608,10 +611,10 @@ class RankAgreement:
         self._comm, self._device = comm, device
 
     def from_rank_0(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's *values*, as many as each rank's own.
+        """Return rank 0's *values*; every rank passes equally many.
 
-        This is a sum with zeros and no broadcast: all ranks leave it together, so their places in a
-        broadcast's tree do not skew the next steps.
+        This is a sum with zeros instead of a broadcast. All ranks leave a sum together, while their
+        places in a broadcast's tree would skew the next steps.
         """
         numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
         if self._comm.rank != 0:

@@ -1,18 +1,18 @@
-"""Collective operations between workers, and the algorithms that form an average.
+"""Collective operations between workers, and the all-reduce algorithms behind them.
 
 - `communicator`: the `Comm` that trainings use; start here.
-- `torch_group`: its operations by torch.distributed, where processes are real.
+- `torch_group`: its operations over torch.distributed, in real and emulated jobs.
 - `registry`: `COLLECTIVES`, a row for each algorithm; `make` finds one by name, `attach` uses it for a job's averages.
-- `algorithms`: the collectives of the registry.
-- `schedules`: all-reduce, broadcast and others as data, and schedules made of schedules.
+- `algorithms`: the all-reduce algorithms of the registry.
+- `schedules`: all-reduce, broadcast and others as data, and combinations of schedules.
 - `reduce_scatter`: an all-reduce in two halves.
-- `execute`: performs a schedule on real tensors, for one rank or for all.
-- `pending`: operations under way, and the work that follows them.
-- `autotune`: the cheapest collective for a message.
-- `timing`: a schedule's time on a cluster, alone or beside other traffic.
-- `server_communicator`: averages formed by servers; the `Comm` of workers that meet only there.
-- `process_groups`: process groups beside the job's own, and a store without long waits.
-- `in_network`: sums formed beside a switch.
+- `execute`: performs a schedule on tensors, for one rank or for all ranks at once.
+- `pending`: handles of operations under way, and the work that follows them.
+- `autotune`: chooses the cheapest algorithm for a message size.
+- `timing`: the time of a schedule on a cluster, alone or beside other traffic.
+- `server_communicator`: all-reduces by parameter servers, and the `Comm` of workers without collectives.
+- `process_groups`: extra process groups, and a store that other threads can use while one waits.
+- `in_network`: sums formed by aggregators beside switches.
 
-Importing this package imports no torch: the aggregator's process needs none.
+Importing this package imports no torch, because the aggregator's process needs none.
 """

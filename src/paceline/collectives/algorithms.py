@@ -1,4 +1,4 @@
-"""The collectives of the registry: how the mean of a buffer over all ranks is formed."""
+"""The all-reduce algorithms of the registry, except `auto` and in-network aggregation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Native:
 
 
 class Scheduled:
-    """An all-reduce that performs its schedule between the workers."""
+    """An all-reduce whose schedule the workers perform between themselves."""
 
     needs: ClassVar[Needs] = "nothing"
 
@@ -65,7 +65,7 @@ class Scheduled:
 
 
 class ParameterServer(Scheduled):
-    """Servers that add up a part of the buffer each."""
+    """Parameter servers that each sum one part of the buffer."""
 
     name: ClassVar[str] = "parameter-server"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -80,7 +80,7 @@ class ParameterServer(Scheduled):
     needs: ClassVar[Needs] = "servers"
 
     def schedule(self, size: int, at: Placement) -> Schedule:
-        """As if one server stood beside rank 0."""
+        """The schedule of one server beside rank 0, as an approximation."""
         n = at.size
         return sequential(
             schedules.Star(n, size, gather=True, adds=True), schedules.Star(n, size)
@@ -88,7 +88,7 @@ class ParameterServer(Scheduled):
 
 
 class Ring(Scheduled):
-    """A ring of all ranks."""
+    """A ring all-reduce over all ranks."""
 
     name: ClassVar[str] = "ring"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -104,7 +104,7 @@ class Ring(Scheduled):
 
 
 class Tree(Scheduled):
-    """A binomial tree to rank 0 and back."""
+    """A binomial tree: reduce to rank 0, then broadcast."""
 
     name: ClassVar[str] = "tree"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -136,7 +136,7 @@ class HalvingDoubling(Scheduled):
 
 
 class Hierarchical(Scheduled):
-    """Reduce-scatters in racks, all-reduces across them, and all-gathers in racks."""
+    """A reduce-scatter in each rack, all-reduces across racks, and an all-gather in each rack."""
 
     name: ClassVar[str] = "hierarchical"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(

@@ -1,12 +1,13 @@
-"""Which collective is the cheapest for a message.
+"""Chooses the cheapest all-reduce algorithm for each message size (``collective=auto``).
 
-Where the cluster is known, the candidates' schedules are priced on it: the same on all ranks
-and in all runtimes. Where it is not, they are timed once, when training begins, and all ranks go
-by the slowest one's times. ``native`` is kept unless another one is cheaper by `MARGIN`.
+If the cluster is described, the candidates' schedules are priced on it. The choice is then the same
+on all ranks and in all runtimes. Otherwise the candidates are timed once, when training begins, and
+all ranks use the slowest rank's times. ``native`` stays unless another candidate is cheaper by
+`MARGIN`.
 
-``rina`` is a candidate for what switches form (`suits_switches`), where the cluster is
-known, switches add up, and no rack has more workers than one takes; in real jobs where what does is
-found.
+``rina`` is a candidate for buffers that switches can sum (`suits_switches`). The cluster must be
+described, and a rack with several workers must aggregate. In real jobs the addresses of all
+aggregators must be known, too.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ CANDIDATES: Mapping[str, AllReduceAlgorithm] = {
 }
 
 MARGIN = 0.05
-"""What a schedule must save, of native's time, to be taken: the backend moves the same bytes
-with less of the processor."""
+"""The part of native's time that another algorithm must save to be chosen. The backend's own
+algorithm moves the same bytes with less processor time."""
 
 MEASURED = (1024, 16 * 1024, 256 * 1024, 4 * 1024 * 1024)
 """Bytes at which candidates are timed."""
 REPEATS = 3
 MOST_SECONDS = 1.0
-"""About as long as measuring may take: no larger size is begun that would take longer."""
+"""A limit for the time of measuring: a size that would probably take longer is not measured."""
 
 SHOWN = tuple(1024 * 4**i for i in range(9))
 
 
 class Auto:
-    """The row that is the cheapest for a message of this size."""
+    """Uses the cheapest algorithm for the size of each message."""
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -99,11 +100,11 @@ class Auto:
         self._adds_up = False
 
     def schedule(self, size: int, at: Placement) -> Schedule:
-        """Of *size* bytes."""
+        """The chosen algorithm's schedule for *size* bytes."""
         return self.row(self.choice(size, at)).schedule(size, at)
 
     def row(self, name: str) -> AllReduceAlgorithm:
-        """The candidate of that name."""
+        """The candidate with this name."""
         return self._rina if name == Rina.name else CANDIDATES[name]
 
     def all_reduce(
@@ -111,15 +112,19 @@ class Auto:
     ) -> Pending:
         own = cast("Communicator", comm)
         name = Native.name
-        if not (buffer.is_cuda and own.follows_streams):  # NCCL chooses by itself
+        # NCCL chooses an algorithm by itself.
+        if not (buffer.is_cuda and own.follows_streams):
             at_switches = suits_switches(real(buffer).dtype, operation)
             size = wire_bytes(buffer)
             name = self.choice(size, comm.placement, at_switches=at_switches)
         return self.row(name).all_reduce(comm, buffer, operation)
 
     def choice(self, size: int, at: Placement, *, at_switches: bool = True) -> str:
-        """The row for a message of *size* bytes. *at_switches*: whether switches could form it.
-        Sizes up to the next power of two are one."""
+        """The name of the algorithm for a message of *size* bytes.
+
+        *at_switches*: whether switches can sum this buffer. Sizes are rounded up to a power of two,
+        so that few choices are worked out.
+        """
         size = 1 << max(0, size - 1).bit_length()
         switches = self._adds_up and at_switches
         key = at.workers, size, switches
@@ -133,7 +138,8 @@ class Auto:
         return self._known[key]
 
     def setup(self, comm: Communicator, runtime: Runtime, device: torch.device) -> str:
-        """Measure, where nothing is known. Return a message for people. Collective."""
+        """Measure the candidates if the cluster is unknown. Return a message for the user.
+        Collective."""
         if comm.size == 1 or (device.type == "cuda" and comm.follows_streams):
             return ""
         at, how = comm.placement, "as priced on the cluster"
@@ -155,7 +161,7 @@ class Auto:
         return f"collective=auto: {', '.join(spans)}, {how}"
 
     def _found(self, comm: Communicator, runtime: Runtime) -> bool:
-        """Whether the switches that add up on this cluster can be used."""
+        """Whether all aggregators of this cluster's racks have a known address."""
         at, addresses = comm.placement, aggregators_of(runtime)
         if at.cluster is None or self._rina.uses_ring_only(at):
             return False
@@ -166,8 +172,10 @@ class Auto:
 def cheapest(
     cluster: Cluster, workers: tuple[int, ...], size: int, switches: bool = False
 ) -> str:
-    """The cheapest row for *size* bytes among *workers* of *cluster*, on idle links; of
-    those that need *switches* to add up, too."""
+    """The cheapest algorithm for *size* bytes among *workers* of *cluster*, on idle links.
+
+    *switches*: whether aggregating switches may be used.
+    """
     if len(workers) == 1:
         return Native.name
     at = Placement.on(cluster, workers)
@@ -187,7 +195,7 @@ def cheapest(
 
 
 def _least(times: Mapping[str, float]) -> str:
-    """The cheapest, or native where it saves too little; native where nothing is known."""
+    """The cheapest algorithm; native if the saving is below `MARGIN`, or if no times are known."""
     if not times:
         return Native.name
     best = min(times, key=lambda name: times[name])
@@ -198,8 +206,11 @@ def _least(times: Mapping[str, float]) -> str:
 def measure(
     comm: Communicator, runtime: Runtime, device: torch.device
 ) -> dict[str, MeasuredCost]:
-    """Each candidate's seconds by its bytes, as the slowest rank found them: the same on
-    all. A ring is what native is, and is not tried. Collective."""
+    """Time each candidate at several sizes. Collective.
+
+    Returns seconds by bytes for each candidate, as the slowest rank measured them, so that all
+    ranks get the same curves. The ring is not timed, because native is a ring.
+    """
     stopwatch = runtime.clock.stopwatch(device)
     rows = {name: row for name, row in CANDIDATES.items() if name != Ring.name}
 
@@ -210,12 +221,13 @@ def measure(
         return stopwatch.seconds(start, [stopwatch.mark()])[0]
 
     for row in rows.values():
-        timed(row, MEASURED[0])  # connections and threads are made here
+        # The first use makes connections and threads; it is not timed.
+        timed(row, MEASURED[0])
     curves: list[list[float]] = []
     spent = 0.0
     for before, size in zip((0, *MEASURED), MEASURED, strict=False):
         if before and spent * size / before > MOST_SECONDS:
-            break  # all ranks have spent the same
+            break  # all ranks break here together, since times are agreed
         middle = [
             statistics.median(timed(row, size) for _ in range(REPEATS))
             for row in rows.values()

@@ -1,5 +1,7 @@
-"""`Communicator`, the `Comm` that trainings use: counts, continuations, channels and groups over a
-`WorkerGroup`, which a runtime brings."""
+"""`Communicator`, the `Comm` that trainings use.
+
+It adds byte counts, continuations, channels and groups to the `WorkerGroup` of a runtime.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,22 @@ from paceline.interfaces.schedules import aggregating_racks
 
 
 class Communicator:
-    """A `Comm` over *workers*, which it closes in the end; None: all workers of the job.
+    """A `Comm` over *workers*, which `close` closes, too.
 
-    Counts bytes and waits in *runtime*'s recorder. A group of one moves nothing.
+    It counts bytes and waiting times in *runtime*'s recorder. A group of one worker moves nothing.
 
     Args:
         runtime: Its recorder counts.
         name: Unique in the job, and the same on all ranks.
         workers: The group that communicates (None: all workers of the job).
-        chain: Runs what follows results. Groups share it with the communicator that they are of.
-        issuer: The chain whose works issue everything here (None: the training itself).
-        collective: How averages are formed (None: as torch.distributed does it).
+        chain: Runs continuations. A group shares its parent communicator's chain.
+        issuer: The chain whose works issue all operations here (None: the training itself).
+        collective: The all-reduce algorithm (None: torch.distributed's own).
         placement: Where its ranks are (None: where all of the runtime's workers are).
     """
 
     threads: ClassVar[bool] = True
-    """Whether another thread than the issuing one may wait for results."""
+    """Whether a thread other than the issuing one may wait for results."""
 
     def __init__(
         self,
@@ -66,7 +68,7 @@ class Communicator:
         self.name = name
         self.workers: WorkerGroup = workers or runtime.workers(name)
         self.is_open = True
-        """Whether `close` was not called."""
+        """False after `close`."""
         self.chain = chain or ContinuationChain(runtime, name, thread=self.threads)
         self._owns_chain = chain is None
         self.issuer = issuer
@@ -82,7 +84,7 @@ class Communicator:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other worker in the whole job."""
+        """Whether this is the only worker of the whole job."""
         return self._runtime.size == 1
 
     @property
@@ -92,41 +94,41 @@ class Communicator:
 
     @property
     def moves_host_tensors(self) -> bool:
-        """Whether it moves tensors that are in the hosts' memory."""
+        """Whether it can send tensors in host memory."""
         return self.workers.moves_host_tensors
 
     @property
     def is_virtual(self) -> bool:
-        """Whether its operations pass in virtual time."""
+        """Whether its operations take virtual time."""
         return self._runtime.clock.is_virtual
 
     def chain_of(self, issuer: ContinuationChain | None) -> ContinuationChain:
-        """What follows the operations that *issuer* issues here."""
+        """The chain that runs continuations of operations that *issuer* issues here."""
         if issuer is self.issuer or issuer is None:
             return self.chain
         return issuer.nested
 
     def wait_for(self, work: Any, name: str) -> None:
-        """Wait, and count it."""
+        """Wait for *work*, and record the waiting time."""
         start = self._runtime.clock.now()
         self._runtime.recorder.block(name, work.wait)
         self._runtime.recorder.waited(name, start, self._runtime.clock.now())
 
     def leave(self) -> None:
-        """This worker's last all-reduce is over."""
+        """Called after this worker's last all-reduce."""
 
     def at_close(self, action: Callable[[], None]) -> None:
-        """Call *action* when this is closed, before anything else ends."""
+        """Call *action* first when this communicator is closed."""
         self._at_close.append(action)
 
     def log(self, message: str) -> None:
-        """Print a message on rank 0, and keep it beside the run's figures."""
+        """Print a message on rank 0, and add it to the run's records."""
         self._runtime.recorder.add_note(message)
         if self.rank == 0:
             print(f"paceline: {message}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Let go of threads and connections, and of works that were not run (`Pending.then`)."""
+        """Release threads and connections, and drop continuations that have not run."""
         while self._at_close:
             self._at_close.pop()()
         if self._owns_chain:
@@ -157,7 +159,7 @@ class Communicator:
     def all_reduce_natively(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
     ) -> Pending:
-        """`all_reduce` as the runtime does it, torch.distributed where processes are real."""
+        """`all_reduce` by the runtime: torch.distributed's own in real and emulated jobs."""
         if current() is not self.issuer:
             return self._round().all_reduce_natively(buffer, operation)
         if self.size == 1:
@@ -216,8 +218,9 @@ class Communicator:
 
     # ---- messages and schedules ----
     #
-    # What works issue (`Pending.then`) needs no queue of its own here: streams tell it from what the
-    # training issues, so a work may send to one neighbour while others issue nothing.
+    # Continuations (`Pending.then`) may send here without a process group of their own. Stream
+    # names keep their messages apart from the training's, so a work may send to one neighbour
+    # while other ranks send nothing.
 
     def send(self, buffer: torch.Tensor, to: int) -> Pending:
         self._check_peer(to, "send(buffer, to)")
@@ -267,16 +270,16 @@ class Communicator:
         what: str,
         operation: ReduceOperation = "sum",
     ) -> None:
-        """See `TorchGroup.perform_here`, where processes are real. It is not counted."""
+        """See `TorchGroup.perform_here`; only in real and emulated jobs. Its bytes are not counted."""
         assert isinstance(self.workers, TorchGroup), "virtual time has no threads"
         self.workers.perform_here(schedule, flat, what, operation)
 
     def count_sent(self, size: int) -> None:
-        """So many bytes leave this rank otherwise than by this object's methods."""
+        """Count *size* bytes that this rank sends without this object's methods."""
         self._runtime.recorder.count_bytes(size)
 
     def _stream(self, issuer: ContinuationChain | None) -> str:
-        """Tells what *issuer* issues here from what others do."""
+        """The name that keeps messages of *issuer* apart from other messages."""
         return "" if issuer is None or issuer is self.issuer else issuer.path
 
     def _check_peer(self, rank: int, call: str) -> None:
@@ -340,11 +343,11 @@ class Communicator:
 
     @property
     def has_own_group(self) -> bool:
-        """Whether it holds threads and connections."""
+        """Whether it holds threads and connections of its own."""
         return self.is_open and self.size > 1
 
     def _round(self) -> Communicator:
-        """Where the work that runs on this thread issues what it issues here."""
+        """The communicator for operations that the current continuation issues here."""
         issuer = current()
         check_issued_here(issuer or self.issuer)
         assert issuer is not None
@@ -374,13 +377,13 @@ class Communicator:
 
 
 class _ClosedGroup:
-    """In place of the workers of a communicator that was closed, in each runtime."""
+    """Replaces the workers of a closed communicator; every call raises `UsageError`."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def close(self) -> None:
-        """It is."""
+        """Do nothing: it is closed already."""
 
     def __getattr__(self, call: str) -> NoReturn:
         raise UsageError(
@@ -395,7 +398,7 @@ def real(buffer: torch.Tensor) -> torch.Tensor:
 
 
 def flat_of(buffer: torch.Tensor) -> torch.Tensor:
-    """The same memory, as real numbers in a row."""
+    """The same memory as a one-dimensional real tensor."""
     flat = real(buffer)
     return flat if flat.dim() == 1 else flat.view(-1)
 
@@ -403,7 +406,7 @@ def flat_of(buffer: torch.Tensor) -> torch.Tensor:
 def placement_of(runtime: Runtime) -> Placement:
     """Return where all workers of a job are, as far as *runtime* knows.
 
-    Raises `UsageError` where the cluster or the racks that were described are another job's.
+    Raises `UsageError` if the described cluster has another number of workers than this job.
     """
     cluster = runtime.cluster
     if cluster is not None and cluster.workers != runtime.size:
@@ -416,13 +419,13 @@ def placement_of(runtime: Runtime) -> Placement:
     aggregating, found = aggregating_racks(cluster), aggregators_of(runtime)
     if found is not None:
         aggregating = frozenset(found)
-        if known is None and len(found) == 1:  # then it is everybody's
+        if known is None and len(found) == 1:  # one aggregator serves all workers
             known = (*found,) * runtime.size
     return Placement(range(runtime.size), known, cluster, aggregating)
 
 
 def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Raise `UsageError` unless both can be cut into *size* equal parts."""
+    """Raise `UsageError` unless both tensors can be cut into *size* equal parts."""
     if output.numel() != buffer.numel() or buffer.numel() % size:
         raise UsageError(
             f"all_to_all among {size}: expected two tensors of one size, a multiple of "
@@ -431,10 +434,11 @@ def check_parts(size: int, output: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 class ConnectionlessGroup(Communicator):
-    """A group without connections of its own: the *ranks* of *parent*, on those that they have.
+    """A group that sends over its *parent*'s connections, for groups beyond `MOST_GROUPS`.
 
-    Nothing is made, so nothing is kept: for groups beyond `MOST_GROUPS`. Collectives are schedules; sums are added as a ring adds them,
-    or as the communicator's collective does. *name* is unique, and the same for all.
+    It makes no threads or connections, so it costs nothing to keep. All collectives are schedules
+    over sends and receives; sums use a ring or the communicator's collective. *ranks* are ranks of
+    *parent*. *name* is unique, and the same on all members.
     """
 
     def __init__(self, parent: Communicator, ranks: Sequence[int], name: str) -> None:

@@ -1,8 +1,9 @@
-"""Performs schedules on real tensors, over sends and receives or for all ranks at one place.
+"""Performs schedules on tensors: one rank's part over sends and receives, or all ranks in one
+process.
 
-`perform` is one rank's part: it blocks, and is called in a thread of its own. `simulate_values`
-gives all ranks' results, to the same bits: what a rank receives in one step is added in the
-schedule's order. `ring_sum` gives those of gloo's own all-reduce.
+`perform` is one rank's part. It blocks, so callers run it in a thread of its own. `simulate_values`
+computes all ranks' results with the same bits, since additions follow the schedule's order.
+`ring_sum` computes the bits of gloo's own all-reduce.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class Send(NamedTuple):
-    """A part that leaves in a step."""
+    """A part of the buffer that a rank sends in a step."""
 
     to: int
     start: int
@@ -30,7 +31,7 @@ class Send(NamedTuple):
 
 
 class Receipt(NamedTuple):
-    """A part that comes in a step, and whether it is added."""
+    """A part that a rank receives in a step; *adds*: it is added to the buffer."""
 
     source: int
     start: int
@@ -39,13 +40,13 @@ class Receipt(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one rank does in a step."""
+    """The sends and receives of one rank in one step."""
 
     sends: tuple[Send, ...]
     receipts: tuple[Receipt, ...]
 
     def touches_what_leaves(self, receipt: Receipt) -> bool:
-        """Whether a part that comes lies where one leaves from."""
+        """Whether a received part overlaps a part that is sent in the same step."""
         return any(
             send.start < receipt.stop and receipt.start < send.stop
             for send in self.sends
@@ -54,7 +55,7 @@ class Step(NamedTuple):
 
 @lru_cache(maxsize=256)
 def steps_of(schedule: Schedule, rank: int) -> tuple[Step, ...]:
-    """The steps in which *rank* has something to do."""
+    """The steps of *schedule* in which *rank* sends or receives."""
     found = []
     for transfers in schedule.own_steps(rank):
         sends, receipts = [], []
@@ -78,8 +79,10 @@ def perform(
     send: Callable[[torch.Tensor, int], Any],
     receive: Callable[[torch.Tensor, int], Any],
 ) -> None:
-    """One rank's part, on its *flat* buffer, to the end. *send* and *receive* begin to move
-    a tensor to or from a rank, and give something with a ``wait()``."""
+    """Perform one rank's part on its *flat* buffer; returns when it is complete.
+
+    *send* and *receive* start a transfer to or from a rank, and return a handle with ``wait()``.
+    """
     for step in steps:
         coming = []
         for receipt in step.receipts:
@@ -102,7 +105,7 @@ def perform(
 def simulate_values(
     schedule: Schedule, held: Sequence[torch.Tensor], combine: Combine
 ) -> None:
-    """Put what all ranks end with into their flat buffers *held*."""
+    """Replace the ranks' flat buffers *held* by the results of *schedule*."""
     if not schedule.performable:
         total = held[0].clone()
         for other in held[1:]:
@@ -125,7 +128,8 @@ def simulate_values(
 
 
 def reduce_function(operation: ReduceOperation) -> Combine:
-    """Return what adds a part that comes, in place. A mean is a sum, divided at the end."""
+    """Return the in-place function that combines a received part. A mean is summed, and divided at
+    the end."""
     if operation == "max":
         return lambda part, values: torch.maximum(part, values, out=part)
     return torch.Tensor.add_
@@ -143,8 +147,8 @@ def ring_sum(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
     if n <= 2:
         return first + contributions[1] if n == 2 else first.clone()
     size, width = first.numel(), first.element_size()
-    # The number of segments is a multiple of n, and at least 2n: gloo receives one while
-    # it adds another.
+    # The number of segments is a multiple of n, and at least 2n: gloo receives one segment
+    # while it adds another.
     largest = max(1, _SEGMENT_BYTES // width)
     segments = _round_up(max(-(-size // largest), 2 * n), n)
     chunk = segments // n * -(-size // segments)

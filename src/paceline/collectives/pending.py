@@ -1,28 +1,27 @@
-"""Handles of operations under way, and continuations: work that follows a result.
+"""Handles of operations under way, and continuations: work that runs after a result has arrived.
 
-`WorkPending` is the handle of one operation, `AllOf` of several. `ContinuationChain` runs what
-follows them, in the order of issue.
+`WorkPending` is the handle of one operation, `AllOf` of several. A `ContinuationChain` runs
+continuations in the order of issue.
 
-Theory of operation
--------------------
-`Pending.then` hands a work to a `ContinuationChain`. All operations of a training that are issued on
-one channel by the training itself share the first chain, whatever group they are of.
-A chain runs its works one after the other, first in, first out: each when the result that
-it follows is in. So ranks whose results come in different orders run equal works in the
-same order.
+Theory of operation ------------------- `Pending.then` appends a continuation (a *work*) to a
+`ContinuationChain`. The training issues operations on a channel; all of them share the channel's
+first chain, whichever group they belong to. A chain runs its works first in, first out, each after
+the result that it follows has arrived. So ranks whose results arrive in different orders still run
+the same works in the same order.
 
-What a work issues must not queue among what the training issues meanwhile: their order
-would differ between ranks, and collectives are matched by order. So a `Comm` asks `current`
-who issues, and keeps a queue (a process group) of its own for each chain. What follows
-*those* operations is a chain of its own again, the ``nested`` one; what follows the Pending
-that ``then`` gave back is the ``next`` one. Paths name them: equal on all ranks.
+Operations that a work issues must not share a queue with operations that the training issues
+meanwhile. Their order would differ between ranks, and collectives are matched by order. So a `Comm`
+asks `current` for the issuing chain, and keeps a queue (a process group) for each chain.
+Continuations of *those* operations run on a chain of their own, the ``nested`` one. Continuations
+of the Pending that ``then`` returned run on the ``next`` one. Paths name chains, and are equal on
+all ranks.
 
-Who runs the works is the runtime's to say, in a `Runner`: a thread per chain (`ThreadRunner`),
-an event at a virtual instant, or, where results can be taken only by the thread that asked
-for them, whoever waits (`WaitingRunner`).
+The runtime decides where works run, with a `Runner`. It is a thread per chain (`ThreadRunner`), or
+an event at a virtual instant. Where only the requesting thread can take results, works run in the
+thread that waits (`WaitingRunner`).
 
-After an error nothing more of a chain is run: this rank has left out operations which the
-others have issued, and later ones would be taken for those.
+After an error a chain runs nothing more. This rank has skipped operations that other ranks have
+issued, and its later operations would be matched with those.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ _here = threading.local()
 
 
 def current() -> ContinuationChain | None:
-    """The chain whose work runs on this thread, if one does."""
+    """The chain whose work runs on this thread; None outside of works."""
     chain: ContinuationChain | None = getattr(_here, "chain", None)
     return chain
 
 
 def check_may_wait() -> None:
-    """Raise `UsageError` within a work."""
+    """Raise `UsageError` if a continuation runs on this thread: it may not wait."""
     if getattr(_here, "working", False):
         raise UsageError(
             "wait() in a work that follows a result (Pending.then): it would hold up all "
@@ -63,7 +62,7 @@ def check_may_wait() -> None:
 
 
 def check_may_make(what: str) -> None:
-    """Raise `UsageError` within a work."""
+    """Raise `UsageError` if a continuation runs on this thread: it may not make groups or channels."""
     if getattr(_here, "working", False):
         raise UsageError(
             f"{what} in a work that follows a result (Pending.then): groups and channels "
@@ -84,9 +83,11 @@ def _working(chain: ContinuationChain | None) -> Iterator[None]:
 
 
 class ContinuationChain:
-    """Works in the order of issue. *name* is that of the communicator whose operations they
-    follow, *steps* how it comes from there: together the same on all ranks. *thread*: see
-    `Runtime.runner`."""
+    """Runs continuations in the order of issue.
+
+    *name* is the communicator whose operations they follow, *steps* the path from there to this
+    chain. Together they are the same on all ranks. *thread*: see `Runtime.runner`.
+    """
 
     def __init__(
         self, runtime: Runtime, name: str, steps: str = "", *, thread: bool = True
@@ -101,17 +102,17 @@ class ContinuationChain:
 
     @property
     def path(self) -> str:
-        """Names it: the same on all ranks."""
+        """The chain's name: the same on all ranks."""
         return self._name + self.steps
 
     @property
     def nested(self) -> ContinuationChain:
-        """The chain of what follows operations that works of this one issue."""
+        """The chain for continuations of operations that this chain's works issue."""
         return self._other(">")
 
     @property
     def next(self) -> ContinuationChain:
-        """The chain of what follows the Pendings that this one gives."""
+        """The chain for continuations of the Pendings that this chain's `append` returns."""
         return self._other("+")
 
     def _other(self, step: str) -> ContinuationChain:
@@ -122,7 +123,7 @@ class ContinuationChain:
         return self._others[step]
 
     def append(self, awaited: Awaited | None, work: Callback) -> Continuation:
-        """Run *work* when *awaited* is in, after the works that came before."""
+        """Run *work* when *awaited* has arrived, after all works appended before."""
         if self._runner is None:
             self._runner = self.runtime.runner(self.path, thread=self._thread)
         chained = Continuation(
@@ -132,7 +133,7 @@ class ContinuationChain:
         return chained
 
     def perform(self, work: Callback, error: BaseException | None) -> Awaited | None:
-        """Run *work* unless there was an error, here or before."""
+        """Run *work*, unless this result or an earlier one of the chain failed."""
         if self._broken is None:
             self._broken = error
         if self._broken is not None:
@@ -146,7 +147,7 @@ class ContinuationChain:
             raise
 
     def close(self) -> None:
-        """Drop the works that were not run: who waits for them gets a `UsageError`."""
+        """Drop works that have not run; waiting for one of them raises `UsageError`."""
         if self._broken is None:
             self._broken = UsageError(
                 "the communicator was closed before this result was in: wait for it first"
@@ -158,7 +159,8 @@ class ContinuationChain:
 
 
 class Continuation:
-    """The `Pending` of a work: done when the work has run and what it issued is in."""
+    """The `Pending` of a work: done when the work has run and the operation that it returned is
+    complete."""
 
     def __init__(self, chain: ContinuationChain, work: Callback, ran: Signal) -> None:
         self._chain = chain
@@ -170,7 +172,7 @@ class Continuation:
         self._known_in = False
 
     def run(self, error: BaseException | None) -> None:
-        """Called by the chain's runner, once."""
+        """Run the work; the chain's runner calls this once."""
         work, self._work = self._work, None
         assert work is not None
         try:
@@ -211,7 +213,7 @@ class Continuation:
 
 
 def check_issued_here(issued_in: ContinuationChain | None) -> None:
-    """Raise `UsageError` where another chain has issued the operation that is followed."""
+    """Raise `UsageError` if another chain has issued the operation."""
     if current() is not issued_in:
         raise UsageError(
             "Pending.then: this operation was issued elsewhere (by another work, or outside "
@@ -221,7 +223,7 @@ def check_issued_here(issued_in: ContinuationChain | None) -> None:
 
 
 class ImmediateContinuation:
-    """The `Pending` of a work that has run: of a worker alone, or on a CUDA stream."""
+    """The `Pending` of a work that runs at once: in a job of one worker, or on a CUDA stream."""
 
     def __init__(self, awaited: Awaited | None, work: Callback) -> None:
         self._next: Pending | None = None
@@ -257,7 +259,8 @@ class ImmediateContinuation:
 
 
 def awaited(pending: Pending) -> Awaited:
-    """What a runner needs of one of paceline's own Pendings; refuses others."""
+    """Return *pending* as a runner needs it. Raises `UsageError` unless it is one of paceline's
+    own."""
     if not isinstance(pending, Awaited):
         raise UsageError(
             "what follows a result (Pending.then) returned a "
@@ -288,8 +291,8 @@ _Item = tuple[Awaited | None, Callable[[BaseException | None], None]]
 class ThreadRunner:
     """A `Runner` in a thread of its own, which starts with the first work.
 
-    The thread waits for results one after the other. It ends by `close`; one that is
-    caught in an operation which nobody else comes to does not keep the process.
+    The thread waits for results one after the other, until `close`. It is a daemon: a thread that
+    waits for an operation without partners does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -312,12 +315,13 @@ class ThreadRunner:
         return _Flag()
 
     def close(self) -> None:
-        # The thread may take what is left meanwhile: neither may wait for the other's.
+        # The thread may take the remaining items at the same time; neither side may wait for an
+        # item that the other took.
         with suppress(Empty):
             while True:
                 item = self._queue.get_nowait()
                 if item is not None:
-                    item[1](None)  # its chain is closed: it is told so
+                    item[1](None)  # the chain is closed: the work ends with an error
         self._queue.put(None)
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -325,7 +329,8 @@ class ThreadRunner:
 
 
 def _serve(queue: SimpleQueue[_Item | None]) -> None:
-    # A function that knows the queue only: a communicator that nobody closes can go.
+    # This is a function of the queue alone, so that a communicator can be collected without
+    # `close`.
     while (item := queue.get()) is not None:
         error: BaseException | None = None
         try:
@@ -334,12 +339,14 @@ def _serve(queue: SimpleQueue[_Item | None]) -> None:
         except BaseException as fault:
             error = fault
         item[1](error)
-        del item, error  # buffers are let go of before the next one comes
+        del item, error  # release buffers before waiting for the next item
 
 
 class WaitingRunner:
-    """A `Runner` for results that only the thread which asked for them can take: works run
-    when that thread waits for one of them, those before it first."""
+    """A `Runner` for results that only the requesting thread can take.
+
+    A work runs when that thread waits for it; works before it run first.
+    """
 
     def __init__(self) -> None:
         self._items: deque[_Item] = deque()
@@ -353,7 +360,7 @@ class WaitingRunner:
         return _Turn(self)
 
     def run_next(self) -> None:
-        """Run the first work."""
+        """Run the first work of the queue."""
         awaited, run = self._items.popleft()
         error: BaseException | None = None
         try:
@@ -394,7 +401,7 @@ class Issuing(Protocol):
 
     @property
     def is_alone(self) -> bool:
-        """Whether there is no other worker in the whole job."""
+        """Whether this is the only worker of the whole job."""
         ...
 
     @property
@@ -403,16 +410,16 @@ class Issuing(Protocol):
         ...
 
     def chain_of(self, issuer: ContinuationChain | None) -> ContinuationChain:
-        """What follows the operations that *issuer* issues here."""
+        """The chain for continuations of operations that *issuer* issues here."""
         ...
 
     def wait_for(self, work: Any, name: str) -> None:
-        """Wait, and count it."""
+        """Wait for *work*, and record the waiting time."""
         ...
 
 
 class WorkPending:
-    """A `Pending` over a handle as torch.distributed gives it; None: the result is in."""
+    """A `Pending` over a handle of torch.distributed; None: the result has arrived."""
 
     __slots__ = ("_comm", "_issuer", "_name", "_on_cuda", "_work")
 
@@ -457,12 +464,12 @@ class WorkPending:
             self._work.when_in(action)
 
     def is_in(self) -> None:
-        """Whoever waits from now on need not."""
+        """Note that the result has arrived: later waits return at once."""
         self._work = None
 
 
 class _Issued:
-    """What a chain waits for: also when the training waits for it, too, in another
+    """The handle that a chain waits for, while the training may wait for the same result in another
     thread."""
 
     __slots__ = ("_pending", "_work")
@@ -479,7 +486,7 @@ class _Issued:
 
 
 class AllOf:
-    """A `Pending` over several, all issued at one place."""
+    """A `Pending` over several operations, all issued by the same chain."""
 
     def __init__(self, comm: Issuing, pendings: Sequence[Pending]) -> None:
         self._comm = comm
@@ -507,13 +514,13 @@ class AllOf:
 
 
 class CallsBack(Protocol):
-    """What tells when it is in."""
+    """An operation that calls back when it is complete."""
 
     def when_in(self, action: Callable[[], None]) -> None: ...
 
 
 def call_when_all_in(several: Sequence[CallsBack], action: Callable[[], None]) -> None:
-    """Simulated runtimes: call *action* at the instant at which the last of them is in."""
+    """In simulated runtimes: call *action* at the instant when the last operation completes."""
     missing = len(several)
 
     def one_is_in() -> None:
@@ -529,7 +536,7 @@ def call_when_all_in(several: Sequence[CallsBack], action: Callable[[], None]) -
 
 
 class Job:
-    """Something that a lane does; what waits for it is told how it went."""
+    """A task for a runner's thread, with a `wait` that raises the task's error."""
 
     def __init__(self, do: Callable[[], None]) -> None:
         self._do: Callable[[], None] | None = do
@@ -537,7 +544,7 @@ class Job:
         self._error: BaseException | None = None
 
     def run(self, error: BaseException | None) -> None:
-        """Called by the lane's runner, once."""
+        """Run the task; the runner calls this once."""
         do, self._do = self._do, None
         assert do is not None
         try:
@@ -554,7 +561,7 @@ class Job:
 
 
 class PutBack:
-    """The `Pending` of what arrives in *row*, which then goes *into* where it belongs."""
+    """The `Pending` of data that arrives in *row*, and is then copied *into* its place."""
 
     __slots__ = ("_into", "_pending", "_row")
 

@@ -1,10 +1,10 @@
-"""Process groups beside the job's own, and a store in which no thread holds up others by waiting.
+"""Extra process groups, and a store that other threads can use while one thread waits.
 
-torch's store has one connection per process, and a thread that waits there for a key holds it:
-all threads of the process that want to set or read a key wait, too. What they would set may
-be what another process waits for, in the same way: then neither goes on. gloo itself waits in
-the store, for the addresses of a new group's members. Two threads that each made a group were
-enough (`collectives.pending`: works that issue something for the first time).
+torch's store has one connection per process. A thread that waits for a key holds that connection,
+so all other threads of the process wait, too. Another process may wait in the same way for a key
+that one of them would set: a deadlock. gloo itself waits in the store for the addresses of a new
+group's members. Two threads that each made a group were enough for a deadlock
+(`collectives.pending`: continuations that issue an operation for the first time).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.01  # seconds
 
 
 _times_made: dict[tuple[str, tuple[int, ...]], int] = {}
-"""How often this process has made a group: its members have done so equally often. What lies
-in the store for one is not for the next."""
+"""How often this process has made each group. All members count alike, so the number keeps the
+store's keys of an earlier group apart from those of the next one."""
 
 
 def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group *name* of the members *ranks* of *parent*, with queues and
-    connections of its own. Only its members call this, in any thread.
+    """Make a process group *name* of the members *ranks* of *parent*, with its own queues and
+    connections.
 
-    Under gloo torch's registry does not know it: its threads and connections go with its
-    last reference.
+    All its members, and only they, call this, in any thread. Under gloo the group is not in torch's
+    registry, so its threads and connections end with its last reference.
     """
     if backend_names(parent) != {"gloo"}:
         return _registered_group(parent, name, ranks)
@@ -53,7 +53,7 @@ def group_beside(parent: Any, name: str, ranks: Sequence[int]) -> dist.ProcessGr
     what = f"process group {name!r}"
     meet(patient, rank, ranks, what, timeout, "before")
     group = unregistered_gloo_group(parent, name, store, patient, rank, len(ranks))
-    # Whoever lets go of it from now on breaks no connection that is being made.
+    # From now on, no connection is being made: a member that drops the group breaks nothing.
     meet(patient, rank, ranks, what, timeout, "after")
     return group
 
@@ -72,8 +72,10 @@ def _registered_group(
 
 
 class PollingStore(dist.Store):  # type: ignore[name-defined] # C++ has it
-    """*store*, asked again and again where one would wait in it. gloo takes it for one of
-    torch's own while a group is made; later it needs none."""
+    """A store that polls *store* instead of waiting in it.
+
+    gloo uses it like torch's own stores while a group is made, and does not need it later.
+    """
 
     def __init__(self, store: Any) -> None:
         super().__init__()
@@ -90,8 +92,10 @@ class PollingStore(dist.Store):  # type: ignore[name-defined] # C++ has it
         return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when all *keys* are there; raises torch's `DistStoreError` after
-        *timeout* (None: the store's own)."""
+        """Return when all *keys* are set.
+
+        Raises torch's `DistStoreError` after *timeout* (None: the store's own timeout).
+        """
         limit = self._store.timeout if timeout is None else timeout
         deadline, pause = time.monotonic() + limit.total_seconds(), _FIRST_PAUSE
         while not self.check(keys):
@@ -106,18 +110,19 @@ class PollingStore(dist.Store):  # type: ignore[name-defined] # C++ has it
 
 
 def default_store() -> PollingStore:
-    """The store by which the default process group was set up."""
+    """The store that set up the default process group."""
     return PollingStore(default_group_store())
 
 
 FIRST_TAG = 1 << 30
-"""Tags from here on are paceline's; smaller ones are left to ``dist.send`` and ``dist.recv``."""
+"""Tags from here on are paceline's; smaller ones remain free for ``dist.send`` and ``dist.recv``."""
 
 
 def agreed_tag(stream: str) -> int:
-    """The tag of a stream of messages: the same on all ranks, and no other stream's.
+    """The unique tag of a stream of messages, the same on all ranks.
 
-    The first rank that asks puts a number for *stream* into the job's store; gloo takes 31 bits.
+    The first rank that asks puts a number for *stream* into the job's store. gloo's tags have 31
+    bits.
     """
     store: Any = dist.PrefixStore("tags", default_group_store())  # type: ignore[attr-defined]
     number = store.add("streams", 1)
@@ -132,7 +137,8 @@ def meet(
     timeout: timedelta,
     when: str,
 ) -> None:
-    """Return when all *members* of *what* are here; *rank* is the caller's place among them."""
+    """Return when all *members* of *what* have called this; *rank* is the caller's index among
+    them."""
     keys = [f"{when} {place}" for place in range(len(members))]
     store.set(keys[rank], "here")
     try:

@@ -1,17 +1,16 @@
-"""All-reduces in two halves: a reduce-scatter now, and its all-gather when it is wanted.
+"""All-reduces in two halves: a reduce-scatter now, and its all-gather when the result is needed.
 
-A collective's schedule is cut where it stops to add. So both halves together move the same
-parts to the same ranks, and give the same bits, as the whole: Zhang et al., "DeAR"
-(ICDCS 2023), do so with a ring. Between them each part of the sum is whole at one rank, in
-its place in the buffer; what the rest of the buffer holds is nobody's business.
+A collective's schedule is cut at its last addition. Both halves together move the same parts to the
+same ranks, and give the same bits, as the whole. Zhang et al., "DeAR" (ICDCS 2023), do this with a
+ring. Between the halves each part of the sum is complete at one rank, in its place in the buffer.
+The contents of the rest of the buffer are undefined.
 
-gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, so there halves
-are schedules. Under NCCL, which performs none, they are its own two collectives.
+gloo's own reduce-scatter is an all-reduce of which each rank keeps a part, so halves over gloo are
+schedules. Under NCCL, which performs no schedules, they are NCCL's own two collectives.
 
-*What waits for what.* The second half follows the first one's result (`Pending.then`): asked
-for before that is in, it starts when it is in. Second halves start in the order in which they
-were asked for, on every rank. They are issued by works, and so on a queue of their own: first
-halves that are issued meanwhile never queue behind them.
+*Order.* The second half is a continuation of the first (`Pending.then`): requested early, it starts
+when the first half is complete. Second halves start in the order of request, on every rank. As
+continuations they have a queue of their own, so first halves issued later never wait behind them.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from paceline.interfaces.buckets import stand_alike, stands_in, wire_bytes
 def reduce_scatter(
     comm: Comm, buffer: torch.Tensor, operation: ReduceOperation = "mean"
 ) -> ReduceScatter:
-    """Begin the mean, sum or maximum of *buffer* over the ranks of *comm*, in place: the half
-    that adds. `ReduceScatter.gather` is the other half.
+    """Start the half of an all-reduce that adds: the mean, sum or maximum of *buffer* over ranks,
+    in place.
 
-    Both are collective: all ranks issue them in the same orders. Raises `UsageError` where
-    the collective of *comm* has no halves.
+    `ReduceScatter.gather` starts the other half. Both are collective: all ranks issue them in the
+    same order. Raises `UsageError` if the collective of *comm* has no halves.
     """
     if not isinstance(comm, Communicator) or isinstance(comm, ServerCommunicator):
         raise UsageError(
@@ -82,7 +81,7 @@ def _check_on_cuda(comm: Communicator) -> None:
 
 
 def both_halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """See `Schedule.halves`, of a whole all-reduce."""
+    """Both halves of a whole all-reduce; see `Schedule.halves`."""
     adding, spreading = schedule.halves()
     assert adding is not None, f"{schedule} is a half itself"
     assert spreading is not None, f"{schedule} is a half itself"
@@ -90,7 +89,7 @@ def both_halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 
 class ScheduledReduceScatter:
-    """By a schedule, over sends and receives."""
+    """Halves of a schedule, over sends and receives."""
 
     def __init__(
         self, comm: Communicator, buffer: torch.Tensor, operation: ReduceOperation
@@ -99,7 +98,7 @@ class ScheduledReduceScatter:
         row = _row(comm, buffer)
         elements = buffer.numel() * (2 if buffer.is_complex() else 1)
         sizes = [elements, wire_bytes(buffer)] if stands_in(buffer) else [elements]
-        # The schedule, and where a stand-in takes other bytes, the one that is timed.
+        # The second schedule is for timing: a stand-in counts other bytes than it holds.
         wholes = [row.schedule(size, comm.placement) for size in sizes]
         first, self._second = zip(*map(both_halves, wholes), strict=True)
         self._pending = comm.perform(first[0], buffer, operation, *first[1:])
@@ -113,7 +112,7 @@ class ScheduledReduceScatter:
 
 
 def _row(comm: Communicator, buffer: torch.Tensor) -> AllReduceAlgorithm:
-    """By which *buffer* is added up."""
+    """The algorithm that sums *buffer*."""
     row = comm.collective or Native()
     check_halves(row)
     if isinstance(row, Auto):
@@ -123,11 +122,11 @@ def _row(comm: Communicator, buffer: torch.Tensor) -> AllReduceAlgorithm:
 
 
 class NativeReduceScatter:
-    """By torch.distributed's own reduce-scatter and all-gather, which want equal parts: what
-    is no multiple of them goes through a copy with zeros behind it.
+    """The backend's own reduce-scatter and all-gather, for NCCL.
 
-    For NCCL. Its second half needs no chain: the group's stream runs what it is given in
-    the order of issue, and a stream that computes would wait for the first half.
+    They need equal parts, so a buffer of another size goes through a zero-padded copy. The second
+    half needs no chain: the group's stream runs operations in the order of issue, and already waits
+    for the first half.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class NativeReduceScatter:
         if padding:
             zeros = self._flat.new_zeros(padding)
             self._whole = stand_alike(torch.cat([self._flat, zeros]), buffer)
-        # In place, as NCCL has it: the part is where the whole has it.
+        # In place, as NCCL defines it: the output is this rank's part of the input.
         part = self._whole.view(comm.size, -1)[comm.rank]
         self._part = stand_alike(part, self._whole)
         self._pending = comm.reduce_scatter(self._part, self._whole, operation)

@@ -1,7 +1,7 @@
-"""The registry of all-reduce algorithms, one row each, and the `Comm` over them.
+"""The registry of all-reduce algorithms.
 
-``COLLECTIVES`` maps a collective's name to its class. `make` finds one by name, and `attach`
-makes a training's communicator form its averages so.
+``COLLECTIVES`` maps an algorithm's name to its class. `make` finds one by name, and `attach` makes
+a training's communicator use it for averages.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ COLLECTIVES: dict[str, type[AllReduceAlgorithm]] = {
 
 
 def make(name: str) -> AllReduceAlgorithm:
-    """The collective of that name; raises `UsageError` for one that there is not."""
+    """The collective with this name; raises `UsageError` for an unknown name."""
     if name not in COLLECTIVES:
         raise UnknownNameError(unknown("value for collective", name, COLLECTIVES))
     return COLLECTIVES[name]()
@@ -60,9 +60,11 @@ def attach(
     endpoints: Sequence[Endpoint] = (),
     device: torch.device = CPU,
 ) -> Communicator:
-    """*comm*'s workers, whose averages are formed by *collective*; *endpoints* are this
-    worker's ends of the servers, where it needs some, *device* where buffers will be. Use
-    this one and no more *comm*. Collective."""
+    """Return a communicator of *comm*'s workers that averages by *collective*. Collective.
+
+    Use it instead of *comm* from then on. *endpoints* are this worker's connections to servers, for
+    collectives that need servers. *device* is where buffers will be.
+    """
     if collective.needs == "servers":
         return ServerCommunicator(runtime, comm.name, endpoints, comm.workers)
     if isinstance(collective, Native):

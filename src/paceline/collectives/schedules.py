@@ -1,7 +1,7 @@
-"""The schedules that collectives are made of: see `interfaces.Schedule` for what one is.
+"""The schedules of collectives; `interfaces.Schedule` defines what a schedule is.
 
 `Ring`, `Tree`, `Star`, `Exchange` and `HalvingDoubling` are one algorithm each. `sequential`,
-`parallel`, `on_ranks` and `step_range` make schedules of schedules, `hierarchical` among them.
+`parallel`, `on_ranks` and `step_range` combine schedules; `hierarchical` is built of them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ OneWay = Callable[[int, int], float]
 
 
 def offset_of(size: int, parts: int, index: int) -> int:
-    """Where one of *parts* segments of *size* units begins, see `segment`."""
+    """The offset of segment *index*, of *parts* segments over *size* units; see `segment`."""
     base, extra = divmod(size, parts)
     index %= parts
     return base * index + min(index, extra)
 
 
 def segment(size: int, parts: int, index: int) -> int:
-    """Units of one of *parts* segments of *size* units: as equal as units allow, larger
-    ones first."""
+    """The units of segment *index*, of *parts* segments over *size* units.
+
+    Segments are as equal as whole units allow, larger ones first.
+    """
     base, extra = divmod(size, parts)
     return base + (index % parts < extra)
 
@@ -38,11 +40,11 @@ def segment(size: int, parts: int, index: int) -> int:
 class Ring(Schedule):
     """Rings of ``rounds`` times n-1 steps over *size* units cut into n segments.
 
-    All-reduce is two rounds (reduce-scatter, then all-gather), reduce-scatter and
-    all-gather (*gather*: nothing is added) one each. In step s, rank r sends segment
-    r - s - *shift* to rank r + 1 (mod n): the bandwidth-optimal algorithm of Patarasuk and
-    Yuan (2009), section 3; gloo's and NCCL's for large buffers. A reduce-scatter leaves
-    segment r + 1 - *shift* at rank r.
+    An all-reduce has two rounds: a reduce-scatter, then an all-gather. A reduce-scatter or an
+    all-gather alone (*gather*: nothing is added) has one round. In step s, rank r sends segment r -
+    s - *shift* to rank r + 1 (mod n). This is the bandwidth-optimal algorithm of Patarasuk and Yuan
+    (2009), section 3, which gloo and NCCL use for large buffers. A reduce-scatter leaves segment r
+    + 1 - *shift* at rank r.
     """
 
     size: int
@@ -71,15 +73,15 @@ class Ring(Schedule):
 
     def bytes_sent(self, rank: int) -> int:
         n, first = self.ranks, rank - self.shift
-        # In one round a rank sends every segment but the one that would come next.
+        # In one round a rank sends every segment except the one that its next step would send.
         return sum(
             self.size - segment(self.size, n, first - (r + 1) * (n - 1))
             for r in range(self.rounds)
         )
 
     def phases(self) -> Sequence[Sequence[Activity]]:
-        """One: the largest segment sets the pace. It travels all steps, and what is smaller
-        waits behind it."""
+        """One phase: the largest segment sets the pace, because smaller ones wait behind it in
+        every step."""
         largest = -(-self.size // self.ranks)
         activity = Activity(
             key=(Ring, self.rounds),
@@ -96,8 +98,8 @@ class Ring(Schedule):
         return {(rank, (rank + 1) % n): 1 for rank in range(n if n > 1 else 0)}
 
     def _latency(self, one_way: OneWay) -> float:
-        """The segment that starts at rank k crosses ``steps`` edges in a row; the slowest
-        start counts."""
+        """The latency of the slowest chain: a segment that starts at rank k crosses ``steps`` edges
+        in a row."""
         n, steps = self.ranks, self.steps
         edges = [one_way(rank, (rank + 1) % n) for rank in range(n)]
         if steps <= 0:
@@ -114,7 +116,7 @@ class Ring(Schedule):
     def halves(self) -> tuple[Ring | None, Ring | None]:
         if self.rounds == 1:
             return (None, self) if self.gather else (self, None)
-        # The second round goes on where the first has ended: n - 1 segments further.
+        # The second round continues where the first ended: n - 1 segments further.
         return (
             replace(self, rounds=1),
             replace(self, rounds=1, gather=True, shift=self.shift - 1),
@@ -123,10 +125,10 @@ class Ring(Schedule):
 
 @dataclass(frozen=True)
 class Tree(Schedule):
-    """A binomial tree from *root*: broadcast, or with *reduce* the same towards it.
+    """A binomial tree: a broadcast from *root*, or with *reduce* a reduction to it.
 
-    In step s of a broadcast the ranks nearer than 2^s to the root (counted from it, mod n)
-    send to those 2^s further. Each pair starts as soon as its two ends are ready.
+    In step s of a broadcast, ranks at a distance below 2^s from the root (mod n) send to the ranks
+    2^s further. Each pair starts as soon as both ends are ready.
     """
 
     size: int
@@ -150,7 +152,7 @@ class Tree(Schedule):
         place = (rank - self.root) % self.ranks
         if self.reduce:
             return 0 if place == 0 else self.size
-        # Children are 2^s further, for every step s after the one that reached *rank*.
+        # A child is 2^s further, for each step s after the step in which *rank* received.
         first = place.bit_length()
         return self.size * sum(
             place + (1 << s) < self.ranks for s in range(first, self.steps)
@@ -162,8 +164,8 @@ class Tree(Schedule):
 
 @dataclass(frozen=True)
 class Star(Schedule):
-    """*root* sends *size* units to each other rank, or with *gather* receives them, and
-    *adds* them up."""
+    """*root* sends *size* units to each other rank. With *gather* it receives them instead; *adds*:
+    it sums."""
 
     size: int
     root: int = 0
@@ -186,10 +188,10 @@ class Star(Schedule):
 
 @dataclass(frozen=True)
 class Exchange(Schedule):
-    """Every rank sends *size* units to each other one, at distance s + 1 in step s.
+    """Every rank sends *size* units to every other rank, at distance ``distances[s]`` in step s.
 
-    All-to-all; with a size of zero bytes and doubling distances it is a barrier
-    (dissemination, Hensgen, Finkel and Manber 1988): see `barrier`.
+    This is an all-to-all. With a size of zero and doubling distances it is a dissemination barrier
+    (Hensgen, Finkel and Manber 1988): see `barrier`.
     """
 
     size: int
@@ -222,7 +224,7 @@ def all_to_all(ranks: int, size: int) -> Exchange:
 
 
 def barrier(ranks: int) -> Exchange:
-    """Nobody leaves before everybody came: ceil(log2 n) empty messages a rank."""
+    """No rank leaves before all ranks have entered: ceil(log2 n) empty messages per rank."""
     return Exchange(ranks, 0, tuple(1 << i for i in range((ranks - 1).bit_length())))
 
 
@@ -230,12 +232,12 @@ def barrier(ranks: int) -> Exchange:
 class HalvingDoubling(Schedule):
     """All-reduce by recursive halving and doubling, over *size* units.
 
-    Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-    MPICH" (2005), section 4.5 (Rabenseifner's algorithm). Of n ranks the p = 2^k lowest take
-    part; each of the n - p others first gives its buffer to one of them, and gets the result
-    from there. In k steps two ranks exchange halves of what they both still hold, at half the
-    distance and half the size each time; k steps more put it together again. It moves as much
-    as a ring, in 2 log2 n messages instead of 2 (n - 1), for p = n.
+    Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+    (2005), section 4.5 (Rabenseifner's algorithm). The p = 2^k lowest of n ranks run it. Each of
+    the n - p other ranks first sends its buffer to one of them, and receives the result from it at
+    the end. In each of k steps two ranks exchange halves of the range that both still hold;
+    distance and size halve each time. Another k steps gather the result. For p = n it moves as much
+    as a ring, in 2 log2 n messages instead of 2 (n - 1).
     """
 
     size: int
@@ -246,7 +248,7 @@ class HalvingDoubling(Schedule):
 
     @property
     def _surplus(self) -> int:
-        """How many ranks only give and get."""
+        """The number of ranks that only send their buffer and receive the result."""
         return self.ranks - (1 << self._levels)
 
     @property
@@ -270,12 +272,13 @@ class HalvingDoubling(Schedule):
         depth = level if halving else 2 * self._levels - 1 - level
         for rank in range(inner):
             partner = rank ^ (inner >> (depth + 1))
-            # Halving gives what the partner is to hold; doubling what this rank holds.
+            # When halving, send the partner's part; when doubling, send the part that this rank
+            # holds.
             start, stop = self._held(partner if halving else rank, depth + 1)
             yield Transfer(rank, partner, stop - start, start, halving)
 
     def _held(self, rank: int, depth: int) -> tuple[int, int]:
-        """The part that *rank* is left with after so many halvings."""
+        """The range that *rank* still holds after *depth* halvings."""
         start, stop = 0, self.size
         for level in range(depth):
             middle = start + -(-(stop - start) // 2)
@@ -302,7 +305,7 @@ class HalvingDoubling(Schedule):
         return step_range(self, 0, cut), step_range(self, cut, self.steps)
 
 
-# ---- schedules of schedules ----
+# ---- combinations of schedules ----
 
 
 def sequential(*parts: Schedule) -> Schedule:
@@ -321,13 +324,16 @@ def parallel(*parts: Schedule) -> Schedule:
 def on_ranks(
     schedule: Schedule, ranks: int, members: tuple[int, ...], offset: int = 0
 ) -> Schedule:
-    """*schedule* among *members*, some of *ranks* ranks: its rank i is ``members[i]``, and its
-    first unit the one at *offset* of their buffers."""
+    """Run *schedule* among *members*, some of *ranks* ranks.
+
+    The schedule's rank i is ``members[i]``, and its first unit is the one at *offset* of their
+    buffers.
+    """
     return OnRanks(ranks, members, schedule, offset)
 
 
 def step_range(schedule: Schedule, first: int, stop: int) -> Schedule:
-    """The steps of *schedule* from *first* to before *stop*."""
+    """The steps *first* to *stop* - 1 of *schedule*."""
     return StepRange(schedule.ranks, schedule, first, stop)
 
 
@@ -392,8 +398,10 @@ class Parallel(Schedule):
         return sum(part.bytes_sent(rank) for part in self.parts)
 
     def phases(self) -> Sequence[Sequence[Activity]] | None:
-        """One, of parts of one phase each that share no rank: others do not move as if they
-        were alone, or wait for each other in between."""
+        """One phase, if each part has one phase and no two share a rank; else None.
+
+        Parts that share a rank delay each other, so they cannot be priced as if each were alone.
+        """
         activities: list[Activity] = []
         seen: set[int] = set()
         for part in self.parts:
@@ -414,7 +422,7 @@ class Parallel(Schedule):
 def _halves_of(
     parts: tuple[Schedule, ...], combine: Callable[..., Schedule]
 ) -> tuple[Schedule | None, Schedule | None]:
-    """Those parts' halves that there are, combined as the parts are."""
+    """The halves that the parts have, combined as the parts are."""
     both = zip(*(part.halves() for part in parts), strict=True)
     found = [[half for half in halves if half is not None] for halves in both]
     adding, spreading = (combine(*halves) if halves else None for halves in found)
@@ -500,9 +508,9 @@ def _sent_in_range(some: StepRange, rank: int) -> int:
 
 
 def racks_or_rows(ranks: int, racks: Sequence[int] | None) -> tuple[int, ...]:
-    """*racks*; where nobody knows them, rows of about the root of n *ranks* each.
+    """*racks*; if they are unknown, rows of about sqrt(n) of the n *ranks*.
 
-    Raises `UsageError` where they are not of so many ranks.
+    Raises `UsageError` if *racks* has another number of ranks.
     """
     if racks is None:
         width = math.isqrt(ranks - 1) + 1 if ranks > 1 else 1
@@ -519,24 +527,23 @@ def racks_or_rows(ranks: int, racks: Sequence[int] | None) -> tuple[int, ...]:
 def hierarchical(size: int, racks: tuple[int, ...]) -> Schedule:
     """All-reduce over *size* units in three stages; ``racks[i]`` is the rack of rank i.
 
-    1. Reduce-scatter in each rack: of its g ranks, each holds the rack's sum of one g-th.
-    2. All-reduce across racks: the ranks that hold the same part form a ring; all of these
-       rings run side by side.
+    1. Reduce-scatter in each rack: each of its g ranks then holds the rack's sum of one g-th.
+    2. All-reduce across racks: the ranks that hold the same part form a ring. All rings run at once.
     3. All-gather in each rack.
 
-    Rings in all stages. Over the uplink of a rack 2 (r - 1) / r of the buffer leave for r racks,
-    however many ranks are in it. For racks of equal size this is the torus of "Massively Distributed
-    SGD: ImageNet/ResNet-50 Training in a Flash" (Mikami et al. 2018). In racks of
-    different sizes ranks hold parts of different lengths: the buffer is cut where any
-    rack's parts end, and each piece has a holder, and so one member of its ring, in each rack.
+    All stages use rings. For r racks, 2 (r - 1) / r of the buffer crosses a rack's uplink, however
+    many ranks the rack has. With racks of equal size this is the torus of "Massively Distributed
+    SGD: ImageNet/ResNet-50 Training in a Flash" (Mikami et al. 2018). Ranks in racks of different
+    sizes hold parts of different lengths. Then the buffer is cut wherever a part of any rack ends.
+    So each piece has one holder in each rack, and these holders form the piece's ring.
     """
     ranks, groups = len(racks), _ranks_by_rack(racks)
     if len(groups) in (1, ranks) or not size:
         return Ring(ranks, size)
 
     def in_racks(gather: bool) -> Schedule:
-        # A reduce-scatter with a shift of one leaves part i at rank i of the rack, where
-        # an all-gather without shift takes it from.
+        # With a shift of one, a reduce-scatter leaves part i at rank i of the rack. An
+        # all-gather without shift starts from there.
         ring = partial(Ring, size=size, rounds=1, gather=gather, shift=int(not gather))
         return parallel(
             *(on_ranks(ring(len(m)), ranks, m) for m in groups if len(m) > 1)

@@ -1,4 +1,5 @@
-"""Communicators of workers with servers: averages formed by servers, and no collectives at all."""
+"""Communicators of jobs with servers: `ServerCommunicator` averages at servers, `NoCollectives`
+refuses."""
 
 from __future__ import annotations
 
@@ -34,11 +35,11 @@ from paceline.transport.protocol import SMALL_BYTES
 
 
 class ServerCommunicator(Communicator):
-    """A `Comm` whose all-reduces are requests to *endpoints*, each of which adds up its
-    part of the buffer in rank order; all else goes between workers.
+    """A `Comm` whose all-reduces are sums at parameter servers; all else goes between workers.
 
-    The sum has the same bits in all runtimes. Each buffer goes out once and comes back once:
-    every server's link carries as many times its part as there are workers, each way.
+    Each of *endpoints* is a server that sums one part of the buffer, in rank order. So the result
+    has the same bits in all runtimes. Each worker sends and receives each buffer once. Each
+    server's link carries its part once per worker, in each direction.
     """
 
     def __init__(
@@ -57,7 +58,8 @@ class ServerCommunicator(Communicator):
         self._numbers = 0
 
     threads: ClassVar[bool] = False
-    """An endpoint's answers are taken by whoever asked for them: see `transport.connection`."""
+    """An endpoint's replies are taken by the thread that requested them: see
+    `transport.connection`."""
 
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation = "mean"
@@ -76,9 +78,8 @@ class ServerCommunicator(Communicator):
 
     def leave(self) -> None:
         for endpoint in self._endpoints:
-            endpoint.request(
-                Leave()
-            )  # answered when all have left: nobody waits for that
+            # Servers reply when all workers have left; no worker waits for that.
+            endpoint.request(Leave())
 
     def max_in_flight(self, device: torch.device) -> int:
         return 1
@@ -112,8 +113,8 @@ class ServerCommunicator(Communicator):
     def _parts(
         self, number: int, flat: torch.Tensor
     ) -> list[tuple[Endpoint, torch.Tensor]]:
-        """Which server adds up which part: equal ones, or all of a small buffer at one
-        server after the other."""
+        """The part of *flat* that each server sums: equal parts, or a whole small buffer at one
+        server in turn."""
         count, size = len(self._endpoints), wire_bytes(flat)
         if count == 1 or size < SMALL_BYTES * count:
             return [(self._endpoints[number % count], flat)]
@@ -130,7 +131,7 @@ def _flat(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class PendingReplies:
-    """A `Pending` over several pending_replies."""
+    """A `Pending` over the replies of several servers."""
 
     def __init__(
         self, comm: Communicator, pending_replies: Sequence[PendingReply]
@@ -157,8 +158,11 @@ class PendingReplies:
 
 
 class NoCollectives:
-    """Knows its rank and the number of workers, and refuses every collective: in a job that
-    survives deaths, nobody may wait for a worker that a server has not evicted."""
+    """The `Comm` of a supervised job (``--survive``): has rank and size, and refuses every
+    collective.
+
+    Any worker may die, so no worker may wait for another one that no server has evicted.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self.rank, self.size = runtime.rank, runtime.size
@@ -207,10 +211,10 @@ class NoCollectives:
         self._refuse("a group")
 
     def leave(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no worker waits for this one."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds no connections."""
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(

@@ -1,7 +1,7 @@
-"""Schedules in time, over links: simulated message by message, or priced as a few activities.
+"""The time of schedules over links: simulated message by message, or estimated as a few activities.
 
-The simulated runtime moves its collectives so, on its clock. `seconds` does the same on an
-agenda of its own, without a runtime.
+The simulated runtime times its collectives with this, on its own clock. `seconds` does the same on
+an event queue of its own, without a runtime.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ def seconds(
 ) -> float:
     """Return the seconds from a common start to the last rank's end, on idle links.
 
-    One unit of *schedule*'s sizes is *unit* bytes. ``ranks[i]`` is the worker of *cluster* that is its rank i
-    (None: all workers, in order). It is what the simulated runtime charges where nothing else
-    moves. Links are shared max-min fairly; messages take their latency, and processor time where
-    *cluster* says what they cost. *play*: execute message by message what has activities, too, where
-    ranks can perform it. The cluster's rules and bursts count for nothing: buckets of a
-    training follow one another, on links that have not rested. Raises `UsageError` for other ranks
-    than *schedule* has, and for workers that there are not.
+    The simulated runtime charges the same time if nothing else moves. Links are shared max-min
+    fairly. Messages take their latency, and processor time if *cluster* has message costs. The
+    cluster's rules and bursts are ignored: buckets of a training follow one another, on links that
+    have not rested.
+
+    *unit* is the bytes of one unit of *schedule*'s sizes. ``ranks[i]`` is the worker of *cluster*
+    that is rank i (None: all workers, in order). *play*: simulate each message, even of schedules
+    that have activities, if ranks can perform them.
+
+    Raises `UsageError` if *ranks* does not fit the schedule, or names workers that *cluster* lacks.
     """
     workers = tuple(range(cluster.workers) if ranks is None else ranks)
     strangers = [worker for worker in workers if not 0 <= worker < cluster.workers]
@@ -70,14 +73,19 @@ def seconds(
 
 
 def phases_of(schedule: Schedule, *, play: bool) -> Sequence[Sequence[Activity]] | None:
-    """The activities that *schedule* is charged as; None: its messages are simulated. *play*:
-    those of all schedules that ranks can perform."""
+    """The activities that estimate *schedule*; None: its messages are simulated.
+
+    *play*: simulate the messages of all schedules that ranks can perform.
+    """
     return None if play and schedule.performable else schedule.phases()
 
 
 class ActivityCost(NamedTuple):
-    """What an activity is on a cluster: seconds of *latency*, connections on each link
-    (*demand*), and of each rank that sends its host and how many *messages*."""
+    """An activity's cost on a cluster.
+
+    It has seconds of *latency*, connections on each link (*demand*), and for each sending rank its
+    host and number of *messages*.
+    """
 
     latency: float
     demand: Mapping[int, float]
@@ -85,14 +93,14 @@ class ActivityCost(NamedTuple):
 
 
 class ActivityCosts:
-    """Of activities among *workers* of *cluster*: each is worked out once per key."""
+    """The costs of activities among *workers* of *cluster*, computed once per key."""
 
     def __init__(self, cluster: Cluster, workers: Sequence[int]) -> None:
         self._cluster, self._workers = cluster, workers
         self._known: dict[Hashable, ActivityCost] = {}
 
     def of(self, activity: Activity) -> ActivityCost:
-        """The cost of *activity*, of whatever size."""
+        """The cost of *activity*; it does not depend on the size."""
         if activity.key not in self._known:
             self._known[activity.key] = self._work_out(activity)
         return self._known[activity.key]
@@ -117,8 +125,10 @@ class ActivityCosts:
 
 
 class PhaseSimulation:
-    """The activities of a schedule, its *phases* one by one, from `start` on. One unit of them is
-    *unit* bytes; *done* is called when the last has ended."""
+    """Simulates a schedule's activities, its *phases* one after the other, from `start` on.
+
+    One unit of the schedule is *unit* bytes. *done* is called when the last phase has ended.
+    """
 
     def __init__(
         self,
@@ -159,12 +169,13 @@ class PhaseSimulation:
 
 
 class MessageSimulation:
-    """One schedule among *workers*, message by message. One unit of it is *unit* bytes;
-    *name* tells its connections from others'; *done* is called for each position whose
-    messages all have left and come.
+    """Simulates one schedule among *workers*, message by message.
 
-    A message starts when both its ends are present and what its source must have received
-    has arrived.
+    One unit of the schedule is *unit* bytes. *name* keeps its connections apart from others'.
+    *done* is called for each rank, once all its messages have been sent and received.
+
+    A message starts when both its ends are present, and its source has received all that it depends
+    on.
     """
 
     def __init__(
@@ -190,7 +201,7 @@ class MessageSimulation:
         self._waiting_for: dict[int, list[tuple[int, Transfer]]] = {}  # absent ranks
 
     def present(self, position: int) -> None:
-        """One more rank is present: what waited for it may go."""
+        """Rank *position* is present: start the messages that waited for it."""
         self._present[position] = True
         self._advance(position)
         for place, transfer in self._waiting_for.pop(position, []):
@@ -242,12 +253,12 @@ class MessageSimulation:
 def _in_order(
     schedule: Schedule,
 ) -> tuple[Sequence[Sequence[tuple[int, int, Transfer]]], Sequence[int]]:
-    """Each rank's messages out, in order: how many of the messages into the rank must have
-    arrived before, and the message's own place among those into its destination. And how many come into
-    each rank.
+    """Each rank's outgoing messages in order, and the number of messages that each rank receives.
 
-    Places count in step order: a message of a later step may arrive earlier, and counts only when what
-    comes before it is in.
+    An outgoing message has three entries: how many messages its source must have received before,
+    its index among the messages into its destination, and the transfer. Indices count in step
+    order. A message of a later step may arrive earlier; it counts only when all messages before it
+    have arrived.
     """
     out: list[list[tuple[int, int, Transfer]]] = [[] for _ in range(schedule.ranks)]
     expected = [0] * schedule.ranks

@@ -1,4 +1,4 @@
-"""`TorchGroup`, the `WorkerGroup` of real processes: a torch.distributed process group, whatever its backend."""
+"""`TorchGroup`, the `WorkerGroup` of real and emulated jobs: a torch.distributed process group."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from paceline.torch_internals import (
 )
 
 _LANES = 2
-"""Schedules that a group performs at a time: as many collectives as gloo moves."""
+"""Schedules that a group performs at a time: as many as gloo runs collectives."""
 
 MOST_GROUPS = 16
-"""Groups with threads and connections of their own that a worker keeps of a communicator."""
+"""Groups with their own threads and connections that a worker keeps per communicator."""
 
 _OPERATIONS: dict[ReduceOperation, Any] = {
     "mean": dist.ReduceOp.AVG,
@@ -46,13 +46,13 @@ _CPU, _CUDA = torch.device("cpu"), torch.device("cuda")
 class TorchGroup:
     """One worker's end of a torch.distributed process group.
 
-    It calls the group's own methods: `torch.distributed`'s functions check and log for 25 us a call,
-    which is a percent of a small step.
+    It calls the group's own methods: `torch.distributed`'s functions check and log for 25 us per
+    call, which is a percent of a small step.
 
     Args:
         name: Names its streams of messages; unique in the job, and the same on all ranks.
-        group: torch's handle; None: that of all workers.
-        members: The group's ranks that take part, as rank 0, 1, ... of this one; None: all.
+        group: torch's handle; None: the group of all workers.
+        members: The ranks of *group* that are rank 0, 1, ... here; None: all.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class TorchGroup:
         what: str,
         operation: ReduceOperation,
     ) -> None:
-        """Perform a schedule to its end in the caller's own thread.
+        """Perform a schedule in the caller's thread; return when it is complete.
 
-        *what* names the stream of its messages: schedules of one stream are performed one after
-        the other, in the same order on all ranks.
+        *what* names the stream of its messages. Schedules of one stream run one after the other, in
+        the same order on all ranks.
         """
         self._move(schedule, flat, operation, self._tag("", what))
 
@@ -162,7 +162,7 @@ class TorchGroup:
         operation: ReduceOperation,
         tag: int,
     ) -> None:
-        """This rank's part of a schedule, to its end."""
+        """Perform this rank's part of a schedule."""
         group, members = self._group, self._members
         if group is None:
             raise UsageError("the communicator was closed before this was performed")
@@ -177,9 +177,9 @@ class TorchGroup:
             flat.div_(self.size)
 
     def _tag(self, stream: str, what: str = "") -> int:
-        """The tag of one stream of messages, the same on all ranks and no other stream's.
+        """The unique tag of one stream of messages, the same on all ranks.
 
-        Messages of one stream arrive in the order of issue; tags tell streams apart.
+        Messages of one stream arrive in the order of issue; tags keep streams apart.
         """
         key = stream, what
         if key not in self._tags:
@@ -207,11 +207,11 @@ class TorchGroup:
 
     @property
     def _has_tags(self) -> bool:
-        """Whether tensors on the host can be sent with a tag: gloo's can."""
+        """Whether host tensors can be sent with a tag, as gloo's can."""
         return lanes_of(self._group, _CPU) > 1
 
     def close(self) -> None:
-        """Let go of the process group, whose threads end with its last reference."""
+        """Drop the process group; its threads end with its last reference."""
         for threads in self._lanes.values():
             threads.close()
         self._group = None
@@ -227,7 +227,7 @@ class ScheduleThreads:
         ]
 
     def start(self, job: Job) -> None:
-        """Perform *job* after those that were started before on its lane."""
+        """Perform *job* after earlier jobs of its lane. Jobs go to the lanes in turn."""
         self._runners[self.next_lane].put(None, job.run)
         self.next_lane = (self.next_lane + 1) % _LANES
 
@@ -238,10 +238,10 @@ class ScheduleThreads:
 
 
 class OneWait:
-    """torch's handle of a send or a receive, which can be waited for once only: a second
-    wait of gloo's would be for another message, and hang.
+    """torch's handle of a send or a receive, made safe to wait for twice.
 
-    It stays in *under_way* until then: gloo drops a message whose handle nobody holds.
+    A second wait of gloo's handle would wait for another message, and hang. *under_way* holds this
+    object until the wait, because gloo drops a message whose handle is garbage-collected.
     """
 
     def __init__(self, work: Any, under_way: set[OneWait]) -> None:

@@ -1,13 +1,13 @@
-"""Sums formed where the switch is: a program on a host beside it adds up workers' chunks, over TCP.
+"""In-network aggregation: a program on a host beside a switch sums workers' chunks, over TCP.
 
 - `algorithms`: SwitchML, Rina and ATP.
-- `topology`, `pricing`: who adds up what, and how long it takes.
-- `fixed_point`: numbers as integers that add up exactly, without overflow.
-- `aggregator_addresses`: where racks' aggregators are.
-- `aggregator_sums`: sums of real and emulated jobs; the ring when an aggregator is lost.
-- `joining`: how ranks find their aggregators and each other.
-- `session`, `stages`: one rank's part of each sum, over connections and without.
+- `topology`, `pricing`: which switch or server sums which contributions, and how long it takes.
+- `fixed_point`: numbers as integers whose sums are exact and do not overflow.
+- `aggregator_addresses`: the addresses of racks' aggregators.
+- `aggregator_sums`: sums of real and emulated jobs; they go around a ring after an aggregator is lost.
+- `joining`: how ranks connect to their aggregators and to each other.
+- `session`, `stages`: one rank's part of each sum, with connections and without I/O.
 - `aggregator`: the chunks of several jobs that share an aggregator's memory, without I/O.
-- `wire`, `server`: frames and proofs; the aggregator's process.
-- `sums_service`: ATP's servers on hosts of their own.
+- `wire`, `server`: frames and authentication; the aggregator's process.
+- `sums_service`: ATP's servers on dedicated hosts.
 """

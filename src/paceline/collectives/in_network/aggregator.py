@@ -1,21 +1,23 @@
-"""Sums of chunks at one aggregator: several jobs that share its memory. No I/O.
+"""Sums chunks at one aggregator, for several jobs that share its memory. No I/O.
 
-A job is there from its first hello until its last connection is gone. Chunks are known by their
+A job exists from its first hello until its last connection has ended. A chunk is identified by its
 *position* in the job's stream, which all workers number alike. A chunk is complete here when as
-many workers have contributed as `Terms.expected` says; contributions come over TCP, so none is
-lost, doubled or late.
+many workers have contributed as `Terms.expected` says. Contributions come over TCP, so none is
+lost, duplicated or reordered.
 
-*Leased* (SwitchML, Rina): memory for a window of chunks is kept for the job. A worker sends a
-chunk only while it is less than a window behind its lowest unfinished one, so there is always
-room for what comes.
+*Leased* (SwitchML, Rina): the job reserves memory for a window of chunks. A worker sends a chunk
+only while it is less than a window ahead of the worker's lowest unfinished chunk. So there is
+always room.
 
-*Best effort* (ATP): a contribution that finds no free memory is passed on to the job's parent as
-it is. What was passed on counts: the chunk's partial sum follows when all others are here.
+*Best effort* (ATP): if there is no free memory, a contribution is forwarded to the job's parent
+unchanged. It still counts: the chunk's partial sum follows when all other contributions have
+arrived.
 
-*Why there is no deadlock.* Workers' windows are about positions, in one order for all. The
-lowest unfinished chunk of a job is in every worker's window. So every worker sends its
-contribution as soon as it has it, and there is room for it. In another group of a ring it waits for a
-chunk of an earlier stage, which is lower still in that group's order.
+*Why there is no deadlock.* Workers' windows are about positions, which have one order for all. The
+lowest unfinished chunk of a job is in every worker's window. So every worker sends its contribution
+to it as soon as it has the numbers, and there is room for it. In a ring, a worker may first wait
+for a chunk of the previous group. That chunk belongs to an earlier stage, which is lower still in
+that group's order.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ MOST_JOBS = 256
 MOST_WINDOW = 1 << 12
 MOST_PARENTS = 1 << 10
 FEWEST_BYTES = 1 << 10
-"""Of a chunk."""
+"""Bytes of a chunk, at least."""
 MOST_BYTES = 1 << 20
 _WORKERS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Agent:
-    """The connection that takes turn *number* at sums that go on."""
+    """The connection of agent *number*: agents take turns at receiving sums that go to the next
+    group."""
 
     number: int
 
@@ -53,8 +56,10 @@ class ParentLink:
 
 @dataclass(frozen=True)
 class Send:
-    """A frame of a chunk, *to* a source of contributions, an `Agent` or a `ParentLink`. *then*: what follows
-    when that one's kernel has taken it."""
+    """A frame of a chunk, *to* a contributing connection, an `Agent` or a `ParentLink`.
+
+    *then*: frames to send once the kernel has taken this one.
+    """
 
     to: Hashable
     kind: Kind
@@ -66,8 +71,11 @@ class Send:
 
 @dataclass
 class _Chunk:
-    """*members* have contributed; *merged* of them are in *values*. *kind*: of all
-    contributions."""
+    """A chunk under way: *members* workers have contributed, and *values* has the sum of *merged*
+    of them.
+
+    *kind* is the same in all contributions.
+    """
 
     mode: int
     kind: Kind
@@ -78,17 +86,19 @@ class _Chunk:
 
 
 class ChunkPool:
-    """Jobs that share so many bytes of *memory*."""
+    """Jobs that share *memory* bytes."""
 
     def __init__(self, memory: int) -> None:
         self.memory = self.free = memory
         self.jobs: dict[str, Job] = {}
         self.passed_on = 0
-        """Contributions that found no room."""
+        """Contributions that were forwarded for lack of memory."""
 
     def job_for(self, terms: Terms) -> Job:
-        """The job of these terms, which begins with the first who asks. Raises `UsageError` in words
-        for whom it refuses."""
+        """The job with these terms; the first hello creates it.
+
+        Raises `UsageError` with a message for the refused worker.
+        """
         check(terms)
         job = self.jobs.get(terms.job)
         if job is None:
@@ -106,7 +116,7 @@ class ChunkPool:
         return job
 
     def end(self, job: Job) -> None:
-        """The job is no more: its memory is free."""
+        """Remove the job and free its memory."""
         if self.jobs.get(job.terms.job) is job:
             del self.jobs[job.terms.job]
             self.free += job.held
@@ -114,7 +124,7 @@ class ChunkPool:
 
 
 class Job:
-    """One job's chunks at this aggregator. *window* and *chunk_bytes* are what it was granted."""
+    """One job's chunks at this aggregator. *window* and *chunk_bytes* are what the job was granted."""
 
     def __init__(self, pool: ChunkPool, terms: Terms) -> None:
         self._pool = pool
@@ -122,16 +132,18 @@ class Job:
         self.window, self.chunk_bytes = terms.window, terms.chunk_bytes
         self.held = 0
         self._most_open = 2 * terms.window
-        """Sums may come back to a worker by another way first, up to a window before others."""
+        """Twice the window: sums may reach one worker on another way up to a window before they
+        reach others."""
         if terms.leased:
             self._lease()
             self._most_open = self.window
         self._open: dict[int, _Chunk] = {}
         self.workers: list[Hashable] = []
-        """Of a ring: who hears of all of its group's sums, also where one worker brings a chunk for all."""
+        """In a ring: the group's workers. All of them get all of the group's sums, although a
+        single worker sends a chunk for all when sums are only distributed."""
 
     def _lease(self) -> None:
-        """A window of sums, and as much that waits to be sent."""
+        """Reserve a window of sums, and as much again for sums that wait to be sent."""
         free = self._pool.free
         self.window = min(self.window, max(1, free // (2 * self.chunk_bytes)))
         room = free // (2 * self.window) // FEWEST_BYTES * FEWEST_BYTES
@@ -147,7 +159,7 @@ class Job:
 
     @property
     def under_way(self) -> int:
-        """Chunks whose sums are not known here."""
+        """Chunks whose sums are not known here yet."""
         return len(self._open)
 
     def contribute(
@@ -159,9 +171,12 @@ class Job:
         mode: int = Mode.LOCAL,
         kind: Kind = Kind.CONTRIBUTION,
     ) -> list[Send]:
-        """*source* contributes *members* workers' sum or, of the *kind* MAXIMUM, their largest
-        numbers (None: they have nothing to add); *values* are given away. Returns what is to be
-        sent. Raises `UsageError` where the terms are broken."""
+        """Add a contribution of *source*; return the frames to send.
+
+        *values* are the sum over *members* workers, or their maximum for the *kind* MAXIMUM. None:
+        these workers have nothing to add. The caller must not use *values* afterwards. Raises
+        `UsageError` if the terms are broken.
+        """
         terms = self.terms
         part = position % len(terms.expected)
         chunk = self._open.get(position)
@@ -203,7 +218,8 @@ class Job:
         return sends
 
     def result(self, position: int, values: Integers) -> list[Send]:
-        """A parent has formed the whole sum. Raises `UsageError` where nobody waits for it."""
+        """Deliver the whole sum that a parent has formed. Raises `UsageError` if the chunk does not
+        wait for it."""
         chunk = self._open.pop(position, None)
         if chunk is None or chunk.members != self._expected(position):
             raise UsageError(f"a sum of chunk {position}, which nobody waits for")
@@ -243,8 +259,9 @@ class Job:
             self.held -= values.nbytes
         if chunk.mode == Mode.LOCAL:
             return self._to_all(chunk, position, values)
-        # The next group's agent first: who has not read what came before holds this group's
-        # window, and no queue here grows.
+        # Send to the next group's agent first, and to this group's workers when the kernel has
+        # taken that frame. So a slow agent holds up this group's window, and no queue here
+        # grows.
         known = values if chunk.mode == Mode.ONWARD else None
         then = self._to_all(chunk, position, known)
         agent = Agent(position % self.terms.agents)
@@ -253,14 +270,15 @@ class Job:
     def _to_all(
         self, chunk: _Chunk, position: int, values: Integers | None
     ) -> list[Send]:
-        """The sum, or that it is complete, to all who have contributed."""
+        """Send the sum, or DONE without values, to all contributors (in a ring: to all workers of
+        the group)."""
         kind = Kind.DONE if values is None else Kind.SUM
         whom = self.workers if self.terms.agents else chunk.sources
         return [Send(to, kind, position, values) for to in whom]
 
 
 def check(terms: Terms) -> None:
-    """Raise `UsageError` for terms that do not fit together."""
+    """Raise `UsageError` for inconsistent terms."""
     parts = len(terms.expected)
     good = bool(
         1 <= parts == len(terms.parent_of)

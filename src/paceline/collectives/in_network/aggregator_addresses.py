@@ -1,4 +1,4 @@
-"""Where each rack's aggregator is, as a job's environment says, and whether that can be right."""
+"""The addresses of racks' aggregators, from a job's environment, and checks against the cluster."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from paceline.errors import UsageError
 from paceline.interfaces import Placement, Runtime
 
 AGGREGATORS_VARIABLE = "PACELINE_AGGREGATORS"
-"""Where each rack's aggregator is: RACK=HOST:PORT, joined by commas."""
+"""The address of each rack's aggregator: RACK=HOST:PORT, joined by commas."""
 
 
 def aggregators_of(
     runtime: Runtime, environment: Mapping[str, str] = os.environ
 ) -> Mapping[int, tuple[str, int]] | None:
-    """Return host and port of the aggregator of each rack; None where they are as the cluster says,
-    and nothing has to be found. Raises `UsageError`."""
+    """Return host and port of each rack's aggregator; None in the simulated runtime, which needs
+    none.
+
+    Raises `UsageError`.
+    """
     if runtime.clock.is_virtual:
         return None
     return aggregators_from(environment.get(AGGREGATORS_VARIABLE, ""))
@@ -38,8 +41,11 @@ def aggregators_from(text: str) -> dict[int, tuple[str, int]]:
 
 
 def check_found(at: Placement, runtime: Runtime) -> None:
-    """Raise `UsageError` unless the environment has an address for racks that aggregate, and for
-    no rack that the job has not."""
+    """Raise `UsageError` if the environment's addresses do not fit the cluster.
+
+    If the cluster has aggregating racks, there must be addresses. Every address must belong to a
+    rack of this job.
+    """
     found = aggregators_of(runtime)
     if found is None:
         return

@@ -1,19 +1,19 @@
 """Sums of integers by aggregators (`paceline aggregate`), in real and emulated jobs.
 
-`AggregatorSums` has a `SumQueue` for each communicator, for each chain of works that issues sums there
-(`collectives.pending`), and for each operation. A queue forms its sums one after the other, in a thread of its
-own, and around a ring when an aggregator is lost.
+`AggregatorSums` has a `SumQueue` for each communicator, each issuing chain of continuations
+(`collectives.pending`), and each operation. A queue forms its sums one after the other, in a thread
+of its own. After an aggregator is lost, its sums go around a ring of all workers.
 
-*When an aggregator is lost*, all its connections end, so all workers of the job know, whether they
-wait for a sum or for nothing. All then meet, over the connections that the communicator has, and
-say how many sums they have. Nobody has one that not all have contributed to, so these numbers differ
-by one at most; and each rank keeps what it brought to its last one. So all form that one again
-around a plain ring, if some do not have it, and stay on the ring. Integers add up to the same bits in
-any order.
+*When an aggregator is lost*, all its connections end. So all workers of the job learn of it, during
+a sum or between sums. All then exchange how many sums they have, over the communicator's own
+connections. No rank has a sum that another rank has not contributed to, so these numbers differ by
+one at most. Each rank keeps its contribution to its last sum. If some ranks lack that sum, all form
+it again around a plain ring; all stay on the ring from then on. Integers give the same bits in any
+order.
 
-At its end a rank meets the others once more: somebody may have lost an aggregator in the last sum.
-Everything that is waited for is either watched, or is of gloo, which learns of dead peers, as
-`runtimes.real.peer_monitor` does.
+At its end a rank exchanges this state once more, because another rank may have lost an aggregator
+in the last sum. No wait can hang for a dead peer: aggregators' connections are polled, and gloo
+learns of dead peers through `runtimes.real.peer_monitor`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class InNetworkRow(Protocol):
-    """A collective: how a rank joins its sums, and what these send."""
+    """A collective algorithm: how a rank joins its sums, and what they send."""
 
     def joining(self, comm: Communicator, job: JobConfig) -> Joining: ...
 
@@ -56,8 +56,10 @@ class InNetworkRow(Protocol):
 
 
 class AggregatorSums:
-    """By aggregators; a queue for each communicator, for each chain of works that issues sums
-    there, and for each operation. *row*: the collective; *where*: each rack's aggregator."""
+    """Sums by aggregators, with a queue for each communicator, issuing chain and operation.
+
+    *row*: the collective algorithm. *where*: the address of each rack's aggregator.
+    """
 
     def __init__(
         self, row: InNetworkRow, where: Mapping[int, Address], name: str, token: str
@@ -68,14 +70,17 @@ class AggregatorSums:
         self._losses = LossNotice()
 
     def start(self, comm: Communicator, operation: IntegerOperation) -> None:
-        """Find the aggregators of this *operation* on *comm*'s own integers now. Collective.
-        Raises, on all ranks, `UsageError` or `PeerLostError`."""
+        """Connect to the aggregators now, for sums that the training itself issues on *comm*.
+        Collective.
+
+        Raises `UsageError` or `PeerLostError`, on all ranks.
+        """
         self._queue(comm, comm.chain.path, operation).start().wait()
 
     def all_reduce(
         self, comm: Communicator, values: torch.Tensor, operation: IntegerOperation
     ) -> Pending:
-        """Replace *values* by their sums over all ranks, or by the largest. Collective."""
+        """Replace *values* by their sums or maxima over all ranks. Collective."""
         issuer = current()
         path = comm.chain.path if issuer is None else issuer.path
         schedule = self._row.schedule(wire_bytes(values), comm.placement)
@@ -84,7 +89,7 @@ class AggregatorSums:
         return WorkPending(comm, issuer, job, "add_up")
 
     def close(self) -> None:
-        """All sums are in. Collective."""
+        """Close all queues, after their last sums. Collective."""
         for queue in self._queues.values():
             queue.close()
         self._queues.clear()
@@ -92,8 +97,11 @@ class AggregatorSums:
     def _queue(
         self, comm: Communicator, path: str, operation: IntegerOperation
     ) -> SumQueue:
-        """Its own for each *operation*: sums follow what is agreed on for them, and that of the
-        next buffer may be under way before."""
+        """The queue of a communicator, chain and *operation*.
+
+        Operations have separate queues. A buffer's sum follows the agreement on its exponents (a
+        maximum), and the next buffer's agreement may be under way before that sum.
+        """
         key = comm.name, path, operation
         if key not in self._queues:
             job = JobConfig(
@@ -117,7 +125,7 @@ def sums_by_aggregators(
     runtime: Runtime,
     environment: Mapping[str, str] = os.environ,
 ) -> AggregatorSums:
-    """As a job's environment says. Collective. Raises `UsageError`."""
+    """The `AggregatorSums` that a job's environment describes. Collective. Raises `UsageError`."""
     found = aggregators_of(runtime) or {}
     token = dedicated_token(environment)
     if token is None and found:
@@ -126,27 +134,27 @@ def sums_by_aggregators(
             "aggregate` has printed, where workers are started"
         )
     name = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
-    comm.broadcast(name).wait()  # no other job has it
+    comm.broadcast(name).wait()  # a name that no other job has
     job = bytes(name.numpy()).hex()
     return AggregatorSums(row, found, job, token or job)
 
 
 class _Met(msgspec.Struct):
-    """What ranks say when they meet."""
+    """A rank's state in an exchange after a loss or at the end."""
 
     completed: int
     leaving: bool = False
 
 
 class LossNotice:
-    """Says once to people that an aggregator is lost: several queues have the same ones."""
+    """Reports a lost aggregator once, although several queues notice it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_said = False
 
     def say(self, comm: Communicator, text: str) -> None:
-        """Say *text* on rank 0 of *comm*, unless something has been said."""
+        """Log *text* on rank 0 of *comm*, unless a loss was reported before."""
         if comm.rank != 0:
             return
         with self._lock:
@@ -156,8 +164,10 @@ class LossNotice:
 
 
 class SumQueue:
-    """The queue of *comm*'s sums that works of the chain *path* issue. *joining*: this rank's way to
-    what adds up. *losses*: the job's, for all its queues."""
+    """The sums that continuations of the chain *path* issue on *comm*, in order.
+
+    *joining* connects this rank to the aggregators. *losses* is shared by all queues of the job.
+    """
 
     def __init__(
         self, comm: Communicator, path: str, joining: Joining, losses: LossNotice
@@ -180,15 +190,15 @@ class SumQueue:
     # ---- from other threads ----
 
     def start(self) -> Job:
-        """Find the aggregators now, so that what is wrong with them is an error at the start."""
+        """Connect to the aggregators now, so that a wrong address is an error at the start."""
         return self._put_job(Job(self._join))
 
     def all_reduce(self, values: torch.Tensor, operation: IntegerOperation) -> Job:
-        """Replace *values* by their sums over all ranks, or by the largest. Collective."""
+        """Replace *values* by their sums or maxima over all ranks. Collective."""
         return self._put_job(Job(partial(self._all_reduce, values.numpy(), operation)))
 
     def close(self) -> None:
-        """All sums that were asked for are in: leave, when all others do."""
+        """Leave together with all other ranks, after the last sum."""
         self._put(None)
         self._thread.join(timeouts.sum_queue_close)
 
@@ -208,13 +218,13 @@ class SumQueue:
             if job is None:
                 break
             job.run(None)
-        with contextlib.suppress(Exception):  # nobody is left to be told
+        with contextlib.suppress(Exception):  # no caller is left to raise it to
             self._leave()
         self._end_session(well=self._left)
         self._close_pipe()
 
     def _close_pipe(self) -> None:
-        """The last job was put and read, so nobody uses the pipe any more."""
+        """Close the wake-up pipe: the last job was put and read, so the pipe has no other user."""
         ends = self._woken, self._wake
         # A job that is put after the end fails, and wakes no later owner of the number.
         self._woken = self._wake = -1
@@ -222,7 +232,7 @@ class SumQueue:
             os.close(end)
 
     def _next(self) -> Job | None:
-        """The next job, once there is one; until then others are served."""
+        """The next job. Until one comes, watch the session's connections."""
         while not self._jobs:
             try:
                 if self._session is not None and self._broken is None:
@@ -230,10 +240,10 @@ class SumQueue:
                 else:
                     _readable(self._woken)
             except PeerLostError as error:
-                with contextlib.suppress(BaseException):  # the next sum is told
+                with contextlib.suppress(BaseException):  # the next sum raises it
                     self._lose(error)
             except BaseException as error:
-                # Nobody waits for this thread now: the next sum raises the error.
+                # No caller waits for this thread now: the next sum raises the error.
                 self._broken = error
         os.read(self._woken, 1)
         return self._jobs.popleft()
@@ -251,7 +261,10 @@ class SumQueue:
     def _all_reduce_somewhere(
         self, values: Integers, operation: IntegerOperation
     ) -> None:
-        """All ranks decide alike, whoever learns of a loss before this sum and who in it."""
+        """Form a sum by aggregators or around the ring.
+
+        All ranks decide alike, whether they learn of a loss before this sum or in it.
+        """
         if self._session is None and not self._is_on_ring:
             try:
                 self._join()
@@ -271,7 +284,8 @@ class SumQueue:
         self._around(values, operation)
 
     def _join(self) -> None:
-        """Collective. Raises `UsageError` and `PeerLostError`, on all ranks."""
+        """Connect to the aggregators. Collective. Raises `UsageError` or `PeerLostError`, on all
+        ranks."""
         self._session = self._joining.join(self._exchange)
 
     def _end_session(self, *, well: bool) -> None:
@@ -279,10 +293,10 @@ class SumQueue:
         if session is not None:
             session.close(well=well)
 
-    # ---- when an aggregator is lost ----
+    # ---- after the loss of an aggregator ----
 
     def _lose(self, error: PeerLostError) -> None:
-        """All go on around the ring from the same sum on."""
+        """Continue around the ring, from the same sum on all ranks."""
         try:
             self._end_session(well=False)
             self._is_on_ring = True
@@ -299,10 +313,10 @@ class SumQueue:
             assert self._kept is not None
             self._around(*self._kept)
 
-    # ---- the others ----
+    # ---- exchanges with other ranks ----
 
     def _around(self, values: Integers, operation: IntegerOperation) -> None:
-        """The next one, around the ring of all ranks."""
+        """Form one sum around the ring of all ranks."""
         self._comm.perform_here(
             Ring(self._comm.size, len(values)),
             torch.from_numpy(values),
@@ -311,7 +325,7 @@ class SumQueue:
         )
 
     def _exchange(self, words: bytes) -> list[bytes]:
-        """Collective: what all ranks say, however long it is."""
+        """Return all ranks' messages *words*, of any length. Collective."""
         own = torch.tensor([len(words)], dtype=torch.int64)
         lengths = [int(length) for length in self._gather(own)]
         longest = torch.zeros(max(lengths), dtype=torch.uint8)
@@ -326,7 +340,7 @@ class SumQueue:
         ]
 
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
-        """Collective: every rank's *own*, equally long on all, as rows."""
+        """Return every rank's *own* as a row; all have the same length. Collective."""
         size = self._comm.size
         said = own.new_zeros(size, len(own))
         said[self._comm.rank] = own
@@ -340,16 +354,16 @@ class SumQueue:
         return [msgspec.json.decode(one, type=_Met) for one in self._exchange(words)]
 
     def _leave(self) -> None:
-        """Until all others have all sums, and say so."""
+        """Return when all ranks have all sums and want to leave."""
         while self._broken is None and not self._left:
             all_met = self._meet(leaving=True)
             self._left = all(met.leaving for met in all_met)
-            if not self._left:  # somebody has lost an aggregator
+            if not self._left:  # another rank has lost an aggregator
                 self._end_session(well=False)
                 self._is_on_ring = True
                 self._form_again(all_met)
 
 
 def _readable(descriptor: int) -> None:
-    """Wait until it is, but not for ever."""
+    """Wait until *descriptor* can be read, for a limited time."""
     select.select([descriptor], [], [], timeouts.sum_queue_idle)

@@ -1,20 +1,20 @@
 """`SwitchML`, `Rina` and `ATP`: all-reduces whose sums are formed at switches, as integers.
 
-1. The buffer is cut into blocks of `BLOCK` numbers, whatever chunks they
-   travel in, so that all runtimes have the same bits. The last number is a block
-   by itself: a worker that has something to tell makes it NaN (`core.participation`), and all
-   others must get through. All ranks agree on each block's exponent, the largest of theirs:
-   switches find it as they find sums, or ranks in 2 log2 n steps, where these are fewer.
+1. The buffer is cut into blocks of `BLOCK` numbers, whatever the chunk size, so that all runtimes
+   have the same bits. All ranks agree on each block's exponent, the largest of theirs. Switches find
+   it like a sum, or ranks do in 2 log2 n steps, where these are fewer. The last number is a block by
+   itself: a worker makes it NaN to announce a change (`core.participation`), and the other numbers
+   must get through.
 2. Numbers become 32-bit integers (`collectives.in_network.fixed_point`), whose sums cannot overflow.
-3. Aggregators, or the simulated runtime, add them up; integers add up to the same in any order.
-4. Sums become numbers: a mean is divided by n. A block in which any rank has a NaN, an infinity or
-   2^127 and more is NaN on all ranks.
+3. Aggregators, or the simulated runtime, add them up; integer sums do not depend on the order.
+4. Sums become numbers again; a mean is divided by n. A block in which any rank has a NaN, an infinity
+   or 2^127 and more is NaN on all ranks.
 
-So all ranks have the same bits. Of float32 (and complex64) 4 bytes a number travel; int32 needs no
-exponents. Everything else goes around the plain ring: other types, maxima, and all buffers where no
-switch has something to add up. bfloat16 and float16 are other types: at switches they would be 4 bytes a
-number. Each rank would send more than around the ring. Buffers on CUDA go by the host's memory;
-under NCCL, which performs no schedules, all is native.
+So all ranks have the same bits. float32 and complex64 take 4 bytes per real number on the wire.
+int32 needs no exponents. Other types, maxima, and all buffers where no switch can add anything go
+around the plain ring. This includes bfloat16 and float16: at switches they would take 4 bytes per
+number, so each rank would send more than around the ring. Buffers on CUDA go through host memory.
+Under NCCL, which performs no schedules, everything is native.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ if TYPE_CHECKING:
     from paceline.transport.connection import ServerConnection
 
 BLOCK = 358
-"""Numbers with one exponent."""
+"""Numbers that share an exponent."""
 SLAB = 256
-"""Blocks that are worked on at a time: what stays in a cache."""
+"""Blocks that are converted at a time, so that they stay in the processor's cache."""
 
 
 def suits_switches(dtype: torch.dtype, operation: ReduceOperation) -> bool:
-    """Whether switches form this of real numbers of that type."""
+    """Whether switches can form this *operation* on real numbers of this *dtype*."""
     if dtype == torch.int32:
         return operation == "sum"
     return dtype == torch.float32 and operation != "max"
 
 
 class InNetworkAllReduce:
-    """An all-reduce whose sums are formed at switches, where there are any."""
+    """An all-reduce whose sums are formed at aggregating switches, if the cluster has some."""
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "aggregators"
@@ -98,12 +98,12 @@ class InNetworkAllReduce:
         self._ring = _Ring()
         self._by_aggregators: AggregatorSums | None = None
         self._log: Callable[[str], None] | None = None
-        """Says a sentence to people, once for the job; None: it has been said."""
+        """Logs a message to the user, once per job; None: it has been logged."""
 
-    # ---- what a row says ----
+    # ---- the algorithm ----
 
     def groups(self, at: Placement) -> tuple[Group, ...]:
-        """Return whose sums are formed where, in the order of the ring that these groups are."""
+        """Return the ring's groups in order: which workers' sums are formed at which switch."""
         raise NotImplementedError
 
     def schedule(self, size: int, at: Placement) -> Schedule:
@@ -113,28 +113,30 @@ class InNetworkAllReduce:
         return ring_of_racks_sum(self.groups(at), size)
 
     def uses_ring_only(self, at: Placement) -> bool:
-        """Return whether no switch has anything to add up, so that all goes around the ring."""
+        """Return whether no switch can add anything, so that all sums go around the plain ring."""
         return all(group.rack is None for group in self.groups(at))
 
     def agrees_at_switches(self, at: Placement) -> bool:
-        """Return whether switches find exponents, and not ranks by themselves."""
+        """Return whether switches find the exponents, instead of the ranks by themselves."""
         return is_sooner_at_switches(len(self.groups(at)), at.size)
 
     def agreement(self, elements: int, at: Placement) -> Schedule:
-        """Return the schedule of agreeing on the exponents of so many numbers."""
+        """Return the schedule that agrees on the exponents of *elements* numbers."""
         if self.agrees_at_switches(at):
             return self.schedule(4 * blocks_of(elements), at)
         return agreement_of_ranks(elements, at.size)
 
     def joining(self, comm: Communicator, job: JobConfig) -> Joining:
-        """Return a rank's way to the aggregators of *comm*'s sums."""
+        """Return the object that connects a rank to the aggregators of *comm*'s sums."""
         return JoinRing(self.groups(comm.placement), job)
 
     # ---- at the start ----
 
     def setup(self, comm: Communicator, runtime: Runtime) -> str:
-        """Return a message for people. Raises `UsageError` where an aggregator refuses, and
-        `PeerLostError` where there is none. Collective."""
+        """Connect to the aggregators; return a message for the user. Collective.
+
+        Raises `UsageError` if an aggregator refuses, and `PeerLostError` if it cannot be reached.
+        """
         check_found(comm.placement, runtime)
         groups = self.groups(comm.placement)
         if self.uses_ring_only(comm.placement):
@@ -162,7 +164,7 @@ class InNetworkAllReduce:
         """Return whether sums of *comm* are formed at switches."""
         if comm.is_virtual:
             return True
-        # Groups that come and go have no queue of their own.
+        # Temporary groups have no queue of their own.
         return self._by_aggregators is not None and comm.has_own_group
 
     def reduce_integers(
@@ -171,10 +173,10 @@ class InNetworkAllReduce:
         values: torch.Tensor,
         operation: IntegerOperation = "sum",
     ) -> Pending:
-        """Replace *values* on every rank of *comm* by their sums over ranks, or by the largest.
+        """Replace *values* on every rank of *comm* by their sums or maxima over ranks.
 
-        Sums are exact where they are below 2^31. Collective, in the order of issue. *values*
-        (int32, flat, on the host) count as many bytes on the network as `wire_bytes` says.
+        Sums are exact below 2^31. Collective, in the order of issue. *values* (int32, flat, on the
+        host) count `wire_bytes` bytes on the network.
         """
         if self._by_aggregators is not None:
             return self._by_aggregators.all_reduce(comm, values, operation)
@@ -214,7 +216,7 @@ class InNetworkAllReduce:
 
 
 class SwitchML(InNetworkAllReduce):
-    """One switch that adds up what all workers send."""
+    """One switch that sums the contributions of all workers."""
 
     name: ClassVar[str] = "switchml"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -248,7 +250,7 @@ class SwitchML(InNetworkAllReduce):
 
 
 class Rina(InNetworkAllReduce):
-    """A ring of racks, whose switches add up what their workers send."""
+    """A ring of racks, whose switches sum their workers' contributions."""
 
     name: ClassVar[str] = "rina"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -282,7 +284,7 @@ class Rina(InNetworkAllReduce):
 
 
 class ATP(InNetworkAllReduce):
-    """Sums that servers form, behind switches that add up what comes from their racks."""
+    """Sums at servers, behind switches that add up their racks' contributions."""
 
     name: ClassVar[str] = "atp"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
@@ -312,7 +314,7 @@ class ATP(InNetworkAllReduce):
         self._hosts: ServerHosts | None = None
 
     def tree(self, at: Placement) -> AtpTree:
-        """Return who adds up what."""
+        """Return which switch or server sums which contributions."""
         racks = at.racks or (0,) * at.size
         servers = beside_workers(racks)
         if at.cluster is not None and at.cluster.servers:
@@ -342,7 +344,7 @@ class ATP(InNetworkAllReduce):
         return not tree.aggregating_racks and not dedicated
 
     def agrees_at_switches(self, at: Placement) -> bool:
-        return True  # up to a server, and back
+        return True  # one way to a server, and back
 
     def joining(self, comm: Communicator, job: JobConfig) -> Joining:
         return JoinTree(self.tree(comm.placement), self._hosts, job)
@@ -365,7 +367,7 @@ class ATP(InNetworkAllReduce):
         )
 
     def _found(self, comm: Communicator, runtime: Runtime, own: int) -> ServerHosts:
-        """The servers on hosts of their own. Collective."""
+        """Connect to the servers on dedicated hosts. Collective."""
         job = ServiceJob((ServiceSpec("sums", kind=KIND, place="dedicated"),))
         ends = cast("Sequence[ServerConnection]", runtime.services(job))
         for end in ends:
@@ -379,14 +381,14 @@ class ATP(InNetworkAllReduce):
 
 
 class _Ring(Scheduled):
-    """The row ``ring``, which imports none of this."""
+    """The algorithm ``ring``, as a class without imports from this package."""
 
     def schedule(self, size: int, at: Placement) -> Schedule:
         return Ring(at.size, size)
 
 
 class _Integers:
-    """One sum of *flat*, which stands for so many *elements*, over the ranks of *comm*."""
+    """One sum of *flat*, which stands in for *elements* numbers, over the ranks of *comm*."""
 
     def __init__(
         self,
@@ -400,7 +402,7 @@ class _Integers:
         self._flat, self._elements, self._operation = flat, elements, operation
 
     def start(self) -> Pending:
-        """Nothing is to be agreed on."""
+        """Start the sum; integers need no exponents."""
         return self._add_up(np.empty(0, np.int16))
 
     def _add_up(self, exponents: Array) -> Pending:
@@ -411,16 +413,16 @@ class _Integers:
         return pending.then(lambda: self.take(values, exponents))
 
     def integers(self, exponents: Array) -> torch.Tensor:
-        """What this rank contributes."""
+        """This rank's contribution."""
         return self._flat.to("cpu", copy=True)
 
     def take(self, sums: torch.Tensor, exponents: Array) -> None:
-        """These are the sums."""
+        """Store the result."""
         self._flat.copy_(sums)
 
 
 class _Numbers(_Integers):
-    """The same of floating point."""
+    """One sum of floating-point numbers."""
 
     def __init__(
         self,
@@ -435,7 +437,7 @@ class _Numbers(_Integers):
         self._numbers = flat.to("cpu", torch.float32)
 
     def start(self) -> Pending:
-        """All ranks agree on exponents; then the sum is formed."""
+        """Agree on exponents with all ranks, then start the sum."""
         comm, at = self._comm, self._comm.placement
         agreed = torch.from_numpy(self._exponents())
         if self._algorithm.agrees_at_switches(at):
@@ -450,7 +452,7 @@ class _Numbers(_Integers):
         return pending.then(lambda: self._add_up(agreed.numpy()))
 
     def _exponents(self) -> Array:
-        """Of this rank's blocks."""
+        """The exponents of this rank's blocks."""
         found = np.empty(blocks_of(len(self._numbers)), np.int16)
         for first, rows in _slabs(self._numbers.numpy()):
             found[first : first + len(rows)] = exponents_of(rows)
@@ -473,29 +475,34 @@ class _Numbers(_Integers):
             agreed = exponents[first : first + len(rows)]
             into[:] = self._fixed.to_numbers(rows, agreed)
         if self._operation == "mean":
-            numbers /= self._comm.size  # before it becomes a type that holds less
+            numbers /= self._comm.size  # before a conversion to a type with less range
         if numbers.data_ptr() != self._flat.data_ptr():
             self._flat.copy_(numbers)
 
 
 def is_sooner_at_switches(groups: int, ranks: int) -> bool:
-    """Return whether a ring of so many groups has fewer steps in a row than ranks by themselves."""
+    """Return whether a ring of *groups* has fewer steps in a row than an agreement of the ranks
+    themselves."""
     return 2 * (groups - 1) <= agreement_of_ranks(1, ranks).steps
 
 
 def agreement_of_ranks(elements: int, ranks: int) -> HalvingDoubling:
-    """Return how ranks agree on the exponents of so many numbers, in 2 bytes each."""
+    """Return the schedule by which ranks agree on the exponents of *elements* numbers, in 2 bytes
+    each."""
     return HalvingDoubling(ranks, 2 * blocks_of(elements))
 
 
 def blocks_of(elements: int) -> int:
-    """How many blocks so many numbers have."""
+    """The number of blocks of *elements* numbers."""
     return -(-(elements - 1) // BLOCK) + 1 if elements else 0
 
 
 def _slabs(values: Array) -> Iterator[tuple[int, Array]]:
-    """Views of *values*, some blocks at a time as rows, and the number of the first; a shorter one
-    and the last number are rows by themselves."""
+    """Views of *values* as rows of one block each, up to `SLAB` rows at a time, with the first
+    row's number.
+
+    A shorter last block and the last number are rows by themselves.
+    """
     whole, rest = divmod(len(values) - 1, BLOCK)
     rows = values[: whole * BLOCK].reshape(-1, BLOCK)
     for first in range(0, whole, SLAB):

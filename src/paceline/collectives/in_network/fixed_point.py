@@ -7,22 +7,21 @@ packet. With N workers:
     f = (2^31 - N - 1) / (N 2^e)
     q = round(x f)          x' = (q_1 + ... + q_N) / f
 
-*No overflow, by construction*: |q| <= |x| f + 1/2 < (2^31 - N - 1)/N + 1/2, so N of them are
-below 2^31 - N/2 - 1. The published code has f = (2^31 - 1)/(N 2^e), which N roundings may
-exceed. All is computed in double precision: in single precision x f would be off by up to 128
-units before it is rounded.
+*No overflow, by construction*: |q| <= |x| f + 1/2 < (2^31 - N - 1)/N + 1/2, so a sum of N is below
+2^31 - N/2 - 1. The published code has f = (2^31 - 1)/(N 2^e), which N roundings may exceed. All
+steps use double precision: in single precision x f could be off by up to 128 units before rounding.
 
-*Error*: each rounding is off by 1/2 at most, so a sum is off by `FixedPoint.bound`
-= N/(2f), about N^2 2^e / 2^32: for 16 workers 2^-24 of the block's largest value. The result's
-own rounding to single precision is not in it.
+*Error*: each rounding is off by 1/2 at most, so a sum is off by `FixedPoint.bound` = N/(2f). That
+is about N^2 2^e / 2^32: for 16 workers 2^-24 of the block's largest value. The bound excludes the
+final rounding to single precision.
 
-*All workers* means all whose numbers meet in one sum. Where partial sums go from rack to rack,
-these are the workers of all racks, and their exponents must be agreed by all of them.
+*All workers* means all whose numbers are in one sum. If partial sums go from rack to rack, these
+are the workers of all racks, and all of them must agree on the exponents.
 
-*What no integer can stand for*: a block with a NaN, an infinity or a value of 2^127 or more has
-the exponent `NOT_FINITE`, which is larger than all others. So all workers learn of it, none
-sends the values, and all have NaN for the whole block. A block of zeros has the
-smallest exponent, whose factor is a large, finite double.
+*Values without an integer*: a block with a NaN, an infinity or a value of 2^127 or more has the
+exponent `NOT_FINITE`, which is larger than all others. So all workers learn of it, none sends the
+values, and all have NaN for the whole block. A block of zeros has the smallest exponent, whose
+factor is a large, finite double.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ SMALLEST = -126
 LARGEST = 127
 NOT_FINITE = 1000
 MOST_WORKERS = 1 << 16
-"""Beyond, a value would have fewer than 15 bits."""
+"""With more workers, a value would have fewer than 15 bits."""
 
 
 def exponents_of(blocks: Array) -> Array:
@@ -56,7 +55,7 @@ def exponents_of(blocks: Array) -> Array:
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """How the numbers of *workers* become integers: agreed by all of them."""
+    """The conversion between numbers and integers, for sums over *workers*."""
 
     workers: int
 
@@ -68,7 +67,7 @@ class FixedPoint:
             )
 
     def factors(self, exponents: Array) -> Array:
-        """f of each block, as doubles; 0 where it is not finite."""
+        """The factor f of each block, as doubles; 0 for blocks that are not finite."""
         largest = 2.0**31 - self.workers - 1
         known = np.where(exponents == NOT_FINITE, 0, exponents)
         factors = largest / self.workers * np.exp2(-known.astype(np.float64))
@@ -92,8 +91,8 @@ class FixedPoint:
         return numbers.astype(np.float32)
 
     def bound(self, exponents: Array) -> Array:
-        """By how much a sum of each block may be off, before it is rounded to single
-        precision: N/(2f)."""
+        """The largest error of a sum of each block, before its rounding to single precision:
+        N/(2f)."""
         factors = self.factors(exponents)
         with np.errstate(divide="ignore"):
             return np.where(factors == 0, np.nan, self.workers / (2 * factors))

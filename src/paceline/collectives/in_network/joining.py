@@ -1,11 +1,11 @@
-"""How ranks find what adds up for them, and each other: from nothing to a `Session`.
+"""Connects ranks to their aggregators, servers and each other: `Joining.join` returns a `Session`.
 
-1. Each opens what needs nobody's answer, and says where it is.
-2. Each registers where its chunks go to and where chunks come from.
-3. A first small sum goes all ways.
+1. Each rank opens its own listener or server, and sends its address to all.
+2. Each rank registers where its chunks go to and where chunks come from.
+3. A first small sum tests all connections.
 
-After each step all say how it went, in an exchange that all take part in. Whoever meets a fault
-says so there, so all raise it, and nobody waits.
+After each step all ranks exchange whether it succeeded. If one rank reports a fault, all raise it,
+and none waits for another.
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.timeouts import timeouts
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Collective: every rank's words, in rank order, for this one's. Raises what the transport
-raises."""
+"""Collective: sends this rank's message and returns every rank's, in rank order. Raises the
+transport's errors."""
 
 
 @dataclass(frozen=True)
 class JobConfig:
-    """What one rank knows of a job. *aggregators*: where each rack's is. *name*: no other job has
-    it; *token*: the aggregators'."""
+    """What one rank knows of a job.
+
+    *aggregators*: the address of each rack's aggregator. *name*: unique to the job. *token*: the
+    aggregators' secret token.
+    """
 
     rank: int
     aggregators: Mapping[int, Address]
@@ -75,11 +78,12 @@ class JobConfig:
 
 
 class Card(msgspec.Struct):
-    """What a rank tells the others when a group forms.
+    """The state that a rank sends to all others when a group forms.
 
-    A *fault* says why it cannot take part, *lost* whether a peer has gone. The next group finds it by
-    its address, and proves itself with the *nonce*. *servers* are by part; *chunk_bytes* is what it
-    was granted."""
+    *fault* says why it cannot take part, and *lost* whether the reason is a lost peer. The next
+    group connects to the address *listens*, and proves itself with *nonce*. *servers* are addresses
+    by part. *chunk_bytes* is what the rank was granted.
+    """
 
     fault: str = ""
     lost: bool = False
@@ -90,7 +94,7 @@ class Card(msgspec.Struct):
 
 
 class Joining(ABC):
-    """One rank's way into a job. Whatever is opened is in *_opened* until it is the session's."""
+    """One rank's way into a job. *_opened* holds what is open, until it belongs to the session."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
@@ -100,8 +104,11 @@ class Joining(ABC):
         ] = []
 
     def join(self, exchange: Exchange) -> Session:
-        """Collective. Raises, on all ranks alike, `UsageError` where somebody refuses, and
-        `PeerLostError` where somebody is not there."""
+        """Connect, and return the session. Collective.
+
+        Raises, on all ranks alike, `UsageError` if a rank or aggregator refuses, and
+        `PeerLostError` if one cannot be reached.
+        """
         sessions: list[Session] = []
 
         def finish() -> Card:
@@ -109,7 +116,7 @@ class Joining(ABC):
             try:
                 self._try_ways(sessions[0])
             except BaseException:
-                sessions[0].close(well=False)  # so that all learn of it
+                sessions[0].close(well=False)  # the closed connections tell the others
                 raise
             return Card()
 
@@ -126,28 +133,28 @@ class Joining(ABC):
 
     @abstractmethod
     def _open(self) -> Card:
-        """Open what needs nobody's answer."""
+        """Open what needs no other process."""
 
     @abstractmethod
     def _register(self, cards: Sequence[Card]) -> Card:
-        """Everybody has opened what he has: *cards*, by rank."""
+        """Register with the others, who have opened theirs: *cards*, by rank."""
 
     @abstractmethod
     def _finish(self, cards: Sequence[Card]) -> Session:
-        """Everybody has registered."""
+        """Make the session; all ranks have registered."""
 
     @property
     @abstractmethod
     def _most_ways(self) -> int:
-        """Of connections that take turns at the chunks of a part."""
+        """The most connections that take turns at the chunks of one part."""
 
     @property
     def _parts(self) -> int:
-        """Of a sum: one for each group of a ring."""
+        """Parts of a sum: one for each group of a ring."""
         return 1
 
     def _attempt(self, step: Callable[[], Card]) -> Card:
-        """The card that *step* makes, or one that tells why it cannot."""
+        """The card that *step* returns, or a card with its error."""
         try:
             return step()
         except (UsageError, PeerLostError, OSError) as error:
@@ -156,7 +163,7 @@ class Joining(ABC):
             return Card(fault=str(error) or type(error).__name__, lost=lost)
 
     def _tell(self, exchange: Exchange, card: Card) -> list[Card]:
-        """Every rank's card. Raises what any of them tells."""
+        """Exchange cards; raise the fault of any rank."""
         said = exchange(msgspec.json.encode(card))
         cards = [msgspec.json.decode(words, type=Card) for words in said]
         faults = [other for other in cards if other.fault]
@@ -165,7 +172,7 @@ class Joining(ABC):
         return cards
 
     def _try_ways(self, session: Session) -> None:
-        """Small sums, to every agent and every server. Raises `UsageError` where they do not get
+        """Test each agent and each server with small sums. Raises `UsageError` if one does not get
         through."""
         ways = self._most_ways
         for first in range(0, ways, PIECES):
@@ -188,8 +195,10 @@ class Joining(ABC):
 
 
 class JoinRing(Joining):
-    """Into the ring of *groups*: all workers of a rack that has an aggregator are one group,
-    every other worker is one by himself."""
+    """Joins the ring of *groups*.
+
+    All workers of a rack with an aggregator are one group; every other worker is a group by itself.
+    """
 
     def __init__(self, groups: Sequence[Group], job: JobConfig) -> None:
         super().__init__(job)
@@ -214,7 +223,7 @@ class JoinRing(Joining):
         return len(self._groups)
 
     def _terms(self, at: int) -> Terms:
-        """Of the group there."""
+        """The terms of group *at*."""
         group = self._groups[at]
         behind = self._groups[(at + 1) % len(self._groups)]
         return Terms(
@@ -258,7 +267,7 @@ class JoinRing(Joining):
             name = f"rank {self._before.ranks[0]}"
             at = self._registration(said.listens, name, said.nonce)
             at.say_hello("agent", self._number, self._name, terms)
-            self._to_before = at  # he answers once all have registered
+            self._to_before = at  # it answers once all have registered
         return card
 
     def _take_before(self, at: Registration) -> None:
@@ -284,7 +293,10 @@ class JoinRing(Joining):
         return Session(place, self._peers, self._peer_before, self._window, chunk_bytes)
 
     def _welcome_agents(self, listener: socket.socket) -> list[Peer]:
-        """The next group's workers, in their order: all have said hello. Strangers are turned away."""
+        """Accept the next group's workers; return them in their order.
+
+        All have said hello already. Connections without the token are closed.
+        """
         terms = self._terms(self._at)
         found: dict[int, Peer] = {}
         listener.settimeout(timeouts.aggregator_connect)
@@ -321,8 +333,11 @@ class JoinRing(Joining):
 
 
 class JoinTree(Joining):
-    """Into the sums that servers form behind switches: see `topology`. *hosts*: of dedicated servers,
-    where there are any; the others are threads of their workers' processes."""
+    """Joins the sums of servers behind switches; see `topology`.
+
+    *hosts*: the dedicated servers, if there are some. Other servers are threads of workers'
+    processes.
+    """
 
     def __init__(
         self, tree: AtpTree, hosts: ServerHosts | None, job: JobConfig
@@ -381,13 +396,13 @@ class JoinTree(Joining):
         return len(self._tree.servers)
 
     def _address(self, end: End) -> Address:
-        """In numbers: an aggregator looks no names up."""
+        """The numeric address of *end*: an aggregator resolves no names."""
         if end.kind == "server":
             return self._servers[end.number]
         return numeric(self._job.aggregators[end.number])
 
     def _terms(self, end: End) -> Terms:
-        """What all say to that end."""
+        """The terms that all workers send to *end*."""
         expected, nexts = next_of(self._tree, end)
         parents = _without_repeats(nexts)
         return Terms(
@@ -400,7 +415,7 @@ class JoinTree(Joining):
         )
 
     def _parents(self, end: End) -> tuple[Parent, ...]:
-        """Where sums go on from there."""
+        """The parents to which *end* sends its sums."""
         _, nexts = next_of(self._tree, end)
         return tuple(
             Parent(*self._address(one), end.number, self._terms(one))
@@ -413,7 +428,7 @@ def _without_repeats(ends: Sequence[End | None]) -> list[End]:
 
 
 def _hello_from(peer: socket.socket) -> Hello | None:
-    """What whoever connected has said already; None: it is no hello."""
+    """The hello that a new connection has sent; None if it sent something else."""
     peer.settimeout(timeouts.aggregator_probe)
     try:
         data = _exactly(peer, HEADER.size)
@@ -436,7 +451,7 @@ def _exactly(peer: socket.socket, size: int) -> bytes:
 
 
 def own_host(address: Address) -> str:
-    """This machine's own address on the way there."""
+    """This machine's own address on the route to *address*."""
     found = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
     with socket.socket(found[0], socket.SOCK_DGRAM) as probe:
         probe.connect(found[4])  # sends nothing: only finds the way
@@ -444,6 +459,6 @@ def own_host(address: Address) -> str:
 
 
 def numeric(address: Address) -> Address:
-    """The same in numbers, as others are told it. Raises `OSError` for what is not found."""
+    """The numeric form of *address*, for other processes. Raises `OSError` if it is not found."""
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][4]
     return str(found[0]), int(found[1])

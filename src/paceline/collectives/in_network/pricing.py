@@ -1,8 +1,8 @@
-"""What sums formed at switches cost: the activities of Rina, SwitchML and ATP.
+"""The cost of sums formed at switches: the activities of Rina, SwitchML and ATP.
 
-All stages of such a sum move at once, as chunks do that go through them in a wavefront, so the
-link that carries the most sets the pace. To that comes the latency of all steps in a row.
-Sums are of integers, so nothing else of a sum depends on which switch has added what.
+All stages of such a sum run at once, because chunks go through them in a wavefront. So the link
+with the most traffic sets the pace. The latency of all steps in a row is added. Sums are of
+integers, so nothing else depends on which switch has added which contribution.
 
 *Rina*, for G groups, and w workers in a group (`topology` says who the groups are):
 
@@ -10,17 +10,17 @@ Sums are of integers, so nothing else of a sum depends on which switch has added
 moves                 between                       of the buffer
 ===================== ============================= =====================================
 own numbers           each worker to its switch     1
-what is whole         agents to their switch        (G - 1) / (G w) each
-sums, then what is    a switch, or a worker alone,  2 (G - 1) / (G w) to each of w workers
-whole                 to the next group's agents    (1 where that is one alone)
-what is whole         the switch to each worker     1
+complete parts        agents to their switch        (G - 1) / (G w) each
+sums, then complete   a switch, or a worker alone,  2 (G - 1) / (G w) to each of w workers
+parts                 to the next group's agents    (1 where that is one alone)
+complete parts        the switch to each worker     1
 ===================== ============================= =====================================
 
-A worker's link carries (1 + 2 (G - 1) / (G w)) times the buffer where all racks aggregate,
-2 (G - 1) / G where it is alone. SwitchML is Rina with one group.
+A worker's link carries (1 + 2 (G - 1) / (G w)) times the buffer where all racks aggregate, 2 (G -
+1) / G where it is alone. SwitchML is Rina with one group.
 
-*ATP*, for n = racks that aggregate + workers in others (`topology.AtpTree`): the link
-of a dedicated server has n streams each way, and 1 where the server's own switch aggregates.
+*ATP*, for n = aggregating racks + workers in other racks (`topology.AtpTree`): the link of a
+dedicated server has n streams each way, and 1 where the server's own switch aggregates.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from paceline.interfaces import Activity, Schedule, Transfer
 class AggregatedSum(Schedule):
     """A sum formed at the switches of racks, with or without dedicated servers.
 
-    Ranks alone cannot perform it: it is one activity in virtual time, and has no messages of
-    its own elsewhere.
+    Ranks alone cannot perform it. In virtual time it is one activity; in other runtimes it has no
+    schedule of messages.
 
     Args:
         activity: Its price; nodes are ranks, then switches, then servers.
@@ -96,7 +96,7 @@ def rina_activity(groups: tuple[Group, ...], size: int) -> Activity:
 def _ring_traffic(
     groups: Sequence[Group], nodes: Sequence[int]
 ) -> dict[tuple[int, int], float]:
-    """How much of the buffer goes from one node to another."""
+    """The part of the buffer that goes from one node to another."""
     found: defaultdict[tuple[int, int], float] = defaultdict(float)
     passed = 1 - 1 / len(groups)
     for position, (group, node) in enumerate(zip(groups, nodes, strict=True)):
@@ -113,8 +113,11 @@ def _ring_traffic(
 def _ring_latency(
     groups: Sequence[Group], nodes: Sequence[int], one_way: OneWay
 ) -> float:
-    """Of the chain that starts at one group and goes twice around, less two steps, to the
-    workers of the last; into and out of the switches on its way. The slowest start counts."""
+    """The latency of the slowest chain of steps.
+
+    A chain starts at one group and goes twice around less two steps, to the workers of its last
+    group, into and out of the switches on its way.
+    """
     into, out, own = [], [], []
     for position, (group, node) in enumerate(zip(groups, nodes, strict=True)):
         behind = () if group.rack is None else group.ranks
@@ -136,8 +139,11 @@ def _after(groups: Sequence[Group], position: int) -> Group:
 
 
 def _sent_in_ring(groups: Sequence[Group], size: int, rank: int) -> int:
-    """A worker sends its own numbers once. Where its group has a switch, it also sends its
-    share of the parts that are whole; where it is alone, all parts in each stage."""
+    """The units that *rank* sends.
+
+    A worker behind a switch sends its own numbers once, and its share of the complete parts. A
+    worker without a switch sends a part in each stage but the last.
+    """
     position = next(i for i, group in enumerate(groups) if rank in group.ranks)
     group, count = groups[position], len(groups)
     parts = [segment(size, count, position - stage) for stage in range(2 * count - 1)]
@@ -180,12 +186,12 @@ def atp_activity(tree: AtpTree, size: int) -> Activity:
 
 
 def _switches_of(tree: AtpTree) -> tuple[int, ...]:
-    """The racks of workers and of servers; those that do not aggregate pass on."""
+    """The racks of workers and servers; switches of racks that do not aggregate only forward."""
     return tuple(sorted({*tree.racks, *(server.rack for server in tree.servers)}))
 
 
 def _dedicated_of(tree: AtpTree) -> tuple[int, ...]:
-    """Numbers of the dedicated hosts."""
+    """The numbers of the dedicated hosts."""
     return tuple(server.number for server in tree.servers if server.rank is None)
 
 
@@ -203,9 +209,11 @@ def _server_node(tree: AtpTree, server: ServerPlace) -> int:
 
 
 def _tree_traffic(tree: AtpTree) -> Counter[tuple[int, int]]:
-    """How many parts' streams move from node to node. What goes from rack to rack is
-    listed by way of both switches, whether they aggregate or not: so 1024 servers beside as many
-    workers are some thousand pairs, not a million."""
+    """The number of parts' streams from node to node.
+
+    Traffic between racks is listed by way of both switches, whether they aggregate or not. So 1024
+    servers beside as many workers are some thousand pairs, not a million.
+    """
     up: Counter[tuple[int, int]] = Counter()
     own = Counter(server.rank for server in tree.servers)
     count, node = len(tree.servers), _switch_nodes(tree)
@@ -229,15 +237,15 @@ def _tree_traffic(tree: AtpTree) -> Counter[tuple[int, int]]:
             continue
         up[home, at] += sum(loads.values()) - loads[server.rack]
         for rank in tree.members.get(server.rack, ()):
-            if rank != server.rank:  # perhaps on the same host: by no link
+            if rank != server.rank:  # if on the same host, it crosses no link
                 up[rank, at] += 1
     up = Counter({pair: streams for pair, streams in up.items() if streams})
     return up + Counter({(b, a): streams for (a, b), streams in up.items()})
 
 
 def _tree_latency(tree: AtpTree, one_way: OneWay) -> float:
-    """From the worker that is furthest from a server, there and back to the one that is
-    furthest."""
+    """The latency from the worker furthest from a server to that server, and back to the furthest
+    worker."""
     node = _switch_nodes(tree)
     to_switch, from_switch = (
         {
@@ -260,7 +268,7 @@ def _tree_latency(tree: AtpTree, one_way: OneWay) -> float:
 
 
 def _sent_to_servers(tree: AtpTree, size: int, rank: int) -> int:
-    """A worker sends its own numbers once; the server beside it sends results of its part."""
+    """The units that *rank* sends: its own numbers once, and the results of the server beside it."""
     sent = size
     for part, server in enumerate(tree.servers):
         if server.rank == rank:

@@ -1,7 +1,7 @@
-"""The aggregator: a `ChunkPool` behind a TCP port, in one thread and one loop.
+"""The aggregator: a `ChunkPool` behind a TCP port, in one thread and one event loop.
 
-It stands beside a rack's switch (``paceline aggregate``). ATP's servers are the same, as a thread of
-a worker's process or of ``paceline serve``.
+It runs on a host beside a rack's switch (``paceline aggregate``). ATP's servers are the same, as a
+thread in a worker's process or in ``paceline serve``.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ from paceline.transport import liveness
 MEMORY = 256 << 20
 MOST_NAME = 64
 STRANGERS = 64
-"""Connections that have not shown the token."""
+"""The most connections that have not proved that they have the token."""
 FRAMES = 8
-"""Of one connection, before others have their turn."""
+"""Frames that are read from one connection before others have their turn."""
 UP_FRAMES = 16
-"""That wait for a parent, before no more of the job is read."""
+"""Frames that may wait for a parent; beyond, no more of the job is read."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """An aggregator whose sums are added up further here."""
+    """The connection of an aggregator whose sums are added up further here."""
 
     number: int
 
 
 class _Link:
-    """One connection, and what it is to its job: *key* names it there. None: a stranger."""
+    """One connection; *key* names it within its *job*. No job: it has not registered."""
 
     def __init__(self, connection: Connection, nonce: str) -> None:
         self.connection = connection
@@ -87,10 +87,10 @@ class _Link:
         """Bytes of the largest frame that it may send."""
         self.scratch: Integers | bytearray | None = None
         self.waiting: list[Frame] | None = None
-        """For a parent that has not granted anything yet; None: it has, or is no parent."""
+        """Frames for a parent that has not accepted the job yet; None: it has, or it is no parent."""
         self.is_connecting = False
         self.is_ending = False
-        """It has been told why its job is over: nothing of it counts any more."""
+        """It has been told why its job is over; what it still sends is ignored."""
         self.events = 0
 
 
@@ -102,7 +102,7 @@ class _ServedJob:
         self.links: dict[Any, _Link] = {}
         self.known_parents: tuple[Parent, ...] = ()
         self.is_held_back = False
-        """A parent takes no more: contributions are not read."""
+        """A parent's queue is full, so contributions are not read."""
 
     @property
     def parents(self) -> list[_Link]:
@@ -110,20 +110,22 @@ class _ServedJob:
 
     @property
     def others(self) -> list[_Link]:
-        """Who has come by himself."""
+        """The connections that this server has accepted."""
         return [
             link for key, link in self.links.items() if not isinstance(key, ParentLink)
         ]
 
     @property
     def has_workers(self) -> bool:
-        """Whether somebody is here who is no aggregator."""
+        """Whether a worker or an agent is still connected."""
         return any(not isinstance(key, (ParentLink, Child)) for key in self.links)
 
 
 class AggregatorServer:
-    """Adds up what workers send to *address* and *port* (0: a free one), with so many bytes of
-    *memory*. Raises `UsageError` where it cannot listen, or may not."""
+    """Sums what workers send to *address* and *port* (0: any free port), in *memory* bytes.
+
+    Raises `UsageError` if it cannot listen there, or must not.
+    """
 
     def __init__(
         self, address: str, port: int, *, token: str, memory: int = MEMORY
@@ -155,7 +157,7 @@ class AggregatorServer:
         every: float | None = None,
         tell: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve until *stop* can be read; call *tell* about *every* so many seconds."""
+        """Serve until *stop* can be read; call *tell* about once in *every* seconds."""
         self._selector.register(stop, selectors.EVENT_READ, self._stop)
         while not self._stopped:
             self._handle(every)
@@ -163,7 +165,7 @@ class AggregatorServer:
         self._selector.unregister(stop)
 
     def finish(self, seconds: float) -> None:
-        """After `run`: serve so long at most, until all jobs have ended."""
+        """After `run`: serve until all jobs have ended, at most for *seconds*."""
         over = time.monotonic() + seconds
         while self._jobs and time.monotonic() < over:
             self._handle(max(0.0, over - time.monotonic()))
@@ -172,11 +174,11 @@ class AggregatorServer:
         for key, events in self._selector.select(seconds):
             if not isinstance(key.data, _Link):
                 key.data()
-            elif key.data in self._links:  # another may have closed it
+            elif key.data in self._links:  # an earlier event may have closed it
                 self._serve(key.data, events)
 
     def close(self) -> None:
-        """Close all connections; jobs learn of it by that."""
+        """Close all connections, which tells the jobs' workers."""
         for link in self._links:
             link.connection.close()
         self._links.clear()
@@ -187,7 +189,7 @@ class AggregatorServer:
         self._stopped = True
 
     def summary(self) -> dict[str, int]:
-        """All counts, by word."""
+        """All counts by name."""
         return {**self.counts, "passed on": self.pool.passed_on}
 
     def _serve(self, link: _Link, events: int) -> None:
@@ -212,10 +214,11 @@ class AggregatorServer:
             self._watch(link)
 
     def _watch(self, link: _Link) -> None:
-        """Wait for what this connection can do next."""
+        """Register the events that this connection waits for."""
         events = 0
         job = link.job
-        # Aggregators are always read: two that are each other's parents would wait for each other.
+        # Aggregators are always read. Two that are each other's parents would otherwise wait
+        # for each other.
         held = job is not None and job.is_held_back and isinstance(link.key, int)
         if not held:
             events |= selectors.EVENT_READ
@@ -233,7 +236,7 @@ class AggregatorServer:
         link.events = events
 
     def _hold_back(self, job: _ServedJob) -> None:
-        """While a parent takes no more, nothing of the job is read that could go there."""
+        """Stop reading the job's contributions while a parent's queue is full."""
         if not job.known_parents:
             return
         full = any(link.connection.queued > UP_FRAMES for link in job.parents)
@@ -251,7 +254,8 @@ class AggregatorServer:
                 raise EOFError
             return
         frames = 0
-        # A header that is here already, and nothing after it, wakes nobody: it is dealt with now.
+        # A header without payload that has already been read wakes no poll, so it is handled
+        # now.
         while frames < FRAMES or (connection.header and not connection.header.size):
             header = connection.read_header(link.most)
             if header is None:
@@ -321,17 +325,17 @@ class AggregatorServer:
         if freed and job is not None:
             self._send_all(job, freed)
 
-    # ---- who takes part ----
+    # ---- registration and departure ----
 
     def _accept(self) -> None:
         try:
             peer, _ = self._listener.accept()
             connection = Connection(peer)
         except OSError:
-            return  # it is gone again
+            return  # the peer has gone again
         strangers = [link for link in self._links if link.job is None]
         if len(strangers) >= STRANGERS:
-            self._drop(strangers[0])  # it has had its time
+            self._drop(strangers[0])  # the oldest one has had its time
         link = _Link(connection, secrets.token_hex(16))
         self._links[link] = None
         self._put(
@@ -392,8 +396,11 @@ class AggregatorServer:
         self._end_after_words(link)
 
     def _depart(self, link: _Link) -> None:
-        """It needs nothing more. Workers leave when all have all sums, so aggregators leave
-        their parents when no worker is here; a job is over when all who came have gone."""
+        """Handle a goodbye: the connection needs nothing more.
+
+        Workers leave together, when all have all sums. So an aggregator leaves its parents when its
+        last worker has left. A job ends when all its connections have.
+        """
         job = link.job
         assert job is not None
         self._drop(link)
@@ -405,7 +412,7 @@ class AggregatorServer:
             self._forget(job)
 
     def _lose(self, link: _Link, why: str) -> None:
-        """A connection ended without a goodbye: its job, if any, is over for all."""
+        """Handle a connection that ended without a goodbye: its job is over for all."""
         if link.job is None or link.is_ending:
             self._drop(link)
             return
@@ -435,8 +442,10 @@ class AggregatorServer:
         self.counts["jobs ended"] += 1
 
     def _end_after_words(self, link: _Link) -> None:
-        """What it still says is read and thrown away: a connection that is closed with unread data
-        loses the words that are on their way."""
+        """Send nothing more, and discard what still arrives.
+
+        Closing a connection with unread data would lose the message that is on its way.
+        """
         if link not in self._links:
             return
         link.is_ending, link.job = True, None
@@ -455,7 +464,7 @@ class AggregatorServer:
     # ---- parents ----
 
     def _join(self, job: _ServedJob, number: int, parent: Parent) -> None:
-        """Take part in the sums of a parent. Until it has granted that, frames wait."""
+        """Connect to a parent and register. Frames wait until it has accepted."""
         family, _, _, _, address = socket.getaddrinfo(
             parent.host,
             parent.port,
@@ -469,7 +478,7 @@ class AggregatorServer:
         link.is_connecting = True
         self._links[link] = None
         job.links[link.key] = link
-        peer.connect_ex(address)  # what it finds, it says once this can be written to
+        peer.connect_ex(address)  # an error shows once the socket is writable
         self._watch(link)
 
     def _hear_parent(self, link: _Link, header: Header, payload: bytes) -> None:
@@ -506,7 +515,7 @@ class AggregatorServer:
 
 
 def _key_of(hello: Hello) -> Hashable:
-    """What the job knows a connection as. Raises `UsageError`."""
+    """The key of a connection within its job. Raises `UsageError`."""
     if hello.role == "agent" and 0 <= hello.number < hello.terms.agents:
         return Agent(hello.number)
     if hello.role == "aggregator":
@@ -520,7 +529,7 @@ def _key_of(hello: Hello) -> Hashable:
 
 
 def _room_for(header: Header) -> Integers | bytearray:
-    """What a payload is read into: numbers that may be kept, or words."""
+    """A buffer for a payload: an array for numbers, bytes for messages."""
     if header.kind != Kind.SUM and header.kind not in CONTRIBUTIONS:
         return bytearray(header.size)
     if header.size % 4:
@@ -529,7 +538,7 @@ def _room_for(header: Header) -> Integers | bytearray:
 
 
 def _check_connected(peer: socket.socket) -> None:
-    """Raise `OSError` where it could not be."""
+    """Raise `OSError` if the connection failed."""
     fault = peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if fault:
         raise OSError(fault, os.strerror(fault))
@@ -567,14 +576,14 @@ class ServerThread:
             self.server.run(self._stop)
             self.server.finish(self._patience)
         except BaseException:
-            # Its jobs learn of it by their connections, and go on without it.
+            # Its jobs learn of it from their connections, and continue without it.
             traceback.print_exc()
         finally:
             self.server.close()
             os.close(self._stop)
 
     def close(self, *, well: bool = False) -> None:
-        """Once: all connections end; *well*: others may say their goodbyes first."""
+        """Close all connections; call it once. *well*: first let others say goodbye."""
         self._patience = timeouts.sum_queue_close if well else 0.0
         os.close(self._stopper)
         self._thread.join()

@@ -1,7 +1,7 @@
-"""One rank's connections to what adds up for one communicator, and its part of each sum.
+"""One rank's connections to aggregators for one communicator, and its part of each sum.
 
-A worker alone has no aggregator: he sends his chunks to the next group's workers in turn.
-`joining` says how ranks find each other.
+A worker without an aggregator sends its chunks to the next group's workers in turn. `joining` makes
+the connections.
 """
 
 from __future__ import annotations
@@ -31,19 +31,22 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.transport import liveness
 
 WINDOW = 8
-"""Chunks that a worker has under way. More of them wait in queues behind each other, where a stage
+"""Chunks that a worker has under way. More would wait in queues behind each other, although a stage
 that is nearer to the end could have gone first."""
 CHUNK_BYTES = 64 << 10
 QUEUED = 2
-"""Frames that a worker alone has waiting for one agent."""
+"""Frames that a worker without an aggregator queues for one agent."""
 
 _ENDED = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
 
 
 @dataclass(frozen=True)
 class Place:
-    """This rank's place in a ring of *groups*: *alone* and *alone_before* say which have no
-    aggregator; *agent*: its turn among how many workers of its group."""
+    """This rank's place in a ring of *groups*.
+
+    *alone* and *alone_before*: whether this rank and the previous group have no aggregator.
+    *agent*: this rank's turn, and the number of workers of its group.
+    """
 
     groups: int = 1
     position: int = 0
@@ -54,7 +57,7 @@ class Place:
 
 @dataclass(eq=False)
 class Peer:
-    """A connection; *name*: as people know its other end."""
+    """A connection; *name* is the other end's name in messages."""
 
     connection: Connection
     name: str
@@ -65,9 +68,9 @@ class Peer:
 class Session:
     """Sums over the workers of one job.
 
-    Chunk c of the job's stream goes to *ways* in turn. *before*: where chunks of the group before
-    come from. *window* and *chunk_bytes* are what was granted. *server*: one of this worker's own,
-    which ends with the session.
+    Chunk c of the job's stream goes to the connections *ways* in turn. *before* is the connection
+    to the previous group. *window* and *chunk_bytes* are what was granted. *server*: this worker's
+    own server, which ends with the session.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Session:
         self._by_descriptor = {one.connection.fileno(): one for one in self._peers}
         self._window, self._chunk_bytes = window, chunk_bytes
         self._position = self._position_before = 0
-        """Of the first chunk of the next sum, in this group's stream and in that of the one before."""
+        """The first chunk of the next sum, in this group's stream and in the previous group's."""
         self._poll = select.poll()
 
     # ---- a sum ----
@@ -96,10 +99,13 @@ class Session:
         operation: IntegerOperation = "sum",
         seconds: float | None = None,
     ) -> None:
-        """Replace *values*, int32, flat and contiguous, by their sums over all workers, exact
-        modulo 2^32, or by the largest of all workers' (*operation* "max"). Collective. Raises
-        `PeerLostError` where an aggregator or a worker is lost, and `UsageError` after so many
-        *seconds*; *values* are then good for nothing."""
+        """Replace *values* by their sums over all workers, or by the maxima (*operation* "max").
+        Collective.
+
+        *values* are int32, flat and contiguous; sums are exact modulo 2^32. Raises `PeerLostError`
+        if an aggregator or a worker is lost, and `UsageError` after *seconds*. *values* are
+        undefined then.
+        """
         self._operation = operation
         over = None if seconds is None else time.monotonic() + seconds
         place, count = self._place, len(values)
@@ -121,7 +127,7 @@ class Session:
         self._lowest = self._next = 0
         self._held: list[int] = []
         if self._before is not None:
-            self._read_before(self._before)  # what came early
+            self._read_before(self._before)  # what has arrived early
         while self._lowest < work.chunks or work.awaited:
             self._send_ready()
             self._wait(over)
@@ -129,7 +135,7 @@ class Session:
         self._position_before += work.chunks_before
 
     def _send_ready(self) -> None:
-        """Contribute to all chunks of the window that this worker has."""
+        """Send all chunks of the window that this worker has."""
         work = self._work
         over = min(work.chunks, self._lowest + self._window)
         while self._next < over:
@@ -171,7 +177,7 @@ class Session:
             self._lowest += 1
 
     def _wait(self, over: float | None) -> None:
-        """Until something has come or gone."""
+        """Wait until a connection can be read or written, and do so."""
         work = self._work
         if self._lowest == work.chunks and not work.awaited:
             return
@@ -201,14 +207,14 @@ class Session:
                     self._read_sums(peer)
 
     def _is_early(self, peer: Peer) -> bool:
-        """Whether what comes next from the group before belongs to a later sum."""
+        """Whether the next frame from the previous group belongs to a later sum."""
         header = peer.connection.header
         if header is None or header.kind != Kind.SUM:
             return False
         return header.position - self._position_before >= self._work.chunks_before
 
     def _read_sums(self, peer: Peer) -> None:
-        """What this group's aggregator has formed."""
+        """Read the sums of this group's aggregator."""
         while (header := self._header(peer)) is not None:
             chunk = header.position - self._position
             known = 0 <= chunk < self._work.chunks and not self._is_done[chunk]
@@ -222,7 +228,7 @@ class Session:
             self._complete(chunk)
 
     def _read_before(self, peer: Peer) -> None:
-        """What the group before has formed."""
+        """Read the sums of the previous group."""
         while (header := self._header(peer)) is not None:
             if self._is_early(peer):
                 return
@@ -268,7 +274,7 @@ class Session:
         )
 
     def _lost(self, peer: Peer, error: Exception) -> PeerLostError:
-        """The connection is over: as the other end has told, or as its end says."""
+        """The error for an ended connection: the other end's LOST message, or else how it ended."""
         with contextlib.suppress(OSError, EOFError, ProtocolError):
             header = peer.connection.read_header(WORDS_BYTES)
             if header is not None and header.kind == Kind.LOST:
@@ -285,8 +291,10 @@ class Session:
     # ---- between sums ----
 
     def idle(self, seconds: float, wake: int) -> None:
-        """Wait for so long, or until *wake* can be read. Raises `PeerLostError` where an aggregator
-        or a worker is lost."""
+        """Wait for *seconds*, or until *wake* can be read.
+
+        Raises `PeerLostError` if an aggregator or a worker is lost.
+        """
         poll = select.poll()
         poll.register(wake, select.POLLIN)
         for descriptor in self._by_descriptor:
@@ -296,11 +304,11 @@ class Session:
                 raise self._lost(self._by_descriptor[descriptor], EOFError())
 
     def close(self, *, well: bool) -> None:
-        """End all connections; not *well*: as a loss, for all workers."""
+        """Close all connections; not *well*: without a goodbye, which all workers see as a loss."""
         for peer in self._peers:
             if well:
                 peer.connection.put(frame(Kind.GOODBYE))
-                with contextlib.suppress(OSError):  # it has ended before us
+                with contextlib.suppress(OSError):  # the other end was first
                     peer.connection.flush()
             peer.connection.close()
         if self._server is not None:

@@ -1,33 +1,32 @@
-"""One worker's part of a sum around a ring of racks: which chunks it sends, takes and adds, and in
-which order. No I/O.
+"""One worker's part of a sum around a ring of racks: its chunks and their order. No I/O.
 
 After Rina (ICNP 2024: the idea; what follows is this project's own design). All workers of a rack
-that has an aggregator are one *group*, every other worker is one by himself. The sum is that of a
-ring of G groups: group p of them deals in its stage s with part (p - s) mod G.
+with an aggregator are one *group*, and every other worker is a group by itself. The sum is that of
+a ring of G groups: in stage s, group p works on part (p - s) mod G.
 
 ================ ==================== ============================ =========================
 stage            comes from the       what the group does          goes to
-                 group before
+                 previous group
 ================ ==================== ============================ =========================
 0                -                    sums its own                 the next group
-1 to G - 2       sum of those before  adds its own                 the next group
+1 to G - 2       a partial sum        adds its own                 the next group
 G - 1            sum of all others    adds its own: the part is    all of its own, and the
-                                      whole                        next group
-G to 2 G - 3     a whole part         spreads it                   all of its own, and the
+                                      complete                     next group
+G to 2 G - 3     a complete part      distributes it               all of its own, and the
                                                                    next group
-2 G - 2          a whole part         spreads it                   all of its own
+2 G - 2          a complete part      distributes it               all of its own
 ================ ==================== ============================ =========================
 
-With one group stage 0 is all there is, and its sum goes to all (SwitchML, ATP). A group of one
-worker sends its own sums, and no more in the last stage.
+With one group there is only stage 0, and its sum goes to all (SwitchML, ATP). A group of one worker
+sends its own sums, and nothing in the last stage.
 
 Chunks of all stages are one stream. Stages take turns in it, each a little behind the one before
-(`STAGGER`): parts that are summed load the way to the aggregator, parts that are spread
-the way from it, and so both ways are busy at once.
+(`STAGGER`). Summed parts load the link to the aggregator, distributed parts the link from it. So
+both directions are busy at once.
 
-What comes for a group its workers take in turn, chunk by chunk; the one whose turn it is, the
-chunk's *agent*, adds it to its own, and brings it where it is spread, for all. So no worker's link
-carries more than another's.
+A group's workers receive the previous group's chunks in turn. The worker whose turn it is, the
+chunk's *agent*, adds the chunk to its own numbers. If parts are only distributed, the agent sends
+the chunk for all. So all workers' links carry the same.
 """
 
 from __future__ import annotations
@@ -40,15 +39,17 @@ import numpy as np
 from paceline.collectives.in_network.wire import Integers, Mode
 
 PIECES = 48
-"""Of a part: chunks are smaller where a sum is."""
+"""The number of chunks of a part, within the limits of a chunk's size: a smaller sum has smaller
+chunks."""
 FEWEST_BYTES = 12 << 10
-"""Of a chunk that is not the whole part: a frame costs more than these."""
+"""Bytes of a chunk, at least, unless the whole part is smaller. A frame's fixed cost exceeds the
+cost of these bytes."""
 STAGGER = 4
-"""Chunks of the stream that all stages together are apart: half a window."""
+"""Distance between the first stage and the last, in chunks of the stream: half a window."""
 
 
 def chunk_elements(elements: int, groups: int, most_bytes: int) -> int:
-    """How many numbers a chunk has, the same on all ranks."""
+    """The numbers in a chunk, the same on all ranks."""
     fair = -(-4 * elements // (groups * PIECES))
     size = min(max(fair, FEWEST_BYTES), most_bytes)
     return max(1, size // 4)
@@ -56,8 +57,10 @@ def chunk_elements(elements: int, groups: int, most_bytes: int) -> int:
 
 @lru_cache(maxsize=64)
 def _in_order(stages: int, chunks: int, behind: int) -> list[int]:
-    """Which chunk of all stages, counted stage by stage, comes when in the stream, where each
-    stage is so many *behind* the one before."""
+    """The order of the stream: chunks of all stages, counted stage by stage.
+
+    Each stage is *behind* chunks behind the one before.
+    """
     stage = np.repeat(np.arange(stages), chunks)
     within = np.tile(np.arange(chunks), stages)
     found: list[int] = np.lexsort((stage, within + behind * stage)).tolist()
@@ -66,8 +69,11 @@ def _in_order(stages: int, chunks: int, behind: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Stages:
-    """What group *position* of *groups* does, in parts of so many *chunks*; *alone*: it is
-    one worker without an aggregator. A *step* is a chunk of a stage, counted stage by stage."""
+    """The stages of group *position* of *groups*, in parts of *chunks* chunks.
+
+    *alone*: the group is one worker without an aggregator. A *step* is a chunk of a stage, counted
+    stage by stage.
+    """
 
     groups: int
     position: int
@@ -78,20 +84,21 @@ class Stages:
     def steps(self) -> list[int]:
         """The step of each chunk of the group's stream."""
         stages = 2 * self.groups - 1
-        behind = max(1, STAGGER // stages)  # the same in all groups: no circle
+        # The distance is the same in all groups, so that no cycle of waits can form.
+        behind = max(1, STAGGER // stages)
         return _in_order(stages - self.alone, self.chunks, behind)
 
     def row(self, step: int) -> int:
-        """Which chunk of the values a step is about."""
+        """The chunk of the values that a step is about."""
         stage, within = divmod(step, self.chunks)
         return (self.position - stage) % self.groups * self.chunks + within
 
     def is_spread(self, step: int) -> bool:
-        """Whether its numbers are whole already, and only spread."""
+        """Whether the step only distributes complete numbers."""
         return step >= self.groups * self.chunks
 
     def mode(self, step: int) -> Mode:
-        """Where its sum goes."""
+        """Where the step's sum goes."""
         stage = step // self.chunks
         if self.alone or stage < self.groups - 1:
             return Mode.FORWARD
@@ -99,10 +106,10 @@ class Stages:
 
 
 class RingSum:
-    """One worker's *values*, int32 and flat, become the sums over all workers of the ring.
+    """One worker's part of a sum around the ring: its *values*, int32 and flat, become the sums.
 
-    *agent*: which of how many agents of its group this worker is. *first_before*: the number of
-    the first chunk that comes from the group before, in that one's stream.
+    *agent*: this worker's number among its group's agents, and how many there are. *first_before*:
+    the number of the previous group's first chunk, in that group's stream.
     """
 
     def __init__(
@@ -118,11 +125,11 @@ class RingSum:
         self._stages, self._agents = stages, agent[1]
         self._steps = stages.steps
         self._coming: list[int] = []
-        """Of each chunk of the group before: the step that waits for it."""
+        """For each chunk of the previous group: the step that waits for it."""
         self._is_mine = bytearray((2 * stages.groups - 1) * stages.chunks)
-        """Of each step: whether this worker is its agent."""
+        """For each step: whether this worker is its agent."""
         self.awaited = 0
-        """Chunks that are to come from the group before."""
+        """Chunks that are still to come from the previous group."""
         if before is not None:
             number, count = agent
             self._coming = [step + stages.chunks for step in before.steps]
@@ -135,41 +142,40 @@ class RingSum:
 
     @property
     def chunks(self) -> int:
-        """Of this worker's stream."""
+        """Chunks of this worker's stream."""
         return len(self._steps)
 
     @property
     def chunks_before(self) -> int:
-        """Of the stream of the group before."""
+        """Chunks of the previous group's stream."""
         return len(self._coming)
 
     def is_ready(self, chunk: int) -> bool:
-        """Whether this worker can send it."""
+        """Whether this worker can send *chunk* now."""
         return bool(self._is_here[self._steps[chunk]])
 
     def is_silent(self, chunk: int) -> bool:
-        """Whether another worker of the group brings it for all."""
+        """Whether another worker of the group sends *chunk* for all."""
         step = self._steps[chunk]
         return self._stages.is_spread(step) and not self._is_mine[step]
 
     def outgoing(self, chunk: int) -> tuple[Mode, Integers, int]:
-        """Where its sum goes, what this worker contributes, and for how many."""
+        """Where *chunk*'s sum goes, this worker's numbers, and for how many workers they count."""
         step = self._steps[chunk]
         members = self._agents if self._stages.is_spread(step) else 1
         return self._stages.mode(step), self._numbers(step), members
 
     def sums(self, chunk: int) -> Integers:
-        """Where the sum of this worker's group belongs."""
+        """Where the sum of this worker's group is stored."""
         return self._numbers(self._steps[chunk])
 
     def coming(self, chunk: int) -> tuple[Integers, bool]:
-        """Where what comes from the group before belongs, and whether it is to be added to
-        what is there."""
+        """Where a chunk of the previous group is stored, and whether it is added there."""
         step = self._coming[chunk]
         return self._numbers(step), not self._stages.is_spread(step)
 
     def arrived(self, chunk: int) -> None:
-        """It is there: once for each."""
+        """Note that a chunk of the previous group has arrived; once for each."""
         self._is_here[self._coming[chunk]] = True
         self.awaited -= 1
 

@@ -1,7 +1,8 @@
-"""ATP's servers on hosts of their own: a kind of service, and what workers say to it.
+"""ATP's servers on dedicated hosts: the service and the workers' requests to it.
 
-``paceline serve`` becomes one where workers describe it so (`parameter_server.process.services`). It runs
-an `AggregatorServer` for the job, in a thread, and tells where.
+``paceline serve`` becomes such a server when workers ask for one
+(`parameter_server.process.services`). It runs an `AggregatorServer` for the job in a thread, and
+replies with the port.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ if TYPE_CHECKING:
     from paceline.transport.connection import ServerConnection
 
 KIND = "atp-server"
-"""The row of `parameter_server.process.services`."""
+"""The service's name in `parameter_server.process.services`."""
 
 
 class Open(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Add up at *host*, a numeric address of this machine, for who has the *token*. Reply:
-    `Opened`; a second time the same."""
+    """Request: sum at *host*, a numeric address of this machine, for workers with *token*.
+
+    Reply: `Opened`; a repeated request gets the same.
+    """
 
     host: str
     token: str
 
 
 class Opened(msgspec.Struct):
-    """The port where it listens."""
+    """Reply: the port of the sums."""
 
     port: int
 
 
 class SumsService(Service):
-    """The `Service`. What comes to its sums' port is nobody else's."""
+    """The `Service`; frames of sums go to a port of their own."""
 
     def __init__(self) -> None:
         self._threads: dict[tuple[str, str], ServerThread] = {}
@@ -59,7 +62,7 @@ class SumsService(Service):
         return [Reply(sender, Said(words=msgspec.json.encode(opened)))]
 
     def on_worker_lost(self, worker: int, incarnation: int, now: float) -> list[Reply]:
-        self.close()  # nothing more can be complete
+        self.close()  # without this worker no sum can be complete
         return []
 
     def next_deadline(self) -> float | None:
@@ -72,7 +75,7 @@ class SumsService(Service):
         return Work()
 
     def close(self) -> None:
-        """All sums are over."""
+        """End all sums."""
         for thread in self._threads.values():
             thread.close()
         self._threads.clear()
@@ -88,18 +91,18 @@ class SumsService(Service):
 
 
 class ServerHosts:
-    """A worker's ends of the services on dedicated hosts, of part 0, 1, ..."""
+    """A worker's connections to the services on dedicated hosts, of part 0, 1, ..."""
 
     def __init__(self, ends: Sequence[ServerConnection]) -> None:
         self._ends = ends
 
     @property
     def addresses(self) -> list[Address]:
-        """Where the services listen."""
+        """Where the services themselves listen."""
         return [end.address for end in self._ends]
 
     def open(self, token: str) -> list[Address]:
-        """Where the sums are formed. Raises `UsageError` and `PeerLostError`."""
+        """Open the sums; return their addresses. Raises `UsageError` or `PeerLostError`."""
         opened = []
         for end in self._ends:
             host = str(socket.getaddrinfo(*end.address)[0][4][0])

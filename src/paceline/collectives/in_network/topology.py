@@ -1,16 +1,16 @@
-"""Who sums what where: the ring of racks of Rina, and ATP's tree. No I/O.
+"""Which switch or server sums which contributions: the ring of Rina, and ATP's tree. No I/O.
 
-*Rina* (ICNP 2024: the idea; what follows is this project's own design): all workers of a rack that
-has an aggregator are one *group*, every other worker is one by itself. Groups form a ring. With
-one group all is summed at one switch (SwitchML).
+*Rina* (ICNP 2024: the idea; what follows is this project's own design): all workers of a rack with
+an aggregator are one *group*, and every other worker is a group by itself. Groups form a ring. With
+one group, all is summed at one switch (SwitchML).
 
-*ATP* (Lao et al., NSDI 2021): the first switch that a contribution meets adds up its rack. The
-switch of the server's own rack adds up what comes from everywhere. Results go back by
-the same ways: each switch passes one copy to each node below it. A buffer has as many
-parts as there are servers. For a part whose server stands in rack t:
+*ATP* (Lao et al., NSDI 2021): the first switch on a contribution's way sums its rack. The switch of
+the server's own rack sums the contributions of all racks. Results return on the same ways: each
+switch sends one copy to each node below it. A buffer has as many parts as there are servers. For a
+part whose server stands in rack t:
 
 ===================== ============================ =======================
-who contributes       to                           which passes it on to
+contributor           sends to                     which sends its sum to
 ===================== ============================ =======================
 the server's worker   the server                   -
 workers of a rack r   the switch of r, if it       the switch of t; if it
@@ -21,8 +21,8 @@ workers of others     the switch of t; if it does  -
 the switch of t       the server                   -
 ===================== ============================ =======================
 
-Chunks go to parts in turn: chunk c is of part c mod p, for p servers. Nothing here knows addresses:
-ends are `End`s.
+Chunks belong to parts in turn: chunk c is of part c mod p, for p servers. This module knows no
+addresses: it names switches and servers by `End`s.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from typing import Literal, NamedTuple
 
 @dataclass(frozen=True)
 class Group:
-    """One member of the ring: *ranks* that the aggregator of *rack* sums, or a worker alone
-    (*rack* None)."""
+    """One member of the ring: *ranks* summed by the aggregator of *rack*, or a worker alone (*rack*
+    None)."""
 
     ranks: tuple[int, ...]
     rack: int | None = None
@@ -45,10 +45,10 @@ class Group:
 def ring_of_racks(
     racks: Sequence[int], aggregating: Collection[int]
 ) -> tuple[Group, ...]:
-    """The ring of workers in *racks* (one each), of which *aggregating* have an aggregator:
-    ordered by lowest rank, those of a rack beside each other.
+    """The ring of workers, by their *racks*, of which *aggregating* have an aggregator.
 
-    A worker that is the only one in its rack is alone: there is nothing to aggregate.
+    Groups are ordered by lowest rank; workers of one rack are beside each other. The only worker of
+    a rack is alone: there is nothing to aggregate.
     """
     members: dict[int, list[int]] = {}
     for rank, rack in enumerate(racks):
@@ -63,7 +63,7 @@ def ring_of_racks(
 
 
 def one_switch(workers: int, rack: int) -> tuple[Group, ...]:
-    """All workers at the aggregator of one rack."""
+    """One group: all workers at the aggregator of one rack."""
     return (Group(tuple(range(workers)), rack),)
 
 
@@ -80,7 +80,7 @@ class ServerPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class AtpTree:
-    """Who adds up what on the way to which server.
+    """Which switch or server sums which contributions, on the way to each server.
 
     Args:
         racks: The rack of each rank.
@@ -102,7 +102,7 @@ class AtpTree:
 
     @cached_property
     def aggregating_racks(self) -> tuple[int, ...]:
-        """Racks whose switch has something to add up: two workers of the job, or one and a
+        """Racks whose switch has something to sum: two workers of the job, or a worker and a
         server."""
         homes = {server.rack for server in self.servers}
         return tuple(
@@ -113,24 +113,24 @@ class AtpTree:
 
     @cached_property
     def direct_workers(self) -> tuple[int, ...]:
-        """Ranks in racks whose switch adds nothing up."""
+        """Ranks in racks whose switch sums nothing."""
         return tuple(
             r for r, rack in enumerate(self.racks) if rack not in self.aggregating_racks
         )
 
     def server_switch(self, server: ServerPlace) -> int | None:
-        """The rack of *server*, if its switch adds up."""
+        """The rack of *server*, if its switch aggregates; else None."""
         return server.rack if server.rack in self.aggregating_racks else None
 
     def below(self, server: ServerPlace) -> tuple[list[int], list[int]]:
-        """The racks that add up, and the ranks that are by themselves, whose streams meet at the
-        switch of *server*, or else at *server*."""
+        """The racks and the single ranks whose streams meet at the switch of *server*, or at
+        *server* itself."""
         ranks = [rank for rank in self.direct_workers if rank != server.rank]
         racks = [rack for rack in self.aggregating_racks if rack != server.rack]
         return racks, ranks
 
     def streams_into(self, server: ServerPlace) -> int:
-        """How many come over the link of *server*."""
+        """The number of streams that cross the link of *server*."""
         if self.server_switch(server) is not None:
             return 1
         racks, ranks = self.below(server)
@@ -156,7 +156,7 @@ class End(NamedTuple):
 
 
 def at_worker(tree: AtpTree, rank: int) -> list[End]:
-    """Where a worker sends its contributions to each part."""
+    """Where a worker sends its contribution to each part."""
     rack = tree.racks[rank]
     return [
         End("server", part)
@@ -169,8 +169,10 @@ def at_worker(tree: AtpTree, rank: int) -> list[End]:
 
 
 def next_of(tree: AtpTree, end: End) -> tuple[tuple[int, ...], list[End | None]]:
-    """Of each part: how many workers' contributions meet at *end*, and where their sum goes on;
-    None: it is whole there."""
+    """For each part: how many workers' contributions meet at *end*, and where their sum goes next.
+
+    None: the sum is complete there.
+    """
     if end.kind == "server":
         everyone, parts = len(tree.racks), range(len(tree.servers))
         expected = tuple(everyone * (part == end.number) for part in parts)
@@ -183,6 +185,6 @@ def next_of(tree: AtpTree, end: End) -> tuple[tuple[int, ...], list[End | None]]
 
 
 def _top(tree: AtpTree, part: int, server: ServerPlace) -> End:
-    """Where streams from outside of its rack enter."""
+    """Where streams from other racks enter the rack of *server*."""
     rack = tree.server_switch(server)
     return End("server", part) if rack is None else End("switch", rack)

@@ -1,4 +1,4 @@
-"""What travels between workers and aggregators: frames over TCP, and how both ends prove who they are.
+"""The protocol between workers and aggregators: frames over TCP, and mutual authentication.
 
 A frame is a header of 16 bytes and a payload:
 
@@ -12,17 +12,18 @@ offset  bytes field
 15      1     mode (`Mode`): where the chunk's sum goes
 ======= ===== =====================================================================
 
-Words are JSON in the payload; nothing is unpickled. The one that listens speaks first:
+Messages other than numbers are JSON in the payload; nothing is unpickled. The listening end sends
+first:
 
 ============ =============== ===========================================================
-from         kind            what
+from         kind            content
 ============ =============== ===========================================================
 aggregator   CHALLENGE       a nonce
 worker       HELLO           its job's terms (`Hello`), with an HMAC of them and the nonce
 aggregator   GRANTED         window and chunk (`Granted`), with an HMAC; or REFUSED
 worker       CONTRIBUTION    numbers of one chunk, to be added up
-worker       MAXIMUM         numbers of one chunk, of which the largest count
-aggregator   SUM, DONE       what a chunk became; or only that it is complete
+worker       MAXIMUM         numbers of one chunk, to find their maximum
+aggregator   SUM, DONE       a chunk's result; or only that it is complete
 either       GOODBYE         nothing more is needed
 aggregator   LOST            the job is over, and why
 ============ =============== ===========================================================
@@ -32,7 +33,7 @@ aggregator   LOST            the job is over, and why
 so every aggregator closes the job's other connections, and all workers know at once. Nothing is
 inferred from silence.
 
-Threat model. A connection without the token is refused, and nothing of it is kept. Frames are
+Threat model. A connection without the token is refused, and none of its data is used. Frames are
 neither encrypted nor signed: an attacker who alters a TCP stream alters the numbers, as with gloo.
 Jobs that distrust each other need aggregators of their own.
 """
@@ -60,7 +61,7 @@ from paceline.transport.security import TRUSTED, derived, is_loopback
 
 VERSION = 3
 WORDS_BYTES = 1 << 18
-"""Of words, at most: the terms of a tree with many servers name each of them."""
+"""The most bytes of a JSON message: the terms of a tree name each of its servers."""
 HEADER = struct.Struct("<QIHBB")
 
 Integers = NDArray[np.int32]
@@ -69,7 +70,7 @@ Address = tuple[str, int]
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     CHALLENGE = 1
     HELLO = 2
@@ -106,25 +107,25 @@ class Header(NamedTuple):
 
 
 class ProtocolError(ValueError):
-    """The other end says what is none of this protocol's frames."""
+    """The other end sends a frame that this protocol does not have."""
 
 
-# ---- words ----
+# ---- JSON messages ----
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job at one aggregator or server, the same for all who take part there.
+    """A job's terms at one aggregator or server, the same for all its members.
 
-    A job's chunks belong to *parts* in turn: position modulo their number.
+    A job's chunks belong to *parts* in turn: position modulo the number of parts.
 
     Attributes:
-        expected: Of each part, how many workers' contributions a chunk has here.
-        parent_of: Of each part, the number of the `Parent` that adds up further (-1: none, the sum is
-            whole here).
-        agents: How many connections take turns at the sums that go on (`Mode`).
+        expected: For each part, how many workers' contributions a chunk has here.
+        parent_of: For each part, the number of the `Parent` that adds up further (-1: none, the sum is
+            complete here).
+        agents: How many connections take turns at receiving sums for the next group (`Mode`).
         window: Chunks that a worker has under way.
-        chunk_bytes: The most bytes of one.
-        leased: Whether memory for a window is kept for this job; else it competes for free memory.
+        chunk_bytes: The most bytes of one chunk.
+        leased: Whether memory for a window is reserved for this job; else it competes for free memory.
     """
 
     job: str
@@ -137,8 +138,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where sums of a part are added up further, and the job's terms there. *number*: which
-    aggregator the one that is told this is there."""
+    """The address where sums of a part are added up further, and the job's terms there.
+
+    *number*: the number that the connecting aggregator has there.
+    """
 
     host: str
     port: int
@@ -147,16 +150,19 @@ class Parent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Challenge(msgspec.Struct, kw_only=True):
-    """*nonce*: to be part of the proof."""
+    """A *nonce* that the other end's proof must contain."""
 
     version: int
     nonce: str
 
 
 class Hello(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Who takes part, in what. *role*: ``worker`` and ``aggregator`` contribute, an ``agent``
-    takes sums that go on; *number*: which one of these. *name*: what people call it. *parents*: where sums go on from here, as
-    workers know it."""
+    """A request to take part.
+
+    *role*: ``worker`` and ``aggregator`` contribute, an ``agent`` receives sums for the next group.
+    *number*: which one of its role. *name*: its name in messages. *parents*: where sums go next,
+    for aggregators.
+    """
 
     role: str
     number: int
@@ -168,7 +174,7 @@ class Hello(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Granted(msgspec.Struct, kw_only=True):
-    """As many chunks of so many bytes as this job may have under way."""
+    """The number of chunks and their bytes that this job may have under way."""
 
     window: int
     chunk_bytes: int
@@ -179,19 +185,19 @@ _Words = TypeVar("_Words", bound=msgspec.Struct)
 
 
 def proof_of(token: str, nonce: str, words: Hello | Granted) -> str:
-    """What only who has the *token* can say of these *words* to who has made the *nonce*."""
+    """The HMAC of a message, for the other end's *nonce*; only holders of *token* can compute it."""
     text = msgspec.json.encode(msgspec.structs.replace(words, proof="")).decode()
     return derived(token.encode(), f"aggregator {nonce} {text}")
 
 
 def is_proven(token: str, nonce: str, words: Hello | Granted) -> bool:
-    """Whether the words are from somebody with the token, and for this nonce."""
+    """Whether the sender of the message has the token, and answers this nonce."""
     expected = proof_of(token, nonce, words).encode()
     return hmac.compare_digest(expected, words.proof.encode())
 
 
 def words_of(payload: bytes | memoryview, kind: type[_Words]) -> _Words:
-    """Raises `ProtocolError` for what is none of these words."""
+    """Decode a JSON message. Raises `ProtocolError` for anything else."""
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -201,8 +207,10 @@ def words_of(payload: bytes | memoryview, kind: type[_Words]) -> _Words:
 def check_may_be_read(
     address: str, environment: Mapping[str, str] | None = None
 ) -> None:
-    """Raise `UsageError` where an aggregator at *address* would show a network what nobody
-    has said it may read."""
+    """Raise `UsageError` if *address* is on a network that the user has not declared as trusted.
+
+    Frames are not encrypted, so that network can read them.
+    """
     environment = os.environ if environment is None else environment
     if is_loopback(address) or environment.get(TRUSTED) == "1":
         return
@@ -239,21 +247,23 @@ def frame(
     mode: int = Mode.LOCAL,
     then: Sequence[Any] = (),
 ) -> Frame:
-    """A frame of a chunk; its *values* must stay as they are until they are sent."""
+    """A frame of a chunk; *values* must not change until it is sent."""
     payload = None if values is None or not len(values) else bytes_of(values)
     size = 0 if payload is None else len(payload)
     return Frame(HEADER.pack(position, size, members, kind, mode), payload, then)
 
 
 def words_frame(kind: Kind, words: msgspec.Struct | str) -> Frame:
-    """A frame of words."""
+    """A frame of a JSON message."""
     text = words.encode() if isinstance(words, str) else msgspec.json.encode(words)
     return Frame(HEADER.pack(0, len(text), 0, kind, 0), memoryview(text))
 
 
 class Connection:
-    """Frames over one TCP connection, which never blocks. The caller polls it: for reading, and
-    for writing while `is_sending`."""
+    """Frames over one TCP connection, which never blocks.
+
+    The caller polls it for reading, and for writing while `is_sending`.
+    """
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -261,14 +271,14 @@ class Connection:
         liveness.watch(peer)
         self.socket = peer
         self.header: Header | None = None
-        """Of the frame that is being read."""
+        """The header of the frame that is being read."""
         self.filled = 0
-        """Bytes of its payload that are here."""
+        """Bytes of its payload that have been read."""
         self._begun = memoryview(bytearray(HEADER.size))
         self._begun_bytes = 0
         self._queue: deque[Frame] = deque()
         self._sent = 0
-        """Bytes of the first frame in the queue."""
+        """Bytes of the queue's first frame that are sent."""
         self.queued = 0
         """Frames that the kernel has not taken."""
 
@@ -283,12 +293,12 @@ class Connection:
         return self.queued > 0
 
     def put(self, one: Frame) -> None:
-        """Send it after all before it, once `flush` is called."""
+        """Queue a frame; `flush` sends it."""
         self._queue.append(one)
         self.queued += 1
 
     def flush(self) -> list[Any]:
-        """Hand over to the kernel what it takes. Returns what waited for these frames. Raises
+        """Send as much as the kernel takes; return the `Frame.then` of the frames sent. Raises
         `OSError`."""
         freed: list[Any] = []
         while self._queue:
@@ -313,9 +323,11 @@ class Connection:
     # ---- reading ----
 
     def read_header(self, most: int) -> Header | None:
-        """The header of the frame that comes next, once it is here; None: not yet. It stays in
-        `header` until its payload has been read. Raises `EOFError` at the end of the stream,
-        `OSError`, and `ProtocolError` where the payload has more than *most* bytes."""
+        """The next frame's header; None if it has not arrived yet.
+
+        It stays in `header` until its payload has been read. Raises `EOFError` at the end of the
+        stream, `OSError`, and `ProtocolError` if the payload has more than *most* bytes.
+        """
         if self.header is not None:
             return self.header
         try:
@@ -328,8 +340,10 @@ class Connection:
         return self._take_header(most)
 
     def read_payload(self, into: memoryview, most: int) -> bool:
-        """Read the payload of `header` *into* this; whether all of it is here. What follows it is
-        begun in the same call. Raises as `read_header`."""
+        """Read the payload of `header` into *into*; return whether all of it has arrived.
+
+        The same call also reads the start of the next frame. Raises like `read_header`.
+        """
         size = len(into)
         if self.filled == size:
             self.header = None
@@ -364,19 +378,19 @@ class Connection:
         return header
 
     def close(self) -> None:
-        """Close it; what has not been handed to the kernel is not sent."""
+        """Close the connection; frames that the kernel has not taken are not sent."""
         with contextlib.suppress(OSError):
             self.socket.close()
 
 
-# ---- a worker's end, while it registers: it blocks ----
+# ---- registration: a worker's blocking connection ----
 
 
 class Registration:
-    """A worker's way to one aggregator, or to a worker that listens for it.
+    """A worker's blocking connection to an aggregator, or to a worker that listens for it.
 
-    *nonce*: of the other end's challenge, where that is known already; it then says nothing until
-    it answers. Raises `PeerLostError` where nobody answers at *address*.
+    *nonce*: the other end's challenge, if it is known already. The other end then sends nothing
+    until it answers. Raises `PeerLostError` if *address* cannot be reached.
     """
 
     def __init__(
@@ -400,7 +414,7 @@ class Registration:
         terms: Terms,
         parents: tuple[Parent, ...] = (),
     ) -> None:
-        """Ask to take part. Raises `UsageError` where the other end is no aggregator."""
+        """Ask to take part. Raises `UsageError` if the other end is no aggregator."""
         if self._challenge is None:
             kind, payload = self._hear()
             try:
@@ -426,7 +440,8 @@ class Registration:
             raise self._lost(error) from None
 
     def granted(self) -> tuple[Connection, Granted]:
-        """Raises `UsageError` with the other end's reason where it refuses, and `PeerLostError`."""
+        """Wait for the answer. Raises `UsageError` with the reason of a refusal, or
+        `PeerLostError`."""
         kind, payload = self._hear()
         if kind == Kind.REFUSED:
             self.close()
@@ -443,7 +458,7 @@ class Registration:
         return Connection(self._socket), granted
 
     def close(self) -> None:
-        """Take no part."""
+        """Close the connection without taking part."""
         self._socket.close()
 
     def _hear(self) -> tuple[int, bytes]:
