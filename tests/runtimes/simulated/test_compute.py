@@ -107,6 +107,16 @@ def test_forward_and_backward_are_spread_by_bytes() -> None:
     worker.flush()
     assert spent == [("forward", pytest.approx(0.15))]
 
+    # A tensor that is used is waited for after what ran before it.
+    spent.clear()
+    compute.forward(32, training=True)
+    for index in (0, 1):
+        compute.used(index)
+        compute.usable()
+    assert spent == [("forward", pytest.approx(0.2))]
+    worker.flush()
+    assert spent[1:] == [("forward", pytest.approx(0.4))]
+
 
 def test_a_script_that_paces_itself_is_charged_nothing_else() -> None:
     spent: list[str] = []
