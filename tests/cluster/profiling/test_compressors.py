@@ -77,6 +77,10 @@ def test_seconds_are_those_of_the_compressor_alone():
         (ENCODE, DECODE, PER_WORKER)
     )
     assert times.after(5) == pytest.approx(DECODE + 5 * PER_WORKER)
+    once = CompressorBenchmark(Slow(), gradient(), 5, CLOCK).mean(tensors(gradient()))
+    assert (once.first, once.between, once.last) == pytest.approx(
+        (ENCODE, DECODE, 5 * PER_WORKER)
+    )
 
 
 def test_a_compressor_is_timed_as_it_is_long_after_its_start():
