@@ -157,6 +157,20 @@ def test_a_training_whose_workers_are_gone_is_over_unless_they_may_come_back():
     assert not host.attendance.all_have_departed
 
 
+def test_a_training_is_replaced_when_all_are_gone_and_one_of_them_begins_another():
+    host = RunningHost(Adder(2), 2, until="replaced")
+    host.start()
+    first, other = connect(host), connect(host, 1)
+    first.request(Load(bucket=0), torch.ones(1)).wait()
+    first.close()
+    with pytest.raises(UsageError, match="has been here"):
+        connect(host)
+    other.request(Load(bucket=0), torch.ones(1)).wait()  # which is still here
+    other.close()
+    host.thread.join(SECONDS)
+    assert not host.thread.is_alive()
+
+
 def listening(workers):
     return ServerListener(workers=workers, token=TOKEN, security=PLAIN, numbers=True)
 
