@@ -1,10 +1,10 @@
 """Measurements of speed, predictions and accuracy: ``python -m benchmarks.measure.NAME``.
 
 - `harness`: jobs of emulated hosts or processes, and sides that take turns in them.
-- Speed beside PyTorch DDP: `overhead`, `automatic_plan`, `peers`, `exact_overlap`, `auto`, `hooks`.
+- Speed beside PyTorch DDP: `overhead`, `planned_buckets`, `peers`, `exact_overlap`, `auto`, `hooks`.
 - Collectives and local updates: `collectives`, `local_updates`, `gloo_loops`, `compression`.
 - Servers and aggregators: `server`, `aggregator`.
-- Predictions: `agreement`, `regret`, `regret_emulated`, `simgrid_figures`, `virtual_scale`, `bucket_planning`.
+- Predictions: `agreement`, `regret`, `regret_emulated`, `simgrid_figures`, `virtual_scale`, `planning_time`.
 - Faults that doctor finds: `doctor`, `doctor_training`.
 - Accuracy against bsp: `accuracy`, `accuracy_tasks`, `local_accuracy`, `compression_accuracy`.
 - `import_time`: what an import costs.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.collectives import schedules
-from paceline.collectives.execute import (
+from paceline.collectives.schedule_execution import (
     perform,
     reduce_function,
     simulate_values,

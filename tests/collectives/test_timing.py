@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import paceline
 from paceline.cluster import Cluster, Processor
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.execute import reduce_function, simulate_values
 from paceline.collectives.registry import attach, make
+from paceline.collectives.schedule_execution import reduce_function, simulate_values
 from paceline.collectives.schedules import Ring, hierarchical, on_ranks, parallel
 from paceline.collectives.timing import seconds
 from paceline.errors import UsageError

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.integrations import common
 
-_OURS = ("paceline.integrations.ray", "paceline.integrations.ray_actors")
+_OURS = ("paceline.integrations.ray", "paceline.integrations.ray_job")
 
 
 def without_ray(name: str) -> ModuleType:

@@ -38,7 +38,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import (
 
 import paceline
 from paceline.runtimes import exec_with_parent
-from paceline.runtimes.emulated import control, keeper
+from paceline.runtimes.emulated import keeper, keeper_client
 from tests.support import forked
 
 FOLDER = "PACELINE_TEST_FORKED"
@@ -115,7 +115,7 @@ class Start:
             sys.stdin = open(0, closefd=False)  # noqa: SIM115 - open to the end
             sys.stdout = open(1, "w", lines, closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", 1, closefd=False)  # noqa: SIM115
-            if control._START in self.words:
+            if keeper_client._START in self.words:
                 *_, connection, launcher = self.words
                 status = keeper.main(int(connection), int(launcher))
             else:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives import execute
+from paceline.collectives import schedule_execution
 from paceline.collectives.pending import Job, ThreadRunner
 from paceline.collectives.process_groups import agreed_tag, group_beside
 from paceline.collectives.schedules import Ring
@@ -166,10 +166,10 @@ class TorchGroup:
         group, members = self._group, self._members
         if group is None:
             raise UsageError("the communicator was closed before this was performed")
-        execute.perform(
-            execute.steps_of(schedule, self.rank),
+        schedule_execution.perform(
+            schedule_execution.steps_of(schedule, self.rank),
             flat,
-            execute.reduce_function(operation),
+            schedule_execution.reduce_function(operation),
             lambda part, to: group.send([part], members[to], tag),
             lambda part, source: group.recv([part], members[source], tag),
         )

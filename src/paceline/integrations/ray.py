@@ -42,7 +42,7 @@ from ray.util.scheduling_strategies import (  # noqa: E402
     NodeAffinitySchedulingStrategy,
 )
 
-from paceline.integrations.ray_actors import (  # noqa: E402
+from paceline.integrations.ray_job import (  # noqa: E402
     NAMESPACE,
     SERVER,
     Coordinator,

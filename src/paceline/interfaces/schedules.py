@@ -1,6 +1,6 @@
 """Collectives as data: who sends which part of a buffer to whom, in which order, and what it costs.
 
-One `Schedule` serves four readers. `collectives.execute` *performs* it on real tensors over
+One `Schedule` serves four readers. `collectives.schedule_execution` *performs* it on real tensors over
 sends and receives. The simulated runtime simulates its messages one by one, or moves its
 `Activity`s at once. The planner prices it without a runtime. Ranks here are positions in the
 group, 0 to n - 1. Sizes and offsets are in one unit: elements of the buffer to perform a

@@ -20,7 +20,7 @@ import torch
 
 import paceline
 from paceline.cluster import Cluster, Rack
-from paceline.collectives import execute
+from paceline.collectives import schedule_execution
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.registry import attach
 from paceline.collectives.timing import seconds
@@ -168,8 +168,8 @@ def sums_and_maxima_are_exact(make: Make, cluster: Cluster) -> None:
         }
         for operation, expected in exact.items():
             found = [one.clone() for one in held]
-            combine = execute.reduce_function(operation)
-            execute.simulate_values(schedule, found, combine)
+            combine = schedule_execution.reduce_function(operation)
+            schedule_execution.simulate_values(schedule, found, combine)
             for rank, one in enumerate(found):
                 require(
                     torch.equal(one, expected),
@@ -250,8 +250,8 @@ def values_simulated_are_values_performed(make: Make, cluster: Cluster) -> None:
         draw = torch.Generator().manual_seed(at.size)
         held = [torch.randn(SIZES[-1], generator=draw) for _ in range(at.size)]
         expected = [one.clone() for one in held]
-        combine = execute.reduce_function("sum")
-        execute.simulate_values(schedule, expected, combine)
+        combine = schedule_execution.reduce_function("sum")
+        schedule_execution.simulate_values(schedule, expected, combine)
         _perform_together(schedule, held)
         for rank, (one, other) in enumerate(zip(held, expected, strict=True)):
             require(
@@ -291,9 +291,9 @@ def _perform_together(schedule: Schedule, held: Sequence[torch.Tensor]) -> None:
             return _Arrival(queues[source, rank], into)
 
         try:
-            steps = execute.steps_of(schedule, rank)
-            combine = execute.reduce_function("sum")
-            execute.perform(steps, held[rank], combine, send, receive)
+            steps = schedule_execution.steps_of(schedule, rank)
+            combine = schedule_execution.reduce_function("sum")
+            schedule_execution.perform(steps, held[rank], combine, send, receive)
         except Empty:
             errors.append(
                 CheckFailedError(f"rank {rank} waits for a message that nobody sends")
@@ -323,19 +323,19 @@ def halves_are_the_whole(make: Make, cluster: Cluster) -> None:
         )
         assert adding is not None
         assert spreading is not None
-        combine = execute.reduce_function("sum")
+        combine = schedule_execution.reduce_function("sum")
         expected = [one.double() / 3 for one in _numbers(schedule.ranks, size)]
         held, numbers = (
             [one.clone() for one in expected],
             _numbers(schedule.ranks, size),
         )
         total = torch.stack(numbers).sum(0)
-        execute.simulate_values(schedule, expected, combine)
+        schedule_execution.simulate_values(schedule, expected, combine)
         for tensors in (held, numbers):
-            execute.simulate_values(adding, tensors, combine)
+            schedule_execution.simulate_values(adding, tensors, combine)
         whole = torch.stack([one == total for one in numbers]).any(0)
         require(bool(whole.all()), "after the first half a part is whole nowhere")
-        execute.simulate_values(spreading, held, combine)
+        schedule_execution.simulate_values(spreading, held, combine)
         require(
             all(map(torch.equal, held, expected)), "both halves are not the whole sum"
         )

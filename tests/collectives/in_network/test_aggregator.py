@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.collectives import execute
+from paceline.collectives import schedule_execution
 from paceline.collectives.in_network import aggregator
 from paceline.collectives.in_network.aggregator import (
     Agent,
@@ -303,7 +303,9 @@ def test_words_of_any_length_reach_all_ranks_as_they_are():
         def perform_here(schedule, flat, what, operation="sum"):
             held[rank] = flat
             if meets.wait(SECONDS) == 0:
-                execute.simulate_values(schedule, held, execute.reduce_function("sum"))
+                schedule_execution.simulate_values(
+                    schedule, held, schedule_execution.reduce_function("sum")
+                )
             parts.wait(SECONDS)
 
         comm = SimpleNamespace(

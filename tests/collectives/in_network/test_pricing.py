@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from paceline.cluster import Cluster, Rack, ServerHost
 from paceline.collectives.communicator import Communicator
-from paceline.collectives.execute import reduce_function, simulate_values
 from paceline.collectives.in_network.pricing import atp_sum, ring_of_racks_sum
 from paceline.collectives.in_network.topology import (
     AtpTree,
@@ -25,6 +24,7 @@ from paceline.collectives.in_network.topology import (
     ring_of_racks,
 )
 from paceline.collectives.registry import attach, make
+from paceline.collectives.schedule_execution import reduce_function, simulate_values
 from paceline.collectives.schedules import Ring, offset_of, segment
 from paceline.collectives.timing import ActivityCosts, seconds
 from paceline.interfaces import Placement, Schedule, Transfer

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from paceline.cluster import uniform_cluster
-from paceline.runtimes.emulated.control import Client
 from paceline.runtimes.emulated.errors import EmulationError
+from paceline.runtimes.emulated.keeper_client import Client
 from paceline.runtimes.emulated.network import EmulatedNetwork
 
 

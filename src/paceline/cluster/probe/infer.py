@@ -149,6 +149,13 @@ def infer_cluster(findings: ProbeResult) -> Cluster:
     return Cluster(tuple(racks), processor=processor)
 
 
+def relative_speeds(times: Sequence[float]) -> list[float]:
+    """Speeds of workers relative to the fastest, from the seconds that each took for the same work."""
+    fastest = min(times)
+    # Measurements on one machine differ by up to a tenth.
+    return [1.0 if fastest / t > 0.9 else round(fastest / t, 2) for t in times]
+
+
 def fit(sizes: Sequence[Size]) -> tuple[float, float]:
     """Start-up and seconds per byte of an all-reduce: least squares over *sizes*, each
     size counting alike (errors relative to its time)."""

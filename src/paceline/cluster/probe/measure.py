@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.cluster.probe.infer import ProbeResult, Size, find_racks
+from paceline.cluster.probe.infer import ProbeResult, Size, find_racks, relative_speeds
 from paceline.cluster.probe.pairs import FIRST_BYTES, PairProbe
 from paceline.core.broadcast import gather_bytes
 from paceline.errors import UsageError
@@ -139,9 +139,7 @@ class _Probe:
                     samples.append(time.perf_counter() - start)
                 mine = statistics.median(samples)
             times.append(self.pairs.sum(mine))
-        fastest = min(times)
-        # Differences of less than a tenth are a machine's moods.
-        return [1.0 if fastest / t > 0.9 else round(fastest / t, 2) for t in times]
+        return relative_speeds(times)
 
     # ---- racks ----
 

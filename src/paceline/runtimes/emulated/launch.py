@@ -20,8 +20,8 @@ from paceline.collectives.in_network.aggregator_addresses import AGGREGATORS_VAR
 from paceline.errors import PacelineError, UsageError
 from paceline.run_options import ScriptJob
 from paceline.runtimes import progress
-from paceline.runtimes.emulated.control import HostProcess
 from paceline.runtimes.emulated.control_messages import INTERFACE
+from paceline.runtimes.emulated.keeper_client import HostProcess
 from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.emulated.network_plan import Host
 from paceline.runtimes.emulated.runtime import RUNTIME_VARIABLE, EmulatedRuntime

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.runtimes.emulated import memory
-from paceline.runtimes.emulated.control import Client
 from paceline.runtimes.emulated.control_messages import Probe, Probed
 from paceline.runtimes.emulated.errors import EmulationError
+from paceline.runtimes.emulated.keeper_client import Client
 from paceline.runtimes.emulated.kernel_features import FEATURES
 from paceline.runtimes.emulated.network_plan import MAX_HOSTS
 

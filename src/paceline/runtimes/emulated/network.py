@@ -23,7 +23,6 @@ from paceline import units
 from paceline.cluster.cluster import Cluster
 from paceline.errors import UsageError
 from paceline.runtimes.emulated import memory
-from paceline.runtimes.emulated.control import Argument, Client, HostProcess, Stream
 from paceline.runtimes.emulated.control_messages import (
     Built,
     Cut,
@@ -33,6 +32,12 @@ from paceline.runtimes.emulated.control_messages import (
     SetRate,
 )
 from paceline.runtimes.emulated.errors import EmulationError
+from paceline.runtimes.emulated.keeper_client import (
+    Argument,
+    Client,
+    HostProcess,
+    Stream,
+)
 from paceline.runtimes.emulated.network_plan import Host, Plan
 from paceline.runtimes.emulated.shaping import UNLIMITED, wire_rate
 

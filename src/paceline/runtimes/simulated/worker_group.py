@@ -15,7 +15,8 @@ import torch
 
 from paceline.cluster.links import Links
 from paceline.cluster.worker_classes import WorkerClasses
-from paceline.collectives.execute import reduce_function, ring_sum, simulate_values
+from paceline.collectives.gloo_sum import ring_sum
+from paceline.collectives.schedule_execution import reduce_function, simulate_values
 from paceline.collectives.schedules import Ring, Tree, all_to_all
 from paceline.errors import UsageError
 from paceline.interfaces import ReduceOperation, Schedule

@@ -1,7 +1,7 @@
 """The automatic plan against DDP's bucket rule over loopback, 4 processes, in one job.
 
-    python -m benchmarks.measure.automatic_plan
-    python -m benchmarks.measure.automatic_plan --model digits --pairs 100
+    python -m benchmarks.measure.planned_buckets
+    python -m benchmarks.measure.planned_buckets --model digits --pairs 100
 
 Both sides are paceline: ``buckets="optimal"`` once it has settled (it keeps DDP's rule where
 a trial says that this is faster) and ``buckets="ddp"``. Sides take turns as in

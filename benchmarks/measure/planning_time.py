@@ -1,7 +1,7 @@
 """How long it takes to plan in which pieces the gradient travels.
 
-    python -m benchmarks.measure.bucket_planning           # a table
-    python -m benchmarks.measure.bucket_planning --json    # an object a line, for programs
+    python -m benchmarks.measure.planning_time           # a table
+    python -m benchmarks.measure.planning_time --json    # an object a line, for programs
 
 Rule "optimal" over random models of 100, 1,000 and 3,000 tensors whose backward pass takes
 about as long as their all-reduces: the least of several tries, and how far its plan ends

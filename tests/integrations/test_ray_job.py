@@ -6,7 +6,7 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.transport.protocol import HAS_BEEN_HERE
 from tests.integrations.ray_stand_in import without_ray
 
-_ACTORS = without_ray("ray_actors")
+_ACTORS = without_ray("ray_job")
 Coordinator, Incarnation, is_consequence = (
     _ACTORS.Coordinator,
     _ACTORS.Incarnation,

@@ -3,7 +3,7 @@ process.
 
 `perform` is one rank's part. It blocks, so callers run it in a thread of its own. `simulate_values`
 computes all ranks' results with the same bits, since additions follow the schedule's order.
-`ring_sum` computes the bits of gloo's own all-reduce.
+`gloo_sum` has the bits of gloo's own all-reduce.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.interfaces import ReduceOperation, Schedule
-
-_SEGMENT_BYTES = 1 << 20
-"""gloo's largest segment."""
 
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -133,41 +130,3 @@ def reduce_function(operation: ReduceOperation) -> Combine:
     if operation == "max":
         return lambda part, values: torch.maximum(part, values, out=part)
     return torch.Tensor.add_
-
-
-def ring_sum(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum one tensor per rank in the order in which gloo's ring adds, so that runtimes round alike.
-
-    Floating-point addition depends on order. gloo cuts a buffer into n chunks of equal size
-    (the last may be short), and passes chunk c once round the ring, from rank c-1 downwards:
-    ((x[c-1] + x[c-2]) + ...) + x[c], ranks modulo n. Found by experiment for 3 to 5 processes,
-    sizes from 1 to 3 million and 16 to 64 bits, and held by a test: equal bit for bit.
-    """
-    n, first = len(contributions), contributions[0]
-    if n <= 2:
-        return first + contributions[1] if n == 2 else first.clone()
-    size, width = first.numel(), first.element_size()
-    # The number of segments is a multiple of n, and at least 2n: gloo receives one segment
-    # while it adds another.
-    largest = max(1, _SEGMENT_BYTES // width)
-    segments = _round_up(max(-(-size // largest), 2 * n), n)
-    chunk = segments // n * -(-size // segments)
-    used = max(1, -(-size // chunk)) if chunk else 1  # chunks that hold any element
-    if used == 1:  # small messages of many ranks: no index per rank
-        total = contributions[-1].clone()
-        for tensor in reversed(contributions[:-1]):
-            total += tensor
-        return total
-    padded = first.new_zeros(n, used * chunk)
-    for rank, tensor in enumerate(contributions):
-        padded[rank, :size] = tensor.reshape(-1)
-    chunks = padded.view(n, used, chunk)  # rank, chunk, element
-    number = torch.arange(used, device=first.device)
-    total = chunks[(number - 1) % n, number]
-    for behind in range(2, n + 1):
-        total += chunks[(number - behind) % n, number]
-    return total.view(-1)[:size].view(first.shape)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
