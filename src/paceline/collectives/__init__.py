@@ -6,7 +6,8 @@
 - `algorithms`: the all-reduce algorithms of the registry.
 - `schedules`: all-reduce, broadcast and others as data, and combinations of schedules.
 - `reduce_scatter`: an all-reduce in two halves.
-- `execute`: performs a schedule on tensors, for one rank or for all ranks at once.
+- `schedule_execution`: performs a schedule on tensors, for one rank or for all ranks at once.
+- `gloo_sum`: the bits of gloo's own all-reduce.
 - `pending`: handles of operations under way, and the work that follows them.
 - `autotune`: chooses the cheapest algorithm for a message size.
 - `timing`: the time of a schedule on a cluster, alone or beside other traffic.

@@ -7,7 +7,7 @@ This file imports nothing: the keeper imports it, and must start without torch. 
 - `network`: hosts, processes in them, rules; start here.
 - `link_check`: measures the goodput that each link gives.
 - `machine_check`, `memory`: what this machine can do, and how many hosts fit.
-- `control`, `control_messages`: starts the keeper and asks it; a process inside a host, seen from
+- `keeper_client`, `control_messages`: starts the keeper and asks it; a process inside a host, seen from
   outside.
 - `permission`: what to say to a user who may not.
 - `keeper`: the process that holds every namespace, and makes bridges and veth pairs; its death
