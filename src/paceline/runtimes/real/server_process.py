@@ -93,12 +93,16 @@ class ServerProcess:
         assert self.process.stdout is not None
         line = line_within(self.process.stdout, timeouts.server_start)
         try:
-            words = msgspec.json.decode(line, type=Listening)
+            words = msgspec.json.decode(line or b"", type=Listening)
         except msgspec.MsgspecError:
             self.close()
-            words = Listening(
-                fault=f"it ended with status {self.process.returncode}; see above for what it said"
-            )
+            fault = f"it ended with status {self.process.returncode}; see above for what it said"
+            if line is None:
+                fault = (
+                    f"it said nothing within {timeouts.server_start:g} s, and was ended. On a busy "
+                    "machine wait longer: PACELINE_TIMEOUTS=server_start=300"
+                )
+            words = Listening(fault=fault)
         if words.fault:
             self.close()
             raise UsageError(
@@ -150,10 +154,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.stdout.close()
 
 
-def line_within(stream: IO[bytes], seconds: float) -> bytes:
-    """What a process says next; nothing if that takes longer, or it has ended."""
+def line_within(stream: IO[bytes], seconds: float) -> bytes | None:
+    """The next line of a process: empty if it has ended, None if it takes longer."""
     ready, _, _ = select.select([stream], [], [], seconds)
-    return stream.readline() if ready else b""
+    return stream.readline() if ready else None
 
 
 def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
