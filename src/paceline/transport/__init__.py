@@ -1,4 +1,5 @@
-"""Messages over ZeroMQ: authentication, framing, and who is still there.
+"""Messages over ZeroMQ between workers and servers: authentication, framing, and detection of lost
+processes.
 
 - `protocol`: the wire format between a worker and a server, and its limits; start here.
 - `listener`: a server process's end: sockets in, events out.
@@ -7,6 +8,6 @@
 - `shared_memory`: payloads between a server and the workers of its machine.
 - `peers`: a service's connections to other services.
 - `security`: authentication and encryption.
-- `liveness`: connections whose end says that a process is gone.
-- `poll_loop`: waits for sockets, and calls who reads them.
+- `liveness`: idle connections whose end shows that a process has ended.
+- `poll_loop`: waits for sockets, and calls their handlers.
 """

@@ -1,22 +1,21 @@
 """A worker's end of a server: an `Endpoint` over ZeroMQ. The other end is `listener`.
 
-Theory of operation
--------------------
-There is one DEALER socket per channel, opened at first use. ZeroMQ's threads move the bytes while this
-process computes. `request` hands over everything at once, from the tensor's own memory. Requests
-beyond MOST_UNANSWERED (see `protocol`) stay here, and are sent as replies arrive. `wait` serves all
-channels of this endpoint until its own reply has arrived, and copies each payload into the tensor of
-its request. Requests that stay here move only inside calls of this endpoint. So a caller that waits on
-several servers should wait in the order of its requests, as all workers do. A service that sends
-requests has no `wait`: its loop reads the connections, see `read_in`.
+Theory of operation ------------------- There is one DEALER socket per channel, opened at first use.
+ZeroMQ's threads move the bytes while this process computes. `request` hands over everything at
+once, from the tensor's own memory. Requests beyond MOST_UNANSWERED (see `protocol`) stay here, and
+are sent as replies arrive. `wait` serves all channels of this endpoint until its own reply has
+arrived, and copies each payload into the tensor of its request. Requests that stay here move only
+inside calls of this endpoint. So a caller that waits on several servers should wait in the order of
+its requests, as all workers do. A service that sends requests does not call `wait`: its loop reads
+the connections, see `read_in`.
 
 The liveness connection ends when the server's process ends, in any way. Then, or when a channel's
-connection breaks, every wait raises `PeerLostError`. No connection is made again: its messages would
-come from a stranger, and a process that has taken the port meanwhile would get the token. Nothing is
-sent a second time. A worker comes back as a new incarnation.
+connection breaks, every wait raises `PeerLostError`. A broken connection is never made again. The
+server would take its messages for a stranger's, and a process that has taken the port meanwhile
+would get the token. Nothing is sent twice. A worker returns as a new incarnation.
 
-There are no threads here, and no time-outs but those of connecting and closing: a living server may
-take all the time that it needs. Ctrl-C interrupts `wait`.
+There are no threads here. Only connecting and closing have time-outs: a living server may take all
+the time that it needs. Ctrl-C interrupts `wait`.
 """
 
 from __future__ import annotations
@@ -56,8 +55,8 @@ from paceline.transport.security import SECRET, TOKEN, Security, choose
 from paceline.transport.shared_memory import WorkerEnd
 
 NEVER_MILLISECONDS = 1 << 30
-"""Until ZeroMQ makes a connection again. Where it is told not to (-1), it throws away what has
-come in and was not read."""
+"""ZeroMQ's interval for reconnecting: effectively never. With -1 (no reconnection) ZeroMQ would
+discard received messages that have not been read."""
 
 
 _BROKEN = (
@@ -70,19 +69,28 @@ _BROKEN = (
 
 
 class ServerConnection:
-    """An `Endpoint`: the server *name* at *host*, *port*, as *incarnation* of *worker*.
+    """An `Endpoint`: the connections of one worker, in one incarnation, to one server.
 
-    *incarnation* None: the server numbers this incarnation. *workers*: this worker's number of workers of the job;
-    0: unknown. A connection that only *asks* learns that number, ``workers``, and cannot send requests. *token* is
-    the job's. *service*: which one of that process. *security*: from the environment, see `security`. *recorder*
-    counts bytes and waits.
+    Args:
+        name: The server's name in messages.
+        host: The server's host.
+        port: The server's port for messages.
+        worker: This worker's number.
+        incarnation: None: the server numbers this incarnation.
+        workers: The number of the job's workers as this worker knows it; 0: unknown.
+        asks: Only learn ``workers`` from the server; such a connection cannot send requests.
+        token: The job's secret token.
+        service: Which service of that process.
+        security: None: as the environment says, see `security`.
+        recorder: Counts bytes and waits.
 
-    Raises `PeerLostError` if nothing answers there within `Timeouts.server_connect`, `UsageError` if the server
-    refuses this worker, or if nothing protects the address.
+    Raises:
+        PeerLostError: Nothing answers there within `Timeouts.server_connect`.
+        UsageError: The server refuses this worker, or nothing protects the address.
     """
 
     _closed = True
-    """Until something is open."""
+    """False once something is open."""
 
     def __init__(
         self,
@@ -104,7 +112,7 @@ class ServerConnection:
         self._host, self._port = host, port
         self._worker, self._incarnation, self._token = worker, incarnation, token
         self.workers, self._asks = workers, asks
-        """How many the job has."""
+        """Number of the job's workers."""
         self._security = choose(host) if security is None else security
         self._recorder = recorder
         self._failure: UsageError | PeerLostError | None = None
@@ -122,7 +130,7 @@ class ServerConnection:
             raise
 
     def __del__(self) -> None:
-        """Dropped without a goodbye: ZeroMQ would wait for its sockets, for ever."""
+        """Release the sockets without a goodbye; otherwise ZeroMQ would wait for them without end."""
         if not self._closed:
             self._let_go(0.0)
 
@@ -148,7 +156,7 @@ class ServerConnection:
         channel: str = "",
         replied: Callable[[ReplyMessage], None] | None = None,
     ) -> PendingReply:
-        """As `request`; *replied* is called with the answer where it is read."""
+        """Like `request`; *replied* is called with the reply where it is read."""
         for what, tensor in (("payload", payload), ("into", into)):
             if tensor is not None:
                 protocol.check_flat(what, tensor)
@@ -173,18 +181,19 @@ class ServerConnection:
         return self._host, self._port
 
     def look(self) -> None:
-        """Read what has come, without waiting. Raises `PeerLostError` if the server is lost."""
+        """Read what has arrived, without waiting. Raises `PeerLostError` if the server is lost."""
         self._loop.handle(0)
         self._check()
 
     @property
     def failure(self) -> UsageError | PeerLostError | None:
-        """Why nothing more is expected of the server, if so."""
+        """Why the server will not reply any more; None while it may."""
         return self._failure
 
     def read_in(self, loop: PollLoop) -> None:
-        """Let *loop* read this connection from now on, on its own thread. No caller waits here then: replies go to the
-        *replied* function of `ask`.
+        """Let *loop* read this connection from now on, on its own thread.
+
+        No caller waits here then: replies go to the *replied* function of `ask`.
         """
         for source in self._watched:
             self._loop.unwatch(source)
@@ -193,8 +202,10 @@ class ServerConnection:
             loop.watch(source, handler)
 
     def part(self, well: bool) -> None:
-        """Let the sockets go at once; *well*: this end is not missed. Requests that are
-        unanswered, and answers, get lost."""
+        """Release the sockets at once; *well*: with a goodbye on the liveness connection.
+
+        Unanswered requests and unread replies are lost.
+        """
         if not self._closed:
             if well and self._liveness is not None:
                 with contextlib.suppress(OSError):
@@ -202,8 +213,11 @@ class ServerConnection:
             self._let_go(0.0)
 
     def close(self) -> None:
-        """Say goodbye on all channels, and let the sockets go. Requests that were not
-        waited for may get lost. Returns within `Timeouts.server_goodbye`, twice at the worst."""
+        """Say goodbye on all channels, and release the sockets.
+
+        Requests without a `wait` may be lost. Returns within `Timeouts.server_goodbye`, at the
+        worst twice that.
+        """
         if self._closed:
             return
         linger = 0.0
@@ -219,14 +233,14 @@ class ServerConnection:
                     self._liveness.send(b"bye\n")
                 linger = 0.0 if self._failure else timeouts.server_goodbye
         except zmq.ZMQError:
-            pass  # it is gone: nobody is left to say goodbye to
+            pass  # the server is gone: no goodbye is needed
         finally:
             self._let_go(linger)
 
     # ---- connecting ----
 
     def _introduce(self, deadline: float) -> None:
-        """Get known to the server, and open the liveness connection."""
+        """Introduce this worker to the server, and open the liveness connection."""
         near = self._wait_for_listener(deadline)
         offer = self.shared.offer() if near and not self._asks else None
         main = self._open("", offer)
@@ -254,7 +268,7 @@ class ServerConnection:
         self._watch(self._liveness, self._read_liveness)
 
     def _await(self, done: Callable[[], bool], deadline: float) -> None:
-        """Raises `PeerLostError` if the server has not answered by then."""
+        """Serve connections until *done*. Raises `PeerLostError` at the deadline."""
         if self._poll_until(done, deadline):
             return
         self._check()
@@ -267,10 +281,11 @@ class ServerConnection:
         )
 
     def _wait_for_listener(self, deadline: float) -> bool:
-        """Wait until the server listens, since ZeroMQ connects once. Raises `PeerLostError` after the deadline.
+        """Wait until the server listens, since ZeroMQ connects only once. Raises `PeerLostError` at
+        the deadline.
 
-        Returns whether the server is on this machine: then both ends have the same address. A worker behind an
-        emulated link has another one, and keeps to its link.
+        Returns whether the server is on this machine: then both ends have the same address. A
+        worker behind an emulated link has another address, so its payloads use that link.
         """
         while True:
             left = max(0.01, deadline - time.monotonic())
@@ -304,7 +319,8 @@ class ServerConnection:
             self._service,
             offer,
         )
-        with contextlib.suppress(zmq.Again):  # refused by now: the monitor says how
+        # zmq.Again: the server has refused already, and the monitor gives the reason.
+        with contextlib.suppress(zmq.Again):
             channel.say(hello)
         self._watch(channel.socket, channel.read)
         self._watch(channel.monitor, lambda: self._read_monitor(channel))
@@ -323,7 +339,7 @@ class ServerConnection:
     def _socket(self) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, int(1000 * timeouts.server_goodbye))
-        # The limit is MOST_UNANSWERED requests, and so many replies.
+        # MOST_UNANSWERED is the limit: of requests, and so of replies.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, protocol.LARGEST_ON_THE_WIRE)
@@ -347,8 +363,8 @@ class ServerConnection:
             self._check()
 
     def _poll_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
-        """Serve all connections until *done*; False if the server is lost before, or at
-        the deadline."""
+        """Serve all connections until *done*; False at the deadline, or if the server is lost
+        before."""
         while not done():
             if self._failure is not None or self._closed:
                 return False
@@ -369,7 +385,7 @@ class ServerConnection:
                 UsageError,
             )
         elif event == zmq.EVENT_DISCONNECTED:
-            channel.read()  # what it said last
+            channel.read()  # its last messages
             self.give_up(f"is lost: channel {channel.name!r} broke")
         else:
             mine = "encrypted" if self._security.encrypted else "plain"
@@ -389,7 +405,7 @@ class ServerConnection:
         except OSError as error:
             how = liveness.how_it_ended(error)
         for channel in self._channels.values():
-            channel.read()  # what it said last
+            channel.read()  # its last messages
         self.give_up(f"is lost: its process {how}")
 
     def _not_an_answer(self, error: ProtocolError) -> None:
@@ -431,7 +447,7 @@ class PendingReply:
         into: torch.Tensor | None,
         replied: Callable[[ReplyMessage], None] | None = None,
     ) -> None:
-        """*replied* is called with the answer, once it is here."""
+        """*replied* is called with the reply when it has arrived."""
         self.channel = channel
         self._replied = replied
         self.message = message
@@ -457,7 +473,7 @@ class PendingReply:
         raise NotImplementedError("only virtual time calls back")
 
     def take(self, reply: ReplyMessage) -> None:
-        """The answer is here, payload and all."""
+        """Store the reply, whose payload has been copied."""
         self.reply = reply
         self.payload = self.into = None
         replied, self._replied = self._replied, None
@@ -466,7 +482,7 @@ class PendingReply:
 
 
 class Channel:
-    """One connection: what was sent and is unanswered, and what is to be sent yet."""
+    """One connection, with its unanswered and its unsent requests."""
 
     def __init__(
         self, server: ServerConnection, name: str, socket: zmq.Socket[Any]
@@ -485,7 +501,7 @@ class Channel:
         self.socket.send(protocol.encode(words), zmq.NOBLOCK)
 
     def submit(self, pending_reply: PendingReply) -> None:
-        """Send at once, or as soon as fewer than MOST_UNANSWERED requests are on their way."""
+        """Send as soon as fewer than MOST_UNANSWERED requests are unanswered."""
         self.queue.append(pending_reply)
         if len(self.unanswered) >= protocol.MOST_UNANSWERED:
             self.read()  # there may be replies already
@@ -504,7 +520,7 @@ class Channel:
             protocol.send(self.socket, header, payload if place is None else None)
 
     def read(self) -> None:
-        """Take all that has come in. Raises `ProtocolError` for what no server says."""
+        """Read all that has arrived. Raises `ProtocolError` for messages that no server sends."""
         while True:
             try:
                 header = self.socket.recv(zmq.NOBLOCK)
@@ -526,7 +542,7 @@ class Channel:
             self.server.give_up(f"refused this worker: {words.reason}", UsageError)
 
     def _take(self, header: protocol.ReplyHeader) -> None:
-        """A reply has come in: its payload goes where the request said."""
+        """Handle a reply: copy its payload into the tensor of its request."""
         pending_reply = self.unanswered.get(header.number)
         if pending_reply is None:
             raise ProtocolError("order", f"a reply to {header.number}, out of order")
@@ -549,7 +565,7 @@ class Channel:
         self._send_what_may_be_sent()
 
     def _receive(self, into: torch.Tensor, lent: memoryview | None) -> None:
-        """Copy the payload, which is *lent* or the message's further frames."""
+        """Copy the payload: *lent* shared memory, or the message's further frames."""
         if lent is not None:
             if len(lent) != protocol.size_of(into):
                 raise ProtocolError("payload", f"{len(lent)} bytes in shared memory")
@@ -571,7 +587,8 @@ class Channel:
 
 
 def check_listens(name: str, host: str, port: int) -> None:
-    """Raise `PeerLostError` at once if nothing listens any more: ZeroMQ would try for ever without an error."""
+    """Raise `PeerLostError` at once if nothing listens there; ZeroMQ would retry without end or
+    error."""
     try:
         socket.create_connection((host, port), timeouts.server_connect).close()
     except OSError as error:

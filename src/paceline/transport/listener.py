@@ -1,20 +1,18 @@
 """A server process's end of its workers' connections: sockets in, events out.
 
-Theory of operation
--------------------
-`ServerListener.poll` waits for messages of workers (a ROUTER socket), ZeroMQ's authentication requests,
-liveness connections, connections to other services (see `peers`), and lines of the parent process. It
-returns events, and knows no service: `parameter_server.process.host` calls the services, and sends
-their replies.
+Theory of operation ------------------- `ServerListener.poll` waits for messages of workers (a
+ROUTER socket), ZeroMQ's authentication requests, liveness connections, connections to other
+services (see `peers`), and lines of the parent process. It returns events, and knows no service:
+`parameter_server.process.host` calls the services, and sends their replies.
 
-It never waits for one peer: messages are put into ZeroMQ's queues, whose length is bounded. Connections
-show which workers are present or lost: see `sessions`. A broken connection is a lost peer at both ends,
-and nothing is sent twice.
+It never waits for a single peer: messages are put into ZeroMQ's queues, whose length is bounded.
+Connections show which workers are present or lost: see `sessions`. A broken connection is a lost
+peer at both ends, and nothing is sent twice.
 
-A refused message is counted in `ServerListener.refused`, answered if its sender waits for an answer,
-and changes nothing. A worker that breaks the protocol itself (requests out of order, replies never
-read) is dropped as if lost. So memory is bounded: per channel by ZeroMQ's queues, per worker by its
-channels. Unauthenticated peers are not admitted.
+A refused message changes nothing. It is counted in `ServerListener.refused`, and answered if its
+sender waits for an answer. A worker that breaks the protocol itself (requests out of order, replies
+never read) is dropped as if lost. So memory is bounded: per channel by ZeroMQ's queues, per worker
+by its channels. Unauthenticated peers are not admitted.
 """
 
 from __future__ import annotations
@@ -45,13 +43,13 @@ from paceline.transport.sessions import Attendance, Connection, Session, Session
 log = logging.getLogger(__name__)
 
 REFUSALS_LOGGED = 10
-"""Of each kind: so one that comes again and again hides no other."""
+"""Log lines for each kind of refusal, so that a frequent kind hides no other."""
 MESSAGES_A_TURN = 64
-"""That are read before the services see them: fewer where they bring much."""
+"""Messages that are read before the services see them; fewer if their payloads are large."""
 
 
 class RequestArrived(NamedTuple):
-    """A worker, or another service, asks service *key* for something."""
+    """A worker, or another service, has sent a request to service *key*."""
 
     key: ServiceKey
     sender: Sender
@@ -60,7 +58,7 @@ class RequestArrived(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """This incarnation of a worker, or of another service, is gone without a goodbye."""
+    """This incarnation of a worker, or of another service, has gone without a goodbye."""
 
     key: ServiceKey
     worker: int
@@ -68,13 +66,13 @@ class WorkerLost(NamedTuple):
 
 
 class ControlLine(NamedTuple):
-    """Who has started this process says something."""
+    """A line from the process that started this one."""
 
     line: bytes
 
 
 class ControlEnded(NamedTuple):
-    """Who has started this process says nothing more: it is to end."""
+    """The process that started this one has closed its end, so this process is to end."""
 
 
 ListenerEvent = RequestArrived | WorkerLost | ControlLine | ControlEnded
@@ -82,7 +80,7 @@ ListenerEvent = RequestArrived | WorkerLost | ControlLine | ControlEnded
 
 @dataclass
 class Traffic:
-    """Bytes as all runtimes count them, and requests by what they ask for."""
+    """Bytes as all runtimes count them, and requests by type."""
 
     received_bytes: int = 0
     sent_bytes: int = 0
@@ -92,20 +90,20 @@ class Traffic:
 class ServerListener:
     """Listens at *address*, on *port* (0: a free one), for workers that know *token*.
 
-    It serves all trainings of its process, one after the other or side by side: nobody else can take the
-    port in between, and what comes in meanwhile waits.
+    It serves all trainings of its process, one after the other or side by side. So the port stays
+    in use between trainings, and messages that arrive meanwhile wait.
 
     Args:
         address: An address of this machine.
-        port: Where workers' messages come; 0: a free port.
-        workers: How many each training has.
-        token: The job's secret.
-        services: So many other services may ask, with numbers behind those of workers.
-        numbers: Workers' incarnations are numbered here (see `sessions`).
-        welcomes_any: The first worker that comes for a service opens it; else `open` does.
-        liveness_port: Where liveness connections come; 0: a free port.
+        port: The port for workers' messages; 0: a free port.
+        workers: The number of workers of each training.
+        token: The job's secret token.
+        services: The number of other services that may send requests. Their numbers follow the workers'.
+        numbers: Whether this process numbers workers' incarnations (see `sessions`).
+        welcomes_any: Whether the first worker that connects for a service opens it; else `open` does.
+        liveness_port: The port for liveness connections; 0: a free port.
         security: None: as the environment says, see `security`.
-        max_payload_bytes: What one message may bring.
+        max_payload_bytes: The largest payload of a message.
 
     Raises:
         UsageError: Nothing protects the address, or it cannot be bound.
@@ -133,19 +131,20 @@ class ServerListener:
         self.refused: Counter[str] = Counter()
         self.traffic = Traffic()
         self.loop = PollLoop()
-        """Where connections to other services are read, too."""
+        """The loop that also reads connections to other services."""
         self._token = token
         self._security = choose(address) if security is None else security
         self._max_payload_bytes = max_payload_bytes
         self._events: list[ListenerEvent] = []
         self._unhandled_bytes = 0
         self._farewells: list[bytes] = []
-        """Who has said goodbye: told so once what came before was handled."""
+        """Connections that have said goodbye. The farewell is sent once their earlier messages are
+        handled."""
         self._begun_line = b""
         self._context = zmq.Context(io_threads=1)
         self._router = self._context.socket(zmq.ROUTER)
         self._zap = self._context.socket(zmq.REP)
-        """Where ZeroMQ asks whether it may let a connection in."""
+        """The socket on which ZeroMQ asks whether to admit a connection."""
         self._control: int | None = None
         try:
             self._bind(port)
@@ -166,14 +165,14 @@ class ServerListener:
         self.loop.watch(self._liveness, self._accept)
 
     def _bind(self, port: int) -> None:
-        """Raises `UsageError`."""
+        """Bind the sockets for messages. Raises `UsageError`."""
         router = self._router
         try:
             address = _resolved(self.address)
             router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             router.setsockopt(zmq.MAXMSGSIZE, protocol.LARGEST_ON_THE_WIRE)
             router.setsockopt(zmq.RCVHWM, protocol.QUEUED_REQUESTS)
-            # ZeroMQ opens a full queue again when it is half empty: hence twice.
+            # ZeroMQ reopens a full queue when it is half empty: hence twice.
             router.setsockopt(zmq.SNDHWM, 2 * protocol.MOST_UNANSWERED)
             router.setsockopt(zmq.LINGER, int(1000 * timeouts.last_replies))
             router.setsockopt(zmq.BACKLOG, max(100, self.workers))
@@ -192,7 +191,7 @@ class ServerListener:
             ) from None
 
     def _bind_liveness(self, port: int) -> socket.socket:
-        """Raises `UsageError`."""
+        """Bind the socket for liveness connections. Raises `UsageError`."""
         try:
             address = _resolved(self.address)
             if port > 65535:
@@ -212,7 +211,7 @@ class ServerListener:
         return listener
 
     def close(self) -> None:
-        """Let go of all sockets; the last answers have `Timeouts.last_replies` to leave."""
+        """Close all sockets; the last replies have `Timeouts.last_replies` to leave."""
         self._send_farewells()
         self._sessions.close()
         self._liveness.close()
@@ -227,12 +226,12 @@ class ServerListener:
     # ---- services ----
 
     def open(self, key: ServiceKey) -> Attendance:
-        """Let workers come to a service; returns who is there."""
+        """Admit workers to a service; return its `Attendance`."""
         return self._sessions.open(key)
 
     @property
     def attendances(self) -> Mapping[ServiceKey, Attendance]:
-        """Who is at which service, of those that are not over."""
+        """The `Attendance` of each service that has not ended."""
         return self._sessions.attendances
 
     def end(self, key: ServiceKey) -> None:
@@ -243,7 +242,7 @@ class ServerListener:
     # ---- events ----
 
     def watch_control(self, control: int | None) -> None:
-        """Lines that come from this descriptor, and its end, are events, too; None: from none."""
+        """Return lines from this descriptor, and its end, as events, too; None: from no descriptor."""
         if self._control is not None:
             self.loop.unwatch(self._control)
         self._control, self._begun_line = control, b""
@@ -251,10 +250,10 @@ class ServerListener:
             self.loop.watch(control, lambda: self._read_control(control))
 
     def poll(self, seconds: float = math.inf) -> Sequence[ListenerEvent]:
-        """Wait until something has happened, at most so long; returns what, in order."""
+        """Wait for events, at most for *seconds*; return them in order."""
         self._unhandled_bytes = 0
         self._send_farewells()
-        # Rounded up: never early.
+        # Round up, so that it never returns early.
         wait = None
         if self._events:
             wait = 0
@@ -265,8 +264,9 @@ class ServerListener:
         return events
 
     def send(self, key: ServiceKey, replies: Iterable[Reply]) -> None:
-        """Queue the replies of service *key* at one moment. Workers that have gone get none; a worker that reads none is
-        lost.
+        """Queue replies of service *key* that it has made at one moment.
+
+        Workers that have gone get none. A worker that does not read its replies is lost.
         """
         for reply in replies:
             self._send(key, reply)
@@ -319,7 +319,7 @@ class ServerListener:
     def _read_messages(self) -> None:
         router = self._router
         for _ in range(MESSAGES_A_TURN):
-            # What is read stays in memory until the services have seen it.
+            # Messages stay in memory until the services have seen them.
             if self._unhandled_bytes > protocol.SMALL_BYTES:
                 return
             try:
@@ -348,7 +348,7 @@ class ServerListener:
         words: protocol.FromWorker,
         frames: Sequence[memoryview],
     ) -> None:
-        """A known worker says something."""
+        """Handle a message of a known worker."""
         if isinstance(words, protocol.RequestHeader):
             self._take(connection, words, frames)
         elif isinstance(words, protocol.Bye):
@@ -363,7 +363,7 @@ class ServerListener:
         header: protocol.RequestHeader,
         frames: Sequence[memoryview],
     ) -> None:
-        """A request has come in."""
+        """Handle a request."""
         session = connection.session
         if not session.is_admitted:
             raise ProtocolError("order", "a request before the ticket", fatal=True)
@@ -392,7 +392,7 @@ class ServerListener:
     def _refuse(
         self, refusal: ProtocolError, identity: bytes, connection: Connection | None
     ) -> None:
-        """Count a refusal, and answer it if its sender is known."""
+        """Count a refusal, and answer if its sender is known."""
         self._count(refusal.kind, str(refusal))
         if connection is None or refusal.kind == "undecodable":
             self._say(identity, protocol.Rejected(str(refusal)))
@@ -401,7 +401,7 @@ class ServerListener:
             self._say(identity, protocol.Rejected(str(refusal)))
             self._note_lost(self._sessions.lose(connection.session))
             return
-        # Only a request with a wrong payload, which had its number, comes so far.
+        # Only a request with a wrong payload gets here; its number has been counted.
         rejected = Rejected(reason=str(refusal))
         self._say(identity, protocol.ReplyHeader(connection.next - 1, rejected))
 
@@ -418,8 +418,7 @@ class ServerListener:
         header: msgspec.Struct,
         payload: torch.Tensor | None = None,
     ) -> bool:
-        """Send a message. Returns whether it is on its way: the peer is there, and its queue not
-        full."""
+        """Send a message. Returns False if the peer has gone or its queue is full."""
         try:
             self._router.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
             protocol.send(self._router, header, payload)
@@ -438,11 +437,11 @@ class ServerListener:
         try:
             self._note_lost(self._sessions.read(peer))
         except ProtocolError as refusal:
-            # Counted first: whoever sees the connection end finds it counted.
+            # Count first: when the peer sees its connection end, the refusal is counted.
             self._count(refusal.kind, str(refusal))
             self._sessions.show_out(peer)
 
 
 def _resolved(address: str) -> str:
-    """An address of numbers: ZeroMQ binds to nothing else."""
+    """A numeric address: ZeroMQ binds to nothing else."""
     return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])

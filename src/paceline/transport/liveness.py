@@ -1,22 +1,21 @@
-"""Connections whose end shows that a process has ended.
+"""Idle connections whose end shows that a process has ended.
 
-Theory of operation
--------------------
-A process that must learn of another one's end has an idle TCP connection to it. When a process ends in
-any way, its kernel closes the connection at once. Nothing is inferred from silence. Two things could
-hide an end, or look like one:
+Theory of operation ------------------- A process that must learn of another one's end has an idle
+TCP connection to it. When a process ends in any way, its kernel closes the connection at once.
+Nothing is inferred from silence. Two things could hide an end, or look like one:
 
-*Networks.* A machine that vanishes closes nothing, so the kernel probes idle connections (keep-alive).
-A network that is cut looks the same, and comes back. So only a peer that has answered no probe for
-`PACELINE_UNREACHABLE_SECONDS` (300) is given up, and is called *unreachable*, not *dead*.
-TCP_USER_TIMEOUT stays unset: it would overrule the number of probes, and count data sent during the
-cut from its first attempt. The kernel resends data of other connections (gloo's, ZeroMQ's) at growing
-intervals, 120 s at most. So after a cut of minutes a job continues up to two minutes after its network.
-The kernel's own limit is about 15 minutes without an acknowledgement (tcp_retries2).
+*Networks.* A machine that vanishes closes nothing, so the kernel probes idle connections
+(keep-alive). A network that is cut looks the same, and comes back. So a peer is given up only if it
+has answered no probe for `PACELINE_UNREACHABLE_SECONDS` (300). It is then called *unreachable*, not
+*dead*. TCP_USER_TIMEOUT stays unset: it would overrule the number of probes, and count data sent
+during the cut from its first attempt. The kernel resends data of other connections (gloo's,
+ZeroMQ's) at growing intervals, 120 s at most. So after a cut of minutes a job continues up to two
+minutes after its network. The kernel's own limit is about 15 minutes without an acknowledgement
+(tcp_retries2).
 
-*Forked children.* A child has copies of all descriptors, and a connection ends with the last copy: a
-helper that outlives its parent would hide the end from all others. So a child closes its copies when
-it begins. Programs started by ``exec`` inherit no descriptors.
+*Forked children.* A child has copies of all descriptors, and a connection ends with the last copy.
+A helper that outlives its parent would hide the parent's end. So a child closes its copies when it
+begins. Programs started by ``exec`` inherit no descriptors.
 
 A process of `multiprocessing` has such a connection to its parent, a pipe: see `end_with_parent`.
 """
@@ -46,26 +45,26 @@ from paceline.timeouts import timeouts
 UNREACHABLE_VARIABLE = "PACELINE_UNREACHABLE_SECONDS"
 
 _PROBES = 10
-"""In that time."""
+"""Keep-alive probes within the time that a peer may be unreachable."""
 _UNREACHABLE = {
     *(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN),
     *(errno.ENETUNREACH, errno.ENETDOWN),
 }
-"""What a socket says whose peer answers no more; not that its process has ended."""
+"""Errors of a socket whose peer no longer answers; they do not mean that its process has ended."""
 
 
 class KeepAlive(NamedTuple):
-    """Seconds between probes of a connection that is idle, and how many may be lost."""
+    """Seconds between probes of an idle connection, and how many probes may stay unanswered."""
 
     interval: int
     probes: int
 
 
 def keep_alive() -> KeepAlive:
-    """As the environment says. Raises `UsageError` where that makes no sense.
+    """Return the keep-alive settings from the environment. Raises `UsageError` for invalid values.
 
-    Whenever the network is cut, the last of the probes that are not answered leaves no sooner
-    than the seconds after it that are allowed.
+    Whenever the network is cut, the last unanswered probe leaves no earlier than the permitted
+    seconds after the cut.
     """
     seconds = patience()
     interval = math.ceil(seconds / _PROBES)
@@ -73,8 +72,8 @@ def keep_alive() -> KeepAlive:
 
 
 def watch(connection: socket.socket) -> None:
-    """Let the kernel notice when the machine at the other end vanishes, and no child keep
-    the connection alive."""
+    """Let the kernel detect a vanished machine at the other end, and close the connection in forked
+    children."""
     interval, probes = keep_alive()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -89,8 +88,10 @@ def watch(connection: socket.socket) -> None:
 
 
 def unanswered(connection: socket.socket) -> int:
-    """How many bytes the other end's kernel has not acknowledged: it does so at once, whatever
-    its process is doing. 0 where this system does not say."""
+    """The bytes that the other end's kernel has not acknowledged; 0 if this system does not tell.
+
+    A kernel acknowledges at once, whatever its process is doing.
+    """
     if not hasattr(termios, "TIOCOUTQ"):
         return 0
     try:
@@ -101,8 +102,10 @@ def unanswered(connection: socket.socket) -> int:
 
 
 def how_it_ended(error: OSError | None) -> str:
-    """What happened to the process at the other end of a connection that was lost with this
-    error, or that just closed."""
+    """What happened to the process at the other end, as text.
+
+    *error* is the connection's error; None: it was closed.
+    """
     if error is not None and error.errno in _UNREACHABLE:
         return (
             f"was unreachable for {patience():g} s: its machine or the network is down "
@@ -112,8 +115,10 @@ def how_it_ended(error: OSError | None) -> str:
 
 
 class Said(NamedTuple):
-    """What was read from a connection: whole *lines*, and whether it is *over*: closed, lost
-    with this *error*, or with a line that does not end."""
+    """Data from a connection: complete *lines*, and whether it is *over*.
+
+    It is over if it was closed, failed with *error*, or sent a line that does not end.
+    """
 
     lines: Sequence[bytes] = ()
     over: bool = False
@@ -121,23 +126,25 @@ class Said(NamedTuple):
 
 
 class Callers:
-    """The other ends of idle connections, as the accepting process knows them.
+    """The accepted ends of idle connections.
 
-    A caller is a stranger until `know`. Memory for strangers is bounded: at most *strangers* of them, the oldest
-    of which is closed for the next, and *line_bytes* of each.
+    A caller is a stranger until `know`. Memory for strangers is bounded: *line_bytes* for each, and
+    at most *strangers* of them. If one more comes, the oldest is closed.
     """
 
     def __init__(self, strangers: int, line_bytes: int) -> None:
         self._strangers, self._line_bytes = strangers, line_bytes
         self._begun: dict[socket.socket, bytes] = {}
-        """By connection: what it has said of a line that has not ended yet."""
+        """By connection: the start of a line that has not ended yet."""
         self._known: set[socket.socket] = set()
 
     def accept(
         self, listener: socket.socket, show_out: Callable[[socket.socket], None]
     ) -> socket.socket | None:
-        """Take the next connection; None if it is gone again. In a crowd of strangers
-        *show_out* is to close one first."""
+        """Accept the next connection; None if it has gone again.
+
+        If there are too many strangers, *show_out* must close one.
+        """
         try:
             peer, _ = listener.accept()
             peer.setblocking(False)
@@ -146,16 +153,16 @@ class Callers:
             return None
         strangers = [caller for caller in self._begun if caller not in self._known]
         if len(strangers) >= self._strangers:
-            show_out(strangers[0])  # it has had its time
+            show_out(strangers[0])  # the oldest one has had its time
         self._begun[peer] = b""
         return peer
 
     def know(self, peer: socket.socket) -> None:
-        """It has shown who it is."""
+        """Note that this caller has authenticated itself."""
         self._known.add(peer)
 
     def read(self, peer: socket.socket) -> Said:
-        """What a connection says, once something is there."""
+        """Read from a connection that has data."""
         try:
             data = peer.recv(self._line_bytes)
         except BlockingIOError:
@@ -173,7 +180,7 @@ class Callers:
         peer.close()
 
     def close_all(self) -> None:
-        """Close what is open."""
+        """Close all connections."""
         for peer in list(self):
             self.close(peer)
 
@@ -182,29 +189,34 @@ class Callers:
         return peer in self._begun
 
     def __iter__(self) -> Iterator[socket.socket]:
-        """Connections that are open, the oldest first."""
+        """The open connections, the oldest first."""
         return iter(self._begun)
 
 
 def end_with_parent() -> None:
-    """From now on this process of `multiprocessing` ends when its parent has, in whatever way. (What
-    a pool's process waits for comes over a pipe that it can write to itself, so that pipe never
-    ends.)"""
+    """Let this process of `multiprocessing` end when its parent ends, in any way.
+
+    A pool's worker would not notice by itself: it holds both ends of the pipe that brings its
+    tasks, so the pipe never ends.
+    """
     parent = multiprocessing.parent_process()
     if parent is None:
         return
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)  # whatever is under way is for nobody
+        os._exit(1)  # no process needs the results any more
 
     threading.Thread(target=wait, name="paceline lifeline", daemon=True).start()
 
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """A process that this thread starts within it never hears of Ctrl-C, not even while it imports what it
-    needs: its parent does, and ends it."""
+    """Start processes within this context, in this thread, that never get Ctrl-C, even during their
+    imports.
+
+    Their parent gets it, and ends them.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -213,8 +225,7 @@ def without_interrupts() -> Iterator[None]:
 
 
 def close_in_children(end: socket.socket | io.BufferedWriter) -> None:
-    """*end*, of a connection or of a pipe, is this process's only: a child that is forked
-    off closes its copy."""
+    """Close *end*, of a connection or a pipe, in forked children: it belongs to this process only."""
     _ends.add(end)
 
 
@@ -225,7 +236,7 @@ def _forked() -> None:
     for end in list(_ends):
         with contextlib.suppress(OSError):
             if isinstance(end, io.BufferedWriter):
-                end.raw.close()  # what it may have buffered is the parent's to write
+                end.raw.close()  # the parent writes what it has buffered
             elif end.fileno() >= 0:
                 # Not close(): a file made of the socket would keep it open.
                 os.close(end.detach())

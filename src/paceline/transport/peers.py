@@ -1,16 +1,15 @@
 """A service's connections to its peers, the other services that it sends requests to.
 
-Theory of operation
--------------------
-A service learns its peers' addresses when all services of its training listen (`PeerConnections.meet`).
-Connecting may take a while, and two services may connect to each other. So each connection is made on
-a thread of its own while the process's loop serves. A thread hands over its connection, and a byte in a
-pipe wakes the loop. From then on the `PollLoop` reads the connection. `PeerConnections.collect` returns
-what has happened as events.
+Theory of operation ------------------- A service learns its peers' addresses when all services of
+its training listen (`PeerConnections.meet`). Connecting may take a while, and two services may
+connect to each other. So each connection is made on a thread of its own, while the process's loop
+continues to serve. The thread hands over its connection, and a byte in a pipe wakes the loop. From
+then on the `PollLoop` reads the connection. `PeerConnections.collect` returns events.
 
-Earlier requests wait. A peer that is lost, or was never reached, is an event at once, and again at each
-further request: nothing waits for it. If peers may come back (*reconnects*), a thread tries to reach
-the peer until it answers, each time as a later incarnation, since the earlier one is not admitted.
+Requests wait until their connection is made. A lost or unreachable peer is an event at once, and
+again at each further request: no request waits for it. If peers may come back (*reconnects*), a
+thread tries to reach the peer until it answers. Each attempt is a later incarnation, since the
+earlier one would not be admitted.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ATTEMPTS_AN_INCARNATION = 1 << 20
 
 
 class PeerReplied(NamedTuple):
-    """*peer* has answered request *number*; *payload* is the tensor that was handed over for it."""
+    """*peer* has answered request *number*; *payload* is the tensor that the request passed for it."""
 
     peer: str
     number: int
@@ -45,14 +44,14 @@ class PeerReplied(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """*peer* answers nothing any more."""
+    """*peer* does not answer any more."""
 
     peer: str
     reason: str
 
 
 class PeerBack(NamedTuple):
-    """*peer* is there again after a `PeerLost`."""
+    """*peer* is back after a `PeerLost`."""
 
     peer: str
 
@@ -61,7 +60,7 @@ PeerEvent = PeerReplied | PeerLost | PeerBack
 
 
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
-    """The error of a request to a service that is no peer."""
+    """The error message of a request to a service that is no peer."""
     return (
         f"{asker} asks {peer!r}, which is no peer of its: expected one of "
         f"{', '.join(peers) or 'none'}"
@@ -77,8 +76,10 @@ class Route(NamedTuple):
 
 @dataclass
 class _Peer:
-    """*connection* is None until it is made; requests are in *waiting* meanwhile. *lost*: why there is no
-    connection; *route*: None until it is known. The next connection is made as *incarnation*.
+    """A peer. *connection* is None until it is made; requests are in *waiting* meanwhile.
+
+    *lost*: why there is no connection. *route*: None until it is known. *incarnation*: of the next
+    connection.
     """
 
     connection: ServerConnection | None = None
@@ -89,9 +90,10 @@ class _Peer:
 
 
 class PeerConnections:
-    """Connections to peers. Requests to peers among *names* may come before their addresses are known.
+    """Connections to peers. Requests to peers in *names* may come before their addresses are known.
 
-    All functions but `meet` are called on the thread of *loop*. With *reconnects*, lost peers may come back.
+    All methods except `meet` are called on the thread of *loop*. With *reconnects*, lost peers may
+    come back.
     """
 
     def __init__(self, loop: PollLoop, names: Iterable[str] = ()) -> None:
@@ -111,7 +113,8 @@ class PeerConnections:
     def meet(
         self, sender: int, routes: Mapping[str, Route], incarnation: int = 0
     ) -> None:
-        """Connect to them all, as number *sender* in this incarnation of it; returns at once."""
+        """Start connecting to all peers, as service number *sender* in this incarnation; return at
+        once."""
         self._sender = sender
         for name, route in routes.items():
             peer = self._peers.setdefault(name, _Peer())
@@ -123,7 +126,7 @@ class PeerConnections:
         os.read(self._awake, 4096)
 
     def ask(self, ask: Ask) -> None:
-        """Send a request. Raises `UsageError` for one who is no peer."""
+        """Send a request. Raises `UsageError` if its target is no peer."""
         peer = self._peers.get(ask.peer)
         if peer is None:
             raise UsageError(no_peer("a service", ask.peer, self._peers))
@@ -135,7 +138,7 @@ class PeerConnections:
             self._send(peer.connection, ask)
 
     def collect(self) -> list[PeerEvent]:
-        """What has happened since this was last called."""
+        """Return the events since the last call."""
         while not self._made.empty():
             self._take(*self._made.get())
         events, self._events = self._events, []
@@ -145,7 +148,7 @@ class PeerConnections:
         return events
 
     def close(self, well: bool) -> None:
-        """Close all connections; *well*: with a goodbye, so that no peer takes this for a loss."""
+        """Close all connections; *well*: with a goodbye, so that no peer takes it for a loss."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -167,7 +170,7 @@ class PeerConnections:
         ).start()
 
     def _connect(self, name: str, peer: _Peer, again: bool) -> None:
-        """On a thread of its own, one for each peer; *again*: until it is there."""
+        """Connect to one peer, on a thread of its own; *again*: retry until it answers."""
         pause = timeouts.peer_retry
         if again and self._closed.wait(pause):
             return
@@ -186,7 +189,7 @@ class PeerConnections:
             made.part(well=True)
 
     def _reached(self, name: str, peer: _Peer) -> ServerConnection | PacelineError:
-        """The connection to a peer; or why there is none."""
+        """The connection to a peer, or the error."""
         assert peer.route is not None, "it is known before anybody sets out"
         address = peer.route.address
         try:
@@ -226,7 +229,7 @@ class PeerConnections:
         try:
             connection.ask(ask.message, ask.payload, ask.into, ask.channel, replied)
         except PacelineError:
-            # A peer that is gone by now, or refuses this service, is found so by `collect`.
+            # `collect` reports a peer that has gone or refuses this service.
             if connection.failure is None:
                 raise
 

@@ -1,4 +1,4 @@
-"""A loop that waits for sockets and descriptors, and calls who reads them."""
+"""A loop that waits for sockets and descriptors, and calls their handlers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import zmq
 
 Source = zmq.Socket[Any] | socket.socket | int
-"""An integer is a descriptor."""
+"""An integer is a file descriptor."""
 
 
 class PollLoop:
-    """Sockets and descriptors, each with the handler to call when something is there."""
+    """Sockets and descriptors, each with a handler that is called when it can be read."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
         self._handlers: dict[Source, Callable[[], None]] = {}
         self._keys: dict[Source, Source] = {}
-        """What each source is known as: of a plain socket its descriptor, which a socket that the
-        garbage collector has closed first does not know any more."""
+        """Each source's key in the poller. A plain socket's key is its descriptor: after the
+        garbage collector has closed a socket, the socket no longer knows its descriptor."""
 
     def watch(self, source: Source, handler: Callable[[], None]) -> None:
         """Call *handler* whenever *source* can be read."""
@@ -30,23 +30,26 @@ class PollLoop:
         self._keys[source] = key
 
     def unwatch(self, source: Source) -> None:
-        """Before *source* is closed."""
+        """Stop watching *source*; call this before *source* is closed."""
         key = self._keys.pop(source)
         self._poller.unregister(key)
         del self._handlers[key]
 
     def handle(self, milliseconds: int | None) -> bool:
-        """Wait until something is there, at most so long (None: for ever), and handle it.
-        Returns whether there was anything."""
+        """Wait until a source can be read, at most *milliseconds* (None: no limit), and call the
+        handlers.
+
+        Returns whether any source could be read.
+        """
         events = self._poller.poll(milliseconds)
         for ready, _ in events:
-            # Handled before, another may have closed this one.
+            # An earlier handler may have closed this source.
             handler = self._handlers.get(ready)
             if handler is not None:
                 handler()
         return bool(events)
 
     def let_go(self) -> None:
-        """Nothing is handled any more, and no handler is kept alive."""
+        """Call no handler any more, and keep none alive."""
         self._handlers.clear()
         self._keys.clear()

@@ -1,24 +1,22 @@
 """The wire format between a worker and a server, and its limits.
 
-Theory of operation
--------------------
-A worker has one ZeroMQ connection per (server, channel), which keeps order. Each ZeroMQ
-message is a header, msgpack of one of the types below, and a payload, which only requests and
-replies have:
+Theory of operation ------------------- A worker has one ZeroMQ connection per (server, channel),
+which keeps order. Each ZeroMQ message has a header, which is msgpack of one of the types below.
+Only requests and replies also have a payload:
 
 - worker: `Hello`, then for each request a `RequestHeader`, at the end a `Bye`;
 - server: `Welcome`, then for each reply a `ReplyHeader`, and a `Farewell`.
 
-A payload is one frame of its message, or lies in shared memory (see `shared_memory`). ZeroMQ sends it from the tensor's own memory. The server
-uses it where ZeroMQ received it (`payload_from`); a worker copies it once, into the tensor that
-it handed over. Only a payload above FRAME_BYTES has several frames, which a server copies
-together: ZeroMQ applies its limit for a frame (MAXMSGSIZE) to strangers too, who so cannot make
-a server hold more than that.
+A payload is one frame of its message, or lies in shared memory (see `shared_memory`). ZeroMQ sends
+it from the tensor's own memory. The server uses it where ZeroMQ received it (`payload_from`). A
+worker copies it once, into the tensor of its request. Only a payload above FRAME_BYTES has several
+frames, which a server joins in a copy. ZeroMQ applies its frame limit (MAXMSGSIZE) to
+unauthenticated peers, too. So they cannot make a server hold more than one such frame.
 
-ZeroMQ and TCP do flow control: a server reads QUEUED_REQUESTS of a connection ahead. A worker
-has at most MOST_UNANSWERED requests on their way in one channel, and keeps the others itself. So
-a server can limit the replies that it queues for a worker, and drop a worker that reads none.
-Only the types below are ever built from what comes in; nothing is unpickled.
+ZeroMQ and TCP do flow control: a server reads QUEUED_REQUESTS of a connection ahead. A worker has
+at most MOST_UNANSWERED unanswered requests in a channel, and keeps further ones itself. So a server
+can limit the replies that it queues for a worker, and drop a worker that does not read them.
+Received data only ever becomes one of the types below; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,36 +33,37 @@ from paceline.interfaces.server_messages import DTYPES, ReplyMessage, Request
 from paceline.transport import liveness
 
 FRAME_BYTES = 64 << 20
-"""No frame is larger, so that a stranger's first one is not."""
+"""The largest frame, which also bounds an unauthenticated peer's first one."""
 LARGEST_ON_THE_WIRE = FRAME_BYTES + 256
-"""With what encryption adds to a frame."""
+"""The largest frame with the bytes that encryption adds."""
 LARGEST_HEADER_BYTES = 4 << 20
-"""A header may describe a whole model."""
+"""The largest header; a header may describe a whole model."""
 LARGEST_PAYLOAD_BYTES = 2 << 30
 HEADER_BYTES = 128
 """What every runtime counts for a message beside its payload: its MessagePack header, ZeroMQ's
 frames, and the headers of TCP and IP of one packet."""
 SMALL_BYTES = 64 * 1024
-"""A part smaller than this is not worth a message of its own."""
+"""Parts smaller than this are not sent as messages of their own."""
 HELLO_BYTES = 1024
 HAS_BEEN_HERE = "which has been here as"
-"""In the refusal of a worker that has left: a later training may be about to begin."""
+"""Text in the refusal of a worker that has left: a later training may be about to begin."""
 IS_HERE = "is here already, from"
-"""In the refusal of a worker whose number somebody has: that one may be about to be lost."""
+"""Text in the refusal of a worker whose number is in use: the other process may be about to be
+lost."""
 TAKEN_FOR_LOST = "taken for lost: join with another incarnation"
-"""The refusal of a request from an incarnation of a worker that is no longer here."""
+"""The refusal of a request from an incarnation that is no longer present."""
 BEFORE_IT_STOOD = "before it stood"
-"""In the words of a worker whose connection was closed while it shook hands."""
+"""Text in a worker's error if its connection was closed during the handshake."""
 QUEUED_REQUESTS = 2
-"""Of one connection that a server reads ahead: the rest waits in the network."""
+"""Requests of a connection that a server reads ahead; further ones wait in the network."""
 MOST_UNANSWERED = 1024
-"""Requests of one channel that a worker sends before it has their replies."""
+"""Requests of a channel that a worker sends before it has their replies."""
 CHANNELS = 16
 CHANNEL_CHARACTERS = 64
 
 
 class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Memory of a process of this machine: its descriptor there, and what it begins with."""
+    """Shared memory of a process on this machine: its descriptor there, and the nonce at its start."""
 
     process: int
     descriptor: int
@@ -72,33 +71,36 @@ class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 Place = tuple[int, int]
-"""Where a payload lies in shared memory, instead of a frame: its first block, and its bytes."""
+"""A payload's place in shared memory: its first block, and its bytes."""
 
 
-# ---- from a worker ----
+# ---- messages of workers ----
 
 
 class ServiceKey(NamedTuple):
-    """Which service of which *training* a connection is for. A process serves many: a script may train
-    several times, and a training may have several services, each with a *number* of its own."""
+    """Which service of which *training* a connection is for.
+
+    A process serves many: a script may train several times, and a training may have several
+    services, each with its own *number*.
+    """
 
     training: int = 0
     number: int = 0
 
 
 ONLY_SERVICE = ServiceKey()
-"""Of a process that serves one."""
+"""The key in a process with one service."""
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=True):
     """The first message of a connection.
 
     Attributes:
-        channel: ``""`` comes first, and alone, until it was welcomed and the liveness connection stands.
-        incarnation: None where the server is to number it.
-        workers: How many the worker takes the job to have; 0 where it does not say.
-        asks: Ask only whether it may come, and how many workers there are. The server takes no note.
-        memory: For payloads of requests, where the server's machine is this one.
+        channel: ``""`` is the first channel. Others follow after its welcome and the liveness connection.
+        incarnation: None: the server numbers it.
+        workers: The number of the job's workers as this worker knows it; 0: unknown.
+        asks: Only ask whether the worker may come, and for the number of workers. The server notes nothing.
+        memory: Shared memory for payloads of requests, if the server is on this machine.
     """
 
     protocol: int
@@ -115,8 +117,10 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=
 class RequestHeader(
     msgspec.Struct, tag="request", array_like=True, forbid_unknown_fields=True
 ):
-    """A request. *number* counts a channel's requests from 0; *dtype* is None without a payload. *place*: the
-    payload's place in shared memory, instead of a frame.
+    """A request; *number* counts a channel's requests from 0.
+
+    *dtype* is None without a payload. *place*: the payload's place in shared memory, instead of a
+    frame.
     """
 
     number: int
@@ -127,24 +131,24 @@ class RequestHeader(
 
 
 class Bye(msgspec.Struct, tag="bye", array_like=True, forbid_unknown_fields=True):
-    """Nothing more will come on this connection."""
+    """The last message on this connection."""
 
 
 FromWorker = Hello | RequestHeader | Bye
 
 
-# ---- from a server ----
+# ---- messages of servers ----
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True):
-    """The connection is known.
+    """The connection is accepted.
 
     Attributes:
-        port: For the liveness connection, on channel ``""`` alone.
+        port: The port for the liveness connection; only on channel ``""``.
         ticket: The first line of that connection.
         incarnation: The number of this incarnation.
-        workers: How many the job has, for who asks.
-        memory: For payloads of replies, where the server has opened the worker's.
+        workers: The number of the job's workers, for a `Hello` that asks.
+        memory: Shared memory for payloads of replies, if the server has opened the worker's.
     """
 
     port: int = 0
@@ -155,8 +159,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
 
 
 class ReplyHeader(msgspec.Struct, tag="reply", array_like=True):
-    """The reply to request *number*; *dtype* is None without a payload. *place*: as a
-    request's."""
+    """The reply to request *number*; *dtype* is None without a payload. *place*: as in a request."""
 
     number: int
     message: ReplyMessage
@@ -166,11 +169,11 @@ class ReplyHeader(msgspec.Struct, tag="reply", array_like=True):
 
 
 class Farewell(msgspec.Struct, tag="farewell", array_like=True):
-    """All that came before the `Bye` was dealt with."""
+    """All messages before the `Bye` have been handled."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", array_like=True):
-    """What came is no request of a known worker. Nothing on this connection has a future."""
+    """The message was no request of a known worker; this connection is of no further use."""
 
     reason: str
 
@@ -179,8 +182,11 @@ FromServer = Welcome | ReplyHeader | Farewell | Rejected
 
 
 class ProtocolError(Exception):
-    """What a peer sent is not accepted. *kind* is what it is counted under; *fatal*: the
-    peer broke the protocol itself, and is dropped."""
+    """A message that is not accepted.
+
+    *kind* is the name that it is counted under. *fatal*: the peer broke the protocol itself, and is
+    dropped.
+    """
 
     def __init__(self, kind: str, reason: str, *, fatal: bool = False) -> None:
         super().__init__(reason)
@@ -195,7 +201,7 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 
 def decode_hello(header: bytes) -> Hello:
-    """The introduction of a stranger. Raises `ProtocolError`."""
+    """The first message of an unknown peer. Raises `ProtocolError`."""
     if len(header) > HELLO_BYTES:
         raise ProtocolError("stranger", f"{len(header)} bytes before a hello")
     try:
@@ -232,7 +238,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def check_flat(what: str, tensor: torch.Tensor) -> None:
-    """Raises `UsageError` for a tensor that cannot travel."""
+    """Raise `UsageError` for a tensor that cannot be sent."""
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise UsageError(
             f"{what}: expected a flat contiguous tensor, got one of shape "
@@ -246,12 +252,12 @@ def check_flat(what: str, tensor: torch.Tensor) -> None:
 
 
 def size_of(tensor: torch.Tensor | None) -> int:
-    """Bytes of payload."""
+    """Bytes of a payload."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def describe(tensor: torch.Tensor | None) -> tuple[str | None, int]:
-    """What a header says of a payload: dtype and elements."""
+    """A payload's dtype and elements, for its header."""
     return (None, 0) if tensor is None else (_NAMES[tensor.dtype], tensor.numel())
 
 
@@ -274,8 +280,7 @@ def payload_bytes(dtype: str | None, elements: int, limit: int) -> int:
 
 
 def frames_of(payload: torch.Tensor | None) -> list[memoryview]:
-    """The memory of a payload on the host, in frames. It must not change before ZeroMQ has sent
-    them."""
+    """The host memory of a payload, in frames. It must not change before ZeroMQ has sent them."""
     if payload is None or not payload.numel():
         return []
     memory = payload.detach().view(torch.uint8).numpy().data
@@ -285,11 +290,11 @@ def frames_of(payload: torch.Tensor | None) -> list[memoryview]:
 def payload_from(
     dtype: str | None, elements: int, frames: Sequence[memoryview], limit: int
 ) -> torch.Tensor | None:
-    """The payload that a header announces, in the memory of its frame, which goes with the tensor.
-    What lies in shared memory is a frame, too.
+    """The payload that a header announces, as a tensor in the memory of its frame.
 
-    One that is small, not aligned or in several frames is copied together: ZeroMQ keeps a small
-    one among other messages, which would stay as long.
+    The tensor keeps the frame alive; a payload in shared memory is a frame, too. A payload that is
+    small, not aligned or in several frames is copied. ZeroMQ keeps a small one among other
+    messages, which would stay in memory as long.
 
     Raises `ProtocolError` if the frames are not the payload that the header announces.
     """
@@ -310,7 +315,7 @@ def payload_from(
             return payload
     try:
         payload = torch.empty(elements, dtype=kind)
-    except RuntimeError as error:  # how torch says that there is no memory
+    except RuntimeError as error:  # torch's error if there is no memory
         raise ProtocolError("too large", f"no memory for it: {error}") from None
     for place, frame in zip(frames_of(payload), frames, strict=True):
         place[:] = frame
@@ -318,13 +323,15 @@ def payload_from(
 
 
 def frame_sizes(size: int) -> list[int]:
-    """Of a payload of so many bytes: one frame, or several where one would be too large."""
+    """The frames of a payload of *size* bytes: one, or several if one would be too large."""
     return [min(FRAME_BYTES, size - at) for at in range(0, size, FRAME_BYTES)]
 
 
 def receive_into(socket: zmq.Socket[Any], payload: torch.Tensor) -> None:
-    """Copy the further frames of the message that is being received from *socket* into *payload*.
-    Raises `ProtocolError` if they are not of its size."""
+    """Copy the further frames of the message being received from *socket* into *payload*.
+
+    Raises `ProtocolError` if their size differs.
+    """
     for place in frames_of(payload):
         if not socket.getsockopt(zmq.RCVMORE):
             raise ProtocolError("payload", f"{len(place)} bytes of payload are missing")
@@ -337,8 +344,8 @@ def receive_into(socket: zmq.Socket[Any], payload: torch.Tensor) -> None:
 def send(
     socket: zmq.Socket[Any], header: msgspec.Struct, payload: torch.Tensor | None = None
 ) -> None:
-    """Queue a message, or, on a ROUTER, what follows the identity in it. Raises `zmq.ZMQError` at
-    the socket's limit."""
+    """Queue a message, or on a ROUTER the parts after the identity. Raises `zmq.ZMQError` at the
+    limit."""
     frames = frames_of(payload)
     socket.send(encode(header), zmq.NOBLOCK | (zmq.SNDMORE if frames else 0))
     for i, frame in enumerate(frames, 1):
@@ -347,7 +354,7 @@ def send(
 
 
 def discard_message(socket: zmq.Socket[Any]) -> None:
-    """Throw away what is left of the message that is being received."""
+    """Discard the rest of the message being received."""
     while socket.getsockopt(zmq.RCVMORE):
         socket.recv_into(bytearray(), flags=zmq.NOBLOCK)
 
@@ -361,8 +368,11 @@ def endpoint(host: str, port: int | str) -> str:
 
 
 def keep_alive(messages: zmq.Socket[Any]) -> None:
-    """Let the kernel notice when the machine at the other end vanishes: a little later than
-    on the liveness connection, which has the words for it."""
+    """Let the kernel detect a vanished machine at the other end.
+
+    It does so slightly later than on the liveness connection, whose error message explains the
+    loss.
+    """
     interval, probes = liveness.keep_alive()
     messages.setsockopt(zmq.TCP_KEEPALIVE, 1)
     messages.setsockopt(zmq.TCP_KEEPALIVE_IDLE, interval)

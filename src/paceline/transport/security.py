@@ -9,19 +9,19 @@ else                                        refused: nothing listens there unpro
 
 Both ends decide by this table, so the variables must be the same on all machines.
 
-Both CURVE key pairs are derived from the secret by scrypt, so whoever knows it belongs to the job.
-ZeroMQ asks `Security.zap_reply` about each connection before its first message is read. Plain
-connections show the server's token there as a password. A server that a job starts has a token of its
-own, which workers learn as `paceline.runtimes.real.job_store` describes. A server named with HOST:PORT has
-that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. A peer without the token gets no reply
-but "not of this job".
+Both CURVE key pairs are derived from the secret by scrypt, so every holder of the secret belongs to
+the job. ZeroMQ asks `Security.zap_reply` about each connection before its first message is read.
+Plain connections show the server's token there as a password. A server that a job starts has a
+token of its own, which workers learn as `paceline.runtimes.real.job_store` describes. A server
+named with HOST:PORT has that of ``PACELINE_SERVERS_TOKEN``, or one derived from the secret. A peer
+without the token gets no reply but "not of this job".
 
 Threat model
 ------------
 - *CURVE*: a peer without the secret can neither read nor alter messages, nor send any. It can cut
   connections.
 - *Plain on loopback*: only the administrator can read messages. Other users of the machine do not have
-  the token. A plain server does not prove itself to its workers: if it is named with HOST:PORT, a
+  the token. A plain server does not prove itself to its workers. If it is named with HOST:PORT, a
   process that took that port first gets the token.
 - *Plain on a trusted network*: readers of the network, or of the job's store, can read gradients and
   the token.
@@ -30,10 +30,10 @@ Threat model
   number.
 - The liveness connection carries a ticket that is valid once, and nothing else.
 
-Outside of this protection: torch's store and gloo's connections authenticate nobody and encrypt
-nothing. Whoever reaches them, including every user of the machine, finds no token of a server there.
-Such a person can make the job fail, and alter gloo's sums. They can run code as the job's user, since
-torchrun's agents unpickle their rendezvous. Jobs under ``--survive`` use neither.
+Outside of this protection: torch's store and gloo's connections neither authenticate nor encrypt.
+An attacker who reaches them, including every user of the machine, finds no token of a server there.
+Such an attacker can make the job fail, and alter gloo's sums. They can also run code as the job's
+user, since torchrun's agents unpickle their rendezvous. Jobs under ``--survive`` use neither.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from paceline.errors import UsageError
 
 SECRET = "PACELINE_SECRET"
 TOKEN = "PACELINE_SERVERS_TOKEN"
-"""Of servers that are named with HOST:PORT, where there is no secret to derive it from."""
+"""The token of servers named with HOST:PORT, if there is no secret to derive it from."""
 TRUSTED = "PACELINE_TRUSTED_NETWORK"
 SECRET_CHARACTERS = 16
-"""Of the secret, and of the token."""
+"""The minimum length of the secret, and of the token."""
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
-"""Where ZeroMQ asks whether a connection is admitted (ZAP, RFC 27)."""
+"""The address at which ZeroMQ asks whether to admit a connection (ZAP, RFC 27)."""
 
 _USER = b"paceline"
 _SALT = b"paceline server CURVE keys, version 1"
@@ -79,7 +79,7 @@ class Security:
         return bool(self.server_public)
 
     def protect_server(self, socket: zmq.Socket[Any]) -> None:
-        """Before *socket* is bound."""
+        """Set the options of a server's *socket*; call it before binding."""
         if self.encrypted:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.server_secret)
@@ -87,7 +87,7 @@ class Security:
             socket.setsockopt(zmq.PLAIN_SERVER, 1)
 
     def protect_worker(self, socket: zmq.Socket[Any], token: str) -> None:
-        """Before *socket* is connected."""
+        """Set the options of a worker's *socket*; call it before connecting."""
         if self.encrypted:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.server_public)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self.worker_public)
@@ -99,10 +99,12 @@ class Security:
     def zap_reply(
         self, question: Sequence[bytes], token: str
     ) -> tuple[list[bytes], bool]:
-        """ZeroMQ asks about a connection: the reply, and whether it is admitted."""
+        """Answer ZeroMQ's question about a connection; return the reply, and whether it is
+        admitted."""
         version, number, _, _, _, mechanism, *credentials = question
         if self.encrypted and mechanism == b"CURVE":
-            # What is given is the key itself; the proof of holding it came before.
+            # The credential is the public key; CURVE has verified already that the peer holds
+            # the secret one.
             expected, given = z85.decode(self.worker_public), credentials[0]
         elif not self.encrypted and mechanism == b"PLAIN":
             expected, given = token.encode(), credentials[1]
@@ -118,7 +120,7 @@ PLAIN = Security()
 
 @lru_cache(maxsize=8)
 def from_secret(secret: str) -> Security:
-    """The keys that follow from *secret*. Raises `UsageError` for a short one."""
+    """The keys derived from *secret*. Raises `UsageError` for a short one."""
     if len(secret) < SECRET_CHARACTERS:
         raise UsageError(
             f"{SECRET}: expected at least {SECRET_CHARACTERS} characters, got "
@@ -136,14 +138,15 @@ def from_secret(secret: str) -> Security:
 
 
 def derived(key: bytes, purpose: str) -> str:
-    """A token, or a signature, that only who has *key* can make."""
+    """A token or signature for *purpose*, which only holders of *key* can make."""
     words = f"paceline {purpose}".encode()
     return hmac.new(key, words, hashlib.sha256).hexdigest()[:32]
 
 
 def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:
-    """The common key of all processes of a job, from its environment, for `derived`. Raises `UsageError` if it is too
-    short.
+    """The common key of all processes of a job, for `derived`, from the environment.
+
+    Raises `UsageError` if it is too short.
     """
     environment = os.environ if environment is None else environment
     if environment.get(SECRET):
@@ -153,8 +156,10 @@ def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def dedicated_token(environment: Mapping[str, str] | None = None) -> str | None:
-    """The token of servers that no job has started; None if the environment does not tell.
-    Raises `UsageError` where it is too short."""
+    """The token of servers that no job has started; None if the environment has none.
+
+    Raises `UsageError` if it is too short.
+    """
     environment = os.environ if environment is None else environment
     if environment.get(TOKEN):
         return _long_enough(environment[TOKEN])

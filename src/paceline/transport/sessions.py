@@ -1,7 +1,7 @@
 """The workers of each training, as a server process knows them by their connections.
 
-Other services of a training that send requests here have sessions too, with numbers behind those of
-the workers. Only their departures have no effect.
+Other services of a training that send requests here have sessions too, with numbers after the
+workers'. Only their departures have no effect.
 
 Theory of operation
 -------------------
@@ -14,20 +14,20 @@ Theory of operation
    connection. If it has joined the training and has not left it, others wait for it. Then it counts as
    lost, and the training has not ended well.
 
-After a departure or a loss, only the worker's incarnation is remembered. A newer incarnation may come
-back, and replaces one that is still present (that one is lost). An older one, or the same again, is
-refused.
+After a departure or a loss, only the worker's incarnation is remembered. A newer incarnation may
+come back. It replaces one that is still present, which then counts as lost. An older one, or the
+same again, is refused.
 
-If nobody else numbers incarnations, the server does. A second process of a present worker is refused,
-since two processes were started with one rank. But the first one's machine may have vanished, which no
-connection shows for minutes. So the server sends a byte to the present one, and its kernel acknowledges
-that at once, however busy the process is. Without an acknowledgement within
-`Timeouts.worker_acknowledge` the worker is lost, and the next process of its rank is accepted. So is
-the next one after an eviction.
+If incarnations are not numbered elsewhere, the server numbers them. A second process of a present
+worker is refused, since it probably means that two processes were started with one rank. But the
+first one's machine may have vanished, which no connection shows for minutes. So the server sends a
+byte to the present one, and its kernel acknowledges that at once, however busy the process is.
+Without an acknowledgement within `Timeouts.worker_acknowledge` the worker is lost, and the next
+process of its rank is accepted. The next process is also accepted after an eviction.
 
-Memory for unauthenticated peers is bounded: one session for each worker that has not shown its
-ticket, one line of each liveness connection without a ticket, and a limited number of those. The
-oldest is closed for the next.
+Memory for unauthenticated peers is bounded. There is one session for each worker that has not shown
+its ticket, and one line of each liveness connection without a ticket. The number of these is
+limited: the oldest is closed for the next.
 
 A method that may lose workers returns them, and the caller informs the service.
 """
@@ -54,9 +54,9 @@ from paceline.transport.shared_memory import ServerEnd, ServerMemory
 
 _LINE_BYTES = 64
 _STRANGERS = 64
-"""Liveness connections without a ticket, beyond one for each worker."""
+"""Liveness connections without a ticket, in addition to one for each worker."""
 MOST_SERVICES_AT_ONCE = 1024
-"""A process has no more: whoever has the token could make it hold ever more of them."""
+"""The limit of services of a process: otherwise a holder of the token could make it hold ever more."""
 
 
 class Connection:
@@ -67,7 +67,7 @@ class Connection:
         self.session = session
         self.channel = channel
         self.next = 0
-        """The number of its next request."""
+        """The number of the next request."""
 
 
 class Session:
@@ -89,9 +89,9 @@ class Session:
         self.liveness: socket.socket | None = None
         self.connections: dict[str, Connection] = {}
         self.evicted = False
-        """Whether the server has taken it for lost though its connection stands."""
+        """Whether the server treats it as lost although its connection still exists."""
         self.asked: float | None = None
-        """Since when its machine is to acknowledge a byte."""
+        """When the server last asked its machine to acknowledge a byte."""
         self.leaves_well = False
         self.takes_part = False
         """Whether it has joined the training, and has not left it."""
@@ -103,34 +103,34 @@ class Session:
 
     @property
     def is_present(self) -> bool:
-        """Whether it is its worker's, and was not forgotten."""
+        """Whether it is its worker's current session."""
         return self.attendance.present.get(self.worker) is self
 
 
 class Attendance:
-    """Which of *workers* workers are at one service, were lost, or have said goodbye."""
+    """Which of the *workers* of a service are present, were lost, or have said goodbye."""
 
     def __init__(self, key: ServiceKey, workers: int) -> None:
         self.key = key
         self._workers = workers
         self._made = time.monotonic()
         self.pending: dict[int, Session] = {}
-        """By worker that has said hello, and is to show its ticket yet."""
+        """By worker: sessions that have said hello, and have not shown their ticket yet."""
         self.present: dict[int, Session] = {}
         """By worker, or by the number of another service."""
         self.newest: dict[int, int] = {}
-        """By worker: incarnation."""
+        """The latest incarnation of each worker."""
         self._departed: set[int] = set()
-        self._broke_off: set[int] = set()  # of these: in the middle of their training
+        self._broke_off: set[int] = set()  # departed in the middle of their training
         self._some_are_lost = False
         self._last_goodbye = 0.0
         self.another_is_wanted = False
-        """Whether a worker that has departed was here again, in the same incarnation: its script has
-        begun another training."""
+        """Whether a departed worker has come again in the same incarnation: its script has begun
+        another training."""
 
     @property
     def workers_present(self) -> int:
-        """How many workers are here; from any thread."""
+        """The number of workers that are present; from any thread."""
         return sum(worker < self._workers for worker in list(self.present))
 
     @property
@@ -140,20 +140,23 @@ class Attendance:
 
     @property
     def all_have_ended_well(self) -> bool:
-        """Whether all have, none of them in the middle of its training."""
+        """Whether all workers have departed, none of them in the middle of its training."""
         return self.all_have_departed and not self._broke_off
 
     @property
     def some_have_departed(self) -> bool:
-        """Whether a worker has said goodbye: the others may be about to."""
+        """Whether a worker has said goodbye: the others may soon do so."""
         return bool(self._departed)
 
     @property
     def deserted_from(self) -> float:
-        """The moment, of `time.monotonic`, from which on the training is over because its workers are gone.
+        """The moment, of `time.monotonic`, from which the training is over because its workers are
+        gone.
 
-        At once where one was lost; but a worker that has said hello may still come. Where all have said
-        goodbye before others came, or nobody has come, these may come. Infinite while a worker is here."""
+        It is infinite while a worker is present. Otherwise the training is over at once if one was
+        lost, but a worker that has said hello has time to arrive. If none was lost, other workers
+        have time to arrive after the last goodbye, or after the service was opened.
+        """
         if self.workers_present:
             return math.inf
         moments = [session.since for session in self.pending.values()]
@@ -162,29 +165,31 @@ class Attendance:
         return max((moment + timeouts.worker_arrive for moment in moments), default=0.0)
 
     def evict(self, worker: int, incarnation: int) -> None:
-        """The server has taken this incarnation for lost: another may come in its place."""
+        """Treat this incarnation as lost from now on: another may take its place."""
         session = self.present.get(worker)
         if session is not None and session.incarnation == incarnation:
             session.evicted = True
 
     def has_departed(self, worker: int) -> bool:
-        """Whether a worker has said goodbye, and has not come again."""
+        """Whether a worker has said goodbye and has not come back."""
         return worker in self._departed
 
     def came(self, session: Session) -> None:
-        """A worker has shown its ticket."""
+        """Note that a worker has shown its ticket."""
         worker = session.worker
         self.present[worker], self.newest[worker] = session, session.incarnation
         self._departed.discard(worker)
         self._broke_off.discard(worker)
 
     def lost(self, session: Session) -> None:
-        """Who was present is gone without a goodbye."""
+        """Note that a present worker or service has gone without a goodbye."""
         self._some_are_lost |= session.worker < self._workers
 
     def departed(self, session: Session) -> bool:
-        """A worker that was present has said goodbye. Returns whether it is lost all the same: its
-        training goes on without it."""
+        """Note that a present worker has said goodbye.
+
+        Returns whether it counts as lost, because its training continues without it.
+        """
         if session.worker < self._workers:
             self._departed.add(session.worker)
             self._last_goodbye = time.monotonic()
@@ -197,9 +202,9 @@ class Attendance:
 class Sessions:
     """The connections of workers that know *token*, to all services of a process.
 
-    *workers*: how many each training has; so many other *services* may ask with numbers behind those.
-    *numbers*: incarnations are numbered here. Liveness
-    connections come to *listener*, and are watched in *loop*.
+    *workers*: the number of workers of each training. *services*: the number of other services that
+    may send requests; their numbers follow the workers'. *numbers*: whether incarnations are
+    numbered here. Liveness connections arrive at *listener*, and are watched in *loop*.
     """
 
     def __init__(
@@ -224,7 +229,7 @@ class Sessions:
         self._owners: dict[socket.socket, Session] = {}
 
     def open(self, key: ServiceKey) -> Attendance:
-        """Let workers come to a service."""
+        """Admit workers to a service."""
         self._over.discard(key)
         attendance = self.attendances[key] = Attendance(key, self._workers)
         return attendance
@@ -237,16 +242,16 @@ class Sessions:
             self._forget(session)
 
     def close(self) -> None:
-        """Let go of the liveness connections, and of shared memory."""
+        """Release the liveness connections and shared memory."""
         self._callers.close_all()
         self.memory.close()
 
     def connection_of(self, identity: bytes) -> Connection | None:
-        """The connection that ZeroMQ knows as *identity*, if it was greeted."""
+        """The connection that ZeroMQ calls *identity*, if it was greeted."""
         return self._connections.get(identity)
 
     def connection_to(self, key: ServiceKey, sender: Sender) -> Connection | None:
-        """Where *sender* waits for an answer; None if it is lost or gone meanwhile."""
+        """The connection on which *sender* waits for a reply; None if it is lost or has gone."""
         attendance = self.attendances.get(key)
         if attendance is None:
             return None
@@ -255,13 +260,13 @@ class Sessions:
             return None
         return session.connections.get(sender.channel)
 
-    # ---- coming ----
+    # ---- arrival ----
 
     def greet(
         self, identity: bytes, hello: protocol.Hello, welcomes_any: bool
     ) -> protocol.Welcome:
-        """A connection introduces itself. *welcomes_any*: it may open a service that is not there.
-        Raises `ProtocolError`."""
+        """Handle a connection's `Hello`. *welcomes_any*: it may open a service. Raises
+        `ProtocolError`."""
         if hello.protocol != PROTOCOL:
             reason = f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same paceline everywhere"
             raise ProtocolError("version", reason)
@@ -317,7 +322,7 @@ class Sessions:
         return self.open(key)
 
     def _expect(self, attendance: Attendance, hello: protocol.Hello) -> Session:
-        """A worker's first connection: the worker is to show a ticket now."""
+        """Handle a worker's first connection: make a session with a ticket."""
         newest = attendance.newest.get(hello.worker, -1)
         incarnation = hello.incarnation
         if incarnation is None:
@@ -356,7 +361,7 @@ class Sessions:
             with contextlib.suppress(OSError):
                 here.liveness.send(b"\n")
         elif now > here.asked + timeouts.worker_acknowledge:
-            return  # its machine is gone
+            return  # its machine has not acknowledged: it has gone
         reason = (
             f"worker {worker} {protocol.IS_HERE} {place}: two processes were started with this rank, "
             "or the other one hangs; start each rank once"
@@ -364,7 +369,7 @@ class Sessions:
         raise ProtocolError("rank", reason)
 
     def _check_channel(self, attendance: Attendance, hello: protocol.Hello) -> Session:
-        """A further connection: the worker that it belongs to is here."""
+        """Handle a further connection: return the session of its worker."""
         session = attendance.present.get(hello.worker)
         if session is None or session.incarnation != hello.incarnation:
             raise ProtocolError("incarnation", "a channel of a worker that is not here")
@@ -380,15 +385,17 @@ class Sessions:
     # ---- liveness connections ----
 
     def accept(self, reader: Callable[[socket.socket], None]) -> None:
-        """Take the next liveness connection: *reader* is called, to `read` it, whenever
-        something is there."""
+        """Accept the next liveness connection. *reader* is called whenever it has data, and calls
+        `read`."""
         peer = self._callers.accept(self._listener, self.show_out)
         if peer is not None:
             self._loop.watch(peer, partial(reader, peer))
 
     def read(self, peer: socket.socket) -> list[Session]:
-        """What a liveness connection says, or its end. Returns whom that loses. Raises
-        `ProtocolError` for one without a ticket, which is to be shown out."""
+        """Read from a liveness connection; return the sessions that this loses.
+
+        Raises `ProtocolError` for one without a ticket; the caller closes it with `show_out`.
+        """
         said = self._callers.read(peer)
         lost: list[Session] = []
         for line in said.lines:
@@ -404,7 +411,7 @@ class Sessions:
         return lost
 
     def show_out(self, peer: socket.socket) -> None:
-        """Close a liveness connection, if it is not closed yet."""
+        """Close a liveness connection, unless it is closed already."""
         if peer in self._callers:
             self._owners.pop(peer, None)
             self._loop.unwatch(peer)
@@ -422,7 +429,7 @@ class Sessions:
         return []
 
     def _admit(self, peer: socket.socket, session: Session) -> list[Session]:
-        """A liveness connection has shown its ticket: its worker is present from now on."""
+        """Accept a liveness connection's ticket: its worker is present from now on."""
         attendance = session.attendance
         del attendance.pending[session.worker]
         before = attendance.present.get(session.worker)
@@ -435,17 +442,18 @@ class Sessions:
             peer.send(b"\n")
         return lost
 
-    # ---- going ----
+    # ---- departure and loss ----
 
     def leave(self, connection: Connection) -> list[Session]:
-        """A channel has said goodbye; with the last one its worker departs. Returns whom that loses."""
+        """Handle a channel's goodbye; the worker departs with its last channel. Returns the lost
+        sessions."""
         del self._connections[connection.identity]
         session = connection.session
         del session.connections[connection.channel]
         return [] if session.connections else self._depart(session)
 
     def lose(self, session: Session) -> list[Session]:
-        """A worker is gone, or is as good as gone: returned if it was present."""
+        """Remove a lost worker. Returns its session if it was present."""
         here = session.is_present
         self._forget(session)
         if not here:
@@ -454,7 +462,8 @@ class Sessions:
         return [session]
 
     def _depart(self, session: Session) -> list[Session]:
-        """A worker has said goodbye: returned if its training goes on without it."""
+        """Remove a worker that said goodbye. Returns its session if its training continues without
+        it."""
         here = session.is_present
         self._forget(session)
         return [session] if here and session.attendance.departed(session) else []

@@ -1,28 +1,30 @@
 """Payloads between a server and the workers of its own machine, in memory that they share.
 
-Theory of operation
--------------------
-A payload that passes a socket is copied into the kernel and out of it. So a worker of the server's
-machine offers memory for its requests in its `Hello`, and the server's `Welcome` names memory for
-replies, the same for all workers. Each memory is a nameless file (``memfd``) of MEMORY_BYTES whose
-size is sealed. The other process opens it through its owner's descriptor.
+Theory of operation ------------------- A payload that passes a socket is copied into the kernel and
+out of it. So a worker on the server's machine offers memory for its requests in its `Hello`. The
+server's `Welcome` names memory for replies, the same for all workers. Each memory is a nameless
+file (``memfd``) of MEMORY_BYTES whose size is sealed. The other process opens it through its
+owner's descriptor.
 
-The sender copies a payload into the first free blocks that are enough for it. The header names the
-place, and no frame follows. The receiver uses the payload where it lies, as it uses a frame. The
-blocks are free again when the receiver's tensor is gone, and all views of it. A reply that several
-workers get at once is copied once. Where too few blocks are free, or a payload is small, it is a frame:
-nobody waits for blocks. Headers travel over ZeroMQ in any case, so order and waiting are those of frames.
+The sender copies a payload into the first sufficiently long run of free blocks. The header names
+the place, and no frame follows. The receiver uses the payload where it lies, as it uses a frame.
+The blocks are free again when the receiver's tensor and all its views are gone. A reply that
+several workers get at once is copied once. If too few blocks are free, or a payload is small, it is
+sent as a frame: the sender never waits for blocks. Headers always travel over ZeroMQ, so order and
+waiting are those of frames.
 
-The worker's memory has a mark of one byte for each block of requests, and for each block of replies.
-Blocks of replies are free when no worker has a mark there. The sender sets marks after its copy, and
-before the header leaves. The receiver resets them after its last use. Both give up Python's lock while
-they copy and take it again before they mark, which keeps the two in order on every processor.
+The worker's memory has a mark of one byte for each block of requests, and for each block of
+replies. Blocks of replies are free when no worker has a mark there. The sender sets marks after its
+copy, and before the header leaves. The receiver resets them after its last use. Both release
+Python's lock while they copy, and take it again before they mark. This keeps copy and mark in order
+on every processor.
 
-Nothing is left behind: memory goes with the last process that has it. Where memory cannot be shared
-(another user, another container, a system without ``memfd``, SWITCH), payloads are frames, which is no
-error. What a worker can make the server hold stays bounded: its memory has a fixed size, cannot shrink,
-and is opened only after it has shown the token. Blocks that a worker never reads are free when it is
-gone; until then others' replies may have to be frames. A new incarnation has new memory.
+Nothing is left behind: memory goes with the last process that has it. If memory cannot be shared
+(another user, another container, a system without ``memfd``, SWITCH), payloads are frames, which is
+no error. A worker can make the server hold only a bounded amount. Its memory has a fixed size,
+cannot shrink, and is opened only after the worker has shown the token. Blocks that a worker never
+reads are free when it has gone; until then other workers' replies may have to be frames. A new
+incarnation has new memory.
 """
 
 from __future__ import annotations
@@ -40,14 +42,15 @@ from paceline.transport import protocol
 from paceline.transport.protocol import Memory, Place, ProtocolError
 
 SWITCH = "PACELINE_SHARED_MEMORY"
-"""With the value ``0`` nothing is offered, and all payloads are frames."""
+"""With the value ``0`` no memory is offered, and all payloads are frames."""
 
 BLOCK_BYTES = protocol.SMALL_BYTES
 BLOCKS = 512
 MEMORY_BYTES = BLOCKS * BLOCK_BYTES
 NONCE_BYTES = 16
 
-# Of the first page: the nonce, whether the worker has opened the server's memory, and the marks.
+# The layout of the first page: the nonce, whether the worker has opened the server's memory,
+# and the marks.
 _PAGE = 4096
 _OPENED = 16
 _OF_REQUESTS, _OF_REPLIES = 64, 64 + BLOCKS
@@ -55,7 +58,7 @@ _FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 
 
 class _Region:
-    """One memory: a page with marks, and blocks. *descriptor*: its maker's, until `close`."""
+    """One memory: a page with marks, and blocks. *descriptor*: its maker's, open until `close`."""
 
     def __init__(self, whole: torch.Tensor, descriptor: int | None) -> None:
         self.page = whole[:_PAGE].numpy().data
@@ -66,7 +69,7 @@ class _Region:
 
     @classmethod
     def make(cls) -> Self | None:
-        """None where the system has none."""
+        """Make a memory; None if the system has no ``memfd`` or does not permit it."""
         if os.environ.get(SWITCH) == "0" or not hasattr(os, "memfd_create"):
             return None
         try:
@@ -86,12 +89,15 @@ class _Region:
 
     @classmethod
     def open(cls, memory: Memory) -> Self | None:
-        """What another process has made. None if that process is of another machine, container or
-        user, or has something else there."""
+        """Open another process's memory.
+
+        None if that process is on another machine, in another container or of another user, or has
+        something else at that descriptor.
+        """
         path = f"/proc/{memory.process}/fd/{memory.descriptor}"
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                return None  # opening a device could do something
+                return None  # opening a device could have effects
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             return None
@@ -108,20 +114,22 @@ class _Region:
 
     @property
     def memory(self) -> Memory:
-        """Where another process finds it."""
+        """Its name for other processes."""
         assert self._descriptor is not None
         nonce = bytes(self.page[:NONCE_BYTES])
         return Memory(os.getpid(), self._descriptor, nonce)
 
     def close(self) -> None:
-        """Nobody else may open it any more."""
+        """Close the descriptor: no other process can open the memory any more."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def put(self, payload: torch.Tensor, marks: memoryview) -> Place | None:
-        """Copy a payload into the first blocks that are free by *marks*. None if too few are, or a
-        frame serves better."""
+        """Copy a payload into the first blocks that are free by *marks*.
+
+        None if too few blocks are free, or a frame is better.
+        """
         size = protocol.size_of(payload)
         if not protocol.SMALL_BYTES <= size <= protocol.FRAME_BYTES:
             return None
@@ -134,8 +142,11 @@ class _Region:
         return block, size
 
     def lend(self, place: Place, marks: memoryview) -> memoryview:
-        """The bytes at *place*. Their blocks are free when nothing refers to the bytes any more.
-        Raises `ProtocolError` if no payload was put there, or it is lent already."""
+        """The bytes at *place*; their blocks are free when the last reference to the bytes has
+        gone.
+
+        Raises `ProtocolError` if no payload was put there, or it is lent already.
+        """
         block, size = place
         if not 0 < size <= MEMORY_BYTES or not 0 <= block <= BLOCKS - _blocks(size):
             raise ProtocolError("payload", f"{size} bytes from shared block {block} on")
@@ -149,9 +160,11 @@ class _Region:
 
 
 def _mapped(descriptor: int) -> torch.Tensor:
-    """The memory behind it, which stays when the descriptor is closed. Python's mmap would keep
-    a copy of the descriptor for as long: one for each worker. Raises `OSError`, or
-    `RuntimeError` as torch does."""
+    """The memory of a descriptor, which remains after the descriptor is closed.
+
+    Python's mmap would keep a copy of the descriptor, one for each worker. Raises `OSError`, or
+    torch's `RuntimeError`.
+    """
     path = f"/proc/self/fd/{descriptor}"
     size = _PAGE + MEMORY_BYTES
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
@@ -171,19 +184,20 @@ def _mark(marks: memoryview, place: Place, mark: bytes) -> None:
 
 
 class WorkerEnd:
-    """A worker's end: its own memory for requests, and the server's for replies, once it has both."""
+    """A worker's end: its own memory for requests, and the server's memory for replies."""
 
     def __init__(self) -> None:
         self._own: _Region | None = None
         self._servers: _Region | None = None
 
     def offer(self) -> Memory | None:
-        """Memory for the `Hello` to offer. None where none can be shared."""
+        """Make memory for the `Hello` to offer; None if none can be shared."""
         self._own = _Region.make()
         return None if self._own is None else self._own.memory
 
     def open(self, memory: Memory | None) -> None:
-        """The `Welcome` tells of the server's *memory*. None: the server does not have this worker's."""
+        """Open the server's *memory*, from the `Welcome`. None: the server could not open this
+        worker's."""
         if self._own is None:
             return
         self._own.close()
@@ -194,13 +208,13 @@ class WorkerEnd:
             self._own.page[_OPENED] = self._servers is not None
 
     def close(self) -> None:
-        """Let go of all memory. Payloads that are lent keep theirs."""
+        """Release all memory; lent payloads keep theirs."""
         if self._own is not None:
             self._own.close()
         self._own = self._servers = None
 
     def put(self, payload: torch.Tensor | None) -> Place | None:
-        """Copy a request's payload. None where there is none, or it has to be a frame."""
+        """Copy a request's payload. None if there is no payload, or it must be a frame."""
         if payload is None or self._own is None:
             return None
         place = self._own.put(payload, self._own.requests)
@@ -222,8 +236,8 @@ class ServerMemory:
         self._own: _Region | None = None
         self._workers: list[_Region] = []
         self._sent: dict[int, tuple[torch.Tensor, Place]] = {}
-        """What this batch has sent, by the payload's identity. The payload is here so that no other
-        takes its identity."""
+        """The payloads that this batch has sent, by identity. A reference to each keeps its
+        identity from being reused."""
 
     def share(self, offer: Memory | None) -> ServerEnd:
         """The server's end for a worker whose `Hello` makes this *offer*."""
@@ -236,17 +250,18 @@ class ServerMemory:
         return ServerEnd(self, worker, self._own.memory)
 
     def batch_ended(self) -> None:
-        """Payloads may change from now on, so none that was sent is sent again."""
+        """Forget the sent payloads: from now on they may change."""
         self._sent.clear()
 
     def close(self) -> None:
-        """Nobody else may open it any more."""
+        """Close the descriptor: no other process can open the memory any more."""
         if self._own is not None:
             self._own.close()
             self._own = None
 
     def put(self, payload: torch.Tensor, to: _Region) -> Place | None:
-        """Copy a payload for one worker, unless this batch has. None if it has to be a frame."""
+        """Copy a payload for one worker, unless this batch has copied it. None if it must be a
+        frame."""
         if self._own is None or not to.page[_OPENED]:
             return None
         _, place = self._sent.get(id(payload), (None, None))
@@ -259,11 +274,11 @@ class ServerMemory:
         return place
 
     def leave(self, worker: _Region) -> None:
-        """What this worker has not read is free."""
+        """Free the blocks that this worker has not read."""
         self._workers = [one for one in self._workers if one is not worker]
 
     def _marks(self) -> memoryview:
-        """Of blocks that a worker uses yet, or that this batch may send again."""
+        """Marks of blocks that a worker still uses, or that this batch may send again."""
         set_by_any = 0
         for worker in self._workers:
             set_by_any |= int.from_bytes(worker.replies, "little")
@@ -274,8 +289,10 @@ class ServerMemory:
 
 
 class ServerEnd:
-    """A server's end for one worker. *memory*: what the `Welcome` tells of the server's own; None where
-    none is shared."""
+    """A server's end for one worker.
+
+    *memory*: the server's own, for the `Welcome`; None if none is shared.
+    """
 
     def __init__(
         self, server: ServerMemory, worker: _Region | None, memory: Memory | None
@@ -285,13 +302,13 @@ class ServerEnd:
         self.memory = memory
 
     def close(self) -> None:
-        """The worker has left. Payloads that are lent keep its memory."""
+        """The worker has left. Lent payloads keep its memory."""
         if self._worker is not None:
             self._server.leave(self._worker)
             self._worker = None
 
     def put(self, payload: torch.Tensor | None) -> Place | None:
-        """Copy a reply's payload. None where there is none, or it has to be a frame."""
+        """Copy a reply's payload. None if there is no payload, or it must be a frame."""
         if payload is None or self._worker is None:
             return None
         return self._server.put(payload, self._worker)
