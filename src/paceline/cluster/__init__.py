@@ -1,10 +1,10 @@
-"""The network and the model's load on it, described; no I/O, and no time but what callers bring.
+"""Descriptions of networks, and of a model's load on them. No I/O; time only as callers pass it.
 
-- `cluster`: a `Cluster`: racks of hosts, their links and speeds, and rules of what happens to them.
+- `cluster`: a `Cluster`: racks of hosts, their links and speeds, and rules that change them during a run.
 - `cluster_file`: clusters as TOML files.
-- `worker_classes`: which workers of a cluster are alike, so that a few can stand for all.
+- `worker_classes`: which workers of a cluster are alike, so that a few can represent all.
 - `workload`: a `Workload`: what a training step computes, tensor by tensor.
-- `flop_counter`: the same, counted from a module's operations.
+- `flop_counter`: a workload counted from a module's operations.
 - `stand_in`: a model with a workload's tensors and times, and nothing else.
 - `links`: messages over links, first in, first out; start here for simulated networks.
 - `bandwidth`: how concurrent flows share links: max-min fairness.

@@ -1,18 +1,16 @@
-"""How concurrent transfers share links: max-min fairness over connections.
+"""Divides links' bandwidth among concurrent transfers: max-min fairness over connections.
 
-Theory of operation
--------------------
-A `Flow` is one transfer, or one collective whose connections all move at the same
-rate. It counts on a link as its number of connections there (its *demand*): a ring whose
-ranks cross an uplink three times has demand 3 on it. All connections of a flow have
-one rate, the smallest fair share over its links; what it cannot use elsewhere is given
-to the others (progressive filling: find the tightest link, freeze what crosses it,
-repeat). This is the model of SimGrid's parallel tasks (bottleneck max-min fairness).
+Theory of operation ------------------- A `Flow` is one transfer, or one collective whose
+connections all move at the same rate. It counts on a link as its number of connections there (its
+*demand*): a ring whose ranks cross an uplink three times has demand 3 on it. All connections of a
+flow have one rate, the smallest fair share over its links. Bandwidth that a flow cannot use goes to
+the others (progressive filling: find the tightest link, freeze the flows that cross it, repeat).
+This is the model of SimGrid's parallel tasks (bottleneck max-min fairness).
 
-Rates change only when a flow starts or ends or a capacity changes, so between those
-instants every flow has one predicted end. A change reaches what shares a link with it, and what
-shares one with these, and so on: all others go on as before. `BandwidthSharing` holds no clock: its driver calls
-`advance(now)` once per such instant and asks for `next_end()`.
+Rates change only when a flow starts or ends or a capacity changes, so between those instants every
+flow has one predicted end. A change reaches the flows that share a link with it, the flows that
+share one with these, and so on. All other flows keep their rates. `BandwidthSharing` holds no
+clock: its driver calls `advance(now)` once per such instant and asks for `next_end()`.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-# Ends that differ by rounding alone are one instant; without this a symmetric pattern
-# falls apart into one instant per flow.
+# Ends that differ only by rounding are one instant. Otherwise a symmetric pattern would split
+# into one instant per flow.
 _SAME_INSTANT = 1e-12
 
 
 MANY = 64
-"""From so many flows on they are a table, whose rates are shared all at once."""
+"""The number of flows from which a table shares all their rates at once."""
 MOST_NEAR = 16
-"""Rates are shared anew among those alone that a change can reach, where it reaches so few."""
+"""If a change reaches at most this many flows, only their rates are shared again."""
 
 
 class Flow:
@@ -60,19 +58,22 @@ class Flow:
         self.table: FlowTable | None = None
         self.slot = 0
         self.number = 0
-        """Its place among all that have started."""
+        """Its position among all flows that have started."""
 
     @property
     def rate(self) -> float:
-        """Of each of its connections."""
+        """The rate of each of its connections."""
         table = self.table
         return self.own_rate if table is None else table.rate_of(self.slot)
 
 
 class BandwidthSharing:
-    """Flows on links of given capacities, in bytes per second. No connection is faster than
-    *most*, as no thread uses more than one core. From *many* flows on they are a table,
-    until half as many are left; rates are shared anew among *near* of them at most, or all."""
+    """Flows on links of given capacities, in bytes per second.
+
+    No connection is faster than *most*, as no thread uses more than one core. From *many* flows on
+    they are in a table, until half as many are left. A change shares rates among at most *near*
+    flows, or among all.
+    """
 
     def __init__(
         self,
@@ -86,13 +87,13 @@ class BandwidthSharing:
         self._many, self._near = many, near
         self._active: dict[Flow, None] = {}  # insertion-ordered: deterministic
         self._table: FlowTable | None = None
-        """The same ones, where they are many; what is known of each is there then."""
+        """The table of the active flows if they are many; it then holds their state."""
         self._on: dict[int, dict[Flow, None]] = {}
-        """Which are on a link."""
+        """The flows on each link."""
         self._changed: set[int] = set()
-        """Links whose load, or capacity, is another one than when rates were shared last."""
+        """Links whose load or capacity has changed since rates were shared last."""
         self._freed: set[int] = set()
-        """Those among them that have just become endless: they were the limit until now."""
+        """The changed links whose capacity has become infinite: they were the limit until now."""
         self._new: list[Flow] = []
         self._started = 0
         self._advanced = 0.0
@@ -116,9 +117,10 @@ class BandwidthSharing:
             self._freed.add(link)
 
     def advance(self, now: float) -> list[Flow]:
-        """Move time to *now*; take out and return what ended, and share anew if needed.
+        """Move time to *now*; remove and return the flows that ended, and share rates again if
+        needed.
 
-        What `start` added since the last call moves from *now* on.
+        Flows from `start` since the last call move from *now* on.
         """
         elapsed = now - self._advanced
         assert elapsed >= 0, "time can't go backwards"
@@ -159,7 +161,7 @@ class BandwidthSharing:
         return min((a.end for a in self._active), default=math.inf)
 
     def _count(self) -> None:
-        """Make a table of many, and of few none."""
+        """Use a table for many flows, and none for few."""
         if self._table is None and len(self._active) >= self._many:
             self._table = FlowTable(self._active)
         elif self._table is not None and len(self._active) <= self._many // 2:
@@ -167,7 +169,7 @@ class BandwidthSharing:
             self._table = None
 
     def _affected(self) -> list[Flow] | None:
-        """Those whose rates may change, in the order in which they started; None where they are many."""
+        """The flows whose rates may change, in the order of their starts; None if they are many."""
         if len(self._new) > self._near:
             return None
         found = dict.fromkeys(self._new)
@@ -176,7 +178,7 @@ class BandwidthSharing:
         while following:
             link = following.pop()
             if self.capacities[link] == math.inf and link not in self._freed:
-                continue  # nobody is slower for others on it
+                continue  # flows do not slow each other down on it
             for flow in self._on.get(link, ()):
                 if flow in found:
                     continue
@@ -188,7 +190,7 @@ class BandwidthSharing:
         return sorted(found, key=lambda flow: flow.number)
 
     def _share(self, now: float, among: list[Flow] | None) -> None:
-        """Rates anew, of all or *among* some that share no link with others."""
+        """Share rates among all flows, or *among* some that share no link with other flows."""
         if self._table is not None and among is None:
             self._table.share(self.capacities, self._most, now, _SAME_INSTANT)
             return
@@ -197,9 +199,8 @@ class BandwidthSharing:
         waiting = list(self._active) if among is None else among
         left: dict[int, float] = {}
         load: dict[int, float] = {}
-        users: dict[
-            int, int
-        ] = {}  # loads need not be whole numbers: count, to end at 0
+        # Loads need not be whole numbers, so a count tells whether a flow is left.
+        users: dict[int, int] = {}
         for flow in waiting:
             for link, connections in flow.demand.items():
                 load[link] = load.get(link, 0.0) + connections
@@ -235,7 +236,7 @@ class BandwidthSharing:
             flow.table.set_rate(flow.slot, rate, now)
             return
         if rate == flow.own_rate and flow.end < math.inf:
-            return  # same rate, same end: do not let rounding move it
+            return  # same rate, same end: rounding must not move it
         flow.own_rate = rate
         if flow.remaining <= 0 or rate == math.inf:
             flow.end = now
@@ -244,11 +245,11 @@ class BandwidthSharing:
 
 
 class FlowTable:
-    """Many flows at once, as columns of numbers: what `BandwidthSharing` does one by one, for all of them.
+    """Many flows as columns of numbers, so that `BandwidthSharing`'s work is vectorized.
 
-    Each flow is in a slot; what it demands of links are entries. A worker that sends to 64
-    servers, beside 63 others, makes 4,096 flows, and each that ends changes rates of others.
-    The arithmetic is that of `BandwidthSharing`; sums are formed in another order.
+    Each flow has a slot; its demands on links are entries. A worker that sends to 64 servers,
+    beside 63 others, makes 4,096 flows, and each that ends changes rates of others. The arithmetic
+    is that of `BandwidthSharing`; sums are formed in another order.
     """
 
     def __init__(self, flows: Iterable[Flow]) -> None:
@@ -269,12 +270,14 @@ class FlowTable:
             self.add(flow)
 
     def add(self, flow: Flow) -> None:
-        """One more takes part, from the next `take_in` on, in the state in which it is."""
+        """Add a flow in its present state, from the next `take_in` on."""
         self._new.append(flow)
 
     def take_in(self) -> None:
-        """Those that were added take part: all at once, since writing one number into a column takes as long as
-        writing many."""
+        """Enter all added flows into the columns at once.
+
+        Writing one number into a column takes as long as writing many.
+        """
         new, self._new = self._new, []
         if not new:
             return
@@ -311,7 +314,7 @@ class FlowTable:
         self._end = np.concatenate([self._end, np.full(more, np.inf)])
 
     def _make_room(self, wanted: int) -> None:
-        """Entries of flows that have ended are left out; twice as many as there are fit."""
+        """Drop entries of ended flows; make room for twice as many entries as there are."""
         slot, link, demand = (column[self._alive()] for column in self._columns())
         kept = len(slot)
         room = 2 * (kept + wanted) + 64
@@ -325,13 +328,13 @@ class FlowTable:
         return self._slot[:n], self._link[:n], self._demand[:n]
 
     def _alive(self) -> NDArray[np.bool_]:
-        """Which entries are of flows that have not ended."""
+        """A mask of the entries whose flows have not ended."""
         return self._slot[: self._entries] >= 0
 
     # ---- time ----
 
     def take_ended(self, horizon: float) -> list[Flow]:
-        """Take out what ends until *horizon*; in the order in which they started."""
+        """Remove and return the flows that end until *horizon*, in the order of their starts."""
         slots = np.flatnonzero(self._end <= horizon)
         if not len(slots):
             return []
@@ -353,20 +356,20 @@ class FlowTable:
         return ended
 
     def move(self, seconds: float) -> None:
-        """All go on for so long at their rates."""
+        """Move all flows for *seconds* at their rates."""
         finite = np.isfinite(self._rate)
         self._remaining[finite] -= self._rate[finite] * seconds
 
     def next_end(self) -> float:
-        """When the next one ends."""
+        """When the next flow ends."""
         return float(self._end.min())
 
     def rate_of(self, slot: int) -> float:
-        """Of the flow that has *slot*."""
+        """The rate of the flow in *slot*."""
         return float(self._rate[slot])
 
     def dissolve(self) -> None:
-        """Each is on its own again."""
+        """Return each flow's state to the flow."""
         for flow in self._members:
             if flow is not None:
                 self._put_back(flow)
@@ -383,7 +386,10 @@ class FlowTable:
     def share(
         self, capacities: list[float], most: float, now: float, same: float
     ) -> None:
-        """Give each its rate, *most* or less; *same*: shares that differ by less, relatively, are equal."""
+        """Give each flow its rate, at most *most*.
+
+        *same*: shares whose relative difference is less are equal.
+        """
         self.take_in()
         slot, link, demand = (column[self._alive()] for column in self._columns())
         left = np.array(capacities)
@@ -408,7 +414,7 @@ class FlowTable:
         self._set_rates(rate, now)
 
     def set_rate(self, slot: int, rate: float, now: float) -> None:
-        """Give one its rate."""
+        """Give one flow its rate."""
         if rate == self._rate[slot] and self._end[slot] < np.inf:
             return  # same rate, same end: rounding must not move it
         self._rate[slot] = rate

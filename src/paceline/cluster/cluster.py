@@ -1,11 +1,11 @@
 """A cluster: racks of hosts, their links, their speeds, and what happens to them during a run.
 
-Topology: host -- link -- rack switch -- uplink -- core switch. A path inside a rack has
-the rack's latency; a path between two racks has half of each rack's latency plus each
-rack's ``uplink_latency``.
+Topology: host -- link -- rack switch -- uplink -- core switch. A path inside a rack has the rack's
+latency; a path between two racks has half of each rack's latency plus each rack's
+``uplink_latency``.
 
-A `Rule` is one thing that happens: a link slows down, breaks or comes back, a worker dies. The same objects in the
-simulated and, but for paths, in the emulated runtime.
+A `Rule` is one event: a link slows down, breaks or comes back, or a worker dies. The same objects
+work in the simulated runtime and, except for paths, in the emulated runtime.
 
 ::
 
@@ -16,7 +16,7 @@ simulated and, but for paths, in the emulated runtime.
 
     [[rule]]
     at = "10 s"                # from the start of training on worker 0
-    cut = "rack 1 up"          # packets are lost, nobody is told
+    cut = "rack 1 up"          # packets are lost without an error
 
     [[rule]]
     at = "15 s"
@@ -24,8 +24,8 @@ simulated and, but for paths, in the emulated runtime.
 
     [[rule]]
     at = "0 s"
-    throttle = "worker 1 to worker 2"  # this path alone: what no others share, such as a bad
-    rate = "25 Mbit/s"         # route; simulated alone
+    throttle = "worker 1 to worker 2"  # only this path, such as a bad route; simulated
+    rate = "25 Mbit/s"                 # runtime only
 
     [[rule]]
     step = 30
@@ -45,10 +45,10 @@ from paceline import units
 from paceline.errors import ClusterError
 
 MAX_WORKERS = 100_000
-"""More workers than any runtime here can hold: a typing mistake, not a cluster."""
+"""No runtime here can hold more workers: a larger number is a typing mistake."""
 
 PACKET_BYTES = 1432
-"""Of numbers, in a packet of an aggregator on an Ethernet (MTU 1500)."""
+"""Bytes of numbers in an aggregator's packet on an Ethernet (MTU 1500)."""
 
 
 EMULATED_BURST = 2e-3
@@ -60,7 +60,7 @@ class Rack:
     """Hosts behind one switch.
 
     Attributes:
-        workers: How many.
+        workers: Number of workers.
         link: Goodput in bytes per second, each direction: one for all hosts, or one each.
         latency: One-way seconds between two hosts of the rack.
         uplink: Goodput in bytes per second, each direction (None: never the limit).
@@ -70,10 +70,10 @@ class Rack:
         workers_per_host: How many workers share a host and its link.
         names: Host names, by which a real job recognizes its own hosts.
         group: The group of all workers, or of each, for methods with groups.
-        burst: After a pause a link lets through at once what it carries in so many seconds, as a
-            token bucket does. Uplinks too.
-        aggregates: Whether an aggregator stands at the switch.
-        aggregation_rate: Bytes per second that the aggregator takes in, all workers' contributions
+        burst: Seconds at the link's rate that a link lets through at once after a pause, as a token
+            bucket does. Uplinks too.
+        aggregates: Whether there is an aggregator at the switch.
+        aggregation_rate: Bytes per second that the aggregator receives, all workers' contributions
             together (None: no limit).
         slots: How many packets' sums it holds at a time (None: enough).
     """
@@ -176,7 +176,7 @@ class Rack:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The name of each worker's group; empty ones where nobody has said it."""
+        """The name of each worker's group; empty names if there are no groups."""
         if isinstance(self.group, tuple):
             return self.group
         return (self.group,) * self.workers
@@ -184,14 +184,14 @@ class Rack:
 
 @dataclass(frozen=True, kw_only=True)
 class Processor:
-    """What communication costs the processors.
+    """The processor time that communication costs.
 
     Attributes:
         message: Core-seconds of one message, its sender's and its receiver's together.
         byte: Core-seconds of one byte of it.
-        message_while_computing: As *message*, where computing keeps all cores busy (None: the same).
-        cores: Cores that all hosts share, as in an emulated cluster (None: each rack says what its
-            hosts have).
+        message_while_computing: *message* while computing keeps all cores busy (None: the same).
+        cores: Cores that all hosts share, as in an emulated cluster (None: each rack has its own
+            ``cores``).
     """
 
     message: float = 0.0
@@ -210,7 +210,7 @@ class Processor:
             raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         text = f"{units.show_seconds(self.message)} of a processor a message"
         if self.message_while_computing is not None:
             while_computing = units.show_seconds(self.message_while_computing)
@@ -224,8 +224,10 @@ class Processor:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerHost:
-    """A host of its own for a parameter server, in rack number *rack*; *link* is its
-    goodput in bytes per second, each direction (None: as that rack's first host)."""
+    """A dedicated host for a parameter server, in rack number *rack*.
+
+    *link* is its goodput in bytes per second, each direction (None: as that rack's first host).
+    """
 
     rack: int = 0
     link: float | None = None
@@ -239,16 +241,16 @@ class ServerHost:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Racks, and from them every directed link with its capacity; the *rules* of what
-    happens to them during a run; what a message costs a *processor* (None: nothing); and
-    hosts for *servers*.
+    """A network of racks: its directed links with their capacities, and what happens to them.
 
-    Workers and hosts are numbered rack by rack, the servers' hosts after all others, and
-    then each rack's switch, where services may run, too, and what adds up there.
-    ``capacities[i]`` is the goodput of directed link *i* in bytes per second.
+    Workers and hosts are numbered rack by rack. The servers' hosts follow, then each rack's switch,
+    where services may run, too, then each rack's aggregator. ``capacities[i]`` is the goodput of
+    directed link *i* in bytes per second.
 
-    Where a rule names a path from one host to another, what only these two share is a link of its
-    own, numbered after all others; it is never the limit before the rule says so.
+    *rules* are events during a run. *processor* is the cost of messages (None: nothing). *servers*
+    are dedicated hosts. If a rule names a path between two hosts, that path has a link of its own,
+    which no other path shares. It is numbered after all others, and is no limit until the rule sets
+    one.
     """
 
     racks: tuple[Rack, ...]
@@ -259,7 +261,7 @@ class Cluster:
     _host_of: tuple[int, ...] = field(init=False, repr=False)
     _rack_of: tuple[int, ...] = field(init=False, repr=False)
     _paths: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
-    """By hosts, from and to: the number of its link."""
+    """The number of each path's own link, by hosts (from, to)."""
 
     def __post_init__(self) -> None:
         if not self.racks:
@@ -309,15 +311,18 @@ class Cluster:
                 raise ClusterError(f"rule {number}: {error}") from None
 
     def _add_path(self, name: str) -> None:
-        """Give what only two hosts share a link, if *name* is of such a path."""
+        """If *name* is a path between two hosts, give the path a link of its own."""
         pair = self._pair_named(name)
         if pair is not None and pair not in self._paths:
             self._paths[pair] = len(self.capacities)
             object.__setattr__(self, "capacities", (*self.capacities, math.inf))
 
     def _pair_named(self, name: str) -> tuple[int, int] | None:
-        """The hosts of ``"worker 1 to worker 3"``, ``"host 0 to server 0"``; None for what is no
-        such name. Raises `ClusterError` where there is no such host."""
+        """The hosts of ``"worker 1 to worker 3"`` or ``"host 0 to server 0"``; None for other
+        names.
+
+        Raises `ClusterError` if there is no such host.
+        """
         words = re.fullmatch(r"(\w+) (\d+) to (\w+) (\d+)", name)
         if words is None:
             return None
@@ -341,11 +346,11 @@ class Cluster:
 
     @property
     def paths(self) -> tuple[tuple[int, int], ...]:
-        """Hosts, from and to, of the paths that rules name."""
+        """The paths that rules name, as pairs of hosts (from, to)."""
         return tuple(self._paths)
 
     def _check_groups(self) -> None:
-        """Raise `ClusterError` where some workers are in groups and others are not."""
+        """Raise `ClusterError` if only some workers are in groups."""
         grouped = [number for number, rack in enumerate(self.racks) if any(rack.groups)]
         for number in range(len(self.racks)):
             if grouped and number not in grouped:
@@ -356,8 +361,8 @@ class Cluster:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """By worker, the number of its group, in the order in which groups are named; empty
-        where nobody has named any."""
+        """By worker, the number of its group, in order of first appearance; empty if there are no
+        groups."""
         names = [name for rack in self.racks for name in rack.groups if name]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return tuple(numbers[name] for name in names)
@@ -373,7 +378,7 @@ class Cluster:
         return len(self._rack_of) - len(self.servers)
 
     def name_of(self, host: int) -> str:
-        """What a host calls itself; empty where nobody has said it."""
+        """A host's own name; empty if it is unknown."""
         for rack in self.racks:
             if host < rack.hosts:
                 return rack.names[host] if rack.names else ""
@@ -381,7 +386,7 @@ class Cluster:
         return ""
 
     def host_of_server(self, server: int) -> int:
-        """The host of a server that has one of its own."""
+        """The host of a dedicated server."""
         return self.hosts + server
 
     def host_of(self, worker: int) -> int:
@@ -389,21 +394,26 @@ class Cluster:
         return self._host_of[worker]
 
     def switch_of(self, rack: int) -> int:
-        """The number, as of a host, of a rack's switch. It is behind no link of its own: what
-        goes there from a host of the rack crosses that host's link and nothing else."""
+        """The number of a rack's switch, among the hosts.
+
+        It has no link of its own: traffic from a host of the rack to it crosses only that host's
+        link.
+        """
         return len(self._rack_of) + rack
 
     def aggregator_of(self, rack: int) -> int:
-        """The number, as of a host, of what adds up at a rack's switch: it is where the switch
-        is, and takes in only what `aggregation` says."""
+        """The number of a rack's aggregator, among the hosts.
+
+        It is at the switch, and receives at most the rate in `aggregation`.
+        """
         return len(self._rack_of) + len(self.racks) + rack
 
     def is_switch(self, host: int) -> bool:
-        """Whether that is a rack's switch, or what adds up there."""
+        """Whether *host* is a rack's switch or aggregator."""
         return host >= len(self._rack_of)
 
     def is_aggregator(self, host: int) -> bool:
-        """Whether that is what adds up at a rack's switch."""
+        """Whether *host* is a rack's aggregator."""
         return host >= len(self._rack_of) + len(self.racks)
 
     def rack_of(self, worker: int) -> int:
@@ -439,8 +449,7 @@ class Cluster:
         }
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
-        """The directed links from one worker's host to another's, as indices; none within
-        a host."""
+        """The directed links from one worker's host to another's, as indices; empty within a host."""
         return self.host_path(self._host_of[source], self._host_of[destination])
 
     def host_path(self, source: int, destination: int) -> tuple[int, ...]:
@@ -463,12 +472,12 @@ class Cluster:
 
     @property
     def aggregation(self) -> tuple[float, ...]:
-        """By rack, how much what adds up at its switch takes in, in bytes per second of all
-        contributions together. In a path it is as a link, numbered after all links.
+        """By rack, the rate at which its aggregator receives, in bytes per second of all
+        contributions.
 
-        Slots bound it, too. A sum has its slot from when its packets leave the rack's hosts until all
-        hosts that it goes to have confirmed it. So each of the rack's workers sends at most *slots*
-        packets in that time.
+        In a path it counts as a link, numbered after all links. Slots limit it, too. A sum holds
+        its slot from the moment when its packets leave the rack's hosts until all receiving hosts
+        have confirmed it. So each of the rack's workers sends at most *slots* packets in that time.
         """
         return tuple(
             min(rack.aggregation_rate or math.inf, self._rate_of_slots(number))
@@ -485,7 +494,7 @@ class Cluster:
         return most / held if held else math.inf
 
     def link_out_of(self, host: int) -> int:
-        """The link out of a host; the one into it comes next."""
+        """The link out of a host; the link into it has the next number."""
         beyond = host - self.hosts
         return 2 * host if beyond < 0 else 2 * (self.hosts + len(self.racks) + beyond)
 
@@ -494,8 +503,10 @@ class Cluster:
         return self.host_latency(self._host_of[source], self._host_of[destination])
 
     def host_latency(self, source: int, destination: int) -> float:
-        """One-way seconds from one host, or switch, to another: half of a rack's latency
-        lies on either side of its switch."""
+        """One-way seconds from one host or switch to another.
+
+        Half of a rack's latency is on either side of its switch.
+        """
         if source == destination:
             return 0.0
         from_rack, to_rack = self.rack_of_host(source), self.rack_of_host(destination)
@@ -507,8 +518,11 @@ class Cluster:
         return out + into + a.uplink_latency + b.uplink_latency
 
     def link_name(self, index: int) -> str:
-        """What people call a directed link: ``"worker 3 out"`` (``"host 3 out"`` where
-        hosts have several workers), ``"rack 0 up"``, ``"worker 1 to worker 3"``."""
+        """A directed link's name for the user: ``"worker 3 out"``, ``"rack 0 up"``, ``"worker 1 to
+        worker 3"``.
+
+        If hosts have several workers, it is ``"host 3 out"``.
+        """
         base = 2 * self.hosts
         beyond = index - base - 2 * len(self.racks)
         own = beyond - 2 * len(self.servers)
@@ -526,10 +540,10 @@ class Cluster:
         return f"rack {(index - base) // 2} {'down' if index % 2 else 'up'}"
 
     def links_named(self, name: str) -> tuple[int, ...]:
-        """The directed links that people call *name*; both where it names no direction.
+        """The directed links called *name*; both if it has no direction.
 
-        ``"host 3 out"`` is always understood, ``"worker 3 out"`` where each host has one.
-        Raises `ClusterError` that says which there are.
+        ``"host 3 out"`` is always valid, ``"worker 3 out"`` if each host has one worker. Raises
+        `ClusterError` with the valid names.
         """
         pair = self._pair_named(name)
         if pair in self._paths:
@@ -550,7 +564,7 @@ class Cluster:
         return tuple(found)
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         parts = []
         for rack in self.racks:
             rates = sorted(set(rack.links))
@@ -580,7 +594,7 @@ class Cluster:
         return "; ".join(parts)
 
 
-# ---- what happens during a run ----
+# ---- rules: events of a run ----
 
 Action = Literal["throttle", "cut", "repair", "kill"]
 ACTIONS: tuple[Action, ...] = ("throttle", "cut", "repair", "kill")
@@ -588,7 +602,7 @@ ACTIONS: tuple[Action, ...] = ("throttle", "cut", "repair", "kill")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One thing that happens once.
+    """One event of a run, which happens once.
 
     Attributes:
         target: For `throttle`, `cut` and `repair` the name of a link or a path; without a direction it
@@ -628,7 +642,7 @@ class Rule:
             )
 
     def describe(self) -> str:
-        """One line for people."""
+        """One line for the user."""
         when = f"step {self.step}" if self.at is None else units.show_seconds(self.at)
         if self.action == "kill":
             return f"{when}: kill worker {self.target}"
@@ -644,15 +658,15 @@ def throttle(
 
 
 def cut(link: str, *, at: float | None = None, step: int | None = None) -> Rule:
-    """Lose everything on a link, without a word to anybody."""
+    """Drop everything on a link, without an error to anyone."""
     return Rule(action="cut", target=link, at=at, step=step)
 
 
 def repair(link: str, *, at: float | None = None, step: int | None = None) -> Rule:
-    """Give a link back the goodput that the cluster has for it."""
+    """Restore the goodput that the cluster gives a link."""
     return Rule(action="repair", target=link, at=at, step=step)
 
 
 def kill(worker: int, *, at: float | None = None, step: int | None = None) -> Rule:
-    """End a worker without notice."""
+    """Kill a worker without notice."""
     return Rule(action="kill", target=worker, at=at, step=step)

@@ -1,4 +1,4 @@
-"""Clusters as people write them: a TOML file, or a few words.
+"""Reads and writes clusters: a TOML file, or a few arguments.
 
 ::
 
@@ -7,9 +7,9 @@
     link = "1 Gbit/s"
     latency = "50 us"
 
-    [[rule]]                # what happens to links and workers during a run
-    [[server]]              # a host of its own for a parameter server
-    [processor]             # what a message costs processors
+    [[rule]]                # an event of a link or a worker during a run
+    [[server]]              # a dedicated host for a parameter server
+    [processor]             # the processor time of messages
 
 ``docs/reference/cluster-file.md`` describes every key.
 """
@@ -108,7 +108,7 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _read_all(make: Callable[..., T], data: Mapping[str, Any], key: str) -> list[T]:
-    """What *make* makes of each of the ``[[key]]`` tables."""
+    """Read all ``[[key]]`` tables by *make*."""
     tables = data.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
         raise ClusterError(
@@ -119,7 +119,7 @@ def _read_all(make: Callable[..., T], data: Mapping[str, Any], key: str) -> list
 
 
 def _read(make: Callable[..., T], table: object, where: str) -> T:
-    """What *make* makes of a table; raises `ClusterError` that says *where*."""
+    """Read one table by *make*; raises `ClusterError`, whose message says *where*."""
     readers = _READERS[make]
     try:
         if not isinstance(table, dict):
@@ -257,7 +257,7 @@ _READERS: dict[Callable[..., object], dict[str, Callable[[str, object], Any]]] =
         "kill": _whole,
     },
 }
-"""By what is made of a table: its keys, and who reads their values."""
+"""For each kind of table: its keys, and the functions that read their values."""
 _REQUIRED: dict[Callable[..., object], tuple[str, ...]] = {
     Rack: ("workers", "link", "latency")
 }
@@ -271,15 +271,17 @@ TABLE_KEYS = {
         ("rule", _rule),
     )
 }
-"""By the name of a table: the keys that it may have."""
+"""For each name of a table: the keys that it may have."""
 
 
 # ---- writing ----
 
 
 def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) -> str:
-    """*cluster* as `parse_cluster` reads it; *comment* stands above it. *exact*: to the last
-    bit, for programs."""
+    """*cluster* as text that `parse_cluster` reads; *comment* goes above it.
+
+    *exact*: write numbers to the last bit, for programs.
+    """
     rate_text = _exact_rate if exact else _short_rate
     time_text = _exact_time if exact else _short_time
     digits = ".17g" if exact else ".4g"
@@ -353,7 +355,7 @@ def _rack_lines(
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)  # which is how TOML writes it, too
+    return json.dumps(text, ensure_ascii=False)  # TOML quotes strings like JSON
 
 
 def _short_rate(rate: float) -> str:

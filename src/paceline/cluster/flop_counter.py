@@ -1,10 +1,10 @@
-"""What a module's step costs, by counting: from its operations alone.
+"""The cost of a module's training step, counted from its operations.
 
-The module runs once, forward and backward, on torch's meta device: tensors there have
-shapes and no values, so that it takes neither the model's memory nor its time. The running
-total of torch's FLOP counter is the clock. Where it stands when a layer's forward begins
-says what the layers before it cost; where it stands when a gradient has been accumulated
-says how much of the backward pass must be over before that gradient can travel.
+The module runs once, forward and backward, on torch's meta device. Tensors there have shapes and no
+values, so the run takes neither the model's memory nor its time. The running total of torch's FLOP
+counter is the clock. Its value when a layer's forward begins is the cost of the layers before it.
+Its value when a gradient has been accumulated says how much of the backward pass comes before that
+gradient.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def count_step(
     batch: float | None = None,
     source: str = "",
 ) -> CountedStep:
-    """What one step of *module* computes: FLOPs counted by torch, over *flops_per_second*.
+    """Count what one step of *module* computes: FLOPs counted by torch, over *flops_per_second*.
 
     *example* is what ``forward`` takes: a tensor, a tuple of positional or a dict of keyword
-    arguments. Only shapes and dtypes are looked at, so tensors may be on any device, meta
-    included. So may *module*: a copy without its values is counted.
+    arguments. Only shapes and dtypes matter, so tensors and *module* may be on any device, meta
+    included. The function counts a copy of *module* without its values.
 
     Args:
         module: The model.
@@ -59,21 +59,21 @@ def count_step(
         batch: Samples in *example* (default: the first dimension of its first tensor).
         source: A line that says where the figures are from (default: how they were counted).
 
-    Tensors are the trainable parameters with at least one element, a shared one once; sizes
-    are bytes of their gradients. A layer is a submodule that owns trainable parameters itself.
-    Forward FLOPs belong to the layer whose ``forward`` was called last, spread over its tensors by
-    bytes. Those before the first layer belong to the first, or to all tensors if no layer is
-    called. The backward pass starts from a scalar made of all floating-point outputs. Its FLOPs
-    belong to the first gradient that is accumulated after them, and those after the last gradient to
-    the last. So a weight and its bias, ready together, have them in one sum. Gradients
-    become ready in the order in which torch accumulates them. Parameters that get no
-    gradient come after all others and cost nothing in the backward pass.
+    Tensors are the trainable parameters with at least one element, a shared one once; sizes are
+    bytes of their gradients. A layer is a submodule that owns trainable parameters itself. Forward
+    FLOPs belong to the layer whose ``forward`` was called last, spread over its tensors by bytes.
+    Those before the first layer belong to the first, or to all tensors if no layer is called. The
+    backward pass starts from a scalar made of all floating-point outputs. Its FLOPs belong to the
+    first gradient that is accumulated after them, and those after the last gradient to the last. So
+    a weight and its bias, ready together, have one sum. Gradients become ready in the order in
+    which torch accumulates them. Parameters that get no gradient come after all others and cost
+    nothing in the backward pass.
 
-    What it cannot see: torch counts matrix products, convolutions and attention (as its two
-    matrix products, without what fused kernels compute again), and nothing else.
-    Normalization, activations, pooling, embeddings and the loss cost nothing, though in
-    truth they take the time to move their values through memory; every counted operation
-    runs at the same rate, whatever its shape. A measured profile knows better.
+    Limits: torch counts matrix products, convolutions and attention (as its two matrix products,
+    without what fused kernels compute again), and nothing else. Normalization, activations,
+    pooling, embeddings and the loss count as zero, although moving their values through memory
+    takes time. Every counted operation runs at the same rate, whatever its shape. A measured
+    profile is more exact.
 
     Raises:
         UsageError: The rate is not above zero; the module has no trainable parameters, or its output
@@ -81,7 +81,7 @@ def count_step(
             the submodule that failed.
     """
     _check_arguments(module, example, flops_per_second)
-    # Values drawn on the way, by dropout say, must not move the caller's generator.
+    # Random values of the run, such as dropout's, must not advance the caller's generator.
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -115,7 +115,7 @@ def count_step(
 
 
 class _Count:
-    """The FLOPs of one forward and one backward pass, and how many there were when."""
+    """The FLOPs of one forward and one backward pass, with running totals at layers and gradients."""
 
     def __init__(
         self, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
@@ -123,9 +123,9 @@ class _Count:
         self.model = model
         self.parameters = parameters
         self.sizes = [p.numel() * p.element_size() for p in parameters]
-        # FLOPs so far when a layer's forward began, and the layer's tensors.
+        # The running total when each layer's forward began, and the layer's tensors.
         self.began: list[tuple[int, list[int]]] = []
-        # Per tensor, FLOPs so far when its gradient was ready; in that order.
+        # For each tensor, the running total when its gradient was ready; in ready order.
         self.ready: dict[int, int] = {}
         self.forward_total = 0
         self.total = 0
@@ -133,7 +133,7 @@ class _Count:
             display=False,
             custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward},
         )
-        self._running = [_place("", model)]  # the innermost forward is the last one
+        self._running = [_place("", model)]  # the innermost running forward is last
 
     def run(self, example: Any) -> None:
         """Count one forward and one backward pass."""
@@ -148,12 +148,12 @@ class _Count:
             )
         with self._counter:
             try:
-                # Tensors that the forward pass makes itself must be on meta, too.
+                # Tensors that the forward pass creates must be on meta, too.
                 with torch.device("meta"):
                     output = self.model(*arguments, **keywords)
             except Exception as error:
                 raise _cannot_run(f"forward of {self._running[-1]}", error) from error
-            # A checkpoint's second forward is a part of the backward pass.
+            # A checkpoint's second forward is part of the backward pass.
             for hook in hooks:
                 hook.remove()
             self.forward_total = self._counter.get_total_flops()
@@ -198,7 +198,7 @@ class _Count:
         return flops
 
     def order(self) -> list[int]:
-        """Tensors as their gradients become ready, then those that get none."""
+        """Tensors in ready order, then those without a gradient."""
         without = [i for i in range(len(self.sizes)) if i not in self.ready]
         return [*self.ready, *without]
 
@@ -265,8 +265,8 @@ def _check_arguments(module: object, example: object, flops_per_second: object) 
 def _copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
     """A deep copy on the meta device; shared parameters stay shared.
 
-    ``module.to("meta")`` would not do: it gives each of a tensor's owners a tensor of its
-    own, and the values would have to be copied first.
+    ``module.to("meta")`` would give each owner of a shared tensor a tensor of its own, and would
+    need a copy of the values first.
     """
     memo: dict[int, Any] = {}
     try:
@@ -292,7 +292,7 @@ def _copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _to_meta(value: Any) -> Any:
-    """The same structure with each tensor on the meta device, without its values."""
+    """The same structure with its tensors on the meta device, without values."""
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value, device="meta", requires_grad=False)
     if type(value) in (list, tuple):

@@ -1,10 +1,9 @@
-"""Messages over a cluster's links: a clock drives `BandwidthSharing`; connections are first in, first
-out.
+"""Messages over a cluster's links, on a clock; each connection is first in, first out.
 
-Links and processors are shared each by itself: connections share a link's bytes per second, and
-threads share cores, of which each uses one at most. A transfer has ended when its bytes have
-moved and its processors have done their work. So a small message that costs as much work as a
-large one takes no bandwidth from it, and no more of a core than any other thread.
+Links and processors are shared separately: connections share a link's bytes per second, and threads
+share cores, of which each thread uses at most one. A transfer ends when its bytes have moved and
+its processors have done their work. So a small message with as much processor work as a large one
+takes no bandwidth from it, and no more of a core than any other thread.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.cluster.cluster import Cluster, Processor
 
 
 class Events(Protocol):
-    """A clock, and what is to happen on it."""
+    """A clock that calls actions at given times."""
 
     @property
     def now(self) -> float: ...
@@ -36,7 +35,7 @@ class Events(Protocol):
 
 
 class EventQueue:
-    """A clock that nobody lives by: `run` goes from event to event until none is left."""
+    """A clock of its own, for calculations: `run` goes from event to event until none is left."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,7 +49,7 @@ class EventQueue:
         heapq.heappush(self._heap, (time, int(last), next(self._sequence), action))
 
     def run(self) -> float:
-        """Returns the instant of the last event."""
+        """Run all events; return the time of the last one."""
         while self._heap:
             self.now, _, _, action = heapq.heappop(self._heap)
             action()
@@ -58,7 +57,10 @@ class EventQueue:
 
 
 class _Route(NamedTuple):
-    """Of messages from one host to another: the same objects for all of them, which nobody changes."""
+    """The latency, links and sender of messages between two hosts.
+
+    All these messages share the objects, which must not change.
+    """
 
     latency: float
     demand: Mapping[int, float]
@@ -68,7 +70,7 @@ class _Route(NamedTuple):
 class Links:
     """Transfers over a cluster's links, on a clock.
 
-    Rates are shared anew once per instant, after everything else that happens then.
+    Rates are shared again once per instant, after all other events of that instant.
     """
 
     def __init__(self, clock: Events, cluster: Cluster) -> None:
@@ -82,7 +84,7 @@ class Links:
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
         self._computing = Counter[int]()
-        """By processor, how many of its cores are asked for by computing now."""
+        """By processor: the number of cores that computing asks for now."""
 
     def set_capacity(self, link: int, rate: float) -> None:
         """Give a directed link another goodput from now on; 0: nothing gets through."""
@@ -95,14 +97,15 @@ class Links:
         done: Callable[[], None],
         messages: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Move *size* bytes on each connection of *demand* (link to number of
-        connections), from now on; call *done* when the last byte has left.
+        """Move *size* bytes on each connection of *demand* (link to number of connections), from
+        now on.
 
-        *messages*: of each thread that sends meanwhile, its host and how many messages. Where they
-        cost processors something, the transfer also waits until all threads have done their work.
+        *done* is called when the last byte has left. *messages*: for each thread that sends
+        meanwhile, its host and its number of messages. If messages cost processor time, the
+        transfer also waits until all threads have done their work.
         """
         buckets = self._buckets
-        # Threads have work with all bytes, also with those that pass at once.
+        # All bytes cost the threads work, even bytes that pass at once.
         work = self._work(messages, size, demand)
         at_once = 0.0
         if buckets is not None and size > 0:
@@ -111,7 +114,8 @@ class Links:
         moves = bool(demand) and size > 0
         waits = moves + bool(work)
         if not waits and at_once:
-            self._clock.at(self._clock.now, done)  # a caller may send many, one by one
+            # By an event, not in this call: a caller may send many, one after the other.
+            self._clock.at(self._clock.now, done)
             return
         if not waits:
             done()
@@ -136,9 +140,9 @@ class Links:
     def compute(
         self, host: int, seconds: float, cores: int, done: Callable[[], None]
     ) -> None:
-        """Keep *cores* of a host busy for *seconds*, from now on; longer, where others use them too.
+        """Keep *cores* of a host busy for *seconds* from now on, or longer if others use them, too.
 
-        Call *done* then. Only where the cluster has a `Processor`.
+        Then call *done*. Only for a cluster with a `Processor`.
         """
         core = self._core_of(host)
         self._computing[core] += cores
@@ -155,7 +159,7 @@ class Links:
         size: float,
         demand: Mapping[int, float],
     ) -> list[tuple[int, float]]:
-        """Of each thread: its host and its core-seconds. Threads of a host share its bytes."""
+        """For each thread: its host and its core-seconds. Threads of a host share its bytes."""
         processor = self.cluster.processor
         if processor is None:
             return []
@@ -170,7 +174,7 @@ class Links:
         return work
 
     def _message_seconds(self, processor: Processor, host: int) -> float:
-        """Of a message that begins now: more, where it takes a core from computing."""
+        """The core-seconds of a message that begins now: more if it takes a core from computing."""
         busy = processor.message_while_computing
         if busy is None:
             return processor.message
@@ -179,7 +183,7 @@ class Links:
         return busy if is_busy else processor.message
 
     def _core_of(self, host: int) -> int:
-        """Which processor a host's threads run on: its own, or the one of all hosts."""
+        """The processor of a host's threads: its own, or the one that all hosts share."""
         processor = self.cluster.processor
         return host if processor is None or processor.cores is None else 0
 
@@ -192,11 +196,11 @@ class Links:
         sent: Callable[[], None],
         arrived: Callable[[], None],
     ) -> None:
-        """Send a message between two hosts, or switches, over a named connection, after
-        those sent over it before. A switch sends without a processor of its own.
+        """Send a message between two hosts or switches, after earlier ones of this *connection*.
 
-        *sent* is called when the last byte has left, *arrived* one latency later. Only the
-        head of a connection is a flow: its successors wait, and do not take bandwidth.
+        A switch sends without a processor of its own. *sent* is called when the last byte has left,
+        *arrived* one latency later. Only the head of a connection is a flow; the messages behind it
+        wait, and take no bandwidth.
         """
         queue = self._queues.setdefault(connection, deque())
         route = self._routes.get((source, destination))
@@ -227,7 +231,7 @@ class Links:
 
 
 class TokenBuckets:
-    """Token buckets of links. A bucket fills at its link's rate while the link rests.
+    """Token buckets of links. A bucket fills at its link's rate while the link is idle.
 
     Args:
         bursts: By link, seconds in which an empty bucket fills.
@@ -244,9 +248,9 @@ class TokenBuckets:
         self._rests_since = dict.fromkeys(bursts, 0.0)
 
     def take(self, demand: Mapping[int, float], size: float, now: float) -> float:
-        """A flow starts. Returns how many of its *size* bytes pass at once, on each connection.
+        """Start a flow; return how many of its *size* bytes pass at once, on each connection.
 
-        The others are on their way until `rest` is called; where there are none, it need not be.
+        The link is busy with the rest until `rest` is called. If there is no rest, do not call it.
         """
         at_once = size
         for link, connections in demand.items():
@@ -269,7 +273,7 @@ class TokenBuckets:
         return at_once
 
     def rest(self, demand: Mapping[int, float], now: float) -> None:
-        """A flow has ended."""
+        """End a flow: its links are idle from *now* on, unless they carry other flows."""
         for link in demand:
             if link in self._bursts:
                 self._flows[link] -= 1
@@ -283,7 +287,7 @@ class TokenBuckets:
 
 
 class _Shared:
-    """A `BandwidthSharing` that a clock drives: rates are shared anew once per instant."""
+    """A `BandwidthSharing` driven by a clock: rates are shared again once per instant."""
 
     def __init__(self, clock: Events, sharing: BandwidthSharing) -> None:
         self._clock = clock
@@ -309,7 +313,7 @@ class _Shared:
 
     def _advance(self, planned: float) -> None:
         if planned != self._advance_at:
-            return  # an earlier one has made this one void
+            return  # a call planned later, for an earlier time, has replaced this one
         self._advance_at = None
         for flow in self._sharing.advance(planned):
             flow.done(planned)
@@ -321,8 +325,10 @@ def _computation(
     core_of: Callable[[int], int],
     done: Callable[[float], None],
 ) -> Flow:
-    """Work of threads, each on its host and in core-seconds, as one flow: they end together,
-    and the one that has most to do uses a whole core where it finds one."""
+    """The work of several threads (host, core-seconds) as one flow.
+
+    They end together. The thread with the most work uses a whole core if one is free.
+    """
     most = max(seconds for _, seconds in work)
     demand: dict[int, float] = {}
     for host, seconds in work:
@@ -332,7 +338,7 @@ def _computation(
 
 
 def _processors(cluster: Cluster) -> list[float]:
-    """Cores that communication can use: of all hosts together, or of each."""
+    """Cores that communication can use: of all hosts together, or of each host."""
     if cluster.processor is None:
         return []
     if cluster.processor.cores is not None:

@@ -1,4 +1,4 @@
-"""A model that stands for another one: its tensors and their times, and nothing else."""
+"""A model that has the tensors and compute times of a workload, and nothing else."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StandIn(torch.nn.Module):
         self._in_order = [made[i] for i in workload.order]
 
     def _register(self, name: str, parameter: torch.nn.Parameter) -> None:
-        """Under a dotted *name*, in modules made on the way."""
+        """Register *parameter* under a dotted *name*; make the modules on its path."""
         *path, last = name.split(".")
         module: torch.nn.Module = self
         for word in path:
@@ -78,7 +78,7 @@ class StandIn(torch.nn.Module):
         """Return the loss of *batch*, a tensor of any shape."""
         target = batch.mean()
         loss = torch.zeros(())
-        # Autograd goes backwards: what is added last has its gradient first.
+        # Autograd goes backwards: the gradient of the last summand is ready first.
         for parameter in reversed(self._in_order):
             flat = parameter.flatten()
             loss = loss + (flat.dot(flat) / 2 - target * flat.sum())
@@ -86,10 +86,11 @@ class StandIn(torch.nn.Module):
 
 
 def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
-    """A parameter of *shape* that is, or stands for, *blank*.
+    """A parameter of *shape* that is *blank*, or stands in for it.
 
-    A *shape* of another number of elements is replaced by that of a nearly square matrix, or of a
-    row where their number is prime: by the same one in every runtime, since compressors go by it.
+    If *shape* has another number of elements, it is replaced by that of a nearly square matrix. If
+    the number is prime, the matrix is a row. The rule is the same in every runtime, because
+    compressors depend on shapes.
     """
     elements = wire_bytes(blank) // blank.element_size()
     if shape is None or math.prod(shape) != elements:

@@ -1,9 +1,9 @@
-"""Which workers of a cluster are alike, so that a few of them can stand for all.
+"""Groups equal workers of a cluster into classes, so that a few can represent all.
 
-Workers of one rack shape, speed, link and group do the same at the same virtual times, where a method
-treats all workers alike. So two of each class run; collectives are still charged over all workers'
-links. Step times are equal to the full run's, to the last bit. Worker 0 runs for itself alone: others
-take numbers from it, by a sum to which they add zeros.
+If a method treats all workers alike, workers of equal rack shape, speed, link and group do the same
+at the same virtual times. So two of each class run; collectives are still charged over all workers'
+links. Step times are equal to the full run's, to the last bit. Worker 0 represents only itself.
+Other workers take its numbers by a sum, to which they add zeros.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from paceline.cluster.cluster import Cluster
 
 AT_LEAST = 2
-"""Representatives of a class, if it has as many: with one alone all workers' gradients were equal."""
+"""Representatives of a class, if it has as many. With a single one, all workers' gradients would be
+equal."""
 MOST_DESCRIBED = 4
-"""Representatives that a sentence names with their weights."""
+"""Representatives that `describe` lists with their weights."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +65,17 @@ class WorkerClasses:
         return dict(sorted(Counter(self.representative_of).items()))
 
     def within(self, members: Sequence[int]) -> Sequence[int]:
-        """Return, by position in a group, the position that runs for it.
+        """Return, by position in a group, the position that represents it.
 
-        It is that of its own representative, or the first that runs where that is no member.
+        It is the position of the member's representative. If that one is not in the group, it is
+        the first representative in the group.
         """
         index = {member: position for position, member in enumerate(members)}
         first = min(index[rank] for rank in self.weights if rank in index)
         return [index.get(self.representative_of[member], first) for member in members]
 
     def describe(self) -> str:
-        """One line for people."""
+        """Return one line for the user."""
         weights = self.weights
         named = ", ".join(
             f"worker {rank} for {weight:,}"

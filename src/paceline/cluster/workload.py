@@ -28,10 +28,10 @@ _LEFT_OUT = (
     "overhead",
     "cores",
 )
-"""Keys that a file has only where there is something to say."""
+"""Keys that a file has only if they have a value."""
 
 ELEMENT_BYTES = (1, 2, 4, 8, 16)
-"""What an element of a tensor can have."""
+"""The possible bytes of a tensor's element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class CompressorTimes:
     """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1.
 
     Attributes:
-        encode: Until the first codes are there.
-        decode: For all that follows, whatever the number of workers.
-        decode_per_worker: For all that follows, for each worker.
+        encode: Until the first compressed tensors are ready.
+        decode: Of everything after that, whatever the number of workers.
+        decode_per_worker: Of everything after that, for each worker.
     """
 
     encode: float
@@ -62,7 +62,7 @@ class CompressorTimes:
                 )
 
     def after(self, workers: int) -> float:
-        """Return the seconds of all that follows the first codes, among *workers* workers."""
+        """Return the seconds after the first compressed tensors, among *workers* workers."""
         return self.decode + workers * self.decode_per_worker
 
 
@@ -81,19 +81,19 @@ class Workload:
             last registered one is first.
         update: Seconds of the optimizer's step.
         batch: Samples of a pass; None: not known.
-        source: Where the figures are from, for people.
+        source: Where the figures are from, for the user.
         shapes: Of the tensors; empty: not known.
-        coding: What compressors take for one gradient, by their full specs. Where one is
-            missing, an estimate from bytes is charged.
+        coding: What compressors take for one gradient, by their full specs. For a missing one, an
+            estimate from bytes is charged.
         passes: Passes that accumulate into one update; None: not known.
         uses_gradients: Whether the script reads or changes gradients between backward and the
-            update, as one that clips does; None: not known.
-        input: Seconds of a thread's computing between a step's end and the next pass: batches that are made
-            ready, gradients that are zeroed, losses that are logged. Waits for other processes are not in it.
-        overhead: Seconds of a thread's computing in a step, beside its passes and its update: paceline's hooks,
-            and what the script does between backward and the update.
-        cores: Cores of the host that computing keeps busy; 0: another device computes, or the script
-            sleeps instead. They matter where hosts share cores.
+            update, for example to clip them; None: not known.
+        input: Seconds of a thread's computing between a step's end and the next pass. This includes loading
+            batches, zeroing gradients and logging losses, and excludes waits for other processes.
+        overhead: Seconds of a thread's computing in a step, beside its passes and its update. This includes
+            paceline's hooks, and the script's work between backward and the update.
+        cores: Cores of the host that computing keeps busy. 0: another device computes, or the script
+            sleeps instead. They matter if hosts share cores.
 
     Example:
         ::
@@ -193,7 +193,7 @@ class Workload:
 
     @property
     def compute_seconds(self) -> float:
-        """Seconds of a step's passes, of its update, beside them, and between steps."""
+        """Seconds of a step: its passes, its update, its overhead, and the input before it."""
         passes = self.forward_seconds + self.backward_seconds
         beside = self.input + self.overhead
         return beside + (self.passes or 1) * passes + self.update
@@ -205,7 +205,7 @@ class Workload:
 
     @property
     def ready_seconds(self) -> list[float]:
-        """When each gradient is ready, in that order, counted from the step's start."""
+        """Seconds from the step's start until each gradient is ready, in ready order."""
         steps = [self.forward_seconds, *(self.backward[i] for i in self.order)]
         return list(itertools.accumulate(steps))[1:]
 
@@ -300,7 +300,7 @@ class Workload:
             UsageError: The file cannot be written.
         """
         known = {f.name: getattr(self, f.name) for f in fields(self)}
-        # What is not known is left out, so that files stay as they were.
+        # Unknown values are left out, so that files of older versions stay the same.
         known = {
             key: value for key, value in known.items() if value or key not in _LEFT_OUT
         }

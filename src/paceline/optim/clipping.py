@@ -14,11 +14,11 @@ import torch
 from paceline.errors import UsageError
 
 _TINY = 1e-6
-"""What torch adds to the norm before it divides by it."""
+"""torch adds this to the norm before it divides by it."""
 
 
 def check_clip_norm(limit: float) -> None:
-    """Raise `UsageError` unless *limit* is one; infinity clips nothing."""
+    """Raise `UsageError` unless *limit* is above 0; infinity clips nothing."""
     if not limit > 0:
         raise UsageError(
             f"clip_norm={limit}: expected the largest norm that a gradient may have, a "
@@ -27,14 +27,17 @@ def check_clip_norm(limit: float) -> None:
 
 
 def clip_factor(squares: float, limit: float) -> float:
-    """What to multiply a gradient with whose elements' squares add up to *squares*. Not
-    finite where the gradient is not."""
+    """The factor for a gradient whose elements' squares add up to *squares*.
+
+    It is not finite if the gradient is not.
+    """
     wanted = limit / (math.sqrt(squares) + _TINY)
     return 1.0 if wanted > 1 else wanted
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
-    """In double precision, so that the order of tensors hardly matters."""
+    """The sum of squares over all elements, in double precision, so that the tensors' order hardly
+    matters."""
     return math.fsum(_squares(tensor) for tensor in tensors)
 
 
@@ -45,8 +48,7 @@ def _squares(tensor: torch.Tensor) -> float:
 
 
 def clip_(tensors: Sequence[torch.Tensor], limit: float) -> None:
-    """Scale *tensors* in place, so that the norm of all of them together is at most
-    *limit*."""
+    """Scale *tensors* in place, so that their common norm is at most *limit*."""
     if not tensors or limit == math.inf:
         return
     factor = clip_factor(sum_of_squares(tensors), limit)

@@ -1,23 +1,20 @@
 """The user's optimizer, applied piece by piece: on a worker, or on a server.
 
-Theory of operation
--------------------
-Each piece is a `torch.nn.Parameter` of its own that views the storage of the user's
-parameter. All of them live in a shallow copy of the user's optimizer, which has its own
-``param_groups`` and ``state``. One step of that copy over the pieces of a call *is* the
-update, with torch's own arithmetic and its foreach and fused kernels. (A copy, because
+Theory of operation ------------------- Each piece is a `torch.nn.Parameter` of its own that views
+the storage of the user's parameter. All pieces are in a shallow copy of the user's optimizer, which
+has its own ``param_groups`` and ``state``. One step of that copy over the pieces of a call *is* the
+update, with torch's own arithmetic and its foreach and fused kernels. (It is a copy, because
 ``type(optimizer)(groups, **optimizer.defaults)`` fails for AdamW.)
 
-A piece that is a whole parameter has the parameter's shape and strides, so that any
-optimizer may be given it. Smaller pieces are flat, and need an elementwise optimizer.
+A piece that is a whole parameter has the parameter's shape and strides, so any optimizer can update
+it. Smaller pieces are flat, and need an elementwise optimizer.
 
-To everybody else the user's optimizer still owns its state: hooks on its ``state_dict``
-merge the pieces' states into torch's form, and hooks on its ``load_state_dict`` split
-what was loaded, so checkpoints go to plain torch and back.
+For all other code, the user's optimizer still owns its state. Hooks on its ``state_dict`` merge the
+pieces' states into torch's form, and hooks on its ``load_state_dict`` split a loaded state. So
+checkpoints are compatible with plain torch.
 
-Tables decide by class which optimizers may be applied piece by piece. Law of every piece that
-`check_pieces` lets pass: its update has the bits that it would have as a part of its whole
-tensor.
+Tables by class say which optimizers may be applied piece by piece. `check_pieces` accepts a piece
+only if its update has the same bits as within an update of the whole tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ ELEMENTWISE = {
     *(_t.SGD, _t.Adam, _t.AdamW, _t.NAdam, _t.RAdam, _t.Adamax),
     *(_t.Adagrad, _t.Adadelta, _t.RMSprop, _t.Rprop, _t.ASGD),
 }
-"""Every element is updated from its own gradient and state: may be split and sharded."""
+"""Each element is updated from its own gradient and state: tensors may be split and sharded."""
 
 WHOLE_TENSOR = {
     _t.Muon: "orthogonalizes the update of a whole matrix",
@@ -57,31 +54,32 @@ REFUSED = {
 KEPT_AT_HOME = {
     _t.Adafactor: "has a state that is neither per element nor a number",
 }
-"""A server could apply them, but not hand out their state, for a checkpoint or at the end."""
+"""A server could apply them, but not return their state, for a checkpoint or at the end."""
 
 MOST_STATES = 4
-"""No optimizer of torch has more tensors of its parameter's shape."""
+"""The most tensors of its parameter's shape that an optimizer of torch keeps."""
 
 _ADVICE = "use a method whose worker updates, such as bsp"
 
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Entries of ``param_groups`` that say how to compute, not what: not in a snapshot, so
-that a server or another worker computes in its own way."""
+"""Entries of ``param_groups`` that select an implementation, not the result. A snapshot omits them,
+so that a server or another worker uses its own implementation."""
 
 _UPDATED: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
 class PartitionedOptimizer:
-    """The `PartialOptimizer` over a torch optimizer; from now on only this applies *optimizer*.
+    """The `PartialOptimizer` over a torch optimizer; from now on only this object applies
+    *optimizer*.
 
-    *pieces* hold every element of every parameter that is trainable now, once; the
-    optimizer's present state is split onto them. ``optimizer.state_dict()`` gives a
-    merged copy in torch's own form, and raises `UsageError` in the middle of a step, when
-    a parameter's pieces differ; ``optimizer.load_state_dict()`` takes what any optimizer
-    of this class gave. In between ``optimizer.state`` is empty.
+    *pieces* must hold every element of every trainable parameter once; the optimizer's present
+    state is split onto them. ``optimizer.state_dict()`` returns a merged copy in torch's own form.
+    In the middle of a step, when a parameter's pieces differ, it raises `UsageError`.
+    ``optimizer.load_state_dict()`` accepts the state of any optimizer of this class. Otherwise
+    ``optimizer.state`` is empty.
 
-    Raises `UsageError` for an optimizer that cannot be applied piece by piece, for pieces
-    that do not fit, and for an optimizer that another updater applies.
+    Raises `UsageError` for an optimizer that cannot be applied piece by piece, for pieces that do
+    not fit, and for an optimizer that another `PartitionedOptimizer` applies.
     """
 
     def __init__(
@@ -106,8 +104,8 @@ class PartitionedOptimizer:
             for piece in pieces
         }
         self._inner = copy.copy(optimizer)
-        # Torch's copy forgets the user's hooks and a scheduler's patch of `step`, and so
-        # it should: they run once a step.
+        # The copy lacks the user's hooks and a scheduler's patch of `step`. It should: they run
+        # once per step of the user's optimizer.
         self._inner.state = defaultdict(dict)
         self._take_state(optimizer)
         self._hooks = [
@@ -126,14 +124,14 @@ class PartitionedOptimizer:
         hyperparameters: Hyperparameters,
         commit: bool = True,
     ) -> list[torch.Tensor]:
-        """Do one optimizer step on just these pieces: see `PartialOptimizer.apply`.
+        """Do one optimizer step on only these pieces: see `PartialOptimizer.apply`.
 
-        *hyperparameters* may be another worker's, of the same groups. Raises
-        `UsageError`, with nothing changed, where an argument does not fit.
+        *hyperparameters* may be another worker's, for the same groups. Raises `UsageError`, without
+        any change, if an argument does not fit.
         """
-        # One step of the copy for all pieces, since its fixed cost is paid per call: 40
-        # pieces of 1,000 elements on one busy core, SGD with momentum: 0.4 ms together,
-        # 1.4 one by one; Adam(fused=True): 0.3 and 1.8.
+        # All pieces share one step of the copy, because its fixed cost is paid per call. Times
+        # for 40 pieces of 1,000 elements on one busy core: SGD with momentum 0.4 ms together,
+        # 1.4 ms one by one; Adam(fused=True) 0.3 and 1.8 ms.
         self._check_hyperparameters(hyperparameters)
         targets = [self._target(piece) for piece in pieces]
         different = len(set(targets))
@@ -186,13 +184,14 @@ class PartitionedOptimizer:
         return [self._target(piece).detach() for piece in pieces]
 
     def stamps(self, pieces: Sequence[Piece]) -> list[int]:
-        """What changes with every write: see `PartialOptimizer.stamps`."""
+        """Numbers that change with every write: see `PartialOptimizer.stamps`."""
         return [version_of(self._parameters[p.parameter][0]) for p in pieces]
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """A copy of what each of ``param_groups`` holds as of now, in their order.
+        """A copy of the present options of each of ``param_groups``, in their order.
 
-        Without parameters, their names, and what says how to compute (`IMPLEMENTATION`).
+        It omits parameters, their names, and options that select an implementation
+        (`IMPLEMENTATION`).
         """
         left_out = {"params", "param_names"} | IMPLEMENTATION
         return [
@@ -207,19 +206,19 @@ class PartitionedOptimizer:
     def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """The live state of each piece, by name: see `PartialOptimizer.state`.
 
-        Tensors have the piece's shape, those of a part of a parameter are flat; what
-        torch keeps once per parameter, such as ``step``, each piece has for itself.
+        Tensors have the piece's shape; those of a part of a parameter are flat. Each piece has its
+        own copy of entries that torch keeps once per parameter, such as ``step``.
         """
         return [self._inner.state[self._target(piece)] for piece in pieces]
 
     def close(self) -> None:
-        """Give the state back to the optimizer, which is plain torch's again."""
+        """Return the state to the optimizer, which is a plain torch optimizer again."""
         self._give_state(self._optimizer)
         for hook in self._hooks:
             hook.remove()
         _UPDATED.discard(self._optimizer)
 
-    # ---- the optimizer's state, in torch's form and back ----
+    # ---- conversion of the state to torch's form and back ----
 
     def _give_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Merge the pieces' states into the optimizer's."""
@@ -231,7 +230,7 @@ class PartitionedOptimizer:
         optimizer.state.update(merged)
 
     def _forget_state(self, optimizer: torch.optim.Optimizer, _: object = None) -> None:
-        """Leave nothing that would grow old and could be taken for the state."""
+        """Remove states from the optimizer that would become stale, but look like its state."""
         for number in self._pieces_of:
             optimizer.state.pop(self._parameters[number][0], None)
 
@@ -240,14 +239,15 @@ class PartitionedOptimizer:
         self._inner.state.clear()
         for piece, target in self._targets.items():
             parameter, group = self._parameters[piece.parameter]
-            check_cuts(optimizer, piece, parameter, group)  # fused=True may be loaded
+            # A loaded state may set fused=True.
+            check_cuts(optimizer, piece, parameter, group)
             for name, value in optimizer.state.get(parameter, {}).items():
                 part = _part(name, value, parameter, piece)
                 self._inner.state[target][name] = part
         self._forget_state(optimizer)
 
     def _merge(self, number: int, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """One parameter's state, from its pieces'; shares no memory with them."""
+        """One parameter's state, merged from its pieces' states; it shares no memory with them."""
         if len(states) == 1:
             copied: dict[str, Any] = _copied(states[0])
             return copied
@@ -282,7 +282,7 @@ class PartitionedOptimizer:
         now, group = self._parameters[piece.parameter]
         with (
             without_overrides()
-        ):  # it may notify a method before its use, which this is not
+        ):  # data_ptr() could notify a method of a use, which this is not
             address = now.data_ptr() + piece.start * now.element_size()
         if address != target.data_ptr():
             if (now.dtype, now.device) != (target.dtype, target.device):
@@ -296,7 +296,7 @@ class PartitionedOptimizer:
         return target
 
     def _check_hyperparameters(self, given: Hyperparameters) -> None:
-        """Raise `UsageError` unless a snapshot has what each group needs."""
+        """Raise `UsageError` if a snapshot lacks options that a group needs."""
         groups = len(self._optimizer.param_groups)
         if len(given) != groups:
             raise UsageError(
@@ -314,14 +314,14 @@ class PartitionedOptimizer:
 
 
 def _view(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece's elements: the parameter as it is, or a flat part of it."""
+    """The piece's elements: the whole parameter, or a flat part of it."""
     data = parameter.detach()
     whole = piece.stop - piece.start == data.numel()
     return data if whole else data.view(-1)[piece.start : piece.stop]
 
 
 def _shaped(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The gradient in its target's shape and strides: fused kernels rely on both."""
+    """The gradient in its target's shape and strides, which fused kernels require."""
     expected = target.dtype, target.device, torch.strided
     got = gradient.dtype, gradient.device, gradient.layout
     if got != expected or gradient.shape not in (target.shape, (target.numel(),)):
@@ -364,13 +364,13 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-# ---- which optimizers, and in which pieces ----
+# ---- checks of optimizers and pieces ----
 
 
 def check_applicable(optimizer: torch.optim.Optimizer) -> None:
     """Raise `UsageError` unless *optimizer* may be applied to some tensors at a time.
 
-    Only torch's own classes may: a subclass can read more than its piece.
+    Only torch's own classes are accepted: a subclass could read more than its piece.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -392,7 +392,7 @@ def check_applicable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_servers_can_hold(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UsageError` unless *optimizer* may live on servers, state and all."""
+    """Raise `UsageError` unless servers can hold *optimizer* with its state."""
     check_applicable(optimizer)
     kind = type(optimizer)
     if kind in KEPT_AT_HOME:
@@ -425,17 +425,16 @@ def whole_pieces(optimizer: torch.optim.Optimizer) -> list[Piece]:
 def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piece]:
     """Pieces of at most *most_bytes* bytes, as equal as a parameter's elements allow.
 
-    A parameter stays whole where the optimizer is not elementwise, where it is not
-    contiguous, and where it has a 16-bit type on a CPU; ``fused=True`` on a CPU needs
-    cuts at multiples of 64 bytes. Raises `UsageError` where *most_bytes* is below that,
-    or below one element.
+    A parameter stays whole if the optimizer is not elementwise, if the parameter is not contiguous,
+    or if it has a 16-bit type on a CPU. With ``fused=True`` on a CPU, cuts are at multiples of 64
+    bytes. Raises `UsageError` if *most_bytes* is below that, or below one element.
     """
     parameters, pieces = parameters_of(optimizer), []
     for whole in whole_pieces(optimizer):
         (parameter, group), size = parameters[whole.parameter], whole.stop
         unit, _ = cut_every(optimizer, parameter, group)
         unit_bytes = unit * max(1, wire_bytes(parameter) // size)
-        few = stands_in(parameter)  # few elements to cut, but not few bytes
+        few = stands_in(parameter)  # has few elements to cut, though many bytes
         if most_bytes < unit_bytes and unit < size and not few:
             raise UsageError(
                 f"split_pieces(..., most_bytes={most_bytes}): expected {unit_bytes} bytes "
@@ -452,8 +451,10 @@ def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piec
 
 
 def check_pieces(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> None:
-    """Raise `UsageError` unless each piece can be updated alone, and all together hold
-    every element of every trainable parameter once."""
+    """Raise `UsageError` unless each piece can be updated alone, and they cover all parameters.
+
+    Together they must hold every element of every trainable parameter once.
+    """
     parameters = parameters_of(optimizer)
     reached = dict.fromkeys((p.parameter for p in whole_pieces(optimizer)), 0)
     wrong = []
@@ -487,8 +488,10 @@ def check_pieces(optimizer: torch.optim.Optimizer, pieces: Sequence[Piece]) -> N
 def check_cuts(
     optimizer: torch.optim.Optimizer, piece: Piece, parameter: torch.Tensor, group: int
 ) -> None:
-    """Raise `UsageError` unless *piece* is a part of *parameter*, which is in the
-    optimizer's group number *group*, that can be updated alone."""
+    """Raise `UsageError` unless *piece* is a part of *parameter* that can be updated alone.
+
+    *parameter* is in the optimizer's group number *group*.
+    """
     size, shape = parameter.numel(), tuple(parameter.shape)
     if not 0 <= piece.start < piece.stop <= size:
         raise UsageError(
@@ -513,19 +516,19 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, 
 def cut_every(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: int
 ) -> tuple[int, str]:
-    """A parameter may be cut at multiples of so many elements; and why."""
+    """Return the number of elements at whose multiples a parameter may be cut, and why."""
     size, bytes_each = max(1, parameter.numel()), parameter.element_size()
     if type(optimizer) not in ELEMENTWISE:
         return size, "has an optimizer for whole tensors"
     if not parameter.is_contiguous():
         return size, "is not contiguous"
     if parameter.device.type == "cpu":
-        # Torch's vector loops and its loops over the few elements that are left over do
-        # not always round alike, so that bits depend on where in its tensor an element
-        # stands. For 16-bit types this is so in `a + alpha * b`, and large tensors have
-        # such ends within, where threads meet. For 32 and 64 bits only the fused kernels
-        # of Adam, AdamW and SGD differ (vectors use fused multiply-add); their threads
-        # meet at multiples of 64 bytes, and one vector is at most that long.
+        # Torch's vector loops and its loops over remaining elements do not always round alike,
+        # so bits depend on an element's position in its tensor. For 16-bit types this is so in
+        # `a + alpha * b`; large tensors also have such ends inside, between threads' parts. For
+        # 32 and 64 bits only the fused kernels of Adam, AdamW and SGD differ (vectors use fused
+        # multiply-add). Their threads' parts end at multiples of 64 bytes, and a vector is at
+        # most that long.
         if bytes_each < 4:
             return size, f"is {parameter.dtype} on a CPU"
         if optimizer.param_groups[group].get("fused"):

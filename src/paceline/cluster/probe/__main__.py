@@ -1,5 +1,5 @@
-"""The script that ``paceline probe`` launches on every worker: measures, and writes what it
-found to a file."""
+"""The script that ``paceline probe`` launches on every worker: measures, and writes the results to
+a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.runtimes.join import join_runtime
 
 
 def main() -> None:
-    """Measure, and let rank 0 write the findings."""
+    """Measure, and let rank 0 write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds-per-pair", type=float, default=0.1)

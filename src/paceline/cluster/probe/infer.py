@@ -1,4 +1,4 @@
-"""A cluster, from what a probe found."""
+"""Makes a cluster from a probe's measurements."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from paceline.cluster.cluster import EMULATED_BURST, Cluster, Processor, Rack
 
 
 class Size(msgspec.Struct, kw_only=True):
-    """All-reduces of one size: seconds of one alone (median), the spread of that, seconds
-    of two at a time, and core-seconds of one over all hosts."""
+    """All-reduces of one size.
+
+    *seconds* of one alone (median), and their *spread*; *pair_seconds* of two at a time;
+    *core_seconds* of one, over all hosts.
+    """
 
     bytes: int
     seconds: float
@@ -31,13 +34,13 @@ class ProbeResult(msgspec.Struct, kw_only=True):
         hosts: Which host each worker is on.
         goodput: Bytes per second; zero within a host.
         latency: One-way seconds of an empty message, its processor time included; zero within a host.
-        uplinks: For each pair of racks found, bytes per second when all workers of the one send to
-            the other at once.
+        uplinks: For each pair of racks found, bytes per second when all workers of one rack send to the
+            other at once.
         shared_cores: Cores that all hosts share (None: each has its own).
         message_while_computing: Core-seconds of one message while all these cores compute (None: not
             measured).
         speeds: Relative compute speed.
-        names: The name of each worker's host, where hosts are machines.
+        names: The name of each worker's host, if hosts are machines.
     """
 
     runtime: str
@@ -59,14 +62,14 @@ class ProbeResult(msgspec.Struct, kw_only=True):
 
 
 SAME_RATE = 0.75
-"""Within a rack a pair gets at least this part of what both its hosts can do..."""
+"""Within a rack, a pair reaches at least this part of what both its hosts can do..."""
 
 SAME_LATENCY = 3.0
 """...and takes at most this multiple of the shortest latency of either."""
 
 NOTICEABLE = 2e-3
-"""Seconds by which a latency must be longer to tell anything at all: waking up a process on
-a busy machine may take nearly as long."""
+"""Seconds by which a latency must be longer to count as longer. Waking up a process on a busy
+machine may take nearly as long."""
 
 
 def find_racks(
@@ -76,10 +79,10 @@ def find_racks(
 ) -> list[int]:
     """Each worker's rack, numbered in order of first appearance.
 
-    Two hosts are in one rack if a stream between them is as fast as the slower one of the
-    two is anywhere, and as near; and if the same is true of all that are joined to either.
-    A rack whose uplink is no slower than its hosts' links, and as near, cannot be told
-    from its neighbour in this way.
+    Two hosts belong together if a stream between them is as fast as the slower one of the two is
+    anywhere, and its latency as short. A host joins a rack if this is true of most hosts there. A
+    rack cannot be told from its neighbour in this way if its uplink is as fast and as near as its
+    hosts' links.
     """
     n = len(hosts)
     leaders = sorted({hosts.index(host) for host in hosts})
@@ -114,18 +117,18 @@ def find_racks(
 Seconds = NDArray[np.float64]
 
 SAME_LINKS = 0.03
-"""Links whose goodput differs by less are given one figure: their median."""
+"""Links whose relative difference in goodput is less get one figure: their median."""
 
 NO_LIMIT = 0.9
-"""Racks' uplinks that give this part of what their hosts' links can do are no limit."""
+"""A rack's uplink is no limit if it carries this part of what its hosts' links can."""
 
 
 def infer_cluster(findings: ProbeResult) -> Cluster:
     """The cluster in which the simulated runtime takes the times that were measured.
 
     Each host's link is the best goodput to or from it in its rack. A message's latency and
-    its processor time come from all-reduces of all sizes, one at a time and two at a time:
-    what does not overlap is the processors' or the wire's, what does is latency.
+    processor time come from all-reduces of all sizes, one at a time and two at a time. Time that
+    does not overlap belongs to processors or the wire; time that overlaps is latency.
     """
     latency, processor = _start_up(findings)
     racks = []
@@ -157,8 +160,10 @@ def relative_speeds(times: Sequence[float]) -> list[float]:
 
 
 def fit(sizes: Sequence[Size]) -> tuple[float, float]:
-    """Start-up and seconds per byte of an all-reduce: least squares over *sizes*, each
-    size counting alike (errors relative to its time)."""
+    """Start-up and seconds per byte of an all-reduce, by least squares over *sizes*.
+
+    Each size counts alike: errors are relative to its time.
+    """
     x = np.array([[1.0, size.bytes] for size in sizes])
     y = np.array([size.seconds for size in sizes])
     (start_up, slope), *_ = np.linalg.lstsq(x / y[:, None], np.ones(len(y)), rcond=None)
@@ -172,7 +177,8 @@ def _links(findings: ProbeResult, leaders: Sequence[int]) -> list[float]:
         near = [j for j in leaders if j != i] or [j for j in everyone if j != i]
         rates = [findings.goodput[i][j] for j in near]
         rates += [findings.goodput[j][i] for j in near]
-        # The best is what the link can do; several pairs agree on it, and one may be lucky.
+        # The median of the better half: several pairs agree on the link's rate, and a single
+        # one may be lucky.
         rates.sort(reverse=True)
         links.append(statistics.median(rates[: max(1, len(rates) // 2)]))
     middle = statistics.median(links) if links else 0.0
@@ -190,7 +196,7 @@ def _uplink(findings: ProbeResult, rack: int, links: float) -> float | None:
 
 
 def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
-    """A message's latency, and what it costs processors: what fits all sizes best."""
+    """A message's latency and processor time, as they fit all sizes best."""
     n = findings.workers
     steps = 2 * (n - 1)
     if findings.runtime == "simulated" or n == 1 or not findings.all_reduce:
@@ -198,7 +204,7 @@ def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
         return min(others, default=0.0), None
     cores = findings.shared_cores
     per_byte = _byte(findings.all_reduce, n)
-    # The processors of one machine do everybody's messages; a host's only its own.
+    # The processors of one machine handle all hosts' messages; a host's own only its messages.
     share = n / cores if cores is not None else 1.0
     ring = [findings.goodput[i][(i + 1) % n] for i in range(n)]
     slowest = min(rate for rate in ring if rate) if any(ring) else math.inf
@@ -220,26 +226,26 @@ def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
 
 
 def _burst(findings: ProbeResult) -> float:
-    """Seconds of its rate that a link lets through at once, after a pause."""
+    """Seconds at its rate that a link lets through at once, after a pause."""
     return EMULATED_BURST if findings.runtime == "emulated" else 0.0
 
 
 def _fit_start_up(
     sizes: Sequence[Size], wire: Seconds, busy: Seconds, burst: float
 ) -> tuple[float, float]:
-    """Seconds of latency, and of processors' work, in the start-up of an all-reduce.
+    """Seconds of latency, and of processor work, in the start-up of an all-reduce.
 
-    The model is the simulated runtime's: bytes move while processors work, the slower of the
-    two sets the pace, both are shared by two at a time, and latency passes beside. Of one all-reduce after the
-    other no more passes than links carry, but what they let through at once (*burst*). The sum
-    of relative errors over all sizes, alone and in pairs, is made as small as it gets:
-    a few outliers then do not matter.
+    The model is the simulated runtime's: bytes move while processors work, and the slower of the
+    two sets the pace. Two all-reduces at a time share both, and their latencies overlap.
+    Consecutive all-reduces move only the bytes that links carry, except bytes that pass at once
+    (*burst*). The fit minimizes the sum of relative errors over all sizes, alone and in pairs, so
+    that a few outliers do not matter.
     """
     alone = np.array([size.seconds for size in sizes])
     pairs = np.array([max(size.pair_seconds, size.seconds) for size in sizes])
 
     def error(chain: Seconds, work: Seconds) -> Seconds:
-        # A link rests while latency passes: for so long it may fill its bucket.
+        # A link is idle during latency, and may fill its bucket for that long.
         saved = np.minimum(chain, burst)
         one = chain + np.maximum(wire - saved, work + busy)
         two = chain + np.maximum(2 * wire - saved, 2 * (work + busy))
@@ -268,7 +274,7 @@ def _fit_start_up(
 
 
 def _byte(sizes: Sequence[Size], workers: int) -> float:
-    """Core-seconds a byte, from how much more larger all-reduces cost."""
+    """Core-seconds per byte, from the cost of larger all-reduces."""
     first, last = sizes[0], sizes[-1]
     sent = 2 * (workers - 1) * (last.bytes - first.bytes)  # by all workers together
     return max(0.0, (last.core_seconds - first.core_seconds) / sent) if sent else 0.0

@@ -1,4 +1,4 @@
-"""Measures between the workers of a job, on torch.distributed, in any runtime."""
+"""Measures between the workers of a job, over torch.distributed, in any runtime."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ SIZES = tuple(4096 * 4**k for k in range(7))
 
 SECONDS_PER_SIZE = 0.5
 LONGEST_SECONDS = 1.0
-"""Sizes that take longer than this are left out: they tell nothing new."""
+"""Sizes that take longer are not measured: they add no information."""
 
 IDLE_SECONDS = 0.5
 
 BESIDE_BYTES, BESIDE_AT_ONCE, BESIDE_SECONDS, BESIDE_TURNS = 4096, 8, 0.5, 5
-"""Of all-reduces beside computing: their size, how many are under way, seconds of a turn, and turns."""
+"""For all-reduces during computing: their size, how many are under way, seconds of a turn, and
+turns."""
 CPU = torch.device("cpu")
 
 
@@ -39,11 +40,11 @@ def measure(
     largest: int = SIZES[-1],
     say: Callable[[str], None] = lambda text: None,
 ) -> ProbeResult:
-    """Measure everything; the same findings on every rank. Collective.
+    """Measure everything; returns the same results on every rank. Collective.
 
-    Pairs are measured one after the other, both ways, *seconds_per_pair* each way; nothing
-    else may use the network meanwhile. *say* is told what begins, on every rank. Raises
-    `UsageError` where there is one worker only.
+    Pairs are measured one after the other, in both directions, *seconds_per_pair* each. Nothing
+    else may use the network meanwhile. *say* is called with each phase's name, on every rank.
+    Raises `UsageError` if there is only one worker.
     """
     runtime.connect()
     if runtime.size < 2:
@@ -88,14 +89,14 @@ class _Probe:
         self._seconds = seconds_per_pair
         self.pairs = PairProbe(runtime, seconds_per_pair)
 
-    # ---- who is where ----
+    # ---- hosts ----
 
     def hosts(self) -> tuple[list[int], int | None]:
-        """Each worker's host, and the cores that all of them share, if they share them.
+        """Each worker's host, and the number of cores if all workers share them.
 
-        Two workers are on one machine if it booted with one name and one id, and on one
-        host if they have one network there. Where that makes a single host, loopback is
-        the network, and each worker counts as a host.
+        Two workers are on one machine if its name and boot id are equal. They are on one host if
+        they also share a network there. If that makes a single host, loopback is the network, and
+        each worker counts as a host.
         """
         cluster = self._runtime.cluster
         if self._runtime.clock.is_virtual and cluster is not None:
@@ -109,20 +110,22 @@ class _Probe:
             hosts = list(range(self._size))
         one_machine = len({row[0] for row in machines}) == 1
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        # Workers may be bound to different ones.
+        # Workers may be bound to different cores.
         cores = int(self.pairs.max(float(cores)))
         return hosts, cores if one_machine else None
 
     def names(self, hosts: Sequence[int]) -> list[str]:
-        """What each worker's host calls itself; nothing where these are not different."""
+        """The name of each worker's host; empty if names do not tell hosts apart."""
         names = [
             one.decode() for one in gather_bytes(worker_location().name.encode(), CPU)
         ]
         return names if len(set(names)) == len(set(hosts)) > 1 else []
 
     def speeds(self) -> list[float]:
-        """Relative compute speeds: what the runtime says, else of a product of matrices,
-        worker by worker, since they may share cores."""
+        """Relative compute speeds: from the runtime, or else measured by a matrix product.
+
+        Workers measure one after the other, since they may share cores.
+        """
         if self._runtime.cluster is not None:
             return list(self._runtime.cluster.speeds)
         times = []
@@ -146,8 +149,8 @@ class _Probe:
     def uplinks(
         self, racks: Sequence[int], goodput: Sequence[Sequence[float]]
     ) -> list[tuple[int, int, float]]:
-        """From each rack to each other one: what all workers of the smaller one's size
-        get together, each sending to a partner."""
+        """The goodput from each rack to each other one, with as many pairs of workers as the
+        smaller rack has."""
         found = []
         for a in sorted(set(racks)):
             for b in sorted(set(racks)):
@@ -172,14 +175,14 @@ class _Probe:
     # ---- all-reduces ----
 
     def all_reduces(self, sizes: Sequence[int], shared_cores: int | None) -> list[Size]:
-        """The curve: one at a time, two at a time, and what each costs processors."""
+        """Measure each size: one at a time, two at a time, and the processor time."""
         self._run(FIRST_BYTES, 1)
         idle = self._idle_load(shared_cores)
         found: list[Size] = []
         for size in sizes:
             estimate = self.pairs.max(self._run(size, 1))
             if found and estimate > LONGEST_SECONDS:
-                break  # what is larger only takes longer, by its bytes
+                break  # a larger size only takes longer, in proportion to its bytes
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
             if self._runtime.clock.is_virtual:
                 repeats = 1  # all are alike
@@ -195,7 +198,7 @@ class _Probe:
             ]
             middle = statistics.median(times)
             spread = statistics.median(abs(t - middle) for t in times)
-            # One machine's counter is everybody's: rank 0's is enough.
+            # All workers of one machine read the same counter: rank 0's reading is enough.
             if shared_cores is not None and self._rank:
                 spent = 0.0
             found.append(
@@ -210,9 +213,11 @@ class _Probe:
         return found
 
     def message_while_computing(self, shared_cores: int) -> float | None:
-        """Core-seconds of one message while all cores compute: by how much longer the same computing takes
-        with all-reduces under way, whose end nobody waits for. None: a network so slow that it would take
-        minutes."""
+        """Core-seconds of one message while all cores compute.
+
+        It is measured by how much longer the same computing takes with all-reduces under way that
+        nobody waits for meanwhile. None: the network is so slow that it would take minutes.
+        """
         work = torch.randn(64, 64)
         start = time.thread_time()
         for _ in range(200):
@@ -221,7 +226,8 @@ class _Probe:
         alone = self.pairs.max(self._run(BESIDE_BYTES, BESIDE_AT_ONCE))
         if 9 * alone > LONGEST_SECONDS:
             return None
-        # As long as all-reduces take by themselves, and twice that: they end meanwhile.
+        # Compute for three times as long as the all-reduces take by themselves, so that they
+        # end meanwhile.
         share = max(1.0, self._size / shared_cores)
         part = max(1, int(self.pairs.max(3 * alone / share / each) / BESIDE_AT_ONCE))
         rounds = max(3, int(BESIDE_SECONDS / (3 * alone)))
@@ -259,7 +265,7 @@ class _Probe:
         return self._runtime.clock.now() - start
 
     def _idle_load(self, shared_cores: int | None) -> float:
-        """Cores that others keep busy on this machine while no worker does anything."""
+        """Cores that other processes keep busy on this machine while no worker does anything."""
         if shared_cores is None:
             return 0.0
         self.pairs.barrier()
@@ -269,8 +275,10 @@ class _Probe:
         return spent / (time.perf_counter() - start)
 
     def _core_seconds(self, shared_cores: int | None) -> float:
-        """Processor time so far: of the whole machine where all hosts are on it (the
-        kernel's work for the network is nobody's), else of this process."""
+        """Processor time so far: of the whole machine if all hosts are on it, else of this process.
+
+        The kernel's work for the network counts for no process, but for the machine.
+        """
         if self._runtime.clock.is_virtual:
             return 0.0
         if shared_cores is None or not Path("/proc/stat").exists():

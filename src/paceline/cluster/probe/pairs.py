@@ -1,4 +1,4 @@
-"""Point to point: what one worker's host sends to another's, alone and while others send, too."""
+"""Measures point to point: from one worker's host to another's, alone and while others send, too."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from paceline.runtimes.real.cluster_check import worker_location
 
 FIRST_BYTES = 64 * 1024
 MOST_BYTES = 2**28
-"""In one transfer: 86 ms at 25 Gbit/s. Both ends hold them."""
+"""The most bytes of one transfer: 86 ms at 25 Gbit/s. Both ends hold them."""
 TOO_FAST = 2.0
-"""Times what a transfer took with its start."""
+"""A later part is not believed if its rate is this many times that of the whole transfer."""
 PINGS = 20
 SMALL_MESSAGES = 50
 TRIES = 3
 DISTURBED = 0.25
-"""Of a transfer's time: so long a worker waited for a processor; the transfer is tried again."""
+"""A transfer is repeated if a worker waited for a processor for more than this part of its time."""
 CPU = torch.device("cpu")
 Matrix = list[list[float]]
 
 
 @dataclass(frozen=True)
 class LinkMeasurement:
-    """Bytes a second from one rank to another. While little was sent: the segments that went this way, and
-    those of them that were *lost*; and *back* the other way. Nothing was sent where the system
-    does not count."""
+    """The rate in bytes per second from one rank to another, and lost segments.
+
+    *sent* and *lost* are the segments of a few small messages on this way; *sent_back* and
+    *lost_back* are those on the other way. All are zero if the system does not count segments.
+    """
 
     rate: float
     sent: float
@@ -48,16 +50,16 @@ class LinkMeasurement:
 
 
 class PairProbe:
-    """One worker's end of all measures between two. Collective, as `Comm`s are.
+    """One worker's end of all measurements between two workers. Collective, as `Comm`s are.
 
-    A transfer takes about *seconds*; the time that a longer one takes more than a shorter one is what
-    counts: start-up, latency and what a shaper lets through at once cancel.
+    A transfer takes about *seconds*. The result is the difference between a longer and a shorter
+    transfer, so start-up, latency and a shaper's burst cancel.
     """
 
     def __init__(self, runtime: Runtime, seconds: float) -> None:
         self._runtime, self._seconds = runtime, seconds
         self._rank, self._size = runtime.rank, runtime.size
-        # Times in virtual time are all alike, and nothing is lost there.
+        # In virtual time, all repetitions take equally long, and nothing is lost.
         simulated = runtime.clock.is_virtual
         self._pings, self._small_messages = (
             (2, 1) if simulated else (PINGS, SMALL_MESSAGES)
@@ -69,14 +71,14 @@ class PairProbe:
             self._group = dist.new_group(backend="gloo")
             workers = TorchGroup("probe", self._group)
         self.comm = Communicator(runtime, "probe", workers)
-        # Asked now: when a pair fails, nobody answers.
+        # Collected now: after a pair has failed, the others may not answer.
         names = gather_bytes(worker_location().name.encode(), CPU)
         self._names = [name.decode(errors="replace") for name in names]
 
     # ---- one pair at a time ----
 
     def matrices(self, hosts: Sequence[int]) -> tuple[Matrix, Matrix]:
-        """Goodput and latency from each worker's host to each other's."""
+        """Goodput and latency from each worker's host to each other worker's."""
         n = self._size
         first_of = {host: hosts.index(host) for host in set(hosts)}
         leaders = sorted(first_of.values())
@@ -103,8 +105,10 @@ class PairProbe:
     def remeasure(
         self, flows: Sequence[tuple[int, int]], expected: Sequence[float]
     ) -> list[LinkMeasurement]:
-        """Each of *flows* (from rank, to rank) after the other, where about *expected* bytes a second are
-        expected."""
+        """Measure *flows* (from rank, to rank) one after the other.
+
+        *expected* are their expected rates in bytes per second.
+        """
         rate_of = dict(zip(flows, expected, strict=True))
 
         def ask(peer: int) -> list[float]:
@@ -139,9 +143,11 @@ class PairProbe:
         answer: Callable[[int], list[float]],
         width: int,
     ) -> Matrix:
-        """What both ends of each flow have found, added up, on all ranks. Nobody waits for all others
-        between two flows, which takes long where many processes share a processor: a word goes from the target of
-        one to the source of the next."""
+        """The sum of both ends' results for each flow, on all ranks.
+
+        There is no barrier between two flows, which would take long if many processes share a
+        processor. A message from the target of one flow to the source of the next starts it.
+        """
         mine = torch.zeros(len(flows), width, dtype=torch.float64)
         word = torch.zeros(1, dtype=torch.int64)
         self.barrier()
@@ -154,9 +160,9 @@ class PairProbe:
                     self.receive(word, before)
             with self._between(source, target):
                 if self._rank == source:
-                    self.send(word, target)  # it is their turn
+                    self.send(word, target)  # start this flow
                     mine[number] = torch.tensor(ask(target))
-                    self.receive(word, target)  # it has all
+                    self.receive(word, target)  # the target has finished
                 elif self._rank == target:
                     self.receive(word, source)
                     mine[number] = torch.tensor(answer(source))
@@ -168,7 +174,7 @@ class PairProbe:
 
     @contextmanager
     def _between(self, source: int, target: int) -> Iterator[None]:
-        """What breaks in here names both ends: torch's words name one address at most."""
+        """Raise an error that names both ends; torch's message names at most one address."""
         try:
             yield
         except RuntimeError as error:
@@ -184,9 +190,12 @@ class PairProbe:
     def at_once(
         self, flows: Sequence[tuple[int, int]], sizes: Sequence[int], tries: int = 1
     ) -> list[float]:
-        """All *flows* (from rank, to rank) at the same time, of *sizes* bytes each; no rank sends or takes
-        twice. Returns what each took in, bytes a second, from its second quarter on: all have begun then. Where a
-        worker waited for a processor they are tried again, up to so many *tries*."""
+        """Measure *flows* (from rank, to rank) at the same time, of *sizes* bytes each.
+
+        No rank may send or receive twice. Returns the rate that each target received, in bytes per
+        second, from the second quarter on, when all have begun. If a worker waited for a processor,
+        all are repeated, up to *tries* times.
+        """
         rates = torch.zeros(len(flows), dtype=torch.float64)
         for left in reversed(range(min(tries, self._tries))):
             rates.zero_()
@@ -203,7 +212,7 @@ class PairProbe:
         sizes: Sequence[int],
         rates: torch.Tensor,
     ) -> None:
-        """This rank's part of them: the rate of what it takes in goes into *rates*."""
+        """This rank's part of the flows: puts the rate that it receives into *rates*."""
         coming, going = None, None
         for number, (source, target) in enumerate(flows):
             parts = _quarters(sizes[number])
@@ -213,7 +222,7 @@ class PairProbe:
                 going = target, parts
         self.barrier()
         start = self._runtime.clock.now()
-        self.barrier()  # nobody has begun before the start that any of them knows
+        self.barrier()  # no rank sends before every rank has taken its start time
         works = [] if going is None else self._begin(*going)
         if coming is not None:
             number, parts, expected = coming
@@ -231,7 +240,7 @@ class PairProbe:
             self.send(word, peer)
             self.receive(word, peer)
             times.append((self._runtime.clock.now() - start) / 2)
-        return min(times)  # what is longer waited for a processor
+        return min(times)  # longer ones waited for a processor
 
     def _answer_pings(self, peer: int) -> None:
         word = torch.zeros(1, dtype=torch.int64)
@@ -240,7 +249,7 @@ class PairProbe:
             self.send(word, peer)
 
     def _stream(self, peer: int) -> float:
-        """Bytes per second, by transfers that are longer and longer."""
+        """Bytes per second, from longer and longer transfers."""
         size, took = FIRST_BYTES, self._transfer(peer, FIRST_BYTES)
         while took < self._seconds / 4 and size < MOST_BYTES // 4:
             size *= 2
@@ -256,7 +265,7 @@ class PairProbe:
         if not size:
             return 0.0
         data = self._blank(size)
-        self.receive(length, peer)  # the peer's buffer is there
+        self.receive(length, peer)  # the peer's buffer is ready
         start = self._runtime.clock.now()
         self.send(data, peer)
         self.receive(length, peer)
@@ -279,7 +288,7 @@ class PairProbe:
         return _quarters(min(MOST_BYTES, max(FIRST_BYTES, int(rate * self._seconds))))
 
     def _send_parts(self, peer: int, sizes: Sequence[int]) -> None:
-        self.receive(torch.zeros(1, dtype=torch.int64), peer)  # its buffers are there
+        self.receive(torch.zeros(1, dtype=torch.int64), peer)  # its buffers are ready
         for work in self._begin(peer, sizes):
             work.wait()
 
@@ -290,8 +299,8 @@ class PairProbe:
         return self._rate(works, sizes, start)
 
     def _expect(self, peer: int, sizes: Sequence[int]) -> list[dist.Work]:
-        # Asked for at once: what asks for the second part would else stand behind what this rank
-        # itself sends.
+        # Post all receives at once. Otherwise the request for the second part would queue
+        # behind this rank's own sends.
         works = [
             dist.irecv(self._blank(size), peer, group=self._group) for size in sizes
         ]
@@ -306,7 +315,7 @@ class PairProbe:
     def _rate(
         self, works: Sequence[dist.Work], sizes: Sequence[int], start: float
     ) -> float:
-        """From the first part's arrival to the last one's."""
+        """The rate from the first part's arrival to the last part's."""
         times = []
         for work in works:
             work.wait()
@@ -314,17 +323,19 @@ class PairProbe:
         return _rate_of(sum(sizes), times[-1], sum(sizes[1:]), times[-1] - times[0])
 
     def _is_disturbed(self, transfer: Callable[[], object]) -> bool:
-        """Whether this process waited for a processor for a good part of a *transfer*: then its time says
-        little of the link."""
+        """Whether this process waited for a processor for a large part of a *transfer*.
+
+        Then its time says little about the link.
+        """
         before, start = waited_for_processor(), time.perf_counter()
         transfer()
         waited = waited_for_processor() - before
         return waited > DISTURBED * (time.perf_counter() - start)
 
-    # ---- small messages, by which losses are counted: a queue that is full loses some anywhere ----
+    # ---- small messages, to count losses: a full queue drops some of any size ----
 
     def _send_small_messages(self, peer: int) -> list[float]:
-        """Segments sent meanwhile, and those sent again."""
+        """Segments sent meanwhile, and segments lost."""
         before, start = tcp_counters.segments(), self._runtime.clock.now()
         for left in reversed(range(self._small_messages)):
             over = not left or self._runtime.clock.now() - start > self._seconds
@@ -348,7 +359,7 @@ class PairProbe:
     # ---- agreement ----
 
     def now(self) -> float:
-        """This worker's clock."""
+        """The time on this worker's clock."""
         return self._runtime.clock.now()
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
@@ -373,10 +384,11 @@ class PairProbe:
 
 
 def _rate_of(size: float, seconds: float, later: float, took: float) -> float:
-    """Take the goodput of the *later* bytes of a transfer of *size* bytes.
+    """The goodput of the *later* bytes of a transfer of *size* bytes.
 
-    Unless these were much faster than the whole transfer: a worker that got no processor for a while
-    finds everything there at once, or its first part late. Then the whole transfer counts."""
+    If they were much faster than the whole transfer, return the whole transfer's rate. A worker
+    that got no processor for a while finds all data there at once, or its first part late.
+    """
     whole = size / max(seconds, 1e-9)
     rate = later / max(took, 1e-9)
     return rate if rate < TOO_FAST * whole else whole

@@ -1,8 +1,8 @@
 """A probe of a few seconds, between two steps of a training.
 
-All hosts send at once, each to the one that is so many places further, in rounds. That is how
-collectives use the network, and n hosts are measured in the time of one pair. Then small all-reduces show
-what a message costs. `measure` measures pair by pair, and more finely.
+In each round, all hosts send at once, each to the host a fixed number of places further.
+Collectives use the network in this way, and n hosts are measured in the time of one pair. Then
+small all-reduces show a message's cost. `measure` measures pair by pair, and more precisely.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paceline.interfaces import Runtime
 from paceline.runtimes.real.cluster_check import WorkerLocation, worker_location
 
 MOST_SHIFTS = 7
-"""Rounds in which all send at once."""
+"""The most rounds in which all hosts send at once."""
 LEAST_BYTES, MOST_BYTES = 4096, 2**26
-"""Of a flow. A worker holds the most twice, beside its training: 128 MiB. They take 21 ms at 25 Gbit/s,
-of which three quarters count."""
+"""Bytes of a flow. A worker holds the most twice, beside its training: 128 MiB. They take 21 ms at
+25 Gbit/s, of which three quarters count."""
 FOR_LINKS, FOR_SUMS = 0.6, 0.3
-"""Of the time, for either; the rest is for what comes between."""
+"""The parts of the time for links and for all-reduces; the rest is for the work between."""
 SIZES = tuple(4096 * 8**k for k in range(4))
-"""Of all-reduces: 4 KiB to 2 MiB."""
+"""Sizes of all-reduces: 4 KiB to 2 MiB."""
 REPEATS = 5
 CPU = torch.device("cpu")
 
@@ -76,7 +76,7 @@ def quick_probe(runtime: Runtime, seconds: float, device: torch.device) -> Clust
 def neighbour_rates(
     runtime: Runtime, seconds: float, device: torch.device
 ) -> list[float]:
-    """Measure briefly what each host sends to the next one while all do.
+    """Measure briefly the rate from each host to the next one, while all send.
 
     Args:
         runtime: The job's.
@@ -84,7 +84,7 @@ def neighbour_rates(
         device: Where small messages between ranks are.
 
     Returns:
-        Bytes a second, of each host; the same on all ranks. Nothing where there is one host.
+        Bytes per second of each host; the same on all ranks. Empty if there is one host.
     """
     pairs = PairProbe(runtime, seconds / 20)
     hosts, _ = _hosts(runtime, device)
@@ -95,8 +95,10 @@ def neighbour_rates(
 
 
 def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | None]:
-    """Each worker's host, and the cores that all of them share, if they share them. Where all are on one,
-    loopback is the network, and each worker counts as a host."""
+    """Each worker's host, and the number of cores if all workers share them.
+
+    If all workers are on one host, loopback is the network, and each worker counts as a host.
+    """
     said = gather_bytes(msgspec.json.encode(worker_location()), device)
     locations = [msgspec.json.decode(one, type=WorkerLocation) for one in said]
     order = list(dict.fromkeys(one.host for one in locations))
@@ -108,27 +110,28 @@ def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | Non
 
 
 Flows = dict[tuple[int, int], float]
-"""Bytes a second from one rank to another, in one round."""
+"""Bytes per second from one rank to another, in one round."""
 
 
 class _Rounds:
-    """Rounds in which all hosts send at once, each to the one that is *shift* places further.
+    """Rounds in which all hosts send at once, each to the host *shift* places further.
 
-    A round begins with a small transfer. Its last one is as large as the time allows, by what the
-    small one took on the clock that all agreed on. A shaper's burst must not count, and not only links take
-    time: on loopback memory takes longer than sending. Each flow sends as much as it can in that time: one slow
-    host among fast ones must not make a round as many times longer."""
+    A round begins with small transfers. Its last one is as large as the time allows, judged by the
+    time of the small one on the clock of all ranks. That time includes more than links: on
+    loopback, memory takes longer than sending. A shaper's burst must not count. Each flow sends as
+    much as it can in that time, so one slow host among fast ones does not prolong a round.
+    """
 
     def __init__(self, pairs: PairProbe, leaders: Sequence[int]) -> None:
         self._pairs, self._leaders = pairs, leaders
         self.spent = 0.0
         self._busy = 1.0
-        """Of a transfer's time: as long its slowest flow takes, at the rate that was measured."""
+        """The part of a transfer's time that its slowest flow takes, at the measured rate."""
         self._sent: dict[int, float] = {}
         self._taken: dict[int, float] = {}
 
     def measure(self, shift: int, seconds: float) -> Flows:
-        """One round of about so many *seconds*; more only if its first bytes take that long."""
+        """Do one round of about *seconds*; it takes more only if its first bytes do."""
         count, first = len(self._leaders), self.spent
         flows = [
             (self._leaders[i], self._leaders[(i + shift) % count]) for i in range(count)
@@ -150,7 +153,7 @@ class _Rounds:
     def _send(
         self, flows: Sequence[tuple[int, int]], sizes: Sequence[int]
     ) -> tuple[Flows, float]:
-        """The rates of so many bytes of each flow, and what all of it took."""
+        """Send *sizes* bytes on each flow; return the rates, and the time of all of it."""
         start = self._pairs.now()
         rates = self._pairs.at_once(flows, sizes)
         took = self._pairs.max(self._pairs.now() - start)
@@ -162,7 +165,7 @@ class _Rounds:
         return dict(zip(flows, rates, strict=True)), took
 
     def _within(self, seconds: float, rates: Sequence[float]) -> list[int]:
-        """What flows of these *rates* send in that time."""
+        """The bytes that flows of these *rates* send in *seconds*."""
         bytes_ = [int(seconds * self._busy * rate) for rate in rates]
         return [max(LEAST_BYTES, min(MOST_BYTES, size)) for size in bytes_]
 
@@ -177,7 +180,7 @@ def _rates(pairs: PairProbe, leaders: Sequence[int], seconds: float) -> list[Flo
     rounds, found = _Rounds(pairs, leaders), list[Flows]()
     for done, shift in enumerate(shifts):
         left = seconds - rounds.spent
-        if left > 0:  # all agree on that
+        if left > 0:  # *spent* is equal on all ranks
             found.append(rounds.measure(shift, left / (len(shifts) - done)))
     return found
 
@@ -185,8 +188,10 @@ def _rates(pairs: PairProbe, leaders: Sequence[int], seconds: float) -> list[Flo
 def _matrix(
     size: int, hosts: Sequence[int], leaders: Sequence[int], rounds: Sequence[Flows]
 ) -> list[list[float]]:
-    """From each worker's host to each other's. A pair that had no turn could do what either of its
-    hosts did."""
+    """Goodput from each worker's host to each other's.
+
+    A pair that was not measured gets the smaller of what its two hosts reached elsewhere.
+    """
     known: Flows = {}
     for flows in rounds:
         known |= flows
@@ -214,7 +219,7 @@ def _matrix(
 def _uplinks(
     racks: Sequence[int], rounds: Sequence[Flows]
 ) -> list[tuple[int, int, float]]:
-    """From each rack to each other one: the most that came through in a round."""
+    """From each rack to each other rack: the highest rate of a round."""
     most: dict[tuple[int, int], float] = {}
     for flows in rounds:
         sums: dict[tuple[int, int], float] = {}
@@ -228,7 +233,7 @@ def _uplinks(
 
 
 def _sums(runtime: Runtime, pairs: PairProbe, seconds: float) -> list[Size]:
-    """All-reduces, alone and two at a time, while the time lasts."""
+    """Time all-reduces, alone and two at a time, while the time lasts."""
     found: list[Size] = []
     for size in SIZES:
         estimate = pairs.max(_sum(runtime, pairs, size, 1))

@@ -1,4 +1,4 @@
-"""A probe's findings, for people."""
+"""A probe's results as tables for the user."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.cluster.probe.infer import ProbeResult, fit, infer_cluster
 from paceline.units import show_bytes, show_rate, show_seconds
 
 MAX_COLUMNS = 12
-"""Hosts that a matrix shows; larger ones are in the JSON."""
+"""The most hosts that a matrix shows; the JSON has all."""
 
 
 def print_findings(findings: ProbeResult) -> None:
-    """Matrices of goodput and latency, the all-reduce curve and its fit."""
+    """Print matrices of goodput and latency, the all-reduce curve and its fit."""
     console = Console() if Console().is_terminal else Console(width=120)
     leaders = sorted({findings.hosts.index(host) for host in findings.hosts})
     for title, matrix, show in (
@@ -43,7 +43,7 @@ def print_findings(findings: ProbeResult) -> None:
 
 
 def comment_on(findings: ProbeResult) -> str:
-    """What stands above the cluster file: the all-reduce's fit and its range."""
+    """The comment above the cluster file: the all-reduce's fit and its range."""
     lines = [
         f"measured by paceline probe: {findings.workers} workers, {findings.runtime} runtime"
     ]

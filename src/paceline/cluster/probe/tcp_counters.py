@@ -1,4 +1,4 @@
-"""What the kernel counts of this process's TCP connections."""
+"""The kernel's counters of this process's TCP connections."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _INFO_BYTES = 220
-"""As far as what is read; older kernels have less, and nothing is known there."""
+"""The length up to the last field that is read. Older kernels return less; then nothing is known."""
 _RETRANSMITTED = struct.Struct("=I"), 100
 _ACKNOWLEDGED = struct.Struct("=Q"), 120
 _SEGMENTS = struct.Struct("=I"), 156
 _TAKEN_TWICE = struct.Struct("=I"), 216
-"""So many were sent again, and were there already: a busy machine was late to say so."""
+"""Segments that were sent again although they had arrived: a busy machine acknowledged late."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """One TCP connection: its own *address*, bytes that were *acknowledged*, data *segments* sent, and
-    of these the ones that were *lost*: sent again, and not found to be there already."""
+    """One TCP connection.
+
+    It has its own *address*, the *acknowledged* bytes, the data *segments* sent, and the *lost*
+    ones. Lost segments were sent again, without having arrived already.
+    """
 
     address: str
     acknowledged: int
@@ -32,7 +35,7 @@ class Connection:
 
 
 def connections() -> list[Connection]:
-    """Those of this process, whoever made them; none where the system does not tell."""
+    """The connections of this process, whatever code made them; empty if the system does not count."""
     return list(_connections())
 
 
@@ -48,7 +51,7 @@ def _connections() -> Iterator[Connection]:
     for name in os.listdir(_DESCRIPTORS):
         with suppress(OSError):
             if os.readlink(_DESCRIPTORS / name).startswith("socket:"):
-                # A copy: closing it leaves the connection as it is.
+                # This is a copy of the descriptor: closing it leaves the connection open.
                 with socket.socket(fileno=os.dup(int(name))) as end:
                     found = _read(end)
                 if found is not None:

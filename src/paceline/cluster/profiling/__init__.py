@@ -1,7 +1,7 @@
-"""What training costs on this machine, measured: computing and compressing gradients.
+"""Measures what training costs on this machine: computing and compressing gradients.
 
-- `step_profiler`: compute times of a training step, tensor by tensor; what a script does in each
-  step beside computing; real gradients of some steps, in files.
+- `step_profiler`: compute times of a training step, tensor by tensor; the script's other work in each
+  step; gradients of some steps, in files.
 - `step_phases`: input, forward, backward, exposed communication and update of each step.
 - `compressors`: the time to compress a gradient, alone and while all cores do so, and what each
   compressor costs and gains on one model.

@@ -1,17 +1,17 @@
-"""What coding a gradient costs, measured: a compressor's own work, without the network.
+"""Measures the cost of compressing a gradient: a compressor's own work, without the network.
 
-The gradient is divided into buckets as DDP does, and each is coded in turn. Collectives are
-made up here: some workers code in lock step, and all others have sent what the first one
-has. Only what rank 0's compressor does between two collectives is timed, as it does it long
-after its start.
+The gradient is divided into DDP's buckets, and each is compressed in turn. Collectives are imitated
+in this process: some workers compress in lockstep, and all others have sent what the first one has.
+Only the work of rank 0's compressor between two collectives is timed, in its steady state.
 
-Of cores that all work (`coding_times_of_busy`): one that works alone is faster than one beside which
-others do. They share a cache, the memory and its bus, the power, and may be two threads of one core.
-Workers that share a machine code at the same time, as their gradients are ready at the same time.
+`coding_times_of_busy` measures with all cores busy. A core that works alone is faster than one
+beside other busy ones. They share a cache, the memory and its bus, and the power, and may be two
+threads of one core. Workers that share a machine compress at the same time, as their gradients are
+ready at the same time.
 
-What a compressor gains (`compressor_costs`): beside the bytes of its codes, indices and scales included, stands a
-ring all-reduce of the whole gradient as it is, S bytes, among n workers with links of B bytes a second,
-without start-ups:
+`compressor_costs` compares a compressor with no compression. The bytes of its compressed gradient
+include indices and scales. The alternative is a ring all-reduce of the uncompressed gradient, S
+bytes, among n workers with links of B bytes per second, without start-ups:
 
     dense       2 (n - 1) / n S / B
     compressed  coding + (2 (n - 1) / n sums + (n - 1) gathers + (n - 1) / n exchanges) / B
@@ -57,20 +57,24 @@ from paceline.timeouts import timeouts
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
 SETTLES = 2
-"""Gradients that are coded before times are taken: memory is touched for the first time, and
-factors of a low rank become those of gradients. Even, as codes may take turns."""
+"""Gradients that are compressed before times are taken. Memory is then touched for the first time,
+and low-rank factors become those of gradients. The number is even, as compressors may alternate."""
 REPEATS = 8
-"""Pairs of gradients at most, as codes may take turns."""
+"""The most pairs of gradients; pairs, as compressors may alternate."""
 SECONDS = 2.0
-"""Repeat for as long as this."""
+"""Repeat for this long."""
 WORKERS = (2, 8)
-"""What follows the first codes is timed among so many, and is a line through both."""
+"""The two numbers of workers for which decoding is timed; a line through both gives its cost per
+worker."""
 
 
 @dataclass
 class CompressionRun:
-    """The coding of one gradient: rank 0's seconds until the *first* codes, until the last ones
-    (*between*), and until the end (*last*); and what it sent."""
+    """The compression of one gradient: rank 0's seconds, and the bytes that it sent.
+
+    *first* is until the first compressed tensors, *between* from there until the last ones, and
+    *last* from there until the end.
+    """
 
     first: float = 0.0
     between: float = 0.0
@@ -79,12 +83,12 @@ class CompressionRun:
 
     @property
     def after(self) -> float:
-        """Seconds of all that follows the first codes."""
+        """Seconds of everything after the first compressed tensors."""
         return self.between + self.last
 
     @property
     def seconds(self) -> float:
-        """Of all."""
+        """Seconds of all phases."""
         return self.first + self.after
 
 
@@ -112,7 +116,7 @@ class Coder:
         ]
 
     def begin(self, bucket: Sequence[int], gradient: Sequence[torch.Tensor]) -> Rounds:
-        """Start to code a bucket of *gradient*, of which this worker has an equal share."""
+        """Start to compress a bucket of this worker's equal share of *gradient*."""
         parts = [self.parts[i] for i in bucket]
         for i, part in zip(bucket, parts, strict=True):
             torch.div(gradient[i], self._place.workers, out=part)
@@ -121,7 +125,7 @@ class Coder:
 
 
 class CompressorBenchmark:
-    """*workers* workers with the same gradients, of whom *coding* really code."""
+    """*workers* workers with equal gradients, of which *coding* really compress."""
 
     def __init__(
         self,
@@ -139,12 +143,12 @@ class CompressorBenchmark:
 
     @property
     def result(self) -> list[torch.Tensor]:
-        """The mean of the last gradient, as rank 0 has it."""
+        """Rank 0's average of the last gradient."""
         return self._coders[0].parts
 
     @torch.no_grad()
     def mean(self, gradient: Sequence[torch.Tensor]) -> CompressionRun:
-        """Form the mean of all workers' *gradient*."""
+        """Average all workers' *gradient*."""
         coded = CompressionRun()
         for bucket in self._coders[0].buckets:
             rounds = [coder.begin(bucket, gradient) for coder in self._coders]
@@ -177,7 +181,7 @@ def measure_coding(
     *,
     usual: bool = False,
 ) -> CompressorTimes:
-    """What *compression* takes for one such *gradient*, long after its start. *usual*: see `repeat`."""
+    """The steady-state time of *compression* for one such *gradient*. *usual*: see `repeat`."""
     tensors = [tensor for _, tensor in gradient]
     few, many = (
         repeat(
@@ -201,8 +205,11 @@ def coding_times(
     *,
     usual: bool = False,
 ) -> dict[str, CompressorTimes]:
-    """What each takes for the first gradient that was kept, with as many threads as training
-    had, by its full spec. *usual*: see `repeat`. Raises `UsageError` where no gradient was kept."""
+    """The times of each compressor for the first stored gradient, by its full spec.
+
+    It uses as many threads as training had. *usual*: see `repeat`. Raises `UsageError` if there is
+    no gradient.
+    """
     gradient, threads = dump.read(0)
     watch = stopwatch_for(gradient[0][1].device)
     with threads_set(threads):
@@ -216,7 +223,7 @@ def coding_times(
 
 @contextmanager
 def threads_set(number: int) -> Iterator[None]:
-    """Within it torch computes with so many threads."""
+    """Let torch compute with *number* threads within this context."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -231,10 +238,12 @@ def repeat(
     *,
     usual: bool = False,
 ) -> CompressionRun:
-    """Compress the same gradient several times: seconds, and the mean's compressed gradients by kind.
+    """Compress the same gradient several times; return seconds, and bytes sent by kind of
+    collective.
 
-    The seconds are those of the quickest two runs in a row, without other work on the machine.
-    *usual*: with it, those of the median two."""
+    The seconds are those of the fastest two runs in a row, which other work on the machine
+    disturbed least. *usual*: those of the median two.
+    """
     for _ in range(SETTLES):
         benchmark.mean(gradient)
     pairs: list[tuple[CompressionRun, CompressionRun]] = []
@@ -264,8 +273,10 @@ def _resume(coding: Rounds, answer: torch.Tensor | None) -> Request | None:
 
 
 def _answers(asked: Sequence[Request], workers: int) -> list[torch.Tensor]:
-    """What a collective gives back to each who codes; *workers* are those and others, who
-    have sent what rank 0 has."""
+    """The results of a collective for each compressing worker.
+
+    *workers* counts them and the others, which have sent what rank 0 has.
+    """
     codes = [message.code for message in asked]
     others = workers - len(codes)
     if isinstance(asked[0], Sum):
@@ -289,16 +300,18 @@ def _leg(message: Request) -> Leg:
 
 
 _together: Barrier | None = None
-"""Of all processes of the pool, in each of them."""
+"""The barrier of all processes of the pool, in each of them."""
 
 
 def coding_times_of_busy(
     codes: Sequence[str], folder: str, processes: int
 ) -> dict[str, CompressorTimes]:
-    """What each of *codes*, specs of compressors, takes for the first gradient that was kept in
-    *folder*, on so many cores at the same time: means over these. Raises `UsageError` as
-    `coding_times` does. Only this library's compressors are known in other processes."""
-    # A fork of a process with threads, as torch's autograd engine has, can hang.
+    """The times of *codes*, specs of compressors, while *processes* cores compress at once.
+
+    Returns means over the processes, for the first gradient stored in *folder*. Raises `UsageError`
+    as `coding_times` does. Other processes know only this library's compressors.
+    """
+    # Forking a process with threads can hang, and torch's autograd engine has threads.
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(processes)
     pool = ProcessPoolExecutor(
@@ -322,7 +335,7 @@ def _begin(barrier: Barrier) -> None:
 
 
 def _measure(codes: Sequence[str], folder: str) -> dict[str, CompressorTimes]:
-    """Code by code, each when all are there; alone, once another has failed, or does not come."""
+    """Time each compressor when all processes are ready, or alone if another has failed or is late."""
     assert _together is not None
     dump = GradientDump(folder)
     found: dict[str, CompressorTimes] = {}
@@ -332,7 +345,7 @@ def _measure(codes: Sequence[str], folder: str) -> dict[str, CompressorTimes]:
                 _together.wait(timeouts.busy_processes)
             found |= coding_times([make(code)], dump, usual=True)
     except BaseException:
-        _together.abort()  # nobody waits for this one, whose error is the one to tell
+        _together.abort()  # the others stop waiting; this process's error is the one to report
         raise
     return found
 
@@ -354,7 +367,7 @@ class CompressorCost:
         traffic_bytes: What a worker sends for it; uncompressed it sends *dense_traffic_bytes*.
         encode_seconds: Until the last compressed part is sent.
         decode_seconds: Of everything after that.
-        error: Norm of the mean's compression error over the gradient's norm, in the first step.
+        error: Norm of the average's compression error over the gradient's norm, in the first step.
         error_of_sum: The same of sums over *steps* steps, with error feedback.
         pays_below: Bytes per second below which a step is shorter (None: nowhere).
     """
@@ -374,27 +387,27 @@ class CompressorCost:
 
     @property
     def ratio(self) -> float:
-        """Bytes of the gradient over those of its codes."""
+        """Bytes of the gradient over bytes of the compressed gradient."""
         return self.dense_bytes / self.code_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotApplicable:
-    """A compressor that has no row, and why."""
+    """A compressor without a row, and the reason."""
 
     compression: str
     reason: str
 
 
 def traffic(legs: Iterable[Leg], workers: int) -> float:
-    """Bytes that each of *workers* sends for codes of these bytes."""
+    """Bytes that each of *workers* sends for compressed gradients with these *legs*."""
     n = workers
     parts = {"sum": 2 * (n - 1) / n, "gather": n - 1, "all-to-all": (n - 1) / n}
     return math.fsum(parts[leg.kind] * leg.size for leg in legs)
 
 
 def pays_below(dense: float, compressed: float, coding: float) -> float | None:
-    """The bandwidth at which *coding* seconds are as long as the bytes that they save."""
+    """The bandwidth at which *coding* seconds equal the time of the saved bytes."""
     saved = dense - compressed
     if saved <= 0:
         return None
@@ -407,12 +420,14 @@ def compressor_costs(
     workers: int,
     begins: Callable[[str], object] = lambda spec: None,
 ) -> Iterator[CompressorCost | NotApplicable]:
-    """A row for each spec, as it is found; *begins* is told each first. Raises `UsageError`
-    for specs that mean nothing, and where no gradients were kept."""
+    """Yield a row for each spec; *begins* is called with each spec first.
+
+    Raises `UsageError` for unknown specs, and if no gradients were stored.
+    """
     made = [(text, make(text)) for text in compressors]
     steps = [step for step in range(len(dump)) if _is_finite(dump.read(step)[0])]
     if not steps:
-        dump.read(0)  # which says it, where there is none at all
+        dump.read(0)  # raises the error for no gradients at all
         raise UsageError(
             f"none of the {len(dump)} gradients that were seen is finite: expected some "
             "that are, to code them; with a GradScaler, start at a smaller scale"
@@ -447,7 +462,7 @@ def _cost(
             "sends every tensor of this model as it is: they are too small for it, or of a "
             "type or shape that it does not code"
         )
-    # Where each has a part of its own to code, others must be real ones, too.
+    # If each worker compresses a part of its own, the other worker must really compress, too.
     in_parts = any(leg.kind == "all-to-all" for leg in coded.legs)
     real = CompressorBenchmark(compression, like, 2, watch, coding=2 if in_parts else 1)
     first, all_of_them = _errors(real, dump, steps)
@@ -471,7 +486,7 @@ def _cost(
 def _errors(
     benchmark: CompressorBenchmark, dump: GradientDump, steps: Sequence[int]
 ) -> tuple[float, float]:
-    """Of the mean of the first step, and of the sum over all *steps*."""
+    """The relative errors of the first step's average, and of the sum over all *steps*."""
     first = 0.0
     differences: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
@@ -493,7 +508,7 @@ def _errors(
 
 
 def _ratio(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> float:
-    """Of two norms over all tensors; 0 where both are."""
+    """The ratio of two norms over all tensors; 0 if the second one is 0."""
     norm = _norm(those)
     return _norm(these) / norm if norm else 0.0
 

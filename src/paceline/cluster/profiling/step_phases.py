@@ -1,7 +1,7 @@
 """Phases of one worker's steps: input, forward, backward, exposed communication, update.
 
 `StepWatch` observes a training from outside the method, in every runtime. `StepPhases` are its
-figures.
+results.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.records import Phase, Span, StepRecord, steady_part
 from paceline.torch_internals import Uncopied, is_compiled_whole
 
 MOST_STEPS = 200
-"""Last steps that are kept."""
+"""The number of last steps that are kept."""
 LATE = 0.9
-"""Gradients that become ready after this part of backward are ready at its end."""
+"""Gradients that become ready after this part of backward count as ready at its end."""
 TIMES = (
     *("step", "input", "forward", "backward", "update"),
     *("first_wait", "exposed"),
@@ -40,20 +40,20 @@ class StepPhases(msgspec.Struct, frozen=True, kw_only=True):
     """Phases of one worker's steps, in seconds: medians over its steady-state steps.
 
     Attributes:
-        steps: How many steps these are.
+        steps: The number of these steps.
         step: From the end of a step to the end of the next.
         input: From the end of a step to its first forward pass.
         forward: From the call of the model to its return, without waits.
-        backward: From there to the last gradient, without waits; the loss is in it.
+        backward: From there to the last gradient, without waits; includes the loss.
         update: From there to the end of the step, without waits.
         first_wait: From the end of a step to the first wait for the network. A straggler makes all
-            workers' steps equal, but not this.
+            workers' steps equally long, but not this time.
         exposed: All waits for the network.
         messages: Messages of a step, of this worker.
         bytes_sent: Bytes of a step, of this worker.
         at_end: Part of the gradients' bytes that becomes ready in the last tenth of backward.
-        compiled_whole: The whole model is one compiled graph.
-        passes: Forward and backward passes of a step; more than one where gradients are accumulated.
+        compiled_whole: Whether the whole model is one compiled graph.
+        passes: Forward and backward passes of a step; more than one if gradients are accumulated.
         steady: Whether steps were in steady state; else they are of the warm-up.
     """
 
@@ -76,7 +76,8 @@ class StepPhases(msgspec.Struct, frozen=True, kw_only=True):
 class StepWatch:
     """Observes a training's events (`paceline.core.step_listeners`) and its recorder's waits.
 
-    On a CUDA device each moment waits for the device, so that its work counts where it was launched.
+    On a CUDA device each time stamp waits for the device, so that its work counts where it was
+    launched.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class StepWatch:
         self._stopwatch = runtime.clock.stopwatch(self._device)
         self.compiled_whole = is_compiled_whole(model)
         self._steps: list[tuple[Phase, dict[str, float]]] = []
-        """Each with its phase, as the recorder says."""
+        """Each step's times, with the phase that the recorder gave it."""
         self._passes: list[_Pass] = []
         self._waits: list[tuple[float, float]] = []
         self._end: float | None = None
@@ -108,7 +109,7 @@ class StepWatch:
 
     def gradient(self, index: int) -> None:
         if not self._passes:
-            # A part of the model was called, and not the model itself.
+            # Only a part of the model was called, not the model itself.
             self._passes.append(_Pass(begin=None))
         one, mark = self._passes[-1], self._stopwatch.mark()
         if one.mark is None:
@@ -120,7 +121,7 @@ class StepWatch:
 
     def means_are_there(self) -> None:
         if self._is_cuda:
-            # What a stream waits for, the recorder does not see.
+            # The recorder does not see a stream's waits.
             self._means_at = self._now()
 
     def span(self, span: Span) -> None:
@@ -128,9 +129,9 @@ class StepWatch:
             self._waits.append((span.start, span.end))
 
     def step(self, record: StepRecord) -> None:
-        """A step has ended."""
+        """Record the times of a step that has ended."""
         before, now = self._end, self._now()
-        # An evaluation with gradients, or a pass that failed, has none.
+        # An evaluation with gradients, or a failed pass, has none.
         self._passes = [one for one in self._passes if one.ready]
         if before is not None and self._passes:
             self._steps.append((record.phase, self._note(before, now, record)))
@@ -162,7 +163,7 @@ class StepWatch:
         forward = backward = data = 0.0
         reached = before
         for one, over in zip(self._passes, ends, strict=True):
-            # Where nobody has told, all before the first gradient is the forward pass.
+            # Without a known begin, all time before the first gradient is the forward pass.
             begin = reached if one.begin is None else one.begin
             data += self._without_waits(reached, begin)
             forward += self._without_waits(begin, one.split)
@@ -190,8 +191,10 @@ class StepWatch:
         return max(0.0, end - start - waited)
 
     def _at_end(self, last: _Pass) -> float:
-        """The part of the gradient that became ready at the end of a backward pass, without what paceline
-        does meanwhile."""
+        """The part of the gradient that became ready at the end of a backward pass.
+
+        The time of paceline's own work in hooks is left out.
+        """
         entries = self._stopwatch.seconds(last.mark, [mark for _, mark in last.ready])
         exits = self._stopwatch.seconds(last.mark, last.taken)
         own = [
@@ -208,9 +211,11 @@ class StepWatch:
         return sum(late) / sum(sizes)
 
     def phases(self) -> StepPhases | None:
-        """Medians over the steady-state steps, or over all where there are none. Where workers do
-        not communicate in each step alike, over means of as many as it takes to repeat. None where
-        there was no step."""
+        """Medians over the steady-state steps, or over all if there are none.
+
+        If steps communicate differently, the medians are over means of one period of steps each.
+        None if there was no step.
+        """
         phases = [phase for phase, _ in self._steps]
         steps = steady_part([step for _, step in self._steps], phases)
         if not steps:
@@ -235,8 +240,11 @@ class StepWatch:
 
 
 class _Pass:
-    """One forward pass with gradients, and the backward pass that followed: it was split into these at *split*
-    (and *mark*). *ready*: the tensors whose gradients came, and when; *taken*: when backward went on."""
+    """One forward pass with gradients, and the backward pass that followed.
+
+    They meet at *split* (and *mark*). *ready* has the tensors whose gradients were computed, and
+    when; *taken* has the times at which backward continued.
+    """
 
     def __init__(self, begin: float | None) -> None:
         self.begin = begin
@@ -247,6 +255,6 @@ class _Pass:
 
 
 def measured(values: Sequence[float]) -> Measured:
-    """Their median, and that of their distances to it."""
+    """The median of *values*, and the median of their distances to it."""
     middle = median(values)
     return Measured(middle, median(abs(value - middle) for value in values))

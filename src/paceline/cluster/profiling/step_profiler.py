@@ -1,4 +1,4 @@
-"""What a model's training step really costs to compute, tensor by tensor."""
+"""Measures the compute times of a model's training step, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,16 +23,20 @@ from paceline.interfaces.buckets import stands_in, wire_bytes
 from paceline.torch_internals import Uncopied, notify_before_use, stop_notifying
 
 MOST_STEPS = 64
-"""What is done in so many steps is a habit: no more are watched, and nothing is charged for it."""
+"""Steps that are watched for habits of the script. Later steps are not watched, so they cost
+nothing."""
 
 
 class StepHabits:
-    """Is told a training's events (`paceline.core.step_listeners`), and counts.
+    """Counts a script's habits from a training's events (`paceline.core.step_listeners`).
 
-    A step has as many passes as accumulate into one update: those under ``no_sync`` and the one that is sent.
-    A script uses gradients where it reads or changes one between the end of backward and ``step()``, as
-    one that clips does; so does ``distribute(check_finite=True)``. What is done in fewer than half of
-    the steps, as a norm that is logged now and then, does not count.
+    - *passes*: the passes that accumulate into one update: those under ``no_sync`` and the one that is
+      sent.
+    - *uses_gradients*: whether the script reads or changes gradients between the end of backward and
+      ``step()``, for example to clip. ``distribute(check_finite=True)`` does so, too.
+
+    A use in fewer than half of the steps, such as a norm that is logged now and then, does not
+    count.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -47,18 +51,18 @@ class StepHabits:
 
     @property
     def passes(self) -> int | None:
-        """Of a usual step; None where there was none."""
+        """The passes of a typical step; None if there was no step."""
         return statistics.median_low(self._passes) if self._passes else None
 
     @property
     def uses_gradients(self) -> bool | None:
-        """In most steps; None where no step has shown it."""
+        """Whether most steps use gradients; None if no step has shown it."""
         if not self._uses:
             return None
         return 2 * sum(self._uses) > len(self._uses)
 
     def step_begins(self) -> None:
-        """A pass begins: what it does to gradients is not the script's doing."""
+        """Stop watching gradients: the pass that begins changes them itself."""
         self._release()
 
     def gradient(self, index: int) -> None:
@@ -70,7 +74,7 @@ class StepHabits:
             self._left[index] += 1
 
     def means_are_there(self) -> None:
-        """From here on the script may look."""
+        """Start watching gradients: from here on the script may use them."""
         if self._steps >= MOST_STEPS:
             return
         self._ended = True
@@ -97,7 +101,7 @@ class StepHabits:
         self._ended = self._used = False
 
     def end(self) -> None:
-        """Nothing is counted any more."""
+        """Stop counting."""
         self._release()
 
     def _is_used(self, gradient: torch.Tensor) -> None:
@@ -115,8 +119,10 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class GradientDump:
-    """One worker's own gradients of its first steps, in a *folder*, which exists; *wanted*: of
-    how many steps."""
+    """One worker's own gradients of its first steps, in a *folder* that exists.
+
+    *wanted*: the number of steps to store.
+    """
 
     def __init__(self, folder: str | Path, wanted: int = 1) -> None:
         self._folder, self.wanted = Path(folder), wanted
@@ -126,11 +132,11 @@ class GradientDump:
 
     @property
     def is_full(self) -> bool:
-        """Whether there are as many as are wanted."""
+        """Whether as many gradients as wanted are stored."""
         return len(self) >= self.wanted
 
     def keep(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        """Write down the gradient of a step, in ready order."""
+        """Store the gradient of a step, in ready order."""
         content = {
             "names": list(names),
             "gradients": list(tensors),
@@ -139,9 +145,9 @@ class GradientDump:
         torch.save(content, self._folder / f"{len(self)}.pt")
 
     def read(self, step: int) -> tuple[Named, int]:
-        """The gradient of a step, on its device, and of how many threads the training was.
+        """The gradient of a step, on its device, and the number of threads of the training.
 
-        Raises `UsageError` where there is none.
+        Raises `UsageError` if no gradient was stored.
         """
         if not len(self):
             raise UsageError(
@@ -153,7 +159,7 @@ class GradientDump:
         return named, int(content["threads"])
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write down what is trained with: its class's name and its groups' options."""
+        """Store the optimizer's class name and its groups' options."""
         groups = [
             {key: value for key, value in group.items() if _is_plain(value)}
             for group in optimizer.param_groups
@@ -162,8 +168,10 @@ class GradientDump:
         (self._folder / _OPTIMIZER).write_text(json.dumps(content))
 
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """One of that name, with these options and no parameters of the model's; None where
-        nobody has said which."""
+        """An optimizer of the stored name and options, without the model's parameters.
+
+        None if none was stored.
+        """
         file = self._folder / _OPTIMIZER
         if not file.exists():
             return None
@@ -186,27 +194,27 @@ def _is_plain(value: object) -> bool:
 WARM_UP_STEPS = 1
 
 _LITTLE = 0.1
-"""Of a step: so long a thread may be idle that computes all the time."""
+"""The part of a step for which a thread may be idle and still count as computing all the time."""
 
 _THIS_THREAD = "/proc/thread-self"
 
 
 Mark = tuple[Any, float]
-"""An instant: a stopwatch's mark, and processor time of this thread."""
+"""A time stamp: a stopwatch's mark, and this thread's processor time."""
 
 
 class StepTimes:
-    """Seconds of the profiled steps: by tensor, of forward and of backward, and of updates."""
+    """Seconds of the profiled steps: forward and backward by tensor, and updates."""
 
     def __init__(self) -> None:
         self.forwards: list[list[float]] = []
         self.backwards: list[list[float]] = []
         self.updates: list[float] = []
         self.overheads: list[float] = []
-        """What passes and updates leave of a step."""
+        """The time of a step outside its passes and its update."""
 
     def medians(self) -> list[float]:
-        """One step's, as `times_of` lists them."""
+        """The medians over steps, in the order of `times_of`."""
         update = statistics.median(self.updates)
         return [*_medians(self.forwards), *_medians(self.backwards), update]
 
@@ -214,12 +222,12 @@ class StepTimes:
 class StepProfiler:
     """A `Compute` that measures, and makes a `Workload` of medians over steps.
 
-    A module's part of the forward pass is the time from its own start to that of the next
-    module with parameters, spread over its tensors by bytes. A tensor's part of the
-    backward pass is the time from the hook before its own (first: from the end of the
-    forward pass, the loss included), without what paceline itself does in hooks. Of several
-    passes in one step the last counts, and how many there are is told, too. *keep* is given the gradients of the first steps after
-    the warm-up, as many as it wants.
+    A module's part of the forward pass is the time from its own start to that of the next module
+    with parameters, spread over its tensors by bytes. A tensor's part of the backward pass is the
+    time from the hook before its own, without paceline's own work in hooks. The first tensor's part
+    starts at the end of the forward pass, so it includes the loss. Of several passes in one step
+    the last counts; their number is recorded, too. *keep* receives the gradients of the first steps
+    after the warm-up, as many as it wants.
     """
 
     def __init__(
@@ -240,7 +248,7 @@ class StepProfiler:
         self.means_are_there = habits.means_are_there
         self.step_is_called = habits.step_is_called
         self.compressors: list[GradientCompression] = []
-        """Those that training is going to code with."""
+        """The compressors that training will use."""
         index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
         self._owned: list[list[int]] = []  # each module's own tensors, as indices
         self._handles: list[RemovableHandle] = []
@@ -259,26 +267,28 @@ class StepProfiler:
         self._steps = 0
         self._times = StepTimes()
         self._own_times = StepTimes()
-        """The same in processor time of this thread."""
+        """The same times in processor time of this thread."""
         self._forward_ran = [0.0, 0.0]
         """Processor time of forward passes: of all threads, and of this one."""
         self._forward_began = (0.0, 0.0)
         self._waited = 0.0
-        """Seconds in which this thread waited for a core, from passes' begins to steps' ends."""
+        """Seconds for which this thread waited for a core, from the begin of passes to the end of
+        steps."""
         self._waited_before = 0.0
         self._ended_at: float | None = None
-        """This thread's processor time at the last step's end; None: it has evaluated since, or there was none."""
+        """This thread's processor time at the end of the last step. None: there was none, or an
+        evaluation since."""
         self._inputs: list[float] = []
         self.order: list[int] = []
 
     def detach(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._habits.end()
 
-    # ---- what training tells ----
+    # ---- events of the training ----
 
     def forward(self, samples: int | None, training: bool) -> None:
         ended_at, self._ended_at = self._ended_at, None
@@ -295,10 +305,10 @@ class StepProfiler:
             self._batches.append(samples)
 
     def used(self, index: int) -> None:
-        """A module's own time says it."""
+        """Do nothing: the modules' own times cover it."""
 
     def usable(self) -> None:
-        """Profiles are of one worker, which waits for nobody."""
+        """Do nothing: a profile has one worker, which waits for no other."""
 
     def gradient(self, index: int) -> None:
         self._habits.gradient(index)
@@ -315,7 +325,7 @@ class StepProfiler:
 
     def uses_compressor(self, compression: GradientCompression) -> None:
         self.compressors.append(compression)
-        if self._keep is not None:  # one gradient, to time it by
+        if self._keep is not None:  # one gradient, to time the compressor with
             self._keep.wanted = max(1, self._keep.wanted)
 
     def compressed(
@@ -325,7 +335,7 @@ class StepProfiler:
         size: float,
         stage: CompressionStage,
     ) -> None:
-        """It takes its own time."""
+        """Do nothing: its time has really passed."""
 
     def update_begins(self) -> None:
         self._update_start = self._mark()
@@ -369,7 +379,7 @@ class StepProfiler:
     def _module_hook(self, number: int) -> Callable[..., None]:
         def starts(*_: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # a clock would cut a compiled block in two
+                return  # reading a clock would split a compiled block
             if self._start is not None and self._end is None:
                 self._modules.append((number, self._mark()))
 
@@ -385,7 +395,7 @@ class StepProfiler:
                 ):
                     self._forward_ran[i] += end - begin
 
-    # ---- what it makes of it ----
+    # ---- results ----
 
     def _note_step(self, start: Mark, forward_end: Mark, stepped: Mark) -> None:
         starts = [mark for _, mark in self._modules]
@@ -402,7 +412,7 @@ class StepProfiler:
         self.order = seen + unseen
 
     def _note_times(self, times: StepTimes, at: Sequence[float]) -> None:
-        """A step's times, from when its marks were set."""
+        """Add one step's times, computed from its time stamps."""
         seconds = iter(at)
         at_start = [next(seconds) for _ in self._modules]
         forward_end = next(seconds)
@@ -432,14 +442,14 @@ class StepProfiler:
 
     @property
     def profiled_steps(self) -> int:
-        """How many steps were timed."""
+        """The number of timed steps."""
         return len(self._times.updates)
 
     def _mark(self) -> Mark:
         return self._stopwatch.mark(), time.thread_time()
 
     def workload(self, source: str) -> Workload:
-        """Medians over the steps. Raises `UsageError` where there was none."""
+        """A workload of medians over the steps. Raises `UsageError` if there was no step."""
         if not self.profiled_steps:
             raise UsageError(
                 f"nothing to profile: expected more than {WARM_UP_STEPS} training steps "
@@ -460,16 +470,16 @@ class StepProfiler:
         )
 
     def workload_alone(self, source: str, *, idle_counts: bool = True) -> Workload:
-        """As `workload`, but with cores for itself, with how many it keeps busy, and with what it computes
-        between steps and beside passes and updates.
+        """As `workload`, but for a worker with cores of its own, with `cores`, `input` and
+        `overhead`.
 
-        Where a thread mostly waits for a core when it does not run, its processor time says what it takes
-        alone. A thread that sleeps or reads files takes the time that it takes. One that does so most of the time
-        keeps no core busy, nor does a model on another device.
+        If a thread that does not run mostly waits for a core, its processor time is its time alone.
+        A thread that sleeps or reads files takes its measured time. If it does so most of the time,
+        it keeps no core busy; nor does a model on another device.
 
         Args:
-            source: Where the figures are from, for people.
-            idle_counts: Whether a thread that sleeps takes that time. Without, all is processor time.
+            source: Where the figures are from, for the user.
+            idle_counts: Whether the time of a sleeping thread counts. If not, all times are processor time.
 
         Raises:
             UsageError: There was no step.
@@ -490,7 +500,7 @@ class StepProfiler:
 
     @property
     def _cores(self) -> int:
-        """How many cores compute, of those that torch may use."""
+        """The number of cores that compute, at most as many as torch may use."""
         everywhere, here = self._forward_ran
         pool = torch.get_num_threads()
         return min(pool, max(1, round(everywhere / here))) if here else 1
@@ -502,7 +512,7 @@ class StepProfiler:
 
 
 def with_times(workload: Workload, times: Sequence[float]) -> Workload:
-    """*workload* with other *times*, listed as `times_of` lists them."""
+    """*workload* with other *times*, in the order of `times_of`."""
     count = len(workload.names)
     return replace(
         workload,

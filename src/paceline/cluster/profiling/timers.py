@@ -1,4 +1,5 @@
-"""Times what runs, on the host's clock or in a CUDA stream, without holding it up; and waits for processors."""
+"""Stopwatches on the host's clock or in a CUDA stream, without slowing it down; and waits for
+processors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from paceline.interfaces import Stopwatch
 
 
 class HostStopwatch:
-    """A `Stopwatch` on a clock of the host. *repeats*: of one where times repeat exactly."""
+    """A `Stopwatch` on a clock of the host. *repeats*: whether times on that clock repeat exactly."""
 
     def __init__(self, now: Callable[[], float], *, repeats: bool = False) -> None:
         self.mark, self.repeats = now, repeats
@@ -25,8 +26,8 @@ class HostStopwatch:
 class CudaStopwatch:
     """A `Stopwatch` in the current stream of a CUDA device.
 
-    Marks are events; only `seconds` waits, for the last of them, and never for the whole
-    device: a wait in each hook would take away the overlap that is to be measured.
+    Marks are events. Only `seconds` waits, for the last of them, and never for the whole device: a
+    wait in each hook would remove the overlap that is to be measured.
     """
 
     repeats = False
@@ -48,15 +49,17 @@ class CudaStopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The one that tells what runs on *device*."""
+    """The stopwatch for work on *device*."""
     if device.type == "cuda":
         return CudaStopwatch(device)
     return HostStopwatch(time.perf_counter)
 
 
 def waited_for_processor(threads: str = "/proc/self/task/*") -> float:
-    """Seconds that these *threads* of this process were ready to run, and had no processor; 0 where the system
-    does not count them."""
+    """Seconds for which these *threads* of this process were ready to run, without a processor.
+
+    0 if the system does not count them.
+    """
     waited = 0
     for file in Path("/").glob(f"{threads[1:]}/schedstat"):
         with suppress(OSError):  # a thread that has just ended
