@@ -52,7 +52,8 @@ class Averages:
             buffer = gradients.buffer
         assert isinstance(buffer, torch.Tensor)
         if self._context.rounds.models_may_differ and not self._context.workers.active:
-            buffer.zero_()  # of a step long ago, and it counted then
+            # This worker is out of data: its stale gradient was already applied.
+            buffer.zero_()
         named = {"": buffer} if parts is None else parts
         comm = self._queue(among, channel)
         if among is not None:
@@ -82,8 +83,8 @@ class Averages:
             if participation.gradient_factor != 1.0:
                 buffer.mul_(participation.gradient_factor)
             return reduce_scatter(self._comm, buffer, "sum")
-        # One rank alone holds the element that carries the question, and its answer, until
-        # the second half has told all.
+        # After the first half, only one rank holds the element with the question and its
+        # answer. The others get it with the second half.
         asks = (of is None or of.last) and participation.can_attach(buffer)
         if asks:
             participation.attach(buffer)
@@ -107,7 +108,8 @@ class Averages:
         # Detach: autograd must not record the averaging of a parameter.
         tensor = stand_alike(tensor.detach(), tensor)
         if not tensor.is_contiguous() and parts is None:
-            # Other ranks may have it in another order: in its own, all have the same.
+            # Ranks may store the tensor in different orders; a contiguous copy has one order on
+            # all.
             row = stand_alike(tensor.contiguous(), tensor)
             return PutBack(
                 self.average(row, among=among, channel=channel, name=name), row, tensor
@@ -121,7 +123,7 @@ class Averages:
         if self._context.workers.counts:
             tensor.mul_(1 / comm.size)
         else:
-            kept = tensor.clone()  # what stays where nobody takes part
+            kept = tensor.clone()  # the value that stays if no worker takes part
             tensor.zero_()
         return self._sum(
             comm, tensor, None, named, not channel, equally=True, kept=kept
@@ -152,7 +154,7 @@ class Averages:
         if participation.is_resolved:
             if kept is not None and participation.nobody_takes_part:
                 buffer.copy_(kept)
-                return DonePending()  # all know it
+                return DonePending()  # all ranks know that no worker takes part
             factor = participation.factor(equally)
             if factor != 1.0:
                 buffer.mul_(factor)

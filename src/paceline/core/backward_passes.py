@@ -70,13 +70,14 @@ class BackwardPasses:
                 Uncopied(self._before_forward), with_kwargs=True
             )
         ]
-        # Kept alive: torch would make these nodes anew in each forward, on whatever stream
-        # runs then, and one bucket could be filled from streams that do not wait for each
+        # Keep these nodes alive. Otherwise torch makes new ones in each forward, on the stream
+        # that runs then. One bucket could then be filled from streams that do not wait for each
         # other.
         self._accumulators = [accumulator_of(parameter) for parameter in self._trained]
         self._leads = bool(self._listeners.gradient.functions)
         if self._leads:
-            # Computing a gradient takes its time before anybody sees the gradient.
+            # This hook is the first one: a gradient takes compute time before any other hook
+            # sees it.
             for index, parameter in enumerate(self._trained):
                 hook = partial(self._is_computed, index)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -114,7 +115,8 @@ class BackwardPasses:
     ) -> None:
         runtime = self._context.runtime
         if self._servers is not None and runtime.server_only:
-            # An evaluation takes long, and sends nothing else.
+            # An evaluation takes long and sends nothing else, so the servers need a sign of
+            # life.
             self._servers.keep_alive(runtime.clock.now())
         training = torch.is_grad_enabled()
         if training and inside_function_transform():
@@ -124,7 +126,7 @@ class BackwardPasses:
                 "the transform on a copy of the model that was not given to distribute"
             )
         if training and inside_backward():
-            return  # a checkpoint computes the model once more: no new step begins
+            return  # a checkpoint's recomputation begins no new step
         if training:
             self._require_to_be_alone()
         if training and self._reducer.in_backward:
@@ -137,7 +139,7 @@ class BackwardPasses:
                 self._reducer.weigh(weight, rescale=not self._driver.delivered)
             self._run_last()
             self._driver.begin()
-        # Only now: the forward pass waits for the rest.
+        # Called last, since the forward pass waits for the rest.
         self._listeners.forward(_samples(args, kwargs), training)
 
     def _require_to_be_alone(self) -> None:
@@ -273,12 +275,12 @@ class BackwardPasses:
         if not self._guarded:
             self._require_to_be_alone()
         driver.begin_backward()
-        self._run_last()  # where the model itself was not called
+        self._run_last()  # needed if the model itself was not called
         reducer.check_memory()
         reducer.in_backward = True
         queue_callback(self._end_backward)
         if self._graph_tells:
-            # Buckets that wait for unused tensors would leave when backward ends.
+            # Without this, buckets with unused tensors would leave only when backward ends.
             reducer.leave_out(self._outside_graph(range(len(self._parameters))))
             driver.deliver_complete()
 
@@ -344,7 +346,7 @@ class BatchWeights:
         self._weighed = True
         if self._sampler.passes != self._epoch:
             self._epoch, self._batch = self._sampler.passes, 0
-        # A forward pass beyond the epoch may be an evaluation that forgot no_grad.
+        # A forward pass after the epoch's end may be an evaluation without no_grad.
         return self._sampler.weight(min(self._batch, len(self._sampler) - 1))
 
     def pass_runs(self) -> bool:

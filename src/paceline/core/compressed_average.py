@@ -68,8 +68,8 @@ class CompressedAverage:
         is zero where it has none. Returns None where the compressor has nothing to send."""
         self.was_used = True
         for name in names:
-            # What its next code begins with is not there yet: a part of a step may be late,
-            # and that of the next one in time.
+            # Wait for this tensor's earlier compression, which leaves the state for the next
+            # one. Parts of a step may still be under way when the next step sends.
             if name in self._under_way:
                 self._under_way[name].wait()
         counts = counts or self._workers.counts
@@ -157,8 +157,8 @@ class CompressedAverage:
         kept = self.states[name]
         speaks = counts or self.compression.code.contributes_without_data
         if kind == "own" and not speaks:
-            # A worker that only keeps company sends zeros, and nothing that it kept back:
-            # sizes of codes are still those of everybody's common state.
+            # A worker out of data contributes zeros, without its own error feedback. The sizes
+            # of compressed gradients still follow from the common state.
             fresh = self.compression.init_state(part, name, self._rank)
             _share_common(fresh, kept)
             return fresh

@@ -45,7 +45,7 @@ class LazyParameters:
         self._used: set[int] = set()
         self._unseen: set[int] = set()
         self._tells = self._watches = True
-        self._awaits_step = False  # gradients were sent, and no update has followed
+        self._awaits_step = False  # gradients were sent, and no update has followed yet
         self.used_since_backward = True
         """Whether anything was used since the last backward pass."""
         self._blind: set[int] = set()
@@ -118,8 +118,8 @@ class LazyParameters:
     def _hook(self, own: Sequence[torch.nn.Parameter]) -> Callable[..., None]:
         def is_called(*_: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # a part of a module that was told of whole
-            if self._awaits_step:  # a skipped step: gradients are added to those
+                return  # part of a compiled module, whose hook has run already
+            if self._awaits_step:  # a skipped step: gradients add up
                 self._tell_all()
             self.used_since_backward = True
             for parameter in own:

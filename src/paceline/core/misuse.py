@@ -96,7 +96,7 @@ class SameDataCheck:
     def __init__(self, context: TrainingContext, reducer: Reducer) -> None:
         self._context, self._reducer = context, reducer
         comm = context.comm
-        # Where not all meet in every step, a mean may be that of one worker.
+        # If workers do not communicate in every step, an average may be that of one worker.
         sees_means = (
             context.method.visible_gradient == "mean" and context.rounds.is_every_step
         )

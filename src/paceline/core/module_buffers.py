@@ -36,7 +36,8 @@ class BufferSync:
     def start(self, source: int) -> None:
         """Send rank *source*'s buffers to all ranks. Collective."""
         for pending, _, _ in self._under_way:
-            pending.wait()  # Of several passes before a step the last one counts.
+            # If a step has several passes, only the last one's buffers count.
+            pending.wait()
         self._under_way.clear()
         for piece in pieces(self._buffers):
             flat = flatten(piece)

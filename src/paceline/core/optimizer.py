@@ -126,8 +126,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _inner: torch.optim.Optimizer
     _active: ActiveTraining
     _runtime: Runtime
-    # Whatever changes is kept behind these: trainers wrap optimizers by copying what
-    # is in `__dict__`, and each face must know what another one was told.
+    # All state that changes is in these objects. Trainers wrap optimizers by copying
+    # `__dict__`, and all copies must share the state.
 
     @classmethod
     def _wrap(
@@ -138,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> DistributedOptimizer:
         self = cls.__new__(cls)
         self._inner, self._active, self._runtime = inner, active, runtime
-        # Not __init__: it would copy the groups. What unpickling does sets up the rest.
+        # Not __init__, which would copy the groups. Unpickling's method sets up the rest.
         self.__setstate__({})
         return self
 
@@ -264,7 +264,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if active.finished and job.ended:
             if job.options.steps:
                 raise self._ended()
-            # Another incarnation has done the step: the script goes on to what follows its loop.
+            # Another incarnation has done the step: the script continues after its loop.
             return None if closure is None else closure()
         if active.finished:
             raise UsageError(
@@ -359,7 +359,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         def evaluate() -> float:
             nonlocal evaluations
-            if evaluations:  # LBFGS looks at several points in one step
+            if evaluations:  # LBFGS evaluates several points in one step
                 self._training.evaluates_again()
             evaluations += 1
             with torch.enable_grad():

@@ -56,7 +56,8 @@ class Participation:
             self.control = comm.channel("control")
         self._ballots: Comm = self.control or comm
         if context.waits_in_forward and self.control is None:
-            # Ranks that are out of data vote at another place in the program.
+            # Ranks out of data vote at another point of the program, so votes need a channel of
+            # their own.
             self._ballots = comm.channel("ballots")
         self._device = control_device(context)
         self._represented = context.runtime.weights
@@ -85,7 +86,7 @@ class Participation:
 
     def flags_complete(self) -> None:
         """All that this worker may have to report is known: the next sum may carry it."""
-        # Noted now: it may have ended its training when the answer is asked for.
+        # Noted now, because this worker may have ended its training when the answer is needed.
         self._may_ask = True
         self._own_vote = self._vote()
         self._counts = self._workers.counts
@@ -189,10 +190,11 @@ class Participation:
 
         if self._element is not None:
             self._element.copy_(ballot[-1:])
-        # By whole tensors: each of n workers reads n votes.
+        # Vectorized, because each of n workers reads n votes.
         votes = ballot[:n]
         represented = self._represented
-        if represented is not None:  # such a worker's vote came once for each
+        # The sum has counted such a worker's vote once for each worker that it represents.
+        if represented is not None:
             for rank, times in represented.items():
                 votes[rank] /= times
         trains = votes > 0

@@ -29,7 +29,7 @@ def random_states() -> dict[str, Any]:
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         name, keys, *rest = numpy_random.get_state()
-        if name == "MT19937":  # another generator is the script's own, to save itself
+        if name == "MT19937":  # a script saves another generator by itself
             states["numpy"] = [torch.from_numpy(keys.astype("int64")), *rest]
     return states
 

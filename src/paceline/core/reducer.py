@@ -245,7 +245,7 @@ class Reducer:
             slot = self.slots[index]
             set_otherwise = slot.parameter.grad is not None
             used = slot.group.bucket.used[slot.position]
-            if set_otherwise and not used:  # in a hook of the script's
+            if set_otherwise and not used:  # a hook of the script has set it
                 self.take_again(slot)
         for group in self._groups:
             if group.pending:

@@ -200,7 +200,7 @@ def _cut(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
     for size in sizes:
         total += size
         counts = [max(1, math.floor(share * size)) for share in shares]
-        # How far each is behind its share, counting what this batch gives already.
+        # How far each worker is behind its share, including this batch's samples so far.
         behind = [
             share * total - done - count
             for share, done, count in zip(shares, given, counts, strict=True)

@@ -123,7 +123,7 @@ class Settings:
     def changed_keys(self, default: GradientCompression = UNSET) -> dict[str, str]:
         """Return the keys whose values differ from their defaults."""
         keys = spec.changed(self)
-        keys.pop("compression", None)  # which has keys of its own
+        keys.pop("compression", None)  # compression has keys of its own
         if self.compression == default:
             return keys
         return keys | (compression.keys_of(self.compression) or {"compression": "none"})

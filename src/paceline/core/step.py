@@ -72,7 +72,7 @@ class StepDriver:
         self.rounds_done = 0
         """Rounds of this worker after which models agree, or are nearer to it."""
 
-    # ---- from forward to the end of backward ----
+    # ---- from the forward pass to the end of backward ----
 
     def begin(self) -> None:
         """The first forward after a backward that ended; or, where the model itself is not
@@ -97,7 +97,7 @@ class StepDriver:
         if self.lazy is not None:
             self.lazy.backward_begins()
         if self._waits_in_forward:
-            self._participation.resolve()  # of the step before
+            self._participation.resolve()  # of the previous step
             self._participation.begin_round()
         self.reducer.begin()
 
@@ -149,7 +149,7 @@ class StepDriver:
         self.hooks.call("backward_ended")
         self._backward_of = self._context.step
         if self._rounds.is_every_step:
-            # Who takes part may be learned with the means, unless somebody needs it now.
+            # Participation may be learned later, with the averages, unless it is needed now.
             late = self._is_under_way and all_used and not self.buffers.has_any
             if not late:
                 self._participation.resolve()
@@ -168,7 +168,8 @@ class StepDriver:
         """A backward pass is over, on all ranks: the tuner may have changed the plan."""
         if self.tuner.backward_ended():
             if self._waits_in_forward:
-                self._participation.resolve()  # it knows the buckets of before
+                # The exchange refers to the present buckets.
+                self._participation.resolve()
             self.reducer.make_buckets(self.tuner.plan.buckets)
             self.hooks.call("buckets_rebuilt")
         self._listeners.pass_ended()
@@ -226,7 +227,7 @@ class StepDriver:
         self.buffers.apply()
         context, rounds = self._context, self._rounds
         context.step = rounds.next_round(context.step)
-        if self._backward_of != context.step:  # else the script left before step()
+        if self._backward_of != context.step:  # else the script stopped before step()
             self.begin_backward()
             self.reducer.zero()
             for bucket in context.buckets:
@@ -246,7 +247,7 @@ class StepDriver:
         else:
             self.hooks.call("after_update")
         if self.lazy is not None and self._workers.active:
-            # Watching costs a step some microseconds a tensor.
+            # Watching costs some microseconds per tensor and step.
             waited = self._waits_in_forward and self.tuner.plan.messages is None
             self.lazy.reset(not waited or self.tuner.timer.listening)
         context.step += 1
@@ -259,7 +260,8 @@ class StepDriver:
             before = workers.participants
             if self._delayed.begin_round():
                 self.buffers.apply()
-                # At the last one nobody trains any more, and all end with the same.
+                # After the last round no worker trains any more, and all end with the same
+                # buffers.
                 source, *_ = workers.participants or before
                 self.buffers.start(source)
             if workers.anyone_active:
@@ -293,7 +295,7 @@ class StepDriver:
         tensors = [*model.parameters(), *model.buffers()]
         broadcast_tensors(self._context.comm, tensors, source)
 
-    # ---- where this worker is ----
+    # ---- this worker's position in its steps ----
 
     @property
     def place(self) -> int:
@@ -307,7 +309,7 @@ class StepDriver:
             return
         self.before_place(2 * (self._context.step + 1) - in_step)
 
-    # ---- what a restart goes on from ----
+    # ---- progress that a restart continues from ----
 
     @property
     def progress(self) -> dict[str, int]:

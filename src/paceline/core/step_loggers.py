@@ -47,9 +47,9 @@ def report(runtime: Runtime, where: str) -> None:
         sink = Dispensable(where, sink_for(where))
         runtime.recorder.subscribe(Told(sink.step), figures=True)
         runtime.registry.at_exit(sink.close)
-        # A script that fails does nothing more of its job, and what it did until then is what people
-        # look for. At the interpreter's end W&B takes its service away: what is registered later is
-        # called sooner.
+        # Close at the interpreter's end, too. A script that fails does not reach the job's own
+        # exit functions, and its steps until then help to find the cause. W&B stops its service
+        # at the interpreter's end; functions registered later are called earlier.
         atexit.register(sink.close)
 
 
@@ -134,7 +134,8 @@ class Csv:
             raise UsageError("report to csv: expected a file, such as csv:steps.csv")
         self._path = Path(name)
         try:
-            # This may be a later incarnation: earlier rows stay until the first step's number tells.
+            # This may be a later incarnation. Keep earlier rows until the number of the first
+            # step shows that.
             self._file: TextIO = self._path.open("a", newline="", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {name}: {error.strerror}") from None
@@ -152,7 +153,7 @@ class Csv:
 
     def _begin(self, step: int, names: list[str]) -> None:
         """The header, unless the columns of earlier incarnations are there."""
-        if self._path.is_file():  # a pipe, or /dev/null, has nothing to begin anew
+        if self._path.is_file():  # a pipe or /dev/null has no earlier rows
             if step == 1:
                 self._file.truncate(0)
             elif columns := self._columns():
@@ -178,7 +179,7 @@ class TensorBoard:
 
     def __init__(self, name: str) -> None:
         module = _needs("torch.utils.tensorboard", "tensorboard")
-        # Two minutes, as by default, are long for people who watch.
+        # The default of two minutes is long for a user who watches.
         self._writer = module.SummaryWriter(name or None, flush_secs=FLUSH_SECONDS)
 
     def step(self, record: StepRecord) -> None:
@@ -198,7 +199,7 @@ class WeightsAndBiases:
         self._run = wandb.run or wandb.init(project=name or None)
 
     def step(self, record: StepRecord) -> None:
-        # W&B's own step rises with each log, the script's too: ours is a number among others.
+        # W&B's own step rises with each log, including the script's: ours is a separate number.
         self._run.log({"paceline/step": record.step, **numbers_of(record)})
 
     def close(self) -> None:

@@ -149,7 +149,7 @@ class Training:
         if not self.context.evaluating:
             self.hooks.is_loaded = True
 
-    # ---- what it is like now ----
+    # ---- present state ----
 
     @property
     def step_pending(self) -> bool:
@@ -185,7 +185,7 @@ class Training:
         with it after the update: it may leave the update out, but not the step.
         """
         if self._method.visible_gradient == "sent":
-            return True  # and the step refuses it
+            return True  # the step then refuses it
         return self.optimizer_steps and self._method.rounds.models_may_differ
 
     def check_scaler(self) -> None:
@@ -249,7 +249,7 @@ class Training:
             try:
                 self.loads.before_update()
             except UsageError as error:
-                self.context.record_failure(error)  # the gradients were sent
+                self.context.record_failure(error)  # its gradients were sent already
                 raise
         if self.optimizer_steps:
             every = (parameter.grad for _, parameter in self.context.parameters)
@@ -297,7 +297,7 @@ class Training:
         """Within it the method's documented result is in the model."""
         context = self.context
         if context.evaluating:
-            yield  # it is there
+            yield  # the result is in the model already
             return
         undo = self._consolidate()
         before, context.evaluating = context.evaluating, True
@@ -342,7 +342,7 @@ class Training:
         states = {} if compression is None else compression.states
         residuals = [s["residual"] for s in states.values() if "residual" in s]
         if residuals:
-            # Of complex residuals the imaginary parts count, too.
+            # Imaginary parts of complex residuals count, too.
             reals = [torch.view_as_real(r) if r.is_complex() else r for r in residuals]
             norms = [torch.linalg.vector_norm(real.float()) for real in reals]
             found["residual_norm"] = float(torch.linalg.vector_norm(torch.stack(norms)))
@@ -403,11 +403,11 @@ class Training:
     def _consolidate(self) -> Callable[[], None]:
         """Put the result into the model; returns what undoes it."""
         if not self._workers.active or not self.hooks.has("consolidate"):
-            return lambda: None  # the result is in the model
+            return lambda: None  # no undo: the model itself is the result
         loading = self.loads
         if loading is not None and loading.is_due:
             if not loading.is_late_joiner:
-                return lambda: None  # what is in the model was just loaded
+                return lambda: None  # no undo: the model was just loaded
             loading.complete()
         if self.consolidates_together and self.comm.size > 1:
             enter = partial(
@@ -433,7 +433,7 @@ class Training:
         if self.loads is not None and self.loads.is_due:
             self.loads.complete()
         self.hooks.call("finish")
-        self._buffers.apply()  # a last round may have sent some
+        self._buffers.apply()  # a last round may have sent buffers
         unused = self._compression
         if unused is not None and not unused.was_used and self.comm.size > 1:
             self.context.report(
@@ -441,7 +441,7 @@ class Training:
                 f"{self._method.name!r} sends no gradients, and no averages with a name"
             )
         if self.remote is not None:
-            # Training is over: the optimizer takes over its state from the servers.
+            # Training is over: the optimizer takes its state back from the servers.
             remote = self.remote
             remote.partition.optimizer.state.update(remote.optimizer_state.pull())
         if isinstance(self.run, UpdatingWorkerRun) and self.run.updater is not None:
@@ -467,7 +467,7 @@ class Training:
 def _make_tuner(context: TrainingContext, averages: Averages) -> BucketTuner:
     in_halves = getattr(context.method, "sends_halves", False)
     mode: Mode = "barrier"
-    # A script that looks at all means where backward ends waits for them there.
+    # A script that uses all averages where backward ends waits for them there.
     if context.waits_in_forward and not context.settings.use_gradients:
         mode = "halves" if in_halves else "whole"
     parameters = [parameter for _, parameter in context.parameters]

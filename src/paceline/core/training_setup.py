@@ -202,7 +202,8 @@ def start(
     if anew and isinstance(comm, Communicator) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
         if getattr(method, "symmetric", False):
-            # All ranks leave it together: their places in the broadcast's tree skew no step.
+            # All ranks leave this all-reduce together, so their places in the broadcast's tree
+            # do not skew the next steps.
             comm.all_reduce(torch.zeros(1, device=device), "max").wait()
     endpoints, job = _servers(runtime, method, settings, collective)
     _check_one_server_clips(job, endpoints)
@@ -314,7 +315,8 @@ def _comm(
         return NoCollectives(runtime)
     comm = Communicator(runtime, runtime.registry.next_name())
     if comm.size > 1 and runtime.registry.beside(number):
-        # Two models may be in the middle of their steps at once: each has a queue.
+        # Two models may be in the middle of their steps at the same time, so each needs a queue
+        # of its own.
         comm = comm.channel("gradients")
     return comm
 
@@ -335,10 +337,11 @@ def _servers(
     """This training's servers, if it has any. Collective."""
     holds = cast(UpdatesOnServer, method) if method.updates_on == "server" else None
     groups = None
-    if holds is not None:  # both may refuse: on every rank, before one is started
+    # Both may raise an error, on every rank, before a server is started.
+    if holds is not None:
         holds.server(runtime.size)
         groups = holds.groups(runtime.size)
-    # One worker alone is not compressed, as where workers form means.
+    # A single worker does not compress, as under methods that average between workers.
     pushed = holds is not None and runtime.size > 1
     compressed = pushed and settings.compression.compresses
     job = ServerJob(
@@ -401,7 +404,7 @@ def _check_not_yet_trained(model: torch.nn.Module, runtime: Runtime) -> None:
             )
 
 
-# ---- all ranks hold the same model and options ----
+# ---- checks that all ranks have the same model and options ----
 
 
 class ModelDescription(msgspec.Struct, array_like=True):
@@ -434,11 +437,11 @@ def check_ranks_agree(comm: Comm, mine: ModelDescription, device: torch.device) 
     """
     encoded = msgspec.json.encode(mine)
     digest = hashlib.sha256(encoded).digest()
-    # Four numbers: a size, so that the texts can be gathered if need be, and a digest.
+    # Four numbers: the size, with which the texts can be gathered if needed, and a digest.
     words = [len(encoded)] + [
         int.from_bytes(digest[i : i + 7], "big") for i in range(0, 21, 7)
     ]
-    # The largest and the smallest of each: all are equal where these two are.
+    # The maximum and the minimum of each number: if they are equal, all ranks are.
     bounds = torch.tensor(
         [*words, *(-word for word in words)], dtype=torch.int64, device=device
     )

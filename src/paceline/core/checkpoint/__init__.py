@@ -86,9 +86,9 @@ def save(path: str | Path, **others: Stateful) -> None:
     if runtime.server_only:
         _save_alone(runtime, _prepare(path, others), others)
         return
-    # When all are here, each has the answers to what it sent; and none goes on before all
-    # have met again, when rank 0 has the state. Servers are told first: under some methods
-    # who is not here yet would wait for those who are.
+    # After the first meeting, each worker has the replies to its requests. After the second one
+    # rank 0 has the state; no worker continues before. Tell servers first: under some methods
+    # workers that are still training would wait for workers that are here already.
     for training in _trainings(runtime):
         if training.remote is not None:
             training.meet()
@@ -149,7 +149,8 @@ def load(path: str | Path, **others: Stateful) -> None:
     runtime = _runtime()
     runtime.registry.drop_unheld()
     states = dict(_shared_states(runtime, others))
-    # Servers are told first: some wait for the fastest only, who are here.
+    # Tell servers first: some wait for the fastest workers in each step, and these may be here
+    # already.
     for training in _trainings(runtime):
         if training.remote is not None and not runtime.server_only:
             training.meet()
@@ -175,7 +176,7 @@ def _trainings(runtime: Runtime) -> list[Training]:
     return [training_of(begun.optimizer) for begun in runtime.registry.unfinished]
 
 
-# ---- where workers meet only at their servers ----
+# ---- jobs whose workers communicate only through servers ----
 
 
 def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> None:
@@ -225,7 +226,7 @@ def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> 
         raise errors[0]
 
 
-# ---- what a checkpoint holds ----
+# ---- contents of a checkpoint ----
 
 
 def _prepare(path: str | Path, others: dict[str, Stateful]) -> Path:
@@ -264,7 +265,7 @@ def _write_shared(
         training.flush_buffers()
     with contextlib.ExitStack() as stack:
         for _, begun in runtime.registry.there():
-            # The method's result: a worker's own parameters may be tentative.
+            # Save the method's result: a worker's own parameters may be tentative.
             if writes or training_of(begun.optimizer).consolidates_together:
                 entered = cast(DistributedOptimizer, begun.optimizer).consolidated()
                 stack.enter_context(entered)
@@ -289,7 +290,7 @@ def _complete(index: Index, folder: Path) -> None:
     folders.replace(folder)
 
 
-# ---- what is taken from it ----
+# ---- loading ----
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ import torch
 from paceline.errors import UsageError
 
 _ARRAY = b"ndarray"
-_SMALLEST, _LARGEST = -(2**63), 2**64 - 1  # of whole numbers that every reader has
+# The range of whole numbers that every reader supports.
+_SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
 def write(data: dict[str, Any], file: Path) -> None:
@@ -45,7 +46,7 @@ def read(file: Path, wanted: Collection[str] | None = None) -> dict[str, Any]:
     Raises `UsageError`, with nothing run, for a file that holds anything but data.
     """
     try:
-        # Mapped, and copied below: a mapping must not outlive the file.
+        # Mapped here and copied below: a mapping must not outlive the file.
         data = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         found = re.search(r"[Gg][Ll][Oo][Bb][Aa][Ll] ([\w.]+)", str(error))
@@ -116,7 +117,7 @@ def _tensor(value: torch.Tensor) -> torch.Tensor:
     if tensor.layout is torch.strided:
         size = tensor.numel() * tensor.element_size()
         if tensor.untyped_storage().nbytes() > size:
-            # torch.save would write the whole storage.
+            # Without a copy, torch.save would write the whole storage.
             return tensor.cpu() if tensor.device.type != "cpu" else tensor.clone()
     return tensor
 

@@ -122,7 +122,7 @@ class WorkerPart:
         for name, state in self._states.items():
             self._owners[name].load(state)
 
-    # ---- what is read ----
+    # ---- reading ----
 
     def _read_worker(self) -> dict[str, Any] | None:
         rank = self._runtime.rank
@@ -345,7 +345,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-# ---- trainings that change their method ----
+# ---- trainings that switch methods ----
 
 
 def _specs_of(runtime: Runtime) -> list[str]:
@@ -386,7 +386,7 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
                 )
         yield
     except Exception:
-        _go_back(back)  # what fails in a load fails on all ranks
+        _go_back(back)  # a load fails on all ranks or on none
         raise
     _go_back(back)
 
