@@ -176,16 +176,16 @@ def measure_all_reduce(
 ) -> MeasuredCost:
     """Measure the cost of an all-reduce in place. Collective.
 
-    Times are means over ranks of each rank's median, so all ranks return the same curve. Where
-    several may be under way, pairs of small all-reduces show how much of the start-up overlaps.
+    Times are means over ranks of each rank's median, so all ranks return the same curve. If several
+    may be under way, pairs of small all-reduces show how much of the start-up overlaps.
 
     Args:
         comm: The communicator that training uses.
         runtime: Makes buffers, and a stopwatch.
-        device: Of the buffers.
+        device: The device of the buffers.
         largest: Bytes of all gradients. The curve goes from `SMALLEST_BYTES` to these, and to
             `LARGEST_BYTES` at most.
-        all_reduce: Starts one as training does, compressed where gradients are.
+        all_reduce: Starts an all-reduce as training does, with its compression.
     """
     stopwatch = runtime.clock.stopwatch(device)
     top = max(SMALLEST_BYTES, min(largest, LARGEST_BYTES))

@@ -208,8 +208,8 @@ class MessageProblem:
     ) -> PlannedMessage:
         """A message of a bucket: a part of it, or a half of the all-reduce."""
         seconds = self.cost(bucket.size * part)
-        # Each half of an all-reduce is taken to cost half of it, start-up included. So it is
-        # in a ring: n - 1 of its 2 (n - 1) rounds, of 1/n of the bytes each.
+        # Each half is estimated at half the cost of the all-reduce, start-up included. This is
+        # exact for a ring: a half is n - 1 of its 2 (n - 1) rounds, of 1/n of the bytes each.
         return PlannedMessage(
             bucket, part, half, seconds if half == "all" else seconds / 2
         )
@@ -265,9 +265,9 @@ def least_exposed_time(
 ) -> float:
     """A lower bound of any plan's largest exposed time, however many messages are under way.
 
-    Take any set of tensors. Its first message begins when its first tensor is ready, at best. All
-    of its messages take at least one start-up and the wire's time of their bytes. At best the tensor
-    that is used last arrives last. Jackson's rule gives the maximum of this over all sets.
+    Take any set of tensors. At best, its first message begins when its first tensor is ready, and
+    the tensor used last arrives last. All of its messages take at least one start-up and the wire's
+    time of their bytes. Jackson's rule gives the maximum of this bound over all sets.
     """
     if not ready:
         return 0.0
@@ -288,7 +288,7 @@ def _jackson(
 ) -> float:
     """The most by which a job ends after its use, under Jackson's rule.
 
-    Jobs can be interrupted at no cost: of those *released*, the one used first goes on.
+    Jobs can be interrupted at no cost. Of the *released* jobs, the one used first continues.
     """
     late, now = float("-inf"), 0.0
     waiting: list[tuple[float, int, float]] = []  # (use, which, seconds left)

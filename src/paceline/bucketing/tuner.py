@@ -128,12 +128,12 @@ class BucketTuner:
         gradients: The model's gradients.
         rule: One of `rules.RULES`, or lengths such as ``"3+5+2"``.
         runtime: Its recorder counts buckets; its stopwatch and its buffers measure.
-        all_reduce: Starts one as training does, compressed where gradients are. It is timed.
-        report: Tells the user one sentence.
-        mode: Where the method waits for means.
-        every_step: Whether ranks meet in every step. Without, nothing is measured: buckets are the
-            rule's, or DDP's where the rule measures, for parameters in reverse order.
-        warmup: Steps before measuring begins, unlike those that follow.
+        all_reduce: Starts an all-reduce as training does, with its compression. It is timed.
+        report: Prints a sentence for the user.
+        mode: Where the method waits for averages.
+        every_step: Whether ranks communicate in every step. If not, nothing is measured. Buckets are then
+            the rule's, or DDP's if the rule measures, for parameters in reverse order.
+        warmup: Steps before measuring begins, because they differ from later ones.
 
     Raises:
         UsageError: The rule is unknown, or its lengths do not fit the model.
@@ -501,7 +501,7 @@ class AgreedTimes:
 
     Attributes:
         ready: When gradients are ready.
-        uses: When tensors are first used; empty where means are waited for when backward ends.
+        uses: When tensors are first used; empty if the method waits for averages where backward ends.
     """
 
     ready: list[float]
@@ -509,10 +509,10 @@ class AgreedTimes:
 
 
 class Trial:
-    """Rounds in which a new plan and the one in use took turns.
+    """Rounds in which a new plan and the one in use take turns.
 
     Args:
-        otherwise: What stays if the new plan is not used.
+        otherwise: Text for the report: the plan that stays if the new one is not used.
     """
 
     def __init__(self, otherwise: str) -> None:

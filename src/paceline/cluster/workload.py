@@ -294,7 +294,7 @@ class Workload:
 
         Args:
             path: A file; an existing one is replaced.
-            made: What it was made with, for `made_with`.
+            made: A record of how it was made, for `made_with`.
 
         Raises:
             UsageError: The file cannot be written.
@@ -364,7 +364,10 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def made_with(path: str | Path) -> dict[str, Any] | None:
-    """Return what a workload that `Workload.load` has just read was made with, if it says."""
+    """Return the record of how a workload file was made, or None.
+
+    `Workload.load` must have read the file before.
+    """
     return msgspec.json.decode(Path(path).read_bytes(), type=_File).made
 
 

@@ -11,12 +11,13 @@ _SEGMENT_BYTES = 1 << 20
 
 
 def ring_sum(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum one tensor per rank in the order in which gloo's ring adds, so that runtimes round alike.
+    """Sum one tensor per rank in the order in which gloo's ring adds, so that runtimes round
+    equally.
 
-    Floating-point addition depends on order. gloo cuts a buffer into n chunks of equal size
-    (the last may be short), and passes chunk c once round the ring, from rank c-1 downwards:
-    ((x[c-1] + x[c-2]) + ...) + x[c], ranks modulo n. Found by experiment for 3 to 5 processes,
-    sizes from 1 to 3 million and 16 to 64 bits, and held by a test: equal bit for bit.
+    Floating-point addition depends on order. The algorithm of gloo cuts a buffer into n chunks of
+    equal size (the last may be short). It passes chunk c once round the ring, from rank c-1
+    downwards: ((x[c-1] + x[c-2]) + ...) + x[c], ranks modulo n. Found by experiment for 3 to 5
+    processes, sizes from 1 to 3 million and 16 to 64 bits; a test checks that the bits are equal.
     """
     n, first = len(contributions), contributions[0]
     if n <= 2:

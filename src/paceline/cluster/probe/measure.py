@@ -185,7 +185,7 @@ class _Probe:
                 break  # a larger size only takes longer, in proportion to its bytes
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
             if self._runtime.clock.is_virtual:
-                repeats = 1  # all are alike
+                repeats = 1  # all repetitions take equally long
             self.pairs.barrier()
             before = self._core_seconds(shared_cores)
             start = self._runtime.clock.now()

@@ -94,7 +94,8 @@ class Card(msgspec.Struct):
 
 
 class Joining(ABC):
-    """One rank's way into a job. *_opened* holds what is open, until it belongs to the session."""
+    """One rank's way into a job. *_opened* holds open connections and listeners until the session
+    owns them."""
 
     def __init__(self, job: JobConfig) -> None:
         self._job = job
@@ -133,11 +134,11 @@ class Joining(ABC):
 
     @abstractmethod
     def _open(self) -> Card:
-        """Open what needs no other process."""
+        """Open the listeners or servers for which this rank needs no other process."""
 
     @abstractmethod
     def _register(self, cards: Sequence[Card]) -> Card:
-        """Register with the others, who have opened theirs: *cards*, by rank."""
+        """Register with the aggregators and peers that *cards* name, by rank."""
 
     @abstractmethod
     def _finish(self, cards: Sequence[Card]) -> Session:
