@@ -1,21 +1,23 @@
-"""Every seam of paceline: what methods, collectives, servers and runtimes see of each other.
+"""Interfaces of paceline's parts: methods, collectives, servers and runtimes see only these of each other.
 
 Import names from here: ``from paceline.interfaces import Run``. Each module's ``__all__`` lists them.
 
-- `method`: `Method`, its `Rounds`, its `Consistency`, and the `WorkerState` that a checkpoint keeps per worker.
-- `run`: one worker's training as its method sees it: `Run`, `UpdatingRun`, `ServerRun`, `Remote`, `PartialOptimizer`.
-- `buckets`: `Bucket`, the piece in which a gradient travels; what tensors are on the network.
+- `method`: `Method`, its `Rounds` and `Consistency`; the `WorkerState` that a checkpoint saves per worker.
+- `run`: one worker's training as its method sees it: `Run`, `UpdatingRun`, `ServerRun`, `Remote`,
+  `PartialOptimizer`.
+- `buckets`: `Bucket`, a flat buffer of gradients; sizes of tensors on the network.
 - `communication`: `Comm`, `AllReduceAlgorithm`, and an `Endpoint` of a server.
 - `schedules`: collectives as data: `Schedule`, its `Activity`s, the `Placement` of ranks.
-- `server`: `Service`, a state machine that workers ask; `Discipline`, what it does with gradients; `Groups` of servers.
-- `server_messages`: what workers and servers say to each other; not exported here.
-- `runtime`: `Runtime`, where a worker lives; the services it starts; `current_runtime`.
+- `server`: `Service`, a state machine that answers workers; `Discipline`, what a server does with
+  gradients; `Groups` of servers.
+- `server_messages`: requests and replies between workers and servers; not exported here.
+- `runtime`: `Runtime`, what a worker runs on; the services it starts; `current_runtime`.
 - `trainings`: `TrainingRegistry`, the trainings of one worker's script; not exported here.
 
-No seam here has a time-out of its own: when a peer is gone, the runtime's transport raises
-(gloo and NCCL by connection loss, the simulated runtime at once), and every call here lets
-that error through. After an error from a collective the contents of its buffer are
-undefined and the communicator must not be used again.
+No interface here has a time-out of its own. When a peer is lost, the runtime's transport raises an
+error: gloo and NCCL by connection loss, the simulated runtime at once. Every call here passes that
+error on. After an error from a collective the contents of its buffer are undefined, and the
+communicator must not be used again.
 """
 
 # ruff: noqa: F403 - each module lists its names in __all__

@@ -1,6 +1,6 @@
-"""Flat gradient buckets, in which a gradient travels, and the bytes of tensors on the network.
+"""Buckets: flat buffers of gradients that are communicated together, and the bytes of tensors on the network.
 
-Only gradients are flat, and without padding; parameters stay the user's tensors.
+Only gradients are flat, without padding. Parameters stay the user's tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Bucket:
     def by_index(self) -> torch.Tensor:
         """Return all gradients in one flat tensor, the elements of each in index order.
 
-        That is *buffer* itself, or a copy where a parameter's strides have another order.
+        That is *buffer* itself, or a copy if a parameter's strides have another order.
         """
         if all(view.is_contiguous() for view in self.views):
             return self.buffer
@@ -61,7 +61,7 @@ class Bucket:
 def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter's gradient in its bucket.
 
-    They are the parameter's own, where its elements fill their memory without gaps; else those of a
+    They are the parameter's own if its elements fill their memory without gaps, else those of a
     contiguous tensor. Fused optimizers step through a parameter and its gradient as flat memory.
     """
     if parameter.is_contiguous():
@@ -78,7 +78,7 @@ def strides_in_bucket(parameter: torch.Tensor) -> tuple[int, ...]:
 def match_strides(optimizer: torch.optim.Optimizer) -> None:
     """Give each state tensor that has the shape of its parameter the parameter's strides.
 
-    A checkpoint does not keep them.
+    Needed after a checkpoint is loaded, since checkpoints do not save strides.
     """
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
@@ -87,7 +87,7 @@ def match_strides(optimizer: torch.optim.Optimizer) -> None:
 
 
 def in_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return *value*, or a copy with the parameter's strides where it has its shape and others."""
+    """Return *value*, or a copy with the strides of *parameter* if it has the same shape but other strides."""
     if value.shape != parameter.shape or value.stride() == parameter.stride():
         return value
     like = torch.empty_like(parameter, dtype=value.dtype, device=value.device)
@@ -95,12 +95,12 @@ def in_strides_of(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def kind_of(parameter: torch.Tensor) -> Kind:
-    """Return what decides which tensors can share a bucket."""
+    """Return dtype and device: tensors can share a bucket if both are equal."""
     return parameter.dtype, parameter.device
 
 
 def wire_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of *tensor* on the network: its own, or those it stands for."""
+    """Return the bytes of *tensor* on the network: its own, or those of the tensor it represents."""
     stands_for: int | None = getattr(tensor, "stands_for_bytes", None)
     return tensor.numel() * tensor.element_size() if stands_for is None else stands_for
 
@@ -108,12 +108,12 @@ def wire_bytes(tensor: torch.Tensor) -> int:
 def stand_in_for(
     size: int, tensor: torch.Tensor, shape: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Make *tensor* count as *size* bytes on the simulated network, however few it has.
+    """Make *tensor* count as *size* bytes on the simulated network, however few bytes it has.
 
     Args:
         size: Bytes.
-        tensor: What is returned.
-        shape: The shape that it has to compressors, if that is known.
+        tensor: The tensor; it is also the result.
+        shape: The shape that compressors see, if it is known.
     """
     tensor.stands_for_bytes = size  # type: ignore[attr-defined]
     if shape is not None:
@@ -122,14 +122,14 @@ def stand_in_for(
 
 
 def stands_in(tensor: torch.Tensor) -> bool:
-    """Return whether *tensor* counts as other bytes than it has."""
+    """Return whether *tensor* counts as another number of bytes than it has."""
     return hasattr(tensor, "stands_for_bytes")
 
 
 def wire_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of *tensor*, or of what it stands for.
+    """Return the shape of *tensor*, or of the tensor that it represents on the network.
 
-    Where only the bytes of that are known it is a matrix that is as square as they allow.
+    If only the bytes of that tensor are known, the shape is a matrix as square as they allow.
     """
     if not stands_in(tensor):
         return tuple(tensor.shape)
@@ -141,7 +141,7 @@ def wire_shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 @cache
 def nearly_square(elements: int) -> tuple[int, ...]:
-    """Return the shape of a matrix of so many elements, or of a row where that is narrow."""
+    """Return the shape of a matrix of *elements* elements, or of a row where the matrix would be narrow."""
     root = math.isqrt(elements)
     for side in range(root, root // 4, -1):
         if elements % side == 0:
@@ -150,9 +150,9 @@ def nearly_square(elements: int) -> tuple[int, ...]:
 
 
 def stand_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Make each element of *tensor* count as many bytes as one of *like*, where that stands in.
+    """Make each element of *tensor* count as many bytes as one of *like*, if *like* represents a larger tensor.
 
-    A part of a buffer stands for its share.
+    A part of a buffer represents its proportional part of the larger one.
     """
     if stands_in(like):
         stand_in_for(wire_bytes(like) * tensor.numel() // max(1, like.numel()), tensor)
@@ -160,7 +160,7 @@ def stand_alike(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def stand_for_the_same(tensor: torch.Tensor, as_this: torch.Tensor) -> None:
-    """Make *tensor* count as what *as_this* counts as, where that stands in; in its own type."""
+    """Make *tensor* represent the same tensor as *as_this*, if that represents one; in its own dtype."""
     if stands_in(as_this):
         size = wire_bytes(as_this) * tensor.element_size() // as_this.element_size()
         stand_in_for(size, tensor, getattr(as_this, "stands_for_shape", None))
@@ -224,10 +224,9 @@ def unflatten_into(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def stamps(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return what changes with every write in place.
+    """Return the version counters of *tensors*, which change with every write in place.
 
-    Who has something under way for *tensors* can tell whether anybody else has written to them
-    since.
+    A caller with an operation in flight compares them to detect writes by other code.
     """
     return [version_of(tensor) for tensor in tensors]
 

@@ -1,8 +1,10 @@
-"""How workers communicate: a group of workers, how it forms averages, the ends of servers.
+"""How workers communicate: a group of workers, its averages, and a worker's connections to servers.
 
-`paceline.collectives` implements `Comm`, for methods and the bucket tuner. A runtime brings the
-`WorkerGroup` that a `Comm` issues its operations on, an `Endpoint` for each server, which a training's
-`Remote` and averages over servers use, and a `Runner` for the work that follows an operation.
+`paceline.collectives` implements `Comm`, for methods and the bucket tuner. A runtime provides
+
+- the `WorkerGroup` that a `Comm` issues its operations on;
+- an `Endpoint` for each server, used by a training's `Remote` and by averages over servers;
+- a `Runner` for callbacks that follow an operation.
 
 An `AllReduceAlgorithm` says by which `Schedule` an average is formed.
 """
@@ -36,13 +38,13 @@ __all__ = [
 ReduceOperation = Literal["mean", "sum", "max"]
 
 Needs = Literal["nothing", "servers", "aggregators"]
-"""What an all-reduce needs beside the workers."""
+"""What an all-reduce needs besides the workers."""
 
 
 class Pending(Protocol):
-    """Handle of an operation under way.
+    """Handle of an operation in flight.
 
-    There is no ``done()``: its answer would differ between ranks, and methods that branch on
+    There is no ``done()``: its result would differ between ranks, and methods that branch on
     it would diverge.
 
     Example:
@@ -56,40 +58,39 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Return when the result is in the buffers that were handed over.
 
-        A second call returns at once. Inside the work of a `then` only a result that is known
-        to be in can be waited for.
+        A second call returns at once. A callback of `then` may only wait for a result that has
+        certainly arrived.
 
         Raises:
             PeerLostError: Another rank is gone. The buffers are undefined then. A process group
                 may raise its own error instead.
-            UsageError: A `then` waits for a result that may not be in.
+            UsageError: A callback of `then` waits for a result that may not have arrived.
         """
         ...
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         """Call *work* once the result is in.
 
-        Works run beside the caller, one after the other, in the order of the calls of ``then``,
-        whichever result is in first. So all ranks that issue the same operations run the same
-        works in the same order. What a work issues on any `Comm` goes to a channel of its own
-        there, and never meets what the caller issues meanwhile.
+        Callbacks run beside the caller, one after the other, in the order of the calls of ``then``,
+        whichever result arrives first. So all ranks that issue the same operations run the same
+        callbacks in the same order. Operations that a callback issues on a `Comm` use a separate
+        channel of that `Comm`, so they cannot be matched with the caller's operations.
 
-        On CUDA under NCCL *work* is called at once: kernels follow the result in the order of
+        On CUDA under NCCL *work* is called at once: its kernels follow the result in the order of
         the current stream.
 
         Args:
-            work: May read and write the buffers that were handed over. It builds no autograd
-                graph, waits for nothing, makes no groups or channels, and draws nothing from
-                global random generators. It may return the handle of what it has issued.
+            work: The callback. It may read and write the buffers that were handed over. It builds no
+                autograd graph, waits for nothing, makes no groups or channels, and uses no global
+                random generator. It may return the handle of an operation that it has issued.
 
         Returns:
-            A handle that is done when the handle that *work* returns is done, or, where it
-            returns None, when *work* is done. An error of the operation or of *work* comes out
-            of its ``wait()``, and out of those of all later works of this `Comm`, which are
-            not run.
+            A handle that is done when *work* is done, or when the handle that *work* returns is
+            done. Its ``wait()`` raises an error of the operation or of *work*. Later callbacks of
+            this `Comm` are then not run, and their handles raise the same error.
 
         Raises:
-            UsageError: Another thread, or another work, has issued the operation.
+            UsageError: The operation was issued by another thread, or by another callback.
 
         Example:
             A second round that depends on the first::
@@ -102,15 +103,15 @@ class Pending(Protocol):
 class ReduceScatter(Protocol):
     """Handle of a reduce-scatter under way.
 
-    Each part of the result will be at one rank, until `gather` brings all parts to all.
+    Each rank gets one part of the result. `gather` sends all parts to all ranks.
     """
 
     def gather(self) -> Pending:
         """Begin the all-gather.
 
-        It may be called before the reduce-scatter is in, and starts then. All-gathers of one
-        communicator start in the order in which they were asked for, which must be the same on
-        all ranks. Reduce-scatters that are issued meanwhile queue behind them under NCCL only.
+        It may be called before the reduce-scatter has finished, and starts after it. All-gathers of
+        one communicator start in the order of their calls, which must be the same on all ranks.
+        Only under NCCL do reduce-scatters that are issued meanwhile queue behind them.
 
         Returns:
             A handle; after its ``wait()`` the buffer that was handed over to the
@@ -120,13 +121,12 @@ class ReduceScatter(Protocol):
 
 
 class Comm(Protocol):
-    """One worker's end of a group of workers.
+    """One worker's handle of a group of workers.
 
-    A buffer handed over belongs to the Comm until its `Pending` was waited for: do not read or
-    write it before. Collectives must be issued in the same order on every rank. Different
-    channels and groups are not ordered with respect to each other. One communicator is not an
-    ordered queue either (gloo runs two collectives at a time): wait for a result before issuing
-    what reads it.
+    A buffer belongs to the Comm until ``wait()`` of its `Pending` returns: do not read or write it
+    before. Collectives must be issued in the same order on every rank. Operations of different
+    channels or groups are not ordered. Operations of one communicator may overlap, too: gloo runs
+    two collectives at a time. So wait for a result before issuing an operation that reads it.
 
     Example:
         ::
@@ -247,7 +247,7 @@ class Comm(Protocol):
         operation: ReduceOperation = "sum",
         timed: Schedule | None = None,
     ) -> Pending:
-        """Move and add up parts of *buffer* as *schedule* says. Collective.
+        """Move and add up parts of *buffer* by a *schedule*. Collective.
 
         Args:
             schedule: The same on all ranks. Its sizes and offsets are in elements of *buffer*;
@@ -255,30 +255,30 @@ class Comm(Protocol):
             buffer: Contiguous, of one type and size on all ranks.
             operation: How parts are added. A mean is a sum that every rank divides by n at
                 the end.
-            timed: Where *buffer* stands for a larger one, the same schedule over the bytes of
-                that: the simulated runtime charges these.
+            timed: Only if *buffer* represents a larger one: the same schedule over the larger one's
+                bytes, for which the simulated runtime charges time.
 
         Returns:
             A handle; the result is in *buffer* after its ``wait()``.
 
         Raises:
-            UsageError: On CUDA under NCCL, which performs no schedules.
+            UsageError: On CUDA under NCCL, which cannot perform schedules.
         """
         ...
 
     @property
     def placement(self) -> Placement:
-        """Where the ranks are, as far as it is known; the same on all ranks."""
+        """Position of the ranks in the network, as far as it is known; the same on all ranks."""
         ...
 
     def channel(self, name: str) -> Comm:
-        """Make, or find, another ordered queue over the same workers. Collective.
+        """Create, or return, another ordered queue over the same workers. Collective.
 
-        What is issued there never queues behind what is issued here, though both share the
-        network. Every rank asks for the same channels in the same order.
+        Its operations never queue behind operations of this one, though both share the network.
+        Every rank asks for the same channels in the same order.
 
         Args:
-            name: Equal names give the same channel.
+            name: Equal names return the same channel.
 
         Returns:
             The same group of workers, on a channel of its own.
@@ -286,12 +286,12 @@ class Comm(Protocol):
         ...
 
     def group(self, ranks: Sequence[int]) -> Comm:
-        """Make, or find, the group of some of these workers.
+        """Create, or return, the group of some of these workers.
 
-        Only its members call this, in the same order of groups as the others that share them.
-        A group is cached, so asking again is cheap. It has connections and threads of its own;
-        where one of its members has many groups already, all of them send over the connections
-        that they have. Averages are formed as on this `Comm`.
+        Only its members call this. Members that share several groups ask for them in the same
+        order. Groups are cached, so a second call is cheap. A group has its own connections and
+        threads. If a member already has many groups, the new group uses existing connections
+        instead. Averages are formed as on this `Comm`.
 
         Args:
             ranks: Ranks of this `Comm`, with this worker's among them. Position i becomes
@@ -303,7 +303,7 @@ class Comm(Protocol):
         ...
 
     def max_in_flight(self, device: torch.device) -> int:
-        """Return how many collectives on tensors of *device* are under way at a time.
+        """Return how many collectives on tensors of *device* run at a time.
 
         Args:
             device: Where the tensors are.
@@ -315,11 +315,11 @@ class Comm(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """One worker's end of a group of workers, as a runtime has it: what a `Comm` is made of.
+    """A runtime's group of workers, which a `Comm` is built on.
 
     Operations return a handle with ``wait()``, in the simulated runtime also with ``when_in(action)``.
-    Buffers are contiguous tensors of real numbers; a group has at least two workers when they are
-    called. Collectives are issued in the same order on every rank.
+    Buffers are contiguous tensors of real numbers. Operations are only called on groups of two or
+    more workers. Collectives are issued in the same order on every rank.
     """
 
     @property
@@ -334,16 +334,16 @@ class WorkerGroup(Protocol):
 
     @property
     def follows_streams(self) -> bool:
-        """Whether results on CUDA are in the order of the device's streams."""
+        """Whether results on CUDA are ordered by the device's streams."""
         ...
 
     @property
     def moves_host_tensors(self) -> bool:
-        """Whether it moves tensors that are in the hosts' memory."""
+        """Whether it moves tensors in host memory."""
         ...
 
     def max_in_flight(self, device: torch.device) -> int:
-        """Return how many collectives on tensors of *device* are under way at a time."""
+        """Return how many collectives on tensors of *device* run at a time."""
         ...
 
     def all_reduce(self, buffer: torch.Tensor, operation: ReduceOperation) -> Any:
@@ -385,13 +385,13 @@ class WorkerGroup(Protocol):
         unit: float,
         stream: str,
     ) -> Any:
-        """Move and add up as *schedule* says.
+        """Move and add up parts of *flat* by a *schedule*.
 
         Args:
             schedule: In elements of *flat*.
             flat: One-dimensional.
             operation: How parts are added.
-            timed: The same schedule, where time is charged.
+            timed: The same schedule, for which time is charged.
             unit: Bytes of one unit of *timed*.
             stream: Schedules of one stream are performed in the order of issue.
 
@@ -399,7 +399,7 @@ class WorkerGroup(Protocol):
             A handle.
 
         Raises:
-            UsageError: The schedule has nodes that are no ranks, and processes are real.
+            UsageError: The schedule has nodes that are not ranks, and processes are real.
         """
         ...
 
@@ -411,20 +411,20 @@ class WorkerGroup(Protocol):
         ...
 
     def subset(self, name: str, ranks: Sequence[int]) -> WorkerGroup:
-        """Return the group *name* of some ranks, over the connections that there are."""
+        """Return the group *name* of some ranks, over existing connections."""
         ...
 
     def has_room(self, kept: int, ranks: Sequence[int]) -> bool:
-        """Return whether each of *ranks* can keep one more group of its own. Collective among them.
+        """Return whether each of *ranks* can have one more group of its own. Collective among them.
 
         Args:
-            kept: Groups that this worker keeps.
+            kept: Number of groups that this worker has.
             ranks: This worker's among them.
         """
         ...
 
     def close(self) -> None:
-        """Let go of threads and connections."""
+        """End threads and close connections."""
         ...
 
 
@@ -449,9 +449,9 @@ class CollectiveSummary(NamedTuple):
 
 
 class AllReduceAlgorithm(Protocol):
-    """How an average is formed: a row of the registry in `paceline.collectives`.
+    """How an average is formed: an entry of the registry in `paceline.collectives`.
 
-    ``needs`` says what it needs beside the workers. See docs/tutorials/write-a-method.md for how to write one.
+    ``needs`` says what it needs besides the workers. docs/tutorials/write-a-method.md shows how to write one.
     """
 
     name: ClassVar[str]
@@ -459,11 +459,11 @@ class AllReduceAlgorithm(Protocol):
     needs: ClassVar[Needs]
 
     def schedule(self, size: int, at: Placement) -> Schedule:
-        """Say who sends what to whom.
+        """Return the transfers between ranks that form the sum.
 
         Args:
-            size: What is to be added up, in units: elements, or bytes.
-            at: Where the ranks are.
+            size: Size of the buffer, in elements or bytes.
+            at: Positions of the ranks in the network.
 
         Returns:
             A schedule, the same on all ranks.
@@ -487,13 +487,13 @@ class AllReduceAlgorithm(Protocol):
 
 
 class PendingReply(Protocol):
-    """Handle of a request to a server under way: a `Pending` whose `wait` has a result."""
+    """Handle of a request to a server: a `Pending` whose `wait` returns the reply."""
 
     def wait(self) -> ReplyMessage:
-        """Wait for the answer; a second call returns the same at once.
+        """Wait for the reply; a second call returns it at once.
 
         Returns:
-            The answer's header. Its payload is in the tensor that was handed over.
+            The reply's header. Its payload is in the tensor that was handed over.
 
         Raises:
             UsageError: The server refused; the message has its reason.
@@ -502,12 +502,12 @@ class PendingReply(Protocol):
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Call *action* at the instant at which the answer is in. Simulated runtimes only."""
+        """Call *action* at the instant at which the reply arrives. Simulated runtimes only."""
         ...
 
 
 class Endpoint(Protocol):
-    """One worker's end of one server."""
+    """One worker's connection to one server."""
 
     @property
     def name(self) -> str:
@@ -527,19 +527,18 @@ class Endpoint(Protocol):
 
         Args:
             message: The request's header.
-            payload: A flat contiguous tensor; the endpoint's until the pending_reply was waited
-                for.
-            into: A flat contiguous tensor that takes the answer's payload, the endpoint's for
-                as long. It may be *payload*, and larger than the answer.
+            payload: A flat contiguous tensor. It belongs to the endpoint until ``wait()`` returns.
+            into: A flat contiguous tensor that receives the reply's payload, and belongs to the
+                endpoint as long. It may be *payload*, and larger than the reply.
             channel: Name of an ordered queue.
 
         Returns:
-            A handle; its ``wait()`` returns the answer's header.
+            A handle; its ``wait()`` returns the reply's header.
         """
         ...
 
     def close(self) -> None:
-        """Say goodbye: the server does not wait for this worker from now on."""
+        """Tell the server that this worker leaves, and that it need not wait for it any more."""
         ...
 
 
@@ -547,53 +546,53 @@ class Signal(Protocol):
     """An event that happens once: one thread sets it, others wait for it."""
 
     def set(self) -> None:
-        """Let it happen."""
+        """Set the event."""
         ...
 
     def wait(self) -> None:
-        """Return when it has happened."""
+        """Return once the event is set."""
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Call *action* at the instant at which it happens. Simulated runtimes only."""
+        """Call *action* at the instant at which the event is set. Simulated runtimes only."""
         ...
 
 
 @runtime_checkable
 class Awaited(Protocol):
-    """An operation that a `Runner` waits for before it runs a work."""
+    """An operation that a `Runner` waits for before it runs a callback."""
 
     def settle(self) -> None:
-        """Return when the result is in; raises what the operation ended with."""
+        """Return when the result has arrived; raises the operation's error."""
         ...
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Call *action* at the instant at which the result is in. Simulated runtimes only."""
+        """Call *action* at the instant at which the result arrives. Simulated runtimes only."""
         ...
 
 
 class Runner(Protocol):
-    """Runs works in the order in which they were put, each when its operation's result is in."""
+    """Runs callbacks in the order of their submission, each once its operation's result has arrived."""
 
     def put(
         self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
     ) -> None:
-        """Run *run* after the works that were put before, once *awaited* is in.
+        """Run *run* after all earlier callbacks, once *awaited* has finished.
 
         Args:
-            awaited: The operation that *run* follows; None where its result is in already.
-            run: Called with the error that the operation ended with, or None. Raises nothing.
+            awaited: The operation that *run* follows; None if its result has already arrived.
+            run: Called with the operation's error, or None. Raises nothing.
         """
         ...
 
     def signal(self, what: str) -> Signal:
-        """Make a signal that works of this runner set.
+        """Make a signal that callbacks of this runner set.
 
         Args:
-            what: What happens, for errors.
+            what: The event's name, for errors.
         """
         ...
 
     def close(self) -> None:
-        """Drop the works that were not run. Threads end."""
+        """Drop callbacks that have not run, and end threads."""
         ...

@@ -1,4 +1,4 @@
-"""A method: when, and with whom, workers agree; its rounds, its consistency, its workers' state.
+"""A method: when workers synchronize, and with whom; its rounds, its consistency, its workers' state.
 
 `paceline.methods` implements `Method`; `paceline.core` calls its worker's hooks.
 `paceline.core` has a list of `WorkerState`s; `paceline.core.checkpoint` saves and restores them.
@@ -43,17 +43,23 @@ __all__ = [
 ]
 
 UpdatesOn = Literal["worker", "method", "server"]
-"""Who applies the optimizer: the user's ``step()``, the method piece by piece, a server."""
+"""What applies the optimizer: the user's ``step()``, the method piece by piece, or a server."""
 
 GradientSeen = Literal["mean", "local", "sent"]
-"""What ``.grad`` holds between ``backward()`` and ``step()``: the mean over workers; the
-worker's own, still to be used; what was sent already, of no use to the script: changing it
-is an error."""
+"""What ``.grad`` holds between ``backward()`` and ``step()``.
+
+- ``"mean"``: the mean over workers.
+- ``"local"``: the worker's own gradient, which is not used yet.
+- ``"sent"``: a gradient that was sent already. The script cannot use it, and changing it is an error.
+"""
 
 
 Clips = Literal["mean", "own"]
-"""What ``distribute(clip_norm=)`` limits: the norm of the mean gradient, where all of it is
-known before any of it is applied; else that of each worker's own, before it is sent."""
+"""What ``distribute(clip_norm=)`` limits.
+
+- ``"mean"``: the norm of the mean gradient; all of it must be known before any of it is applied.
+- ``"own"``: the norm of each worker's own gradient, before it is sent.
+"""
 
 
 class MethodSummary(NamedTuple):
@@ -81,30 +87,30 @@ class MethodSummary(NamedTuple):
 
 
 class WorkerHooks(Protocol):
-    """The hooks that a method's worker may define, in the order in which they come.
+    """The hooks that a method's worker may define, in the order in which they are called.
 
-    A method's worker is what `Method.start` returns: the method's own object for one worker of
-    one training, which has all that it keeps from step to step. It defines those hooks that it
-    needs; nobody derives from this class, whose methods are their signatures. A worker's public
-    functions are its hooks: `distribute` refuses one with another name, or with other arguments,
-    since it would never be called. Helpers begin with an underscore.
+    A method's worker is the object that `Method.start` returns. There is one for each worker of a
+    training, and it holds all state from step to step. It defines only the hooks that it needs. Do
+    not derive from this class: it only documents the signatures. Every public function of a worker
+    must be a hook, and `distribute` refuses other names or arguments, since they would never be
+    called. Helpers begin with an underscore.
 
-    Where a submodule is called, or a method of the model other than ``forward``, `step_begins`
-    comes with the first gradient.
+    If the script calls only a submodule, or a method other than ``forward``, `step_begins` is called
+    at the first gradient instead.
 
     An exception from a hook reaches the user's script out of ``forward``, ``backward()`` or
     ``step()``; the training cannot go on after it.
     """
 
     def step_begins(self) -> None:
-        """Called at the first forward with gradients after a backward that ended."""
+        """Called at the first forward pass with gradients after a completed backward pass."""
 
     def before_use(self, bucket: Bucket) -> None:
         """Called before parameters of *bucket* are used for the first time since the update.
 
-        The use is a call of a module, or anything in Python that hands the parameters to torch;
-        at the latest it is the beginning of the next backward pass. With ``waits_in_forward`` also
-        before something looks at gradients that are under way, between ``backward()`` and
+        A use is a call of a module, or Python code that hands the parameters to torch. The hook is
+        called at the latest when the next backward pass begins. With ``waits_in_forward`` it is also
+        called before the script reads gradients that are in flight, between ``backward()`` and
         ``step()``.
 
         Args:
@@ -117,26 +123,25 @@ class WorkerHooks(Protocol):
         Buckets come in plan order, on every rank.
 
         Args:
-            bucket: Its buffer holds gradients; times `Run.weight` where workers form the mean, so
-                that the sum over workers is the mean.
+            bucket: Its buffer holds gradients. If workers form the mean, they are already multiplied
+                by `Run.weight`, so that the sum over workers is the mean.
         """
 
     def backward_ended(self) -> None:
         """Called when all buckets were delivered.
 
-        A tensor that took no part on this rank is zero in its buffer and False in
-        ``bucket.used``.
+        A tensor that this rank did not use has zeros in its buffer and False in ``bucket.used``.
         """
 
     def after_update(self) -> None:
         """Called when the user's optimizer has stepped.
 
-        Also where it would have, on a worker that is out of data, or has left its loop before
-        ``step()``.
+        Also called at the end of each step that a worker without data shadows, and if the script
+        leaves its loop before ``step()``.
         """
 
     def buckets_rebuilt(self) -> None:
-        """Called between two steps when the tuner has made the buckets anew."""
+        """Called between two steps after the tuner has replaced the buckets."""
 
     def finish(self) -> None:
         """Called when this worker is out of data.
@@ -147,9 +152,9 @@ class WorkerHooks(Protocol):
     def consolidate(self) -> Callable[[], None]:
         """Put the documented result into the model, for an evaluation.
 
-        Collective only in a method that declares ``consolidates_together = True``: then
-        `paceline.save` and whoever evaluates enters it on all workers. Law: training with and
-        without consolidations in between is bit-equal.
+        It is collective only in a method that declares ``consolidates_together = True``. Then
+        `paceline.save` and evaluations must enter it on all workers. Consolidations must not change
+        the training: its result is bit-equal with and without them.
 
         Returns:
             A function that undoes it.
@@ -158,14 +163,14 @@ class WorkerHooks(Protocol):
     def parameters_replaced(self) -> None:
         """Called when all parameters were replaced between two steps.
 
-        The script has loaded others into the model, or the servers have others. The number of the
-        next step stays. What is under way belongs to the parameters before: wait for it, and drop
-        it. Comes before the next hook, and not where `load_state` gives back what belongs to the
-        new ones.
+        The script or the servers have loaded other parameters. The number of the next step stays.
+        Operations in flight belong to the old parameters: wait for them, and drop their results.
+        This hook is called before any other. It is not called if `load_state` restores the state
+        that belongs to the new parameters.
         """
 
     def save_state(self) -> dict[str, Any]:
-        """Return what a restart of this worker needs, between two steps. Not collective.
+        """Return the state that a restart of this worker needs. Called between two steps. Not collective.
 
         Returns:
             A dict of tensors, numbers, strings, lists and dicts.
@@ -179,7 +184,7 @@ class WorkerHooks(Protocol):
         """
 
     def redistribute_state(self, parts: Iterable[Any]) -> dict[str, Any]:
-        """Return what this worker loads where a job of another size goes on. Not collective.
+        """Return what this worker loads when a job with another number of workers resumes. Not collective.
 
         Without this hook such a load is refused.
 
@@ -188,9 +193,9 @@ class WorkerHooks(Protocol):
         """
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers by name about the step that has just ended, such as what it has deferred.
+        """Return numbers by name about the step that has just ended, such as the deferred share.
 
-        Asked where somebody looks. Not collective.
+        Called only if something reads the metrics. Not collective.
         """
 
 
@@ -200,38 +205,38 @@ HOOKS = tuple(name for name in vars(WorkerHooks) if not name.startswith("_"))
 
 @runtime_checkable
 class Method(Protocol):
-    """When, and with whom, workers agree: a frozen dataclass of hyperparameters.
+    """When workers synchronize, and with whom: a frozen dataclass of hyperparameters.
 
-    ``start`` makes the worker, on each rank: an object with those of `WorkerHooks` that the
-    method needs. All that changes is there; the method itself never does.
+    ``start`` makes the method's worker on each rank: an object with the `WorkerHooks` that the method
+    needs. All state is in that object; the method itself never changes.
 
     A method may declare, as class attributes:
 
-    - ``waits_in_forward = True``: its worker need not wait in `backward_ended` for means that
-      `Run.messages` plans beyond it, but in ``before_use``.
-    - ``sends_halves = True``: it forms means in two halves (`Run.scatter_mean`); what cannot be
-      halved is refused beforehand.
+    - ``waits_in_forward = True``: its worker may wait for averages in ``before_use`` instead of
+      `backward_ended`, for the gradients that `Run.messages` plans beyond the backward pass.
+    - ``sends_halves = True``: it forms averages in two halves (`Run.scatter_mean`). `distribute`
+      refuses collectives and compression that have no halves.
     - ``compressible_pushes = True``, where servers update: it pushes whole buckets and waits for
       them by `Remote.wait`, so that they may travel compressed.
-    - ``symmetric = True``: all workers of equal hosts send equally much at equal times, by
-      collectives alone. A simulation may then run a few of them for all (`WorkerClasses`).
+    - ``symmetric = True``: if hosts are equal, all workers send equally much at equal times, by
+      collectives alone. A simulation may then run a few workers as representatives of all
+      (`WorkerClasses`).
     - ``averages_buffers = True``: it averages BatchNorm's statistics itself (`Run.own_buffers`),
-      and training sends none.
-    - ``default_compression = "SPEC"``: its compression where the user says nothing.
-    - ``summary``, a `MethodSummary`: its row in the table of methods; a method that is no row
-      needs none.
-    - ``consistency``: its `Consistency` with uncompressed gradients. A method that says nothing is
-      taken for asynchronous.
-    - ``in_the_long_run``: keys with which a short run shows what a long one comes to: without a
-      warm-up, say. For `paceline plan`.
-    - ``learns_for``: how many steps it takes, beyond the tuning of buckets, to its steady state.
+      and the training sends none.
+    - ``default_compression = "SPEC"``: its compression if the user names none.
+    - ``summary``, a `MethodSummary`: its row in the table of methods; only listed methods need one.
+    - ``consistency``: its `Consistency` with uncompressed gradients. Without a declaration it counts
+      as asynchronous.
+    - ``in_the_long_run``: keys with which a short run has the speed of a long one's steady state, for
+      example no warm-up. For `paceline plan`.
+    - ``learns_for``: how many steps beyond bucket tuning it needs to reach its steady state.
 
-    A method that sends no gradients may define ``compressed_by(self, compressor)``, given a name. It
-    returns the method whose messages are compressed: its means with a name are of differences. Or it
-    raises a `UsageError` that says why they cannot be, and what to use instead.
+    A method that sends no gradients may define ``compressed_by(self, compressor)``, with the name of a
+    compressor. It returns a method whose named averages are of differences, and compressed. Otherwise
+    it raises a `UsageError` with the reason and an alternative.
 
-    Where workers do different numbers of steps, its worker may have a number `steps_of_all`: what
-    `DistributedOptimizer.steps_of_all` is.
+    If workers do different numbers of steps, its worker may have a number `steps_of_all`, the value of
+    `DistributedOptimizer.steps_of_all`.
 
     Example:
         What DDP does; docs/tutorials/write-a-method.md says more::
@@ -270,12 +275,12 @@ class Method(Protocol):
 
     @property
     def rounds(self) -> Rounds:
-        """In which steps it communicates."""
+        """In which steps workers communicate."""
         ...
 
     @property
     def updates_on(self) -> UpdatesOn:
-        """Who applies the optimizer."""
+        """What applies the optimizer."""
         ...
 
     @property
@@ -289,11 +294,10 @@ class Method(Protocol):
         ...
 
     def start(self, run: Any) -> object:
-        """Make the method's worker, with those of `WorkerHooks` that it needs. Collective.
+        """Make the method's worker, an object with the `WorkerHooks` that it needs. Collective.
 
         Args:
-            run: The `Run` of the method's kind: an `UpdatingRun` where it updates, a `ServerRun`
-                where servers do.
+            run: An `UpdatingRun` if the method updates, a `ServerRun` if servers update, else a `Run`.
 
         Returns:
             The worker.
@@ -306,42 +310,42 @@ class UpdatesOnServer(Method, Protocol):
 
     @property
     def coordinates(self) -> bool:
-        """Whether server 0 decides for all, and workers tell the others: see `Discipline.on_decision`."""
+        """Whether server 0 decides for all servers, see `Discipline.on_decision`."""
         ...
 
     def piece_bytes(self, total: int) -> int | None:
-        """Return the most bytes that a unit has. For methods that push parts of buckets.
+        """Return the largest size of a unit, in bytes. For methods that push parts of buckets.
 
         Args:
             total: Bytes of the model.
 
         Returns:
-            None: units are as large as the parts of parameters that a server holds.
+            None: a unit is as large as the part of a parameter that a server holds.
         """
         ...
 
     def groups(self, workers: int) -> Groups | None:
-        """Return the first groups, where each group of workers has a server with the whole model.
+        """Return the first groups, if each group of workers has a server with the whole model.
 
         Args:
             workers: Number of workers.
 
         Returns:
-            None where servers share out the model among themselves, each for all workers.
+            None if the servers divide the model among themselves, and each serves all workers.
 
         Raises:
-            UsageError: As `server` does.
+            UsageError: For the reasons of `server`.
         """
         ...
 
     def server(self, workers: int) -> Discipline:
-        """Make what one server does: a `GroupServerDiscipline` where there are `groups`.
+        """Make the discipline of one server: a `GroupServerDiscipline` if there are `groups`.
 
         Args:
             workers: Number of workers.
 
         Returns:
-            A fresh discipline, for one server.
+            A new discipline, for one server.
 
         Raises:
             UsageError: The hyperparameters do not fit that number of workers.
@@ -351,22 +355,21 @@ class UpdatesOnServer(Method, Protocol):
 
 @dataclass(frozen=True)
 class Rounds:
-    """In which steps workers communicate: a round is such a step.
+    """In which steps workers communicate: such a step is a round.
 
-    What training itself sends (buffers, the tuner's trials, who still trains) goes with rounds:
+    The training's own messages (buffers, the tuner's trials, active workers) follow the rounds:
     steps between two rounds send nothing.
 
     Attributes:
-        every: Steps from one round to the next; 0: workers never meet by themselves, but at
-            servers.
+        every: Steps from one round to the next. 0: workers only meet at servers.
         groups: Whether a round is of groups of workers.
-        each_until: Before that step each step is a round, and *every* counts from there.
-        after_update: Whether rounds are held once the optimizer has stepped. Workers' optimizers
-            differ then, and so may models between two rounds. It follows from each of the others,
-            and may be set where each step is a round.
-        agree_every: After how many rounds all workers say who still trains. They use what was
-            said at the next such round, so that nobody waits. By default groups do so every
-            `AGREE_EVERY` rounds; all others ask in each round, which waits for all.
+        each_until: Every step before this one is a round; *every* counts from here.
+        after_update: Whether a round follows the optimizer's step. Workers' optimizers differ then,
+            and models may differ between two rounds. Any of the other attributes implies it. It may
+            also be set if every step is a round.
+        agree_every: Number of rounds between two exchanges of the active workers. Their result is
+            used at the next exchange, so no worker waits. By default groups exchange them every
+            `AGREE_EVERY` rounds. All others exchange them in each round, and wait for all workers.
 
     Example:
         ::
@@ -374,7 +377,7 @@ class Rounds:
             Rounds()  # bsp's
             Rounds(every=8)  # averages parameters after every eighth step
             Rounds(groups=True)  # averages within other groups in each step
-            Rounds(every=8, agree_every=1)  # as the second, and waits for the result later
+            Rounds(every=8, agree_every=1)  # as the second, but does not wait for active workers
     """
 
     every: int = 1
@@ -387,7 +390,7 @@ class Rounds:
         """Check the values, and fill in those that follow from others.
 
         Raises:
-            UsageError: A value cannot be.
+            UsageError: A value is not possible.
         """
         if self.every < 0:
             raise UsageError(
@@ -417,7 +420,7 @@ class Rounds:
 
     @property
     def is_every_step(self) -> bool:
-        """Whether all workers meet in every step, before the update."""
+        """Whether all workers communicate in every step, before the update."""
         return self.every == 1 and not self.after_update
 
     @property
@@ -427,44 +430,50 @@ class Rounds:
 
     @property
     def is_nonblocking(self) -> bool:
-        """Whether a round begins without knowing who takes part in it."""
+        """Whether a round begins before its active workers are known."""
         return self.agree_every is not None
 
 
 AGREE_EVERY = 16
-"""Rounds of groups from one agreement of all workers to the next: an agreement takes a
-small message and waits for nobody, since its answer is used at the next one."""
+"""Rounds of groups between two exchanges of all active workers.
+
+An exchange is one small message. No worker waits for it, since its result is used at the next one.
+"""
 
 EVERY_STEP = Rounds()
 ON_SERVERS = Rounds(every=0)
 
 
 Consistency = Literal["exact", "delayed", "lossy", "local", "asynchronous"]
-"""What becomes of a gradient, from the strongest promise to the weakest. *exact*: DDP's result,
-to rounding. *delayed*: every gradient is applied once, at most a step late. *lossy*: what codes
-leave out is sent later, or is small. *local*: workers' parameters differ between rounds.
-*asynchronous*: nobody bounds what is late, or what is left out, for all."""
+"""What a method guarantees about gradients, from the strongest guarantee to the weakest.
+
+- *exact*: DDP's result, up to rounding.
+- *delayed*: every gradient is applied once, at most a step late.
+- *lossy*: the compression error is sent later, or is small.
+- *local*: workers' parameters differ between rounds.
+- *asynchronous*: there is no common bound on staleness or on what is left out.
+"""
 
 CONSISTENCIES: tuple[Consistency, ...] = get_args(Consistency)
-"""From the strongest promise to the weakest."""
+"""From the strongest guarantee to the weakest."""
 
 
 def weaker(first: Consistency, second: Consistency) -> Consistency:
-    """Return the consistency where two things are done to a gradient: the weaker of both."""
+    """Return the weaker of two consistencies: that of a gradient to which both apply."""
     return max(first, second, key=CONSISTENCIES.index)
 
 
 class WorkerState(Protocol):
-    """One state that differs between workers: a method's, a compressor's error feedback.
+    """State that differs between workers: a method's, or a compressor's error feedback.
 
-    What is saved is data: tensors, numpy arrays, numbers, texts, lists, tuples and dicts of them.
+    It consists of tensors, numpy arrays, numbers and strings, in lists, tuples and dicts.
     """
 
     @property
     def name(self) -> str:
-        """Name of the state, for example ``"method.bsp"``; loads go by it.
+        """Name of the state, by which it is loaded, for example ``"method.bsp"``.
 
-        Equal on all workers, without a slash, and once in a training.
+        Equal on all workers, without a slash, and unique in a training.
         """
         ...
 
@@ -472,32 +481,31 @@ class WorkerState(Protocol):
         """Return this worker's state, between two steps. Not collective.
 
         Returns:
-            Data. The tensors may be the live ones: they are written before training goes on.
+            The data. Tensors may be the live ones: they are written before training continues.
         """
         ...
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` or `redistribute` gave, bit for bit. Not collective.
+        """Continue from the result of `save` or `redistribute`, bit for bit. Not collective.
 
         Args:
-            saved: Its tensors are on the processor, and nobody else holds them.
+            saved: Its tensors are in host memory, and have no other owner.
         """
         ...
 
     def redistribute(
         self, parts: Iterable[dict[str, Any]], workers: int
     ) -> dict[str, Any]:
-        """Return what this worker loads where it cannot have its own. Changes nothing.
+        """Return what this worker loads if it cannot have its own state. Changes nothing.
 
-        The job that saved had another number of workers than this one, or lost some of them.
+        This happens if the saving job had another number of workers, or lost some of them.
 
         Args:
-            parts: What `save` gave, in order of ranks, on every worker alike; each is read when it
-                is asked for.
+            parts: The results of `save` by rank, the same on every worker. Each is read on access.
             workers: Number of workers of this job.
 
         Raises:
-            UsageError: No answer would be right.
+            UsageError: The state cannot be redistributed correctly.
         """
         ...
 
@@ -505,15 +513,15 @@ class WorkerState(Protocol):
 def redistribute_nothing(
     name: str, parts: Iterable[dict[str, Any]], workers: int
 ) -> dict[str, Any]:
-    """Return an empty state, for states that mean nothing to another number of workers.
+    """Return an empty state, for states that have no meaning with another number of workers.
 
     Args:
-        name: Of the state.
+        name: Name of the state.
         parts: What each worker saved.
         workers: Number of workers of this job.
 
     Raises:
-        UsageError: A part holds something.
+        UsageError: A part is not empty.
     """
     held = [bool(part) for part in parts]
     if not any(held):

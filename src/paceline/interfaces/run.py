@@ -1,13 +1,13 @@
-"""What a method sees of one worker's training, and nothing else.
+"""What a method sees of one worker's training. It sees nothing else.
 
 `paceline.core` implements `Run`, `UpdatingRun` and `ServerRun`. `paceline.parameter_server`
 implements `Remote` (`client.remote_model`), and `paceline.optim` the `PartialOptimizer`
 (`partitioned`, over a torch optimizer). `paceline.bucketing.tuner` plans `Message`s.
 
-A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, which can be
-pushed, updated and answered by themselves. Simple methods push whole buckets (`Remote.push`, and
-`Remote.wait` puts the answers into the model). Others push some units of a bucket now and the
-rest late, and take the answers themselves (`Remote.wait_for_units`).
+A bucket lies on its servers in *units*: parts of its buffer, each of one parameter, that can be pushed,
+updated and sent back separately. Simple methods push whole buckets (`Remote.push`), and `Remote.wait`
+puts the replies into the model. Others push some units of a bucket now and the rest late, and take the
+replies themselves (`Remote.wait_for_units`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = [
 class Run(Protocol):
     """One worker's training as its method sees it.
 
-    `distribute` makes it for the method's hooks (`Method`). Averages, and what is called collective
-    here, must be called on all workers, in the same order.
+    `distribute` makes it for the method's hooks (`Method`). All workers must call averages, and functions
+    that are collective, in the same order.
 
     Example:
         What DDP does: average each bucket when it is full, and wait at the end of backward::
@@ -75,15 +75,15 @@ class Run(Protocol):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """The user's optimizer where workers update, else None.
+        """The user's optimizer if workers update, else None.
 
-        A method may read its learning rates, and average its state. It never steps it.
+        A method may read its learning rates, and average its state. It never calls its ``step()``.
         """
         ...
 
     @property
     def cluster(self) -> Cluster | None:
-        """The network where it is known, else None.
+        """The network if it is known, else None.
 
         Equal on all ranks, with as many workers as the job.
         """
@@ -96,33 +96,33 @@ class Run(Protocol):
 
     @property
     def messages(self) -> Sequence[Message] | None:
-        """The messages in which the gradients of this step travel, in the order of issue.
+        """The messages in which the gradients of this step are sent, in the order of issue.
 
-        None where gradients are waited for when backward ends. Equal on all ranks. Only for
-        methods that declare ``waits_in_forward``.
+        None if the worker waits for gradients at the end of the backward pass. Equal on all ranks.
+        Only for methods that declare ``waits_in_forward``.
         """
         ...
 
     @property
     def active(self) -> bool:
-        """Whether this worker still has data; else it only joins the others' collectives."""
+        """Whether this worker still has data; else it only shadows the others' collectives."""
         ...
 
     @property
     def weight(self) -> float:
-        """This worker's part in the mean: 1/n, or its part of the samples."""
+        """This worker's weight in the mean: 1/n, or its part of the samples."""
         ...
 
     @property
     def participants(self) -> Sequence[int]:
-        """Ranks that took part in the last round; equal on all ranks."""
+        """Ranks that were active in the last round; equal on all ranks."""
         ...
 
     @property
     def step_pending(self) -> bool:
-        """Whether gradients were delivered and ``step()`` has not followed.
+        """Whether gradients were delivered and ``step()`` has not been called since.
 
-        In `finish`: the script left its loop between the two.
+        If it is true in `finish`, the script left its loop between the two.
         """
         ...
 
@@ -130,7 +130,7 @@ class Run(Protocol):
     def step(self) -> int:
         """The number of this step, from 0.
 
-        Steps of a worker that is out of data count on.
+        Steps of a worker without data count, too.
         """
         ...
 
@@ -146,13 +146,13 @@ class Run(Protocol):
 
     @property
     def loss(self) -> float | None:
-        """The loss that the script last gave to `paceline.log`, if it did."""
+        """The last loss that the script gave to `paceline.log`, if any."""
         ...
 
     def report(self, sentence: str) -> None:
         """Report something to the user, once for all workers.
 
-        It is printed now, and stands beside the run's figures.
+        It is printed at once, and again beside the run's results.
 
         Args:
             sentence: What to report.
@@ -160,9 +160,9 @@ class Run(Protocol):
         ...
 
     def set_period(self, steps: int) -> None:
-        """Set after how many steps times and bytes repeat.
+        """Set the number of steps after which times and bytes repeat.
 
-        Figures are means over so many steps. By default the period is that of the method's
+        Reported values are means over this many steps. The default is the period of the method's
         `Rounds`.
 
         Args:
@@ -179,29 +179,29 @@ class Run(Protocol):
         channel: str = "",
         parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
-        """Average gradients in place over the workers that train.
+        """Average gradients in place over the active workers.
 
-        Workers learn in a step's means who trains and which tensors were used. So no mean can be
-        waited for before the step's last bucket was delivered. Where rounds are rarer than steps
-        and of all workers, they are held in `after_update`. The buffer of a worker that is out of
-        data counts as zeros.
+        The averages of a step also tell workers which workers were active and which tensors were
+        used. So the worker may only wait for an average after the step's last bucket was delivered.
+        If all workers hold rounds less often than every step, averages belong in `after_update`.
+        The buffer of a worker without data counts as zeros.
 
         Args:
-            gradients: A bucket, or a flat tensor. It holds this worker's share of the mean
-                already, gradient times `weight`, as a bucket's buffer does.
+            gradients: A bucket, or a flat tensor. It must already hold gradient times `weight`, as a
+                bucket's buffer does.
             of: The bucket that a tensor is a part of.
             among: A group instead of all workers.
-            channel: An ordered queue of its own, for what may be late.
-            parts: The views that a tensor which is no bucket consists of, by the names under
-                which a compressor keeps its state: a parameter's, or ``weight[0:4096]`` for
-                these elements of one.
+            channel: Name of a separate ordered queue, for averages that may be delayed.
+            parts: For a tensor that is not a bucket: the views that it consists of, by the names
+                under which a compressor keeps its state. A name is a parameter's, or
+                ``weight[0:4096]`` for these elements of one.
 
         Returns:
             A handle; the mean is in *gradients* after its ``wait()``.
 
         Raises:
-            UsageError: It is waited for too early, or among all workers before `after_update`
-                where rounds are held there.
+            UsageError: The worker waits too early, or averages among all workers before
+                `after_update` although rounds are held there.
         """
         ...
 
@@ -211,11 +211,11 @@ class Run(Protocol):
         """Average gradients as `mean` does, in two halves.
 
         The reduce-scatter begins now, the all-gather when `ReduceScatter.gather` is called. Together
-        they give the bits of the all-reduce by the same collective (native: of `ring`), and send as
-        much. The step's last bucket is gathered before any mean of the step is waited for, since
-        that half says who takes part and what was used. Each bucket is gathered once.
+        they give the same bits as the all-reduce by the same collective (for native: by `ring`), and
+        send as many bytes. Gather each bucket once. Gather the step's last bucket before waiting for
+        any average of the step, since it tells the active workers and used tensors.
 
-        A method that calls this declares ``sends_halves = True``: then `distribute` refuses
+        A method that calls this declares ``sends_halves = True``. Then `distribute` refuses
         compression, and collectives without halves.
 
         Args:
@@ -236,20 +236,20 @@ class Run(Protocol):
         name: str = "",
         parts: Mapping[str, torch.Tensor] | None = None,
     ) -> Pending:
-        """Average something other than gradients in place, parameters for example.
+        """Average a tensor other than gradients in place, for example parameters.
 
-        Every worker that takes part counts once. A worker that is out of data takes part in one
-        more round if it has trained since the last one; between groups it always does.
+        Every participating worker counts once. A worker without data participates in one more
+        round if it has trained since the last one; between groups it always does.
 
         Args:
-            tensor: Of floating point.
+            tensor: A floating-point tensor.
             among: A group instead of all workers.
-            channel: An ordered queue of its own, for what may be late.
-            name: The name under which a compressor keeps its state, for what may be compressed:
-                differences of parameters, say. Without a name *tensor* is sent uncompressed.
-            parts: Instead of *name*, for a contiguous *tensor*: the views that are compressed
-                one by one, in order, by such names. Under a parameter's name its state goes on
-                in other buckets, and among other workers.
+            channel: Name of a separate ordered queue, for averages that may be delayed.
+            name: Allows compression, for example of parameter differences; a compressor keeps its
+                state under this name. Without a name *tensor* is sent uncompressed.
+            parts: Instead of *name*, for a contiguous *tensor*: the views that are compressed one by
+                one, in order, by name. State under a parameter's name also serves other buckets and
+                other sets of workers.
 
         Returns:
             A handle; the average is in *tensor* after its ``wait()``.
@@ -257,15 +257,15 @@ class Run(Protocol):
         ...
 
     def participate_until_all_finish(self) -> int | None:
-        """Contribute zeros, in step with the others, until all are out of data.
+        """Take part in the others' collectives with zeros until all workers are out of data.
 
-        For a worker that is out of data. The hooks of each step are called as always, with
+        For a worker that is out of data. The hooks of each step are called as usual, with
         `active` False.
 
         Returns:
-            The rank whose model all are to take, where models differ: some worker stopped
-            earlier than others, or a step short of them, and this rank trained to the end.
-            None where models are equal.
+            The rank whose model all workers are to take, if models differ. They differ if a worker
+            stopped earlier than others, or a step short of them. This rank trained to the end.
+            None if models are equal.
         """
         ...
 
@@ -273,7 +273,7 @@ class Run(Protocol):
         """Give every rank the parameters and buffers of rank *source*. Collective.
 
         Args:
-            source: The rank whose model the others get.
+            source: The rank whose model the others take.
         """
         ...
 
@@ -282,18 +282,18 @@ class UpdatingRun(Run, Protocol):
     """The run of a method with ``updates_on="method"``: the method applies the optimizer."""
 
     def partition_optimizer(self, most_bytes: int) -> PartialOptimizer:
-        """Cut the optimizer into pieces; at most once in a training.
+        """Partition the optimizer into pieces; at most once in a training.
 
         Args:
-            most_bytes: The most that a piece may have.
+            most_bytes: The largest size of a piece, in bytes.
 
         Returns:
-            The optimizer, to be applied piece by piece.
+            The optimizer, which is applied piece by piece.
         """
         ...
 
     def clip(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Scale a step's mean gradients in place where the user asked for ``clip_norm``.
+        """Scale a step's mean gradients in place if the user set ``clip_norm``.
 
         For methods with ``clips="mean"``, before the gradients are applied.
 
@@ -313,15 +313,15 @@ class ServerRun(Run, Protocol):
 
 
 Half = Literal["all", "scatter", "gather"]
-"""What a message does: a whole mean, or the first or second half of forming it."""
+"""What a message carries: a whole average, or its first or second half."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """A part of a bucket that travels by itself.
+    """A part of a bucket that is sent separately.
 
-    It goes from *start* to *stop* of the buffer of bucket number *bucket*, as fractions of it: 0
-    and 1 are the whole.
+    It covers *start* to *stop* of the buffer of bucket number *bucket*, as fractions of the buffer:
+    0 and 1 are the whole.
     """
 
     bucket: int
@@ -346,12 +346,12 @@ class Piece:
 class PartialOptimizer(Protocol):
     """The optimizer, applied piece by piece: on a worker, or on a server.
 
-    Law: applying a step's pieces in several calls, in any order, or later with the gradients and
-    hyperparameters of then, gives the bits of one plain optimizer step.
+    Contract: the result is bit-equal to one plain optimizer step. A step's pieces may be applied in
+    several calls, in any order, or later with the gradients and hyperparameters of that step.
 
-    A call that is refused (`UsageError`) has changed nothing. After an error of the optimizer
-    itself some of the call's pieces may have been updated, unless it ran with ``commit=False``;
-    the training cannot go on after it.
+    A call that raises `UsageError` has changed nothing. After an error of the optimizer itself some of
+    the call's pieces may have been updated, unless it ran with ``commit=False``. The training cannot
+    continue after it.
 
     Example:
         ::
@@ -378,8 +378,8 @@ class PartialOptimizer(Protocol):
             commit: False: leave parameters and the optimizer's state as they are.
 
         Returns:
-            Nothing with *commit*; else the values that the pieces would have got, one new
-            tensor of the piece's shape for each piece.
+            With *commit* an empty list. Without it the values that the pieces would have got: one
+            new tensor of the piece's shape for each piece.
         """
         ...
 
@@ -396,9 +396,9 @@ class PartialOptimizer(Protocol):
         ...
 
     def stamps(self, pieces: Sequence[Piece]) -> list[int]:
-        """Return a number for each piece that changes with every write into its parameter.
+        """Return for each piece a number that changes with every write into its parameter.
 
-        Writes through ``.data`` are not seen.
+        It does not change with writes through ``.data``.
         """
         ...
 
@@ -409,14 +409,14 @@ class PartialOptimizer(Protocol):
     def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Return the optimizer's own state of each piece, by name.
 
-        What is written into it, or into its tensors, is what the next step uses. Empty before a
-        piece's first step, for most optimizers. Ask again after a checkpoint was loaded.
+        The next step uses values that are written into it, or into its tensors. With most optimizers
+        it is empty before a piece's first step. Call again after a checkpoint was loaded.
         """
         ...
 
 
 class UnitPlace(NamedTuple):
-    """A part of the model that travels by itself: [*start*, *stop*) of its bucket's buffer."""
+    """A unit's place: [*start*, *stop*) of its bucket's buffer."""
 
     piece: Piece
     start: int
@@ -426,7 +426,7 @@ class UnitPlace(NamedTuple):
 class UnitNotice(NamedTuple):
     """The last *notice* of one server about its part of a bucket, which has these *units*.
 
-    See `Discipline.notice`. Empty before the server's first answer.
+    See `Discipline.notice`. Empty before the server's first reply.
     """
 
     units: range
@@ -434,9 +434,9 @@ class UnitNotice(NamedTuple):
 
 
 class UnitValues(NamedTuple):
-    """An answer's parameters of one unit, flat.
+    """Parameters of one unit from a reply, flat.
 
-    They stand until the next push of that kind (main or late).
+    They are valid until the next push of that kind (main or late).
     """
 
     bucket: int
@@ -458,7 +458,7 @@ class Remote(Protocol):
     """
 
     def join(self) -> int:
-        """Take part; the model then holds the servers' parameters. Collective at the start.
+        """Join the training; the model then holds the servers' parameters. Collective at the start.
 
         Returns:
             The number of this worker's first step: 0, unless it was restarted.
@@ -476,23 +476,23 @@ class Remote(Protocol):
     ) -> None:
         """Send a bucket's gradient, and ask for its parameters.
 
-        Every bucket has one main push a step, though maybe of no units. The units that it leaves
-        out come *late*: exactly these, in one push, before the late push of the next step and the
-        main push of the one after that.
+        Every bucket has one main push a step, which may have no units. The units that it leaves out
+        are pushed *late*: exactly these, in one push. That push comes before the late push of the
+        next step, and before the main push of the step after that.
 
         Args:
             bucket: Its buffer has this worker's gradient.
             step: The number of this step.
-            weight: The gradient's part in the mean: `Run.weight`.
-            units: Numbers of the units to send; None: all. Only for disciplines that take parts
+            weight: The gradient's weight in the mean: `Run.weight`.
+            units: Numbers of the units to send; None: all. Only for disciplines that accept parts
                 (`Discipline.accepts_partial_pushes`).
-            late: Whether these are the units that the main push has left out.
-            report: What the method's servers are to know (`Discipline.decode_report`).
+            late: Whether these are the units that the main push left out.
+            report: Bytes for the method's servers (`Discipline.decode_report`).
         """
         ...
 
     def wait(self) -> int:
-        """Wait for the answers to all main pushes, and put their parameters into the model.
+        """Wait for the replies to all main pushes, and put their parameters into the model.
 
         Returns:
             The number of this worker's next step.
@@ -500,14 +500,14 @@ class Remote(Protocol):
         ...
 
     def leave(self) -> None:
-        """Say that this worker is out of data, and wait until all are.
+        """Tell the servers that this worker is out of data, and wait until all workers are.
 
         The model then holds the final parameters.
         """
         ...
 
     def consolidate(self) -> Callable[[], None]:
-        """Put the servers' present parameters into the model.
+        """Put the servers' current parameters into the model.
 
         Returns:
             A function that undoes it.
@@ -518,11 +518,11 @@ class Remote(Protocol):
 
     @property
     def group(self) -> int:
-        """The number of the server that this worker pushes to, where there are `Groups`."""
+        """The number of the server that this worker pushes to, if there are `Groups`."""
         ...
 
     def move(self, group: int, step: int) -> None:
-        """Push to another group's server from *step* on. Between two steps.
+        """Push to another group's server from step number *step* on. Called between two steps.
 
         Args:
             group: The number of the group, whose parameters the model now holds.
@@ -546,12 +546,12 @@ class Remote(Protocol):
         ...
 
     def wait_for_units(self, late: bool = False) -> list[UnitValues]:
-        """Wait for the answers to all main pushes, and for the model's buffers, which are put in.
+        """Wait for the replies to all main pushes, and load the model's buffers from them.
 
-        The method puts parameters into the model itself, and then calls `note_write`.
+        The method itself puts the parameters into the model, and then calls `note_write`.
 
         Args:
-            late: Wait for the answers to all late pushes instead.
+            late: Wait for the replies to all late pushes instead.
 
         Returns:
             The parameters of the units.
@@ -561,27 +561,27 @@ class Remote(Protocol):
     def notices(self, bucket: int) -> list[UnitNotice]:
         """Return the servers' last reports about a bucket.
 
-        They come with an answer to a main push, or to this worker's join.
+        They come with a reply to a main push, or to this worker's join.
         """
         ...
 
     def note_write(self) -> None:
-        """Say that the method, and not the script, has written into the model."""
+        """Record that the method, and not the script, has written into the model."""
         ...
 
     # ---- the optimizer ----
 
     def own_optimizer(self) -> PartialOptimizer:
-        """Return the optimizer on this worker: its pieces are the units, and its state is its own.
+        """Return this worker's own optimizer: its pieces are the units, and its state is separate.
 
         Its updates stay on this worker.
         """
         ...
 
     def request_states(self, units: Sequence[tuple[int, int]], step: int) -> None:
-        """Ask for the optimizer's state of some units, with all updates before *step* in it.
+        """Request the optimizer's state of some units, which includes all updates before *step*.
 
-        Only for disciplines that take parts (`Discipline.accepts_partial_pushes`).
+        Only for disciplines that accept parts (`Discipline.accepts_partial_pushes`).
 
         Args:
             units: Pairs of a bucket's number and a unit's number.
@@ -590,7 +590,7 @@ class Remote(Protocol):
         ...
 
     def wait_for_states(self) -> list[tuple[int, int, dict[str, Any]]]:
-        """Wait for all states that were asked for.
+        """Wait for all requested states.
 
         Returns:
             Bucket, number of the unit, and the entries by name; tensors are flat.

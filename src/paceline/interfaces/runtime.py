@@ -1,9 +1,8 @@
-"""Where a worker lives: its rank, its clock, its cluster, its services.
+"""What a worker runs on: its rank, its clock, its cluster, its services.
 
-`paceline.runtimes` implements `Runtime`; `distribute`, `paceline.core` and the
-collectives use it, among others. Methods never see it. A runtime also brings `Compute`, which
-charges or measures compute time as `paceline.core` reports it, and a `Stopwatch`, with which the
-bucket tuner and methods time work.
+`paceline.runtimes` implements `Runtime`. `distribute`, `paceline.core` and the collectives use it;
+methods never see it. A runtime also provides `Compute`, which charges or measures compute time as
+`paceline.core` reports it, and a `Stopwatch`, by which the bucket tuner and methods time operations.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ __all__ = [
 ]
 
 CompressionStage = Literal["encode", "decode"]
-"""Until the first code of a bucket is there; and all that follows."""
+"""``"encode"``: until a bucket's first compressed gradient exists. ``"decode"``: all later work."""
 
 
 class CompressionListener(Protocol):
-    """Is told when gradients are compressed, for example to charge time for it."""
+    """Receives events of compression, for example to charge time for it."""
 
     def compressed(
         self, compression: Any, workers: int, size: float, stage: CompressionStage
@@ -61,14 +60,14 @@ class CompressionListener(Protocol):
 
 
 class Compute(CompressionListener, Protocol):
-    """Charges a model's compute time where no real time passes for it, or measures it."""
+    """Charges a model's compute time if the clock is virtual, or measures it."""
 
     def forward(self, samples: int | None, training: bool) -> None:
         """Called when a forward pass begins.
 
         Args:
-            samples: Samples of its batch; None: not known.
-            training: Whether gradients are wanted.
+            samples: Samples of its batch; None: unknown.
+            training: Whether gradients are recorded.
         """
         ...
 
@@ -85,7 +84,7 @@ class Compute(CompressionListener, Protocol):
         ...
 
     def gradient(self, index: int) -> None:
-        """Called when the gradient of a tensor was computed; paceline's own work begins.
+        """Called when the gradient of a tensor was computed; paceline's own processing begins.
 
         Args:
             index: The tensor's number, in the model's order.
@@ -93,7 +92,7 @@ class Compute(CompressionListener, Protocol):
         ...
 
     def gradient_taken(self) -> None:
-        """Called when paceline's own work is done; backward goes on."""
+        """Called when paceline's own processing is done; backward continues."""
         ...
 
     def uses_compressor(self, compression: Any) -> None:
@@ -109,16 +108,16 @@ class Compute(CompressionListener, Protocol):
         ...
 
     def step_ended(self) -> None:
-        """Called when the optimizer has stepped: the next step draws its own jitter."""
+        """Called when the optimizer has stepped: the next step has new random jitter."""
         ...
 
 
 class Stopwatch(Protocol):
-    """Marks moments without waiting for them, and says later how far apart they were."""
+    """Marks moments without waiting for the device, and returns the times between them later."""
 
     @property
     def repeats(self) -> bool:
-        """Whether equal work takes equal time, to the bit: then one measurement is enough."""
+        """Whether equal work takes exactly equal time, so that one measurement is enough."""
         ...
 
     def mark(self) -> Any:
@@ -135,20 +134,20 @@ class Stopwatch(Protocol):
 
 @dataclass(frozen=True)
 class ServiceSpec:
-    """One thing to start beside the workers, for all of them.
+    """One kind of service to start beside the workers, for all of them.
 
     Attributes:
         name: Its name, or the beginning of the names of several: ``"NAME i"``.
-        kind: A row of `paceline.parameter_server.process.services`.
-        place: Where services stand, one on each host of the place: ``"embedded"`` (beside rank 0
-            alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts of their own),
-            ``"auto"`` (dedicated where there are any, else embedded), or addresses
-            ``"HOST:PORT"`` joined by "+", where servers run already.
-        peers: Names of services of the same job that this one asks.
-        beside: Workers, for as many services, called ``"NAME i"``, which have all others of them
-            as peers. They stand on the first hosts of the place; with ``"auto"``, where there are
-            fewer of these, the i-th stands beside the i-th of these workers. On workers' hosts
-            they go round.
+        kind: A key of `paceline.parameter_server.process.services`.
+        place: Where the services run, one on each host of the place: ``"embedded"`` (beside rank 0
+            alone), ``"per-node"`` (on each host), ``"dedicated"`` (on hosts without workers),
+            ``"auto"`` (dedicated if there are such hosts, else embedded). Or addresses
+            ``"HOST:PORT"`` of running servers, joined by "+".
+        peers: Names of services of the same job that this one sends requests to.
+        beside: Workers, one for each of several services, which are called ``"NAME i"`` and have
+            each other as peers. They run on the first hosts of the place. With ``"auto"``, if the
+            place has fewer hosts, the i-th service runs beside the i-th of these workers. On
+            workers' hosts they are assigned in turn.
     """
 
     name: str
@@ -160,12 +159,12 @@ class ServiceSpec:
 
 @dataclass(frozen=True)
 class ServiceJob:
-    """What is to run for one purpose.
+    """The services to start for one purpose.
 
     Attributes:
-        services: What to start.
-        method: Whose updates servers apply, where it is at hand; elsewhere they learn its spec
-            from the workers that join.
+        services: The services.
+        method: The method whose updates the servers apply, if its object is available. Otherwise
+            servers learn its spec from the workers that join.
     """
 
     services: tuple[ServiceSpec, ...]
@@ -174,16 +173,16 @@ class ServiceJob:
 
 @dataclass(frozen=True)
 class ServerJob:
-    """What a training's servers are started for.
+    """The servers of one training.
 
     Attributes:
         method: The method whose updates servers apply; None for servers that only reduce.
         spec: The method's full spec.
         place: As in `ServiceSpec`.
-        clip_norm: The largest norm of a step's mean gradient, where servers form it.
+        clip_norm: The largest norm of a step's mean gradient, if servers form it.
         compression: Spec of the compressor of pushed gradients; empty: uncompressed.
-        replies: What servers answer with; see `Join`.
-        groups: Whose servers hold the whole model each, if they do.
+        replies: What servers reply with; see `Join`.
+        groups: The groups whose servers each hold the whole model, if there are any.
     """
 
     method: UpdatesOnServer | None
@@ -198,8 +197,8 @@ class ServerJob:
     def services(self) -> ServiceJob:
         """These servers as services, for `Runtime.services`.
 
-        A group's server stands beside the group's first worker, unless *place* says otherwise;
-        those of groups that are empty as yet beside workers all over.
+        A group's server runs beside the group's first worker, unless *place* says otherwise. Servers
+        of empty groups are spread over the workers.
         """
         service = ServiceSpec("server", place=self.place)
         if self.groups is not None:
@@ -216,41 +215,41 @@ class RuntimeClock(Protocol):
     """A worker's time, real or virtual."""
 
     is_virtual: ClassVar[bool]
-    """Whether time passes only where it is charged: then equal work takes equal time, to the bit."""
+    """Whether time passes only when it is charged: then equal work takes exactly equal time."""
 
     def now(self) -> float:
         """Return the seconds on this clock, from an arbitrary origin."""
         ...
 
     def pace(self, seconds: float) -> None:
-        """Spend *seconds* of compute time, at a speed of 1."""
+        """Spend *seconds* of compute time, as measured at relative speed 1."""
         ...
 
     def charge(self, seconds: float, what: str) -> None:
-        """Charge compute time of paceline itself, where time is virtual.
+        """Charge compute time of paceline itself, if time is virtual.
 
-        It is charged to the work that runs now (`Pending.then`) or else to the script.
+        It is charged to the running callback (`Pending.then`), or else to the script.
 
         Args:
-            seconds: At a speed of 1.
-            what: What was computed, for traces.
+            seconds: Duration at relative speed 1.
+            what: Name of the computation, for traces.
         """
         ...
 
     def external(self, wait: Callable[[], None]) -> None:
-        """Wait for something outside of this runtime, such as another process.
+        """Call *wait*, which waits for something outside this runtime, such as another process.
 
-        Where time is virtual it takes none.
+        It takes no virtual time.
         """
         ...
 
     def stopwatch(self, device: torch.device) -> Stopwatch:
-        """Return what times work on tensors of *device*."""
+        """Return a stopwatch for work on tensors of *device*."""
         ...
 
 
 class Runtime(Protocol):
-    """Where one worker lives."""
+    """What one worker runs on."""
 
     name: ClassVar[str]
     """``"real"``, ``"emulated"`` or ``"simulated"``."""
@@ -267,9 +266,9 @@ class Runtime(Protocol):
 
     @property
     def cluster(self) -> Cluster | None:
-        """The network that the workers are on; None where it is not known.
+        """The network of the workers; None if it is unknown.
 
-        The same on all ranks, from `connect` on, and with as many workers as the job.
+        The same on all ranks once `connect` has returned, with as many workers as the job.
         """
         ...
 
@@ -284,11 +283,11 @@ class Runtime(Protocol):
         ...
 
     weights: Mapping[int, int] | None
-    """In a simulation of representatives, by worker that runs: how many workers it stands for. None:
-    all workers run."""
+    """In a simulation of representatives: how many workers each running worker represents, by worker.
+    None: all workers run."""
 
     server_only: bool
-    """Whether workers meet only at their servers, so that the job survives deaths."""
+    """Whether workers communicate only with their servers, so that the job survives lost workers."""
 
     @property
     def registry(self) -> TrainingRegistry:
@@ -301,29 +300,29 @@ class Runtime(Protocol):
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         samples: float | None,
     ) -> Compute | None:
-        """Return what charges, or measures, one model's compute time.
+        """Return the object that charges or measures one model's compute time.
 
         Args:
             model: The model.
             parameters: Its trainable tensors, in registration order.
-            samples: The batch that a forward and a backward pass are given for; None: the
-                workload's own, or the first training batch.
+            samples: The batch size that the times of a forward and a backward pass refer to. None:
+                the workload's own, or that of the first training batch.
 
         Returns:
-            None where time passes by itself, unobserved.
+            None if time passes by itself, and is not observed.
         """
         ...
 
     @property
     def workload(self) -> Workload | None:
-        """The times that the first model's passes are given here.
+        """The compute times that this runtime sets for the first model.
 
-        None where they take what they take, or what the script says.
+        None if passes take their real time, or the time that the script sets.
         """
         ...
 
     def blank(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return a flat float32 tensor of zeros that is *size* bytes on this runtime's network.
+        """Return a flat float32 tensor of zeros that counts as *size* bytes on this runtime's network.
 
         In the simulated runtime it may have fewer elements.
         """
@@ -334,10 +333,10 @@ class Runtime(Protocol):
         ...
 
     def workers(self, name: str) -> WorkerGroup:
-        """Return this worker's end of the group of all workers.
+        """Return this worker's handle of the group of all workers.
 
         Args:
-            name: Of the `Comm` that is made of it; unique in the job.
+            name: Name of the `Comm` that is built on it; unique in the job.
         """
         ...
 
@@ -348,20 +347,20 @@ class Runtime(Protocol):
             job: What to start.
 
         Returns:
-            This worker's ends of all of them, in the job's order.
+            This worker's endpoints of all services, in the job's order.
 
         Raises:
-            UsageError: One cannot run in its place, or does not start; on every worker.
+            UsageError: A service cannot run at its place, or does not start. Raised on every worker.
         """
         ...
 
     def runner(self, name: str, *, thread: bool) -> Runner:
-        """Return what runs a chain of works (`Pending.then`).
+        """Return a runner for a chain of callbacks (`Pending.then`).
 
         Args:
-            name: For errors.
-            thread: Whether what works follow may be waited for in another thread than the one
-                that has issued it.
+            name: Name for errors.
+            thread: Whether the operations that callbacks follow may be waited for in another thread
+                than the one that issued them.
         """
         ...
 
@@ -377,11 +376,11 @@ def current_runtime() -> Runtime | None:
 
 
 def enter_runtime(runtime: Runtime) -> None:
-    """Make *runtime* this process's."""
+    """Set the runtime of this process."""
     global _of_process
     _of_process = runtime
 
 
 def enter_runtime_in_this_thread(runtime: Runtime | None) -> None:
-    """Make *runtime* the calling thread's, before this process's."""
+    """Set the runtime of the calling thread, which has priority over that of the process."""
     _of_thread.runtime = runtime

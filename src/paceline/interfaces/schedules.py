@@ -1,4 +1,4 @@
-"""Collectives as data: who sends which part of a buffer to whom, in which order, and what it costs.
+"""Collectives as data: which rank sends which part of a buffer to which rank, in which order, at what cost.
 
 One `Schedule` serves four readers. `collectives.schedule_execution` *performs* it on real tensors over
 sends and receives. The simulated runtime simulates its messages one by one, or moves its
@@ -6,9 +6,17 @@ sends and receives. The simulated runtime simulates its messages one by one, or 
 group, 0 to n - 1. Sizes and offsets are in one unit: elements of the buffer to perform a
 schedule, bytes to price it. A `Placement` says where the ranks are.
 
-A transfer may start when every transfer of an earlier step into its source has arrived:
-that is all the order there is. A step sends what the buffer held before that step. Messages
-between the same two ranks never overtake each other.
+- `collectives.execute` *performs* it on real tensors, by sends and receives;
+- the simulated runtime simulates its messages one by one;
+- or it simulates its `Activity`s, each as a whole;
+- the planner prices it without a runtime.
+
+Ranks here are positions in the group, 0 to n - 1. Sizes and offsets have one unit: elements of the
+buffer when a schedule is performed, bytes when it is priced. A `Placement` says where the ranks are.
+
+A transfer may start when every transfer of an earlier step into its source has arrived. There is no
+other order. A step sends what the buffer held before that step. Messages between the same two ranks
+never overtake each other.
 """
 
 from __future__ import annotations
@@ -26,7 +34,7 @@ __all__ = ["Activity", "Placement", "Schedule", "Transfer"]
 OneWay = Callable[[int, int], float]
 """Seconds of latency from one node to another."""
 Traffic = Mapping[tuple[int, int], float]
-"""How many connections' bytes go from one node to another, by (source, destination)."""
+"""How many connections send from one node to another, by (source, destination)."""
 
 
 class Transfer(NamedTuple):
@@ -45,20 +53,20 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Activity:
-    """Messages that keep step with each other, so that they are priced as one.
+    """Messages that progress together, so that they are priced as one.
 
     After the latency of the longest chain of dependent messages, all connections carry *bytes*.
 
     Args:
         key: Equal for activities with the same traffic and latency, of whatever size.
         ranks: The ranks that take part.
-        traffic: Returns the connections in use; it is asked once per key.
+        traffic: Returns the connections in use; called once per key.
         bytes: Units on the busiest connection.
         messages: Messages that each rank sends.
         latency: Given the seconds between two nodes, returns those of the longest chain of
             dependent messages.
-        switches: Racks whose aggregators are nodes beside the n ranks, as n, n + 1, ...
-        servers: Numbers of the cluster's dedicated servers that are the nodes after those.
+        switches: Racks whose aggregators are additional nodes n, n + 1, ...
+        servers: Numbers of the cluster's dedicated servers, which are the nodes after those.
     """
 
     key: Hashable
@@ -74,7 +82,8 @@ class Activity:
         """Return the same activity among ``members`` of a larger group.
 
         Args:
-            members: The rank there of each rank here. An activity with other nodes has none.
+            members: Rank in the larger group of each rank of this activity. The activity must not
+                have other nodes.
         """
         return Activity(
             (members, self.key),
@@ -91,7 +100,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Schedule(ABC):
-    """A collective's transfers, and what they cost when nothing disturbs them.
+    """A collective's transfers, and their cost on an otherwise idle network.
 
     Subclasses are frozen dataclasses: equal schedules are performed and priced alike.
 
@@ -114,8 +123,8 @@ class Schedule(ABC):
     ranks: int
 
     performable: ClassVar[bool] = True
-    """Whether ranks can perform it by sending to each other. A schedule that they cannot
-    perform is a sum over ranks, and is always priced."""
+    """Whether ranks can perform it by sending to each other. A schedule that they cannot perform is
+    a sum over ranks, and is always priced."""
 
     @property
     @abstractmethod
@@ -129,8 +138,8 @@ class Schedule(ABC):
     def own_steps(self, rank: int) -> Iterable[Sequence[Transfer]]:
         """Return the transfers of each step that *rank* sends or receives, in their order.
 
-        A schedule of about as many steps as ranks overrides it: looking through all transfers
-        of n steps takes each of n ranks a time in proportion to n^2.
+        A schedule with about as many steps as ranks overrides it: if each of n ranks looked through
+        all transfers of n steps, it would take time proportional to n^2.
         """
         for number in range(self.steps):
             yield [t for t in self.step(number) if rank in (t.source, t.destination)]
@@ -143,19 +152,19 @@ class Schedule(ABC):
     def phases(self) -> Sequence[Sequence[Activity]] | None:
         """Return this schedule as activities; None: its messages are simulated one by one.
 
-        In each phase some run side by side; the next phase begins when they all have ended.
+        The activities of a phase run in parallel. The next phase begins when all of them have ended.
         """
         return None
 
     def halves(self) -> tuple[Schedule | None, Schedule | None]:
-        """Return the transfers that add, and then those that only spread the sum.
+        """Return the schedule of the transfers that add, and that of the transfers that distribute the sum.
 
         Returns:
-            Two schedules, one after the other as much as this one; None where there are no
-            such transfers.
+            Two schedules that together have the transfers of this one; None for a half without
+            transfers.
 
         Raises:
-            UsageError: Nobody has said which of its steps add.
+            UsageError: The schedule does not define which of its steps add.
         """
         raise UsageError(
             f"a reduce-scatter by {type(self).__name__}, of which nobody has told "
@@ -165,13 +174,13 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a communicator are, as far as their runtime knows.
+    """Where the ranks of a communicator are, as far as their runtime knows it.
 
     Args:
-        workers: The worker of the job that each rank is.
-        racks: The rack of each rank; None where it is not known.
-        cluster: The network; None where it is not known.
-        aggregating: The racks whose switch has an aggregator beside it.
+        workers: The job's worker that each rank is.
+        racks: The rack of each rank; None if it is unknown.
+        cluster: The network; None if it is unknown.
+        aggregating: The racks whose switch has an aggregator.
 
     Example:
         ::
@@ -208,6 +217,6 @@ class Placement:
 
 
 def aggregating_racks(cluster: Cluster | None) -> frozenset[int]:
-    """Return the racks of *cluster* that aggregate; none where it is not known."""
+    """Return the racks of *cluster* that aggregate; none if *cluster* is None."""
     racks = () if cluster is None else cluster.racks
     return frozenset(i for i, rack in enumerate(racks) if rack.aggregates)

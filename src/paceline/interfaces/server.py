@@ -1,17 +1,15 @@
-"""Servers: state machines that workers ask, and the disciplines by which methods' servers differ.
+"""Servers: state machines that answer workers, and the disciplines in which methods' servers differ.
 
-- `Service`: a server, or another service, as those who run it see it.
-  `parameter_server.state_machine.server` is one. A thread behind sockets, the simulated runtime and
-  tests run it.
+- `Service`: a server, or another service, as its host sees it. `parameter_server.state_machine.server` is
+  one. It is run by a thread behind sockets, by the simulated runtime and by tests.
   `parameter_server.process.services` lists the services.
-- `Discipline`: what a server does with gradients. A method's file overrides what differs from its
-  defaults; the server calls it, and gives it a `Shard`: its part of the model.
-- `Groups`, `GroupServerDiscipline`: group servers. Each holds the whole model for the workers of
-  its group, and they send each other the updates that they have applied. A method with such
-  servers declares its `Groups` (`UpdatesOnServer.groups`), and its discipline is a
-  `GroupServerDiscipline`: it says which updates are due, and applies what comes.
-  `paceline.parameter_server.groups.server` runs it: each update arrives once at each server,
-  whatever connections do meanwhile.
+- `Discipline`: what a server does with gradients. A method overrides the defaults that differ. The server
+  calls its discipline with a `Shard`: the server's part of the model.
+- `Groups`, `GroupServerDiscipline`: group servers. Each holds the whole model for the workers of its group,
+  and sends the updates that it has applied to the other servers. A method with such servers declares its
+  `Groups` (`UpdatesOnServer.groups`). Its discipline is a `GroupServerDiscipline`, which says which updates
+  are due, and applies the others' updates. `paceline.parameter_server.groups.server` runs it, and delivers
+  each update exactly once to each server, even if connections are lost.
 """
 
 from __future__ import annotations
@@ -44,9 +42,9 @@ __all__ = [
 
 
 class Sender(NamedTuple):
-    """The request that an answer belongs to. A worker that was restarted has another
-    *incarnation*. A service that asks has a number behind those of the workers: number *i* of
-    its job's services is sender *workers* + *i*."""
+    """The sender of a request. A restarted worker has another *incarnation*. A service that sends
+    requests has a number after those of the workers: number *i* of its job's services is sender
+    *workers* + *i*."""
 
     worker: int
     incarnation: int
@@ -55,8 +53,8 @@ class Sender(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """An answer to one request. *payload* is flat, shared by all workers that get it, and
-    never written again."""
+    """A reply to one request. *payload* is flat, shared by all workers that receive it, and never
+    written again."""
 
     to: Sender
     message: ReplyMessage
@@ -64,9 +62,9 @@ class Reply(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A service's request to another one, its *peer*. *number* is the asker's own, and comes
-    back with the answer. *payload* and *into* are flat, and not touched by the asker until
-    then; *channel*: as in `Endpoint.request`."""
+    """A service's request to another one, its *peer*. The asker chooses *number*, and the reply
+    carries it. *payload* and *into* are flat, and the asker does not touch them before the reply.
+    *channel*: as in `Endpoint.request`."""
 
     peer: str
     number: int
@@ -77,8 +75,8 @@ class Ask(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a transition cost a server's processor: bytes that it added up (or copied), bytes of
-    parameters that an optimizer stepped, and bytes that were read or written for codes."""
+    """Work of a transition on the server's processor: bytes that it added up or copied, bytes of
+    parameters that an optimizer stepped, and bytes read or written for compressed gradients."""
 
     added: int = 0
     stepped: int = 0
@@ -92,43 +90,43 @@ Outputs = Sequence[Reply | Ask]
 class Service:
     """A server, or another service, as a pure state machine: no I/O, no clock, no threads.
 
-    The real runtime runs it behind sockets, the simulated runtime as an event handler, a test
-    calls it directly. Each transition returns what is to be sent: replies to requests, and what
-    the service asks of other services. Each `Ask` is followed by one `on_reply`, or by the
-    `on_peer_lost` of its peer; none comes after that.
+    The real runtime runs it behind sockets, the simulated runtime as an event handler, and a test
+    calls it directly. Each transition returns messages to send: replies to requests, and the
+    service's own requests to other services. Each `Ask` is followed by one `on_reply`, or by the
+    `on_peer_lost` of its peer. After `on_peer_lost` no reply comes.
 
-    Exceptions are faults of the service itself: what a worker does wrong is answered with
+    Exceptions are faults of the service itself. A worker's invalid request is answered with
     `Rejected`, and changes nothing.
 
-    Example: an aggregator returns an `Ask` once the parts of its rack are in, and answers its
+    Example: an aggregator returns an `Ask` once it has the parts of its rack, and replies to its
     workers in `on_reply`.
     """
 
     reconnects_to_peers = False
-    """Whether peers that are lost may come back: whoever runs the service then tries to reach them
-    again and again, as one that asks with a later incarnation."""
+    """Whether lost peers may come back. The service's host then keeps trying to reach them, with a
+    later incarnation."""
     holds_model: bool | None = None
-    """Of a group server: whether it holds the model; None of any other service. It holds the model once it
-    has taken over what its peers hold, and no more when its group has no workers."""
+    """Of a group server: whether it holds the model; None of any other service. It holds the model
+    after it has taken its peers' state, until its group has no workers."""
 
     def on_request(
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> Outputs:
-        """A worker, or another service, asks for something. *payload* is the service's from now
-        on."""
+        """Handle a request of a worker or of another service. *payload* belongs to the service from
+        now on."""
         raise NotImplementedError
 
     def on_worker_lost(self, worker: int, incarnation: int, now: float) -> Outputs:
-        """The connection to a worker, or to a service that asks here, is lost: nobody waits for
-        it any more."""
+        """The connection to a worker, or to a service that sends requests here, is lost. The service
+        does not wait for it any more."""
         raise NotImplementedError
 
     def on_worker_finished(self, worker: int, now: float) -> Outputs:
-        """The script of *worker* has ended well: it does not come back."""
+        """The script of *worker* has ended without an error: the worker does not come back."""
         return []
 
     def is_over(self) -> bool:
-        """Whether the training is over for some worker: the others are about to end it."""
+        """Whether the training has ended for some worker: then the others will end it soon."""
         return False
 
     def next_deadline(self) -> float | None:
@@ -140,7 +138,7 @@ class Service:
         return []
 
     def take_work(self) -> Work:
-        """What was done since this was last called."""
+        """Return the work since the last call."""
         return Work()
 
     def on_reply(
@@ -151,22 +149,22 @@ class Service:
         payload: torch.Tensor | None,
         now: float,
     ) -> Outputs:
-        """*peer* has answered request *number*, maybe with `Rejected`. *payload* is the
+        """Handle the reply of *peer* to request *number*, which may be `Rejected`. *payload* is the
         tensor that was handed over for it."""
         return []
 
     def on_peer_lost(self, peer: str, reason: str, now: float) -> Outputs:
-        """*peer* is gone, for the *reason* given: it answers nothing any more, and whoever waits
-        for it is to be told."""
+        """*peer* is lost, for this *reason*. It sends no more replies, and senders that wait for it
+        must be told."""
         return []
 
     def on_peer_back(self, peer: str, now: float) -> Outputs:
-        """*peer* is there again after an `on_peer_lost`: it may be asked."""
+        """*peer* is back after an `on_peer_lost`, and can receive requests."""
         return []
 
 
 Hyperparameters = Sequence[Mapping[str, Any]]
-"""What ``param_groups`` held at one moment, group by group, without the parameters."""
+"""Contents of the optimizer's ``param_groups`` at one moment, by group, without the parameters."""
 
 
 class PushedGradient(NamedTuple):
@@ -177,16 +175,16 @@ class PushedGradient(NamedTuple):
         step: Its step.
         bucket: The bucket.
         weight: Scales the learning rate.
-        used: Per unit, whether it took part in the backward pass.
+        used: Per unit, whether the backward pass used it.
         hyperparameters: The optimizer's, of this step.
         gradient: Flat, of all the units.
-        number: Counts pushes as they came.
-        late: The main push of this bucket and step has left these units out.
+        number: Counts pushes in order of arrival.
+        late: The main push of this bucket and step left these units out.
         units: The units; None: all of the bucket.
-        report: What `Discipline.decode_report` made of the worker's report; None without one.
-        applied: An earlier incarnation of the worker has sent it, and it is in the parameters. The
-            push is answered like any other, and its gradient is not used.
-        of: The workers and steps of the gradients that this one is the mean of; empty: its own.
+        report: The result of `Discipline.decode_report` for the worker's report; None without one.
+        applied: An earlier incarnation of the worker sent it, and the parameters already include it.
+            The server replies as usual, and does not use the gradient.
+        of: The workers and steps of the gradients whose mean this one is; empty: its own.
     """
 
     worker: int
@@ -209,34 +207,34 @@ class Shard(Protocol):
 
     @property
     def now(self) -> float:
-        """Seconds on the server's clock: when the request at hand came."""
+        """Seconds on the server's clock when the current request arrived."""
         ...
 
     def active_workers(self, step: int) -> Sequence[int]:
-        """The workers, in rank order, whose gradients of *step* have come or will come."""
+        """The workers, in rank order, whose gradients of *step* have arrived or will arrive."""
         ...
 
     def clock(self, worker: int) -> int:
-        """The number of a worker's next step: its main pushes of all steps before are in. Of
-        a worker that has yet to join: the number of its first step."""
+        """The number of a worker's next step: all its main pushes of earlier steps have arrived. Of a
+        worker that has not joined yet: the number of its first step."""
         ...
 
     def skip_to(self, worker: int, step: int) -> None:
-        """Let *worker* leave out its steps before *step*: its answers name the next one. A
-        worker whose clock is further stays there."""
+        """Let *worker* skip its steps before *step*: replies to it name the next one. A worker with a
+        later clock stays there."""
         ...
 
     def next_unstarted_step(self) -> int:
-        """One more than the highest step of which a gradient has come, from whomever."""
+        """One more than the highest step of which any worker's gradient has arrived."""
         ...
 
     def waiting_at_barrier(self) -> Collection[int]:
-        """The workers that have come to where all meet, and wait there: they send nothing
-        until all others that train have come, too."""
+        """The workers that wait at the barrier of all workers. They send nothing until all other
+        active workers have arrived."""
         ...
 
     def slowest_step(self) -> int:
-        """The least clock of those that take part; `next_unstarted_step` where nobody does."""
+        """The smallest clock of the active workers; `next_unstarted_step` if there are none."""
         ...
 
     @property
@@ -254,55 +252,54 @@ class Shard(Protocol):
         ...
 
     def unit_bytes(self, bucket: int) -> Sequence[int]:
-        """What each unit of *bucket* is on the network."""
+        """The bytes of each unit of *bucket* on the network."""
         ...
 
     def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
-        """The parameters of some units as they are, each flat: to read."""
+        """The current parameters of some units, each flat, read-only."""
         ...
 
     def units_of(
         self, bucket: int, flat: torch.Tensor
     ) -> Iterable[tuple[int, torch.Tensor]]:
-        """Views of a tensor of all of *bucket*, unit by unit; each with the number of the
-        optimizer's group that the unit is in."""
+        """Views of the units in a tensor of all of *bucket*, each with the number of the unit's
+        optimizer group."""
         ...
 
     def apply(self, push: PushedGradient) -> None:
-        """Update by one push alone. Its *weight* scales the learning rate: decay follows
-        by itself, and Adam, whose step does not depend on a gradient's size, moves as far
-        as it should (design section 4). A push that was applied before changes nothing."""
+        """Update by one push alone. Its *weight* scales the learning rate. So weight decay scales with
+        it, and so does the step of Adam, which does not depend on the gradient's size (design section
+        4). A push that was applied before changes nothing."""
         ...
 
     def apply_mean(self, bucket: int, pushes: Sequence[PushedGradient]) -> None:
-        """Update by the mean of pushes, all of the same units: weighted by their weights,
-        divided by the sum of them, and added up in the order given. The gradients are used
-        up: the first one becomes the mean. No pushes at all count as an update, too."""
+        """Update by the weighted mean of pushes, all of the same units: the sum of gradients times
+        weights, divided by the sum of weights. Gradients are added in the given order. Their memory is
+        reused: the first one becomes the mean. An empty list counts as an update, too."""
         ...
 
     def zero_momentum(self, bucket: int) -> None:
-        """Make the optimizer's running mean of gradients nought, of all that this server
-        holds of *bucket*: SGD's momentum buffer, Adam's first moment. Second moments and
-        counts of steps stay. `UsageError` where a step's updates are held until its norm is
-        known: this would come before them."""
+        """Set the optimizer's running mean of gradients to zero, for this server's part of *bucket*:
+        SGD's momentum buffer, Adam's first moment. Second moments and step counters stay. Raises
+        `UsageError` if a step's updates are held until its norm is known, since this would precede
+        them."""
         ...
 
     def reply(self, push: PushedGradient, counted: Sequence[int] = ()) -> None:
-        """Send the parameters that were pushed, as they are now, to the worker that pushed
-        them. *counted*: the workers that counted for the step, where that was decided."""
+        """Send the pushed units' current parameters to the worker that pushed them. *counted*: the
+        workers whose gradients count for the step, if that was decided."""
         ...
 
     def count(self, what: str) -> None:
-        """Count something that happened, for reports: ``"gradients dropped"``."""
+        """Count an event for reports, such as ``"gradients dropped"``."""
         ...
 
 
 class Discipline:
-    """What a server does with gradients, and when it answers: one object per server.
+    """What a server does with gradients, and when it replies: one object per server.
 
-    A method's discipline overrides what differs. The defaults are those of a server that applies
-    each gradient when it comes: it has no rounds, so a worker may join at any moment and have the
-    parameters as they are.
+    A method's discipline overrides what differs. By default a server applies each gradient on arrival.
+    It has no rounds, so a worker may join at any moment and gets the current parameters.
 
     Example:
         >>> class ApplyOnArrival(Discipline):
@@ -312,83 +309,82 @@ class Discipline:
     """
 
     accepts_partial_pushes = False
-    """Whether it takes a step's buckets in parts: some units with the main push, which is the
-    step's barrier, and those that it left out late. The others take whole buckets: their servers
-    refuse anything else."""
+    """Whether it accepts a step's buckets in parts: some units with the main push, which is the step's
+    barrier, and the remaining units late. Servers of other disciplines refuse anything but whole
+    buckets."""
     finishes_without_stragglers = False
-    """Whether steps may end without some workers. Where workers wait for all others (see
-    `Shard.active_workers`), steps then end without them, so that the others get there."""
+    """Whether steps may end without some workers. If workers wait for all others (see
+    `Shard.active_workers`), steps then end without them, so that the others reach the barrier."""
     follows_first_server = False
-    """Whether servers would decide differently, so that server 0 decides alone."""
+    """Whether servers could decide differently, so that server 0 decides for all."""
 
     def follow(self) -> None:
-        """This is not server 0: do not decide. Called before anything else, where
-        `follows_first_server`."""
+        """This is not server 0: do not decide. Called before anything else, if
+        `follows_first_server` is set."""
 
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
-        """A gradient has come. The discipline alone keeps it."""
+        """A gradient has arrived. Only the discipline stores it."""
         raise NotImplementedError
 
     def on_change(self, shard: Shard) -> None:
-        """The active workers have changed, or all main pushes of a worker's step are in."""
+        """The active workers have changed, or all main pushes of a worker's step have arrived."""
 
     def on_decision(self, shard: Shard, step: int, workers: Sequence[int]) -> None:
-        """Server 0 has decided that *workers* count for *step*. Comes from each worker, by which
-        the others learn it. Raises `UsageError` where nothing is decided."""
+        """Server 0 has decided that *workers* count for *step*. Each worker forwards the decision to
+        the other servers. Raises `UsageError` if the discipline decides nothing."""
         raise UsageError("decide: nothing is decided under this method")
 
     def next_deadline(self) -> float | None:
-        """When `on_timer` is to be called, on the clock of `Shard.now`; None: not at all. Every
-        call of the discipline may change it."""
+        """When `on_timer` is to be called, on the clock of `Shard.now`; None: never. Every call of the
+        discipline may change it."""
         return None
 
     def on_timer(self, shard: Shard) -> None:
         """`Shard.now` has reached the deadline."""
 
-    # ---- what its workers report, and are told: bytes that only the method reads ----
+    # ---- reports of workers and notices to them: bytes that only the method reads ----
 
     def decode_report(self, shard: Shard, report: bytes) -> Any:
-        """What a worker's report says: `on_push` finds it in `PushedGradient.report`. Raises
-        `UsageError` for a report that makes no sense: then its push is refused, and nothing
-        has changed."""
+        """Decode a worker's report: `on_push` finds the result in `PushedGradient.report`. Raises
+        `UsageError` for an invalid report. The server then refuses the push, and nothing has
+        changed."""
         raise UsageError("push: this method takes no reports")
 
     def notice(self, bucket: int) -> bytes:
-        """What goes out with a reply to a main push of *bucket*, or to a pull of it."""
+        """Bytes that are sent with a reply to a main push of *bucket*, or to a pull of it."""
         return b""
 
     # ---- joining, pulling, snapshots ----
 
     def first_step(self, shard: Shard) -> int:
-        """The step with which a worker that joins now begins."""
+        """The first step of a worker that joins now."""
         return shard.slowest_step()
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        """Whether a worker that begins with *step* may have *bucket* as it is."""
+        """Whether a worker that begins with *step* may have the current parameters of *bucket*."""
         return True
 
     def has_updates(
         self, shard: Shard, step: int, bucket: int, units: Sequence[int]
     ) -> bool:
-        """Whether all updates before *step* are in these units. A worker that asks for their
-        optimizer state is answered then. Asked where `accepts_partial_pushes`."""
+        """Whether all updates before *step* are in these units. The server then replies to a worker
+        that has requested their optimizer state. Called if `accepts_partial_pushes`."""
         return True
 
     def completed_step(self, shard: Shard) -> int | None:
-        """The first step that workers may do after a snapshot of this moment: all steps before
-        it have ended. A worker whose later gradients are in the parameters goes on after them.
-        Example: under asp, with workers that have done 7 and 9 steps, it is step 7; one goes on
-        with step 7, the other one with step 9. None while a step has ended for some buckets
-        only: then there is no snapshot."""
+        """The first step that workers do after a snapshot of this moment: all earlier steps have ended.
+        A worker whose later gradients are in the parameters continues after those. Example: under asp
+        with workers that have done 7 and 9 steps, the result is 7; one continues with step 7, the other
+        with step 9. None while a step has ended for some buckets only: then no snapshot is taken."""
         return shard.slowest_step()
 
     def resume(self, shard: Shard, step: int) -> None:
-        """Go on with *step*, holding no gradient: this object is new. The shard was restored from
-        a snapshot for which `completed_step` was *step*; or other parameters were loaded. All
-        buckets have the version of then, and at least *step*. Called before anything else."""
+        """Continue with *step*, without any gradient; this object is new. The shard was restored from a
+        snapshot for which `completed_step` was *step*, or other parameters were loaded. All buckets have
+        the version of that moment, and at least *step*. Called before anything else."""
 
     def take_over(self, before: Discipline) -> None:
-        """Take what outlives a load from the discipline before it. Called before `resume`, where
+        """Take the state that outlives a load from the previous discipline. Called before `resume`, if
         other parameters were loaded."""
 
 
@@ -417,17 +413,17 @@ class Groups(NamedTuple):
 
 
 class GroupUpdate(NamedTuple):
-    """What one server has applied to a bucket, and owes to the others.
+    """What one server has applied to a bucket, and has yet to send to the others.
 
     Args:
         bucket: The bucket.
         gradients: How many gradients are in it.
         weight: The sum of their weights.
-        used: Per unit, whether any of them has it.
-        hyperparameters: The optimizer's. Learning rates are means by the gradients' weights.
-        values: The mean of the gradients by weight: flat, of all units of the bucket.
-        steps: By worker whose gradients are in it: its gradients of all steps before this one are
-            in it, or in an earlier update. The server fills that in.
+        used: Per unit, whether any of the gradients has it.
+        hyperparameters: The optimizer's. Learning rates are averaged with the gradients' weights.
+        values: The weighted mean of the gradients: flat, of all units of the bucket.
+        steps: By worker: all gradients of the worker before this step are in this update, or in an
+            earlier one. The server fills it in.
     """
 
     bucket: int
@@ -452,18 +448,18 @@ class GroupServerDiscipline(Discipline):
         raise NotImplementedError
 
     def take_due_updates(self, shard: Shard) -> list[GroupUpdate]:
-        """Take the updates that are due: they are not owed any more. Called after each event."""
+        """Return the updates that are due, and remove them. Called after each event."""
         raise NotImplementedError
 
     def take_all_updates(self, shard: Shard) -> list[GroupUpdate]:
-        """Take all updates that are owed, due or not.
+        """Return all updates that were not sent yet, due or not, and remove them.
 
-        Called where all workers meet, and where this group has no workers any more.
+        Called at a barrier of all workers, and if this group has no workers any more.
         """
         raise NotImplementedError
 
     def apply_update(self, shard: Shard, source: int, update: GroupUpdate) -> None:
-        """Apply an update of server *source*. It comes once, and in the order of its sending."""
+        """Apply an update of server *source*. Each arrives once, in the order of sending."""
         raise NotImplementedError
 
     def encode_notice(self, shard: Shard) -> bytes:
@@ -474,9 +470,9 @@ class GroupServerDiscipline(Discipline):
         raise NotImplementedError
 
     def on_notice(self, shard: Shard, source: int, notice: bytes) -> None:
-        """A notice of server *source* has come.
+        """Handle a notice of server *source*.
 
         Raises:
-            UsageError: It makes no sense, and nothing has changed.
+            UsageError: The notice is invalid, and nothing has changed.
         """
         raise NotImplementedError

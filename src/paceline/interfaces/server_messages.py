@@ -1,8 +1,8 @@
 """Requests and replies: of workers to servers, and of group servers to each other.
 
-A message is a typed header; beside it travels at most one flat tensor, its *payload*. Each request
-has exactly one reply, at once or when the server's discipline allows it. No message is ever
-unpickled. A group server sends requests to its peers, which know it by its connection.
+A message is a typed header and at most one flat tensor, its *payload*. Each request has exactly one reply,
+at once or when the server's discipline allows it. Messages are never unpickled. A group server sends
+requests to its peers, which identify it by its connection.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class Unit(msgspec.Struct, frozen=True, array_like=True):
 
 
 Hyperparameters = list[dict[str, Any]]
-"""One mapping per group of the optimizer, of numbers, truth values and lists alone."""
+"""One mapping per optimizer group, of numbers, booleans and lists only."""
 
 
 # ---- requests of workers ----
 
 
 Replies = Literal["full", "deltas"]
-"""What pushes are answered with. "full": the parameters as they are. "deltas": with a compressor,
-their compressed difference from what the worker holds."""
+"""The reply to a push. "full": the current parameters. "deltas": with a compressor, the compressed
+difference from the worker's parameters."""
 
 
 class Join(msgspec.Struct, tag="join", kw_only=True):
-    """A worker joins, and describes what is trained.
+    """A worker joins, and describes the training.
 
-    All fields but *shard* are equal on all workers. Reply: `Joined`, at once; where other workers
-    are in a barrier and do not wait for this one, after that barrier.
+    All fields but *shard* are equal on all workers. Reply: `Joined`, at once. If other workers are at a
+    barrier that does not wait for this one, the reply comes after that barrier.
 
     Args:
         options: The options of the training, as text.
@@ -99,11 +99,12 @@ class EnterBarrier(msgspec.Struct, tag="enter-barrier", kw_only=True):
     """A worker waits for all others that train.
 
     Reply: `BarrierPassed`, when all others are there and the load is complete. The worker that
-    leads the load is answered before it.
+    Reply: `BarrierPassed`, when all others have arrived and the load is complete. The worker that leads
+    the load gets its reply before the load.
 
     Args:
-        kind: "meet" is a barrier alone. At a "load" one worker loads what all go on from. "pulled"
-            comes after a load, when this worker has pulled it.
+        kind: "meet" is only a barrier. At a "load" one worker loads the state from which all continue.
+            "pulled" follows a load, when this worker has pulled it.
         brings: This worker has something to load.
         step: Its next step; 0 before it has sent a gradient.
     """
@@ -116,8 +117,8 @@ class EnterBarrier(msgspec.Struct, tag="enter-barrier", kw_only=True):
 class Load(msgspec.Struct, tag="load", kw_only=True):
     """The payload becomes the parameters of *bucket*, once all buckets are in.
 
-    States and untrained tensors that came before take effect with it. At the start any worker may
-    load; later only the one that leads a load. Reply: `Done`.
+    Optimizer states and untrained tensors that were sent before take effect with it. At the start any
+    worker may load, later only the one that leads a load. Reply: `Done`.
     """
 
     bucket: int
@@ -127,7 +128,7 @@ class LoadUntrained(msgspec.Struct, tag="load-untrained", kw_only=True):
     """The payload is a part of the untrained tensors, as bytes: frozen parameters and
     buffers.
 
-    It begins at byte *start*, where the part before ended. It takes effect with the `Load` of all
+    It begins at byte *start*, where the previous part ended. It takes effect with the `Load` of all
     buckets. Reply: `Done`.
     """
 
@@ -137,19 +138,18 @@ class LoadUntrained(msgspec.Struct, tag="load-untrained", kw_only=True):
 class Push(msgspec.Struct, tag="push", kw_only=True):
     """The payload is this worker's gradient of *bucket* in *step*.
 
-    Each bucket of a step has one main push, maybe of no units: these pushes are the step's
-    barrier. Units that the main push leaves out come in one *late* push per bucket, on another
-    channel. Example: bucket 0 has units 0, 1 and 2; a push of [0, 2] is followed by a late one of
-    [1]. With a compressor the payload is the compressed gradient times the weight, as bytes.
-    Reply: `Parameters`, when the discipline allows it.
+    Each bucket of a step has one main push, which may have no units: these pushes are the step's barrier.
+    The remaining units come in one *late* push per bucket, on another channel. Example: bucket 0 has units
+    0, 1 and 2; a push of [0, 2] is followed by a late one of [1]. With a compressor the payload is the
+    compressed gradient times the weight, as bytes. Reply: `Parameters`, when the discipline allows it.
 
     Args:
         step: The worker's step.
         bucket: The bucket.
-        late: Units that the main push has left out.
+        late: The main push left these units out.
         units: The units in the payload, one after the other; None: all.
         weight: The gradient's weight in the mean: 1/n, or this worker's part of the samples.
-        used: Per unit, whether it took part in the backward pass.
+        used: Per unit, whether the backward pass used it.
         hyperparameters: The optimizer's, of this step.
         report: The worker's report to the discipline, as bytes that the method defines.
     """
@@ -181,7 +181,7 @@ class MixBuffers(msgspec.Struct, tag="mix-buffers", kw_only=True):
 
     Args:
         weight: The weight of this worker's values in the server's.
-        floats: How many of the first values are mixed. Counters follow: the larger one stays.
+        floats: How many of the first values are averaged. Counters follow: the larger one stays.
     """
 
     weight: float
@@ -196,8 +196,8 @@ class Pull(msgspec.Struct, tag="pull", kw_only=True):
     Args:
         bucket: The bucket.
         step: The step that the worker begins with.
-        peek: The worker only looks: the next difference that it receives is still from what it
-            had before.
+        peek: The worker only reads: the next delta that it receives still refers to what it had
+            before.
     """
 
     bucket: int
@@ -216,20 +216,21 @@ class PullUntrained(msgspec.Struct, tag="pull-untrained", kw_only=True):
 
 
 class PullBuffers(msgspec.Struct, tag="pull-buffers", kw_only=True):
-    """A worker asks for the buffers as they were mixed since the last load.
+    """A worker asks for the buffers as they were averaged since the last load.
 
-    Reply: `Buffers`; without a payload where none were mixed.
+    Reply: `Buffers`; without a payload if none were averaged.
     """
 
 
 class PullState(msgspec.Struct, tag="pull-state", kw_only=True):
     """A worker asks for the optimizer state of *bucket*.
 
-    Reply: `OptimizerState`; of units, once all updates before the step are in them.
+    Reply: `OptimizerState`. If *units* are given, it comes once they include all updates before the step.
 
     Args:
         bucket: The bucket.
-        units: The units whose state is wanted, as of *step*; None: the whole bucket's, as it is.
+        units: The units whose state is requested, as of *step*; None: the current state of the whole
+            bucket.
         step: The step.
     """
 
@@ -264,14 +265,13 @@ class Reduce(msgspec.Struct, tag="reduce", kw_only=True):
 
 
 class KeepAlive(msgspec.Struct, tag="keep-alive", kw_only=True):
-    """This worker is alive: it evaluates, say. Reply: `Done`, at once.
+    """This worker is alive, for example during an evaluation. Reply: `Done`, at once.
 
     Args:
-        step: Where the worker has just joined: the step that it begins with, as the other servers
-            have answered. 0: it has nothing to report.
-        late_joiner: As in `Joined`, as another server has answered.
-        moved_away: The worker pushes to another server from now on, and needs no difference of
-            this one any more.
+        step: If the worker has just joined: its first step, from the other servers' replies. 0: nothing
+            to report.
+        late_joiner: As in `Joined`, from another server's reply.
+        moved_away: The worker now pushes to another server, and needs no deltas of this one any more.
     """
 
     step: int = 0
@@ -280,7 +280,7 @@ class KeepAlive(msgspec.Struct, tag="keep-alive", kw_only=True):
 
 
 class Say(msgspec.Struct, tag="say", kw_only=True):
-    """A request to a service that is no parameter server, in *words* that both ends decode.
+    """A request to a service that is not a parameter server, in *words* that both ends decode.
 
     Example: an aggregator's round and its racks' numbers. Reply: `Said`.
     """
@@ -289,7 +289,7 @@ class Say(msgspec.Struct, tag="say", kw_only=True):
 
 
 class PeerAddress(msgspec.Struct, kw_only=True):
-    """Where a service listens, and the token that it asks for."""
+    """Where a service listens, and the token that it requires."""
 
     host: str
     port: int
@@ -297,16 +297,16 @@ class PeerAddress(msgspec.Struct, kw_only=True):
 
 
 class Describe(msgspec.Struct, tag="describe", kw_only=True):
-    """What a server is to be: service *number* of these *services*.
+    """Tells a server its role: service *number* of these *services*.
 
-    All workers send the same before all else, and the first one counts. A supervisor sends it in
-    their place. Reply: `Done`.
+    All workers send the same description before anything else, and the first one counts. A supervisor may
+    send it in their place. Reply: `Done`.
 
     Args:
-        kind: A row of `parameter_server.process.services.SERVICES`.
+        kind: A key of `parameter_server.process.services.SERVICES`.
         services: The names of all services of the job.
-        number: The place of this one.
-        peers: By name, where the services listen that this one asks.
+        number: Index of this service in *services*.
+        peers: By name, the addresses of the services that this one sends requests to.
     """
 
     kind: str
@@ -327,10 +327,10 @@ class Joined(msgspec.Struct, tag="joined", kw_only=True):
     """The worker takes part from *step* on.
 
     Args:
-        step: The step that the server lets it in with.
+        step: The first step that the server allows the worker.
         loaded: The server has parameters.
-        own: This worker's gradients of all steps before *own* are in the parameters. Of several
-            servers some may have more than others: the worker goes on with the least *own*,
+        own: This worker's gradients of all steps before *own* are in the parameters. With several
+            servers, some may have more than others: the worker continues with the smallest *own*,
             unless a *step* is later.
         load: How many loads there were after the first.
         late_joiner: Training has begun without this worker, or without this incarnation of it. It
@@ -350,7 +350,7 @@ class BarrierPassed(msgspec.Struct, tag="barrier-passed", kw_only=True):
     """All workers are at the barrier.
 
     Args:
-        leads: This worker is the lowest rank; at a load, the lowest of those that bring something.
+        leads: This worker has the lowest rank; at a load, the lowest of those that bring something.
             It loads now.
         load: How many loads there were after the first.
     """
@@ -362,18 +362,18 @@ class BarrierPassed(msgspec.Struct, tag="barrier-passed", kw_only=True):
 class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
     """The payload is *bucket*, or the units of it that were pushed.
 
-    Where replies are deltas, a reply to a push carries a compressed difference, as bytes.
+    With replies "deltas", a reply to a push carries a compressed difference, as bytes.
 
     Args:
         bucket: The bucket.
         version: How many updates are in it.
-        step: The step that the worker does next.
-        counted: The workers that counted for the pushed step, where server 0 decides.
+        step: The worker's next step.
+        counted: The workers that counted for the pushed step, if server 0 decides.
         notice: The discipline's notice to its workers, as bytes that the method defines; empty in
             replies to late pushes.
         load: As in `BarrierPassed`.
-        sequence: Numbers what this incarnation of the worker receives of the bucket. A difference
-            is from what had the number before.
+        sequence: Numbers the replies about the bucket to this incarnation of the worker. A delta
+            refers to the reply with the previous number.
     """
 
     bucket: int
@@ -386,7 +386,7 @@ class Parameters(msgspec.Struct, tag="parameters", kw_only=True):
 
 
 class Untrained(msgspec.Struct, tag="untrained", kw_only=True):
-    """The payload is the part that was asked for; all of it has *whole* bytes."""
+    """The payload is the requested part; all parts together have *whole* bytes."""
 
     whole: int
 
@@ -410,7 +410,7 @@ class Reduced(msgspec.Struct, tag="reduced", kw_only=True):
 
 
 class Said(msgspec.Struct, tag="said", kw_only=True):
-    """A service's reply to `Say`, in *words* of its kind's own."""
+    """A service's reply to `Say`, in *words* that its kind defines."""
 
     words: bytes = b""
 
@@ -442,7 +442,7 @@ class GradientUpdate(msgspec.Struct, tag="gradient-update", kw_only=True):
 class BufferUpdate(msgspec.Struct, tag="buffer-update", kw_only=True):
     """The payload is the origin's buffers of the model, as in `MixBuffers`.
 
-    *weight* is the part of them that is new; the first *floats* of them are mixed.
+    *weight* is the part of them that is new; the first *floats* of them are averaged.
     """
 
     weight: float
@@ -450,23 +450,22 @@ class BufferUpdate(msgspec.Struct, tag="buffer-update", kw_only=True):
 
 
 class Away(msgspec.Struct, tag="away", kw_only=True):
-    """The origin has no workers: it receives no updates until it enters again."""
+    """The origin has no workers: it receives no updates until it re-enters."""
 
 
 class Update(msgspec.Struct, tag="update", kw_only=True):
     """One entry of a group server's update log.
 
-    A server sends its own entries, and those of a server that was lost. Reply: `Done`, once the
-    entry is applied.
+    A server sends its own entries, and those of a lost server. Reply: `Done`, once the entry is applied.
 
     Args:
-        source: The server that has made the update, its origin.
+        source: The server that made the update, its origin.
         incarnation: The origin's.
         number: Numbers the entries of that incarnation, from 0. They are applied in this order.
         floor: All servers have the entries below this number.
         load: How many loads the origin had seen.
         cut: How many consistent cuts the origin had completed.
-        entry: How the receiver has last entered, as far as the sender knows.
+        entry: The receiver's last entry number, as far as the sender knows.
         what: The update.
     """
 
@@ -501,10 +500,10 @@ class GetStatus(msgspec.Struct, tag="get-status", kw_only=True):
 
 
 class Enter(msgspec.Struct, tag="enter", kw_only=True):
-    """The sender enters: it takes the state of server *via*.
+    """The sender enters the group of active servers: it takes the state of server *via*.
 
-    From now on it receives all new updates, and those that *via* has not acknowledged. Reply:
-    `Status`, with the number of the first entry to come; of *via* itself `Manifest`.
+    From now on it receives all new updates, and those that *via* has not acknowledged. Reply: `Status`, with
+    the number of the next log entry. *via* itself replies with `Manifest`.
 
     Args:
         incarnation: The sender's.
@@ -530,8 +529,8 @@ class GetState(msgspec.Struct, tag="get-state", kw_only=True):
 class Quiesce(msgspec.Struct, tag="quiesce", kw_only=True):
     """Server 0, in this *incarnation*, asks for consistent cut number *cut*.
 
-    The receiver serves no workers from now on, and sends all updates that it owes. Reply:
-    `Quiesced`, once all others have acknowledged them.
+    The receiver serves no workers from now on, and sends all its outstanding updates. Reply: `Quiesced`,
+    once all other servers have acknowledged them.
     """
 
     incarnation: int
@@ -542,7 +541,7 @@ class AdoptState(msgspec.Struct, tag="adopt-state", kw_only=True):
     """All servers have quiesced: server 0 ends consistent cut number *cut*.
 
     The receiver adopts the state that *manifest* lists, whose key is the cut's number. Without a
-    manifest it goes on with its own. Reply: `Done`, at once.
+    manifest it continues with its own. Reply: `Done`, at once.
     """
 
     cut: int
@@ -556,14 +555,14 @@ PeerRequest = Update | Notice | GetStatus | Enter | GetState | Quiesce | AdoptSt
 
 
 class Status(msgspec.Struct, tag="status", kw_only=True):
-    """How far a group server is.
+    """Progress of a group server.
 
     Args:
         incarnation: The server's.
         number: The number of its next log entry.
-        entry: How it has last entered, or left.
+        entry: Number of its last entry or departure.
         active: It has all updates, and receives the next ones.
-        progress: How much has happened to its model; -1 without parameters.
+        progress: Counts changes of its model; -1 without parameters.
         cut: How many consistent cuts it has completed.
     """
 
@@ -576,20 +575,20 @@ class Status(msgspec.Struct, tag="status", kw_only=True):
 
 
 class Manifest(msgspec.Struct, tag="manifest", kw_only=True):
-    """What the state of a group server consists of, as of one moment.
+    """Contents of a group server's state at one moment.
 
     Args:
         active: As in `Status`.
-        join: The first worker's `Join`, in msgpack; empty where nothing was loaded yet.
-        step: The step with which workers that begin now go on.
+        join: The first worker's `Join`, in msgpack; empty if nothing was loaded yet.
+        step: The first step of workers that begin now.
         loads: How many loads there were after the first.
         gradients: How many gradients were in updates, of this server and of others.
         cut: How many consistent cuts were completed.
         versions: By bucket, how many updates are in it.
-        taken: By origin and incarnation, the number of the next log entry.
+        taken: By origin and incarnation, the number of the next log entry to apply.
         parts: Dtype and elements of each payload. For each bucket: parameters, and optimizer state.
             Then untrained tensors, and buffers.
-        floats: How many of the first buffers are mixed.
+        floats: How many of the first buffers are averaged.
         applied: By worker and bucket, the step before which its gradients are in the parameters.
     """
 

@@ -1,8 +1,9 @@
-"""The trainings of one worker's script, its options, and the work put off until its end.
+"""The trainings of one worker's script, its options, and actions deferred to its end.
 
-A `Runtime` has one `TrainingRegistry`. It is filled by `distribute`; runtimes and checkpoints read it. What a
-training holds is closed when all workers have done with it, and at the end at the latest. A model and its
-optimizer are the script's own again when their training has ended and another begins: a script may train many.
+A `Runtime` has one `TrainingRegistry`. `distribute` adds trainings; runtimes and checkpoints read them. A
+training's resources are closed when all workers have finished with it, at the end at the latest. When a
+training has ended and another begins, its model and optimizer belong to the script again. So a script may
+train many models.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Watcher = Callable[
 
 
 class TrainingStatus(Protocol):
-    """How far a training is on this worker."""
+    """Progress of a training on this worker."""
 
     @property
     def first_step(self) -> int:
@@ -38,18 +39,18 @@ class TrainingStatus(Protocol):
 
     @property
     def finished(self) -> bool:
-        """Whether this worker has no more steps to do in it."""
+        """Whether this worker has no more steps to do in the training."""
         ...
 
     @property
     def broken_by(self) -> str:
-        """The error after which it cannot go on, if any."""
+        """The error that broke the training, if any."""
         ...
 
 
 @dataclass(frozen=True)
 class EndedTraining:
-    """The `TrainingStatus` of a training that has ended well."""
+    """The `TrainingStatus` of a training that has ended without an error."""
 
     first_step: int
     finished: bool = True
@@ -57,7 +58,7 @@ class EndedTraining:
 
 
 class _UncopiedOptimizer:
-    """An optimizer of this model alone: its copies and pickles have None."""
+    """Refers to a model's optimizer; copies and pickles of the reference hold None."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -68,7 +69,7 @@ class _UncopiedOptimizer:
 
 class StartedTraining:
     """A training that `distribute` has started: its *model*, the *optimizer* that `distribute`
-    returned, and how far the *training* is on this worker."""
+    returned, and the status of the *training* on this worker."""
 
     def __init__(
         self,
@@ -84,26 +85,26 @@ class StartedTraining:
 
     @property
     def model(self) -> torch.nn.Module:
-        """Not to be asked for where it is `released`."""
+        """The model. Not available once it is `released`."""
         model = self._model()
         assert model is not None, "let go of, and dropped by the script"
         return model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Not to be asked for where it is `released`."""
+        """The optimizer. Not available once it is `released`."""
         optimizer = self._optimizer()
         assert optimizer is not None, "let go of, and dropped by the script"
         return optimizer
 
     @property
     def released(self) -> bool:
-        """Whether `release` was called, and the script has dropped the model."""
+        """Whether `release` was called, and the script no longer has the model."""
         return self._model() is None or self._optimizer() is None
 
     def release(self) -> None:
-        """Where the training has ended well, leave the model to the script alone, and the optimizer to
-        the model: checkpoints have both or none."""
+        """If the training has ended without an error, leave the model to the script alone, and the
+        optimizer to the model: checkpoints have both or none."""
         ended_well = self.training.finished and not self.training.broken_by
         if self._held is None or not ended_well:
             return
@@ -112,14 +113,14 @@ class StartedTraining:
         self._finish = lambda: None
 
     def finish(self) -> None:
-        """End it, if the script has not."""
+        """End the training if the script has not."""
         self._finish()
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a rank is when another one enters `consolidated` of a *training* for the *count*-th
-    time: "inside", on its way "beyond", or it has "left". *half*: twice the steps that it had
-    done then, and one more between ``backward()`` and ``step()``."""
+    """Position of a rank, as a reply to another rank that enters `consolidated` of a *training* for the
+    *count*-th time. *how*: it is "inside", on its way "beyond", or has "left". *half*: twice its
+    completed steps, plus one between ``backward()`` and ``step()``."""
 
     training: int
     count: int
@@ -128,11 +129,12 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Places:
-    """Sees to it that all ranks enter a collective `consolidated` after the same step.
+    """Ensures that all ranks enter a collective `consolidated` after the same step.
 
-    Who enters tells all others. Who has begun a step after that, or is out of data, answers so.
-    Nobody's steps wait for that: messages go beside the collectives, by *tell*. *waits*: who
-    enters waits until all others have, since its collectives would meet those of their steps.
+    A rank that enters tells all others. A rank that has begun a later step, or is out of data, replies
+    with its place. Messages go through *tell*, beside the collectives, so steps do not wait for them.
+    With *waits* an entering rank waits until all others have entered: otherwise its collectives could be
+    matched with those of the others' steps.
     """
 
     def __init__(self) -> None:
@@ -148,33 +150,33 @@ class Places:
         self._trainings = 0
 
     def add(self) -> int:
-        """One more training, on all ranks; returns its number."""
+        """Register one more training, on all ranks; returns its number."""
         self._trainings += 1
         return self._trainings
 
     def take_back(self, training: int) -> None:
-        """It was not begun, after all: on a rank that failed to make it, it has no number."""
+        """Unregister the last training: a rank that failed to make it must not have its number."""
         assert training == self._trainings, "another training has begun since"
         self._trainings -= 1
 
     def connect(self, rank: int, tell: Callable[[Place], None], *, waits: bool) -> None:
-        """From now on there are others."""
+        """Connect to the other ranks."""
         self._rank, self._tell, self._waits = rank, tell, waits
 
     def disconnect(self) -> None:
-        """Nothing is heard any more."""
+        """Receive no more messages."""
         with self._changed:
             self._waits = False
             self._changed.notify_all()
 
     def begins_anew(self, training: int) -> None:
-        """Its steps are counted from elsewhere: a checkpoint was loaded."""
+        """A checkpoint was loaded, so the training's steps count from another number."""
         with self._changed:
             self._begun.pop(training, None)
 
     def goes_on(self, training: int, half: int) -> None:
-        """This rank is on its way to so many half steps. Raises `UsageError` where others are
-        inside after fewer."""
+        """This rank continues to *half* half steps. Raises `UsageError` if other ranks are inside after
+        fewer."""
         self._begun[training] = half
         if self._heard:
             with self._changed:
@@ -191,8 +193,8 @@ class Places:
                 self._answer(training)
 
     def enter(self, training: int, half: int, *, without_left: bool) -> None:
-        """This rank enters after so many half steps; returns when all have. *without_left*: those
-        that are out of data need not. Raises `UsageError` where another one is elsewhere."""
+        """Enter after *half* half steps; returns when all have entered. With *without_left*, ranks
+        without data need not enter. Raises `UsageError` if another rank is elsewhere."""
         with self._changed:
             self._counts[training] += 1
             mine = Place(training, self._counts[training], half, "inside")
@@ -210,16 +212,16 @@ class Places:
             del self._heard[training, mine.count]
 
     def hear(self, rank: int, place: Place, present: int) -> None:
-        """What another *rank* tells; so many are *present*, with this one."""
+        """Handle a message of another *rank*; *present* ranks exist, with this one."""
         with self._changed:
             self._present = present
             self._changed.notify_all()
             if rank == self._rank:
-                return  # it comes back, with how many there are
+                return  # this rank's own message, which returns with the number of ranks
             key = place.training, place.count
             is_next = place.count == self._counts[place.training] + 1
             if not is_next and key not in self._heard:
-                return  # this rank has been inside
+                return  # this rank has already been inside
             self._heard.setdefault(key, {})[rank] = place
             beyond = self._begun.get(place.training, 0) > place.half
             elsewhere = beyond or place.training in self._left
@@ -227,7 +229,7 @@ class Places:
                 self._answer(place.training)
 
     def _inside(self, training: int, before: float = math.inf) -> dict[int, Place]:
-        """The ranks that are inside after fewer half steps than *before*, and this one not."""
+        """The ranks that are inside after fewer half steps than *before*, while this rank is not."""
         heard = self._heard.get((training, self._counts[training] + 1), {})
         return {r: p for r, p in heard.items() if p.how == "inside" and p.half < before}
 
@@ -260,25 +262,26 @@ def _after(half: int) -> str:
 
 
 class TrainingRegistry:
-    """Keeps the trainings of a script on one worker, in the order in which `distribute` was called;
-    *options* are what the command line has decided for it.
+    """The trainings of a script on one worker, in the order of the calls of `distribute`; *options* come
+    from the command line.
 
-    *tell* passes on that an error has ended a training here, though the script goes on: the
-    training's number, counted from 0, and the cause. Those who wait for this worker are to
-    learn it. ``holding`` are trainings whose process groups and threads are there, with what
-    closes these. ``watchers``: called when a training begins, with its model and its trainable tensors; what they
-    give back is told its events (`paceline.core.step_listeners`). ``loops``: how many of the script's loops over
-    `paceline.steps` are under way; ``ended``: it has done as many steps as it was asked for, and these
-    loops come to their end.
+    *tell* reports to waiting workers that an error ended a training here, though the script goes on: with
+    the training's number, counted from 0, and the cause.
+
+    - ``holding``: trainings with open process groups and threads, and the functions that close them.
+    - ``watchers``: called when a training begins, with its model and its trainable tensors. Their results
+      receive the training's events (`paceline.core.step_listeners`).
+    - ``loops``: how many of the script's loops over `paceline.steps` are active.
+    - ``ended``: the requested number of steps is done, and these loops end.
     """
 
     def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
         self.options = options
         self.keeps_ended = options.profile is not None
-        """Whether trainings that have ended are looked at after the script's end."""
+        """Whether ended trainings are inspected after the script's end."""
         self.trainings: list[StartedTraining] = []
         self.hidden: list[StartedTraining] = []
-        """Those before them that checkpoints are to know nothing of (`paceline.testing`)."""
+        """Earlier trainings that checkpoints must not see (`paceline.testing`)."""
         self._tell = tell
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
         self.watchers: list[Watcher] = []
@@ -295,8 +298,7 @@ class TrainingRegistry:
         training: TrainingStatus,
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """One more training, which *finish* ends where the script does not. Those that have ended are
-        released."""
+        """Add a training. *finish* ends it if the script does not. Ended trainings are released."""
         if not self.keeps_ended:
             for begun in self.trainings:
                 begun.release()
@@ -305,27 +307,26 @@ class TrainingRegistry:
         self._put_off.append(begun.finish)
 
     def there(self) -> Iterator[tuple[int, StartedTraining]]:
-        """The trainings whose model and optimizer are there, with their numbers."""
+        """The trainings whose model and optimizer still exist, with their numbers."""
         return (pair for pair in enumerate(self.trainings) if not pair[1].released)
 
     def drop_unheld(self) -> None:
-        """Those that the script no longer reaches are `StartedTraining.released` from here on, on all workers that have
-        run the same: not only when their memory is next collected."""
+        """Release trainings that the script can no longer reach (`StartedTraining.released`). All workers
+        that have run the same code do so at the same point, and not when memory happens to be collected."""
         if any(isinstance(begun.training, EndedTraining) for begun in self.trainings):
             gc.collect()
 
     def hold(self, training: TrainingStatus, close: Callable[[], None]) -> None:
-        """A training holds something; *close* lets go of it."""
+        """Register a training's resources; *close* releases them."""
         self.holding.append((training, close))
 
     def next_name(self) -> str:
-        """What the next training's communicator is called, on all workers."""
+        """Name of the next training's communicator, equal on all workers."""
         self._names += 1
         return f"training {self._names - 1}"
 
     def beside(self, number: int) -> bool:
-        """Whether there are others than training *number* that have steps to do, or are
-        broken."""
+        """Whether a training other than *number* has steps to do, or is broken."""
         return any(
             not begun.training.finished
             for other, begun in enumerate(self.trainings)
@@ -343,35 +344,36 @@ class TrainingRegistry:
         return max((b.training.first_step for b in self.trainings), default=0)
 
     def broke(self, number: int, cause: str) -> None:
-        """An error has ended `trainings` *number* here."""
+        """Record that an error has ended `trainings` *number* here."""
         self._tell(len(self.hidden) + number, cause)
 
     def is_over(self, number: int) -> bool:
-        """Whether training *number*, as others tell it, was begun here, and has ended, well or not."""
+        """Whether training *number*, as other workers count, has begun and ended here, well or not."""
         training = self._as_told(number)
         return training is not None and (training.finished or bool(training.broken_by))
 
     def broken_by(self, number: int) -> str:
-        """The error that has ended training *number*, as others tell it, here, if any."""
+        """The error that ended training *number* here, as other workers count; empty if there is none."""
         training = self._as_told(number)
         return "" if training is None else training.broken_by
 
     def _as_told(self, number: int) -> TrainingStatus | None:
-        """Numbers count hidden ones: others' news may come when these have been hidden since."""
+        """Other workers' numbers count hidden trainings, since their messages may arrive after
+        these were hidden."""
         everything = [*self.hidden, *self.trainings]
         return everything[number].training if number < len(everything) else None
 
     @property
     def in_use(self) -> list[bool]:
-        """Of each training in `holding` whether this worker needs what it holds: it has steps to
-        do, or is broken. Closing waits for what is under way, and nobody may come to that."""
+        """For each training in `holding`, whether this worker still needs its resources: it has steps to
+        do, or is broken. Closing waits for operations in flight, which other workers may never join."""
         return [
             not training.finished or bool(training.broken_by)
             for training, _ in self.holding
         ]
 
     def close_unused(self, in_use: Sequence[bool]) -> None:
-        """Close those in `holding` that are not *in_use* on any worker."""
+        """Close the trainings in `holding` that no worker uses (*in_use*)."""
         held = list(zip(self.holding, in_use, strict=True))
         self.holding = [one for one, needed in held if needed]
         for (_, close), needed in held:
@@ -379,13 +381,12 @@ class TrainingRegistry:
                 close()
 
     def at_exit(self, action: Callable[[], None], *, last: bool = False) -> None:
-        """Call *action* when the script ends without an error; *last*: when all trainings
-        have ended."""
+        """Call *action* when the script ends without an error; *last*: after all trainings have ended."""
         (self._last if last else self._put_off).append(action)
 
     def end(self) -> None:
-        """The script has ended without an error: do what was put off, and close all
-        trainings, once."""
+        """The script has ended without an error: run the deferred actions, and close all trainings,
+        once."""
         for actions in (self._put_off, self._last):
             for action in actions:
                 action()
