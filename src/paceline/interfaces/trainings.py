@@ -118,9 +118,12 @@ class StartedTraining:
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Position of a rank, as a reply to another rank that enters `consolidated` of a *training* for the
-    *count*-th time. *how*: it is "inside", on its way "beyond", or has "left". *half*: twice its
-    completed steps, plus one between ``backward()`` and ``step()``."""
+    """Position of a rank relative to a collective `consolidated` that another rank enters.
+
+    - *training*, *count*: it is the *count*-th `consolidated` of this training.
+    - *half*: twice the rank's completed steps, plus one between ``backward()`` and ``step()``.
+    - *how*: the rank is "inside", on its way "beyond", or has "left".
+    """
 
     training: int
     count: int

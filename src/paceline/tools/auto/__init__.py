@@ -1,11 +1,11 @@
-"""``method="auto"``: a training that switches to the fastest method that it may use.
+"""``method="auto"``: a training that switches to the fastest method that is allowed.
 
-- `config`: what the user says.
-- `method_switching`: one method ends between two steps, another begins; start here.
-- `controller`: which method to use, decided step by step on all workers alike, without I/O.
-- `measurements`: a step's times, and what the planner is asked.
+- `config`: the user's settings.
+- `method_switching`: ends one method between two steps and begins another; start here.
+- `controller`: decides step by step which method to use, equally on all workers, without I/O.
+- `measurements`: step times, and the questions to the planner.
 - `agreement`: small messages among all ranks.
-- `script_constraints`: what the script does that some methods do not allow.
+- `script_constraints`: properties of the script that rule out some methods.
 - `planner_process`: predictions in another process; `__main__`: that process.
-- `decision_cache`: a decision's file, and its text.
+- `decision_cache`: saved decisions, and their text.
 """

@@ -1,9 +1,10 @@
-"""Small messages among all ranks, beside the training's own: sums of numbers, and a text.
+"""Small messages among all ranks, besides the training's own: sums of numbers, and a text.
 
-All messages have one length. So a worker that is out of data can post its last one without knowing what
-the others are about to ask: it carries a flag, and whoever takes it knows that a worker has finished.
-After that nobody posts anything. A worker finishes between two steps, with at most one message less
-than the others: its last one takes that place, so all post equally many, and nobody waits for ever.
+All messages have one length. So a worker that is out of data can post its last message without knowing
+the others' next question. Its message carries a flag, which tells the readers that a worker has finished.
+After that no rank posts anything. A worker finishes between two steps, and has then posted at most one
+message less than the others. Its last message makes up for it: all ranks post equally many, so no rank
+waits for ever.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from paceline.interfaces import Comm, Pending
 from paceline.tools.auto.controller import WorkerFinishedError
 
 WORDS = 1024
-"""Numbers of a message: 8 KB."""
+"""Numbers in a message: 8 KB."""
 
 
 class DeferredAgreement:
-    """The `Agreement` of one rank, on a communicator of its own.
+    """One rank's `Agreement`, on a communicator of its own.
 
-    Sums are posted after one step and taken after the next, when they have arrived.
+    Sums are posted after one step and read after the next, when they have arrived.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
@@ -37,11 +38,11 @@ class DeferredAgreement:
         return self._comm.size
 
     def post(self, values: Sequence[float]) -> None:
-        """Post numbers, as many on all ranks: at most `WORDS`."""
+        """Post at most `WORDS` numbers, equally many on all ranks."""
         self._post(0.0, values)
 
     def take(self) -> list[float]:
-        """The sums over ranks of what was posted first. Raises `WorkerFinishedError` where a worker is
+        """Return the sums over ranks of the oldest post. Raises `WorkerFinishedError` if a worker is
         out of data."""
         pending, buffer = self._posted.popleft()
         pending.wait()
@@ -58,8 +59,8 @@ class DeferredAgreement:
         self.post([len(content), *content[: WORDS - 1]])
 
     def take_text(self) -> str:
-        """Rank 0's text. What one message does not hold follows in others, for which all wait. Raises
-        `WorkerFinishedError`."""
+        """Return rank 0's text. A text longer than one message needs more messages, and all ranks wait for
+        them. Raises `WorkerFinishedError`."""
         own = self._texts.popleft()
         length, *content = self.take()
         while len(content) < length:
@@ -69,13 +70,13 @@ class DeferredAgreement:
         return bytes(int(one) for one in content[: int(length)]).decode()
 
     def finish(self) -> None:
-        """This worker is out of data: all learn it. Does not wait."""
+        """Tell all ranks that this worker is out of data. Does not wait."""
         if not self._over:
             self._over = True
             self._post(1.0, ())
 
     def close(self) -> None:
-        """Wait for what this worker posted: all others have posted as many when they finish."""
+        """Wait for this worker's posts: when the others finish, they have posted as many."""
         while self._posted:
             self._posted.popleft()[0].wait()
 

@@ -1,4 +1,4 @@
-"""The spec ``auto``, as in ``auto:consistency=lossy``: what it may choose, and where it is refused."""
+"""The spec ``auto``, as in ``auto:consistency=lossy``: its settings, and the trainings that it refuses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.interfaces import CONSISTENCIES, Consistency, Runtime
 
 NAME = "auto"
 FIRST = "bsp"
-"""The method that training begins with."""
+"""The first method of a training."""
 ALLOWED: tuple[Consistency, ...] = CONSISTENCIES[:-1]
-"""All classes of consistency but asynchronous."""
+"""All consistencies but asynchronous."""
 CHOSEN_BY_AUTO = ("buckets", "collective", "compression", "replies")
-"""Arguments of `distribute` that it chooses itself."""
+"""Arguments of `distribute` that auto chooses itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +26,9 @@ class AutoConfig:
     """The keys of the spec.
 
     Attributes:
-        consistency: The weakest class that may be chosen. All stronger ones may be, too.
+        consistency: The weakest consistency that may be chosen. All stronger ones may be, too.
         cluster: A file that describes the network, which then is not measured.
-        file: Where decisions are saved; empty: where `paceline.tools.auto.decision_cache` says.
+        file: File of saved decisions; empty: the default of `paceline.tools.auto.decision_cache`.
     """
 
     consistency: Consistency = "exact"
@@ -49,11 +49,11 @@ class AutoConfig:
 
     @property
     def allowed(self) -> tuple[Consistency, ...]:
-        """Classes that may be chosen, the strongest first."""
+        """Consistencies that may be chosen, the strongest first."""
         return ALLOWED[: ALLOWED.index(self.consistency) + 1]
 
     def load_cluster(self, workers: int) -> Cluster | None:
-        """The network that the file describes; None without a file. Raises `ClusterError`."""
+        """The network in the file; None without a file. Raises `ClusterError`."""
         if not self.cluster:
             return None
         cluster = load_cluster(Path(self.cluster))
@@ -66,7 +66,7 @@ class AutoConfig:
 
 
 def parse_auto(text: str | None) -> AutoConfig | None:
-    """The configuration of a spec; None where it is not ``auto``. Raises `UsageError` for unknown keys."""
+    """The configuration in a spec; None if it is not ``auto``. Raises `UsageError` for unknown keys."""
     if text is None or text.partition(":")[0].strip() != NAME:
         return None
     values = spec.parse(text).values
@@ -84,11 +84,11 @@ def parse_auto(text: str | None) -> AutoConfig | None:
 def check_auto_allowed(
     runtime: Runtime, *, chosen_beside: Mapping[str, str], others: bool
 ) -> None:
-    """Raise `UsageError` where nothing can be chosen.
+    """Raise `UsageError` if auto cannot choose anything in this training.
 
     Args:
-        runtime: Where the training runs; under ``--survive`` workers cannot agree on a change.
-        chosen_beside: What the script chooses itself of what auto chooses, by argument.
+        runtime: The runtime; under ``--survive`` workers cannot agree on a change.
+        chosen_beside: Arguments of `CHOSEN_BY_AUTO` that the script sets itself.
         others: Whether another model is being trained.
     """
     if runtime.server_only:
@@ -109,7 +109,7 @@ def check_auto_allowed(
 
 
 def report_single_worker(runtime: Runtime) -> None:
-    """Print that one worker has nothing to choose."""
+    """Print that there is nothing to choose with one worker."""
     if runtime.rank == 0:
         print(
             f"paceline auto: one worker sends nothing, so it uses {FIRST}",

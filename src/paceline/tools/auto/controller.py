@@ -1,20 +1,19 @@
-"""Decides by which method a training goes on, from step to step, without network or clock.
+"""Decides after each step which method a training uses next, without network or clock.
 
-Training begins with one method. Once its buckets are planned, its steps are measured. Where
-they hardly wait for the network there is nothing to gain. Else links are measured, candidates are
-predicted beside the training, and the best of them take turns with the present method: each trains
-for some steps, as `paceline.bucketing.tuner` judges plans of buckets. A candidate that has won
-stays. Then steps are watched, ever more rarely, and all of this happens again when they have
-changed for good.
+A training begins with one method. Its steps are measured once its buckets are planned. If they hardly wait
+for the network, there is nothing to gain. Otherwise links are measured, and candidates are predicted while
+the training continues. The best candidates alternate with the present method: each trains for some steps, as
+`paceline.bucketing.tuner` compares bucket plans. The faster one stays. From then on steps are measured ever
+more rarely. When their time has changed for good, all of this starts again.
 
-`Controller.run` is a generator, and each yield is the end of one step: None, or the spec of the
-method to go on with, which is answered by why that cannot be. All ranks are at the same point of it
-after the same step. They decide by means over ranks and by what rank 0 broadcasts, so all decide alike.
-Messages are posted after one step and read after the next one, when they have arrived. Only before a
-method is changed do all ranks wait for all.
+`Controller.run` is a generator, and each yield is the end of one step. It yields None, or the spec of the next
+method, and receives the reason if that method cannot be used. All ranks are at the same point of it after
+the same step. They decide by means over ranks and by rank 0's broadcasts, so all decide alike. Messages are
+posted after one step and read after the next one, when they have arrived. All ranks wait for all only before
+a change of methods.
 
-Its cost is bounded: `SHARE` of a thousand steps, or of all steps until now. What is not affordable yet
-(on steps of milliseconds a probe is not) is put off.
+Its cost is bounded: `SHARE` of a thousand steps, or of all steps so far. Actions that cost more are postponed.
+For example, a probe costs too much if steps take milliseconds.
 """
 
 from __future__ import annotations
@@ -30,40 +29,40 @@ from paceline.bucketing.tuner import Verdict, decide
 from paceline.units import show_seconds
 
 LOOK_EVERY = 8
-"""Steps between two messages, while something is waited for."""
+"""Steps between two messages while the controller waits for something."""
 FIRST_LOOK = 3
 """Steps until the first message about a candidate."""
 MEASURED_STEPS = 8
 SHARE, HORIZON = 0.015, 1000
-"""What may be spent: this share of so many steps, or of all steps until now."""
+"""Budget: this share of so many steps, or of all steps so far."""
 NOTHING_TO_GAIN = 0.03
-"""Share of a step: where less of it is exposed communication, no method is worth a change."""
+"""Share of a step: if exposed communication is less, no method is worth a change."""
 LEAST_PROBE, MOST_PROBE = 0.5, 5.0
 CHANGE_SECONDS = 0.3
-"""Cost of a change of methods before one was measured."""
+"""Assumed cost of a change of methods before one was measured."""
 MOST_SETTLING = 160
-"""Steps after which a method is measured whether its buckets are planned or not."""
+"""Steps after which a method is measured even if its buckets are not planned yet."""
 AT_ONCE, HOPELESS = 2.0, 1.3
-"""A candidate is given up where its second and third step take so many times the present step, or a
-later step does before steady state."""
+"""A trial ends early if a candidate's second and third step take `AT_ONCE` times the present step, or if a
+later step before its steady state takes `HOPELESS` times as long."""
 WATCH_EVERY, RAREST = 50, 800
-"""Steps between two measurements of a steady training, at first and at the end."""
+"""Steps between two measurements of a steady training, first and at most."""
 AGAIN = 25
-"""Steps until a strange measurement is repeated."""
+"""Steps until an unusual measurement is repeated."""
 CHANGED = 1.25
-"""A step that is longer, or shorter, by this factor..."""
+"""A step is unusual if its time differs by this factor, either way..."""
 CHANGED_LOOKS = 3
-"""...at so many measurements in a row has changed for good."""
+"""...and has changed for good after so many unusual measurements in a row."""
 DECISIONS = 4
-"""Decisions of one training: it does not run after a network that changes all the time."""
+"""Decisions of one training at most, so that auto does not follow a network that keeps changing."""
 
 T = TypeVar("T")
 Steps = Generator[str | None, str | None, T]
-"""Steps of training, a yield each, and a result."""
+"""A generator with one yield for each step of training, and a result."""
 
 
 class TrialResult(msgspec.Struct, kw_only=True):
-    """A candidate that took turns with the method *before*.
+    """Outcome of a trial: a candidate that alternated with the method *before*.
 
     Attributes:
         spec: The candidate.
@@ -72,7 +71,7 @@ class TrialResult(msgspec.Struct, kw_only=True):
         seconds: Measured seconds of a step; 0: it never ran.
         before_seconds: Measured seconds of a step of the method before.
         better: Whether it is used.
-        why: The reason, in words.
+        why: The reason, as a sentence.
     """
 
     spec: str
@@ -85,17 +84,17 @@ class TrialResult(msgspec.Struct, kw_only=True):
 
 
 class Decision(msgspec.Struct, kw_only=True):
-    """What was decided, and the measurements behind it.
+    """A decision, and the measurements behind it.
 
     Attributes:
         before: The method of the steps before.
         chosen: The method to go on with.
         step_seconds: Seconds of a step with the chosen method.
-        exposed: The share of a step that was exposed communication, before; below 0: not known.
-        recalled: Whether it was decided in an earlier run of the same training.
+        exposed: Exposed communication as a share of a step, before the decision; below 0: unknown.
+        recalled: Whether it comes from an earlier run of the same training.
         planned: Whether candidates were predicted for it.
         trials: The candidates that were tried.
-        postponed: Specs with predicted seconds whose trials are not affordable yet.
+        postponed: Specs with predicted seconds whose trials cost too much so far.
     """
 
     before: str = ""
@@ -109,11 +108,11 @@ class Decision(msgspec.Struct, kw_only=True):
 
 
 class WorkerFinishedError(Exception):
-    """A worker is out of data: nobody changes anything any more."""
+    """A worker is out of data, so no rank changes anything any more."""
 
 
 class Measurements(Protocol):
-    """What one rank measures of its training."""
+    """Measurements of one rank's training."""
 
     @property
     def steady(self) -> bool:
@@ -130,37 +129,37 @@ class Measurements(Protocol):
         ...
 
     def exposed(self) -> float:
-        """Exposed communication as a share of the last steps; below 0: not known."""
+        """Exposed communication as a share of the last steps; below 0: unknown."""
         ...
 
     def recall(self) -> tuple[str, float]:
-        """Rank 0: the spec that an earlier run decided on, and seconds of its step; else ``("", 0.0)``."""
+        """On rank 0: an earlier run's decision and its step in seconds; else ``("", 0.0)``."""
         ...
 
     def network_is_as_recalled(self) -> bool:
-        """Measure briefly whether links are as in that run; the same on all ranks. Collective."""
+        """Measure briefly whether links are as in that run; equal on all ranks. Collective."""
         ...
 
     @property
     def needs_probe(self) -> bool:
-        """Whether links must be measured, which takes time."""
+        """Whether links must still be measured, which takes time."""
         ...
 
     def begin_plan(self, present: str, probe_seconds: float) -> None:
-        """Measure links for at most so long, and begin to predict. Collective."""
+        """Measure links for at most *probe_seconds*, and begin to predict. Collective."""
         ...
 
     def plan_is_there(self) -> bool:
-        """Rank 0: whether candidates were predicted, or could not be; others: False."""
+        """On rank 0: whether predictions have succeeded or failed; other ranks: False."""
         ...
 
     def candidates(self) -> list[tuple[str, float]]:
-        """Rank 0: specs to try, the best first, with predicted seconds of a step."""
+        """On rank 0: specs to try, the best first, with predicted seconds of a step."""
         ...
 
 
 class Agreement(Protocol):
-    """Messages among all ranks: posted after one step, taken after a later one."""
+    """Messages among all ranks, posted after one step and read after a later one."""
 
     @property
     def size(self) -> int:
@@ -168,11 +167,11 @@ class Agreement(Protocol):
         ...
 
     def post(self, values: Sequence[float]) -> None:
-        """Post numbers, as many on all ranks."""
+        """Post numbers, equally many on all ranks."""
         ...
 
     def take(self) -> list[float]:
-        """The sums over ranks of what was posted first. Raises `WorkerFinishedError`."""
+        """Return the sums over ranks of the oldest post. Raises `WorkerFinishedError`."""
         ...
 
     def post_text(self, text: str) -> None:
@@ -180,12 +179,12 @@ class Agreement(Protocol):
         ...
 
     def take_text(self) -> str:
-        """Rank 0's text. Raises `WorkerFinishedError`."""
+        """Return rank 0's text. Raises `WorkerFinishedError`."""
         ...
 
 
 class Log(Protocol):
-    """Where decisions go."""
+    """Receives decisions."""
 
     def decided(self, decision: Decision) -> None:
         """Print a decision, and save it."""
@@ -201,8 +200,8 @@ class Controller:
 
     Attributes:
         present: The method in use; during a trial the one that the candidate would replace.
-        steady: Whether a decision stands, and nothing is tried.
-        meets_before_change: All workers meet in the step before a change.
+        steady: Whether a decision is made, and no trial runs.
+        meets_before_change: Whether all workers have met in the step before a change.
     """
 
     meets_before_change: ClassVar[bool] = True
@@ -225,7 +224,7 @@ class Controller:
         self._refusal = ""
 
     def run(self) -> Steps[None]:
-        """Each yield is the end of a step. Never ends."""
+        """Run for ever; each yield is the end of a step."""
         with contextlib.suppress(WorkerFinishedError):
             yield from self._train()
         self.steady = True
@@ -253,8 +252,8 @@ class Controller:
     # ---- the decision of an earlier run ----
 
     def _recall(self) -> Steps[float]:
-        """Go on with the method of an earlier run; seconds of its step, 0 where there is none, or where
-        the network has changed."""
+        """Use the method of an earlier run. Returns seconds of its step: 0 if there is none, or if the
+        network has changed."""
         yield from self._wait_steps(1)
         spec, seconds = self._measurements.recall()
         text = yield from self._broadcast(f"{seconds!r} {spec}" if spec else "")
@@ -306,7 +305,7 @@ class Controller:
         self._log.decided(decision)
 
     def _plan(self) -> Steps[None]:
-        """Until candidates are predicted, or could not be."""
+        """Wait until predictions have succeeded or failed."""
         seconds = 0.0
         if self._measurements.needs_probe:
             yield from self._afford(2 * LEAST_PROBE)
@@ -333,7 +332,7 @@ class Controller:
     # ---- a trial ----
 
     def _try(self, spec: str, predicted: float) -> Steps[TrialResult]:
-        """Rounds of the present method and of the candidate. At the end the better one runs."""
+        """Alternate between the present method and the candidate. At the end the better one runs."""
         first, rounds = self._steps, list[tuple[float, float]]()
         verdict: Verdict | None = None
         while verdict is None:
@@ -356,7 +355,7 @@ class Controller:
                 if verdict is None and (yield from self._lost(first)):
                     verdict = Verdict(False, f"no clear gain soon enough, and {kept}")
             else:
-                # Of all its steps, as their sum is what it was given up for.
+                # The mean over all its steps, since the trial ended because of their sum.
                 recent = self._measurements.last(self._steps - begun)
                 (new,) = yield from self._mean_over_ranks(statistics.fmean(recent))
                 rounds.append((new, old))
@@ -396,7 +395,7 @@ class Controller:
         )
 
     def _change(self, spec: str) -> Steps[bool]:
-        """Go on with *spec*; returns after the first step with it, whether it is used."""
+        """Change to *spec*. Returns after the first step with it, with whether it is used."""
         self._barrier()
         self._steps += 1
         self._refusal = (yield spec) or ""
@@ -408,8 +407,8 @@ class Controller:
         return True
 
     def _reach_steady_state(self, first: int | None) -> Steps[bool]:
-        """Until the present method is steady. In a trial that began at step *first* False as soon as it
-        is clear that the candidate loses."""
+        """Wait until the present method is in steady state. Returns False as soon as a candidate, whose
+        trial began at step *first*, has clearly lost."""
         pauses = [LOOK_EVERY] * (MOST_SETTLING // LOOK_EVERY)
         factor = HOPELESS
         if first is not None:
@@ -425,28 +424,28 @@ class Controller:
             if first is not None:
                 slow = middle / self._usual
                 if slow > factor or (slow > 1 and self._has_lost(first, total)):
-                    return False  # what is faster earns what its change has cost
+                    return False  # A faster one makes up for its cost.
                 factor = HOPELESS
             if ready == 1.0:
                 return True
         return True
 
     def _lost(self, first: int) -> Steps[bool]:
-        """Whether the trial that began at step *first* has cost more than it may."""
+        """Whether the trial that began at step *first* has cost more than its budget."""
         (total,) = yield from self._mean_over_ranks(self._since(first))
         return self._has_lost(first, total)
 
     def _has_lost(self, first: int, total: float) -> bool:
-        """The same, once ranks have agreed on its seconds."""
-        steps = self._steps - first - 1  # that of the message came later
-        cost = total - steps * self._usual + self._change_seconds  # of going back
+        """Decide the same from *total* seconds that ranks have agreed on."""
+        steps = self._steps - first - 1  # The message was sent a step later.
+        cost = total - steps * self._usual + self._change_seconds  # to go back
         return cost > self._affordable
 
     def _since(self, first: int) -> float:
         return sum(self._measurements.last(self._steps - first))
 
     def _afford(self, seconds: float) -> Steps[None]:
-        """Put off what costs so much until it may."""
+        """Wait until the budget allows an action of *seconds*."""
         while self._affordable < seconds:
             self.steady = True
             yield from self._wait_steps(LOOK_EVERY)
@@ -454,7 +453,7 @@ class Controller:
 
     @property
     def _trial_seconds(self) -> float:
-        """Cost of a trial that is given up soon."""
+        """Cost of a trial that ends early."""
         return 2 * self._change_seconds + FIRST_LOOK * self._usual
 
     @property
@@ -464,7 +463,7 @@ class Controller:
     # ---- in steady state ----
 
     def _watch(self) -> Steps[None]:
-        """Until the time of a step has changed for good."""
+        """Wait until the time of a step has changed for good."""
         strange, pause = 0, WATCH_EVERY
         usual = self._usual
         while strange < CHANGED_LOOKS:
@@ -476,7 +475,7 @@ class Controller:
                 strange += 1
         self._usual = now
 
-    # ---- the parts of all of these ----
+    # ---- measurements and messages ----
 
     def _wait_steps(self, steps: int) -> Steps[None]:
         for _ in range(steps):
@@ -484,7 +483,7 @@ class Controller:
             yield None
 
     def _measure(self) -> Steps[tuple[float, float]]:
-        """Seconds of a step, and their relative spread: means over ranks."""
+        """Seconds of a step, and their relative spread, as means over ranks."""
         period = self._measurements.period
         steps = -(-MEASURED_STEPS // period) * period
         yield from self._wait_steps(steps)
@@ -493,29 +492,29 @@ class Controller:
         return seconds, spread
 
     def _mean_over_ranks(self, *values: float) -> Steps[list[float]]:
-        """Known one step later."""
+        """Means over ranks, available one step later."""
         self._agreement.post(values)
         yield from self._wait_steps(1)
         size = self._agreement.size
         return [value / size for value in self._agreement.take()[: len(values)]]
 
     def _broadcast(self, text: str) -> Steps[str]:
-        """Rank 0's text: known one step later."""
+        """Rank 0's text, available one step later."""
         self._agreement.post_text(text)
         yield from self._wait_steps(1)
         return self._agreement.take_text()
 
     def _barrier(self) -> None:
-        """All ranks are here, and nobody is out of data, or all learn that now."""
+        """Wait for all ranks; if a worker is out of data, all learn it here."""
         self._agreement.post(())
         self._agreement.take()
 
 
 def typical(times: Sequence[float], period: int) -> tuple[float, float]:
-    """Seconds of a step, and the relative spread of their middle half.
+    """Seconds of a step, and the relative spread of the middle half of the steps.
 
-    Both are of steps, or of whole periods where steps of one differ. The middle half excludes pauses
-    that other processes cause. A single period shows no spread: it is taken for noisy.
+    If the steps of a period differ, both are of whole periods. The middle half excludes pauses that other
+    processes cause. A single period has no spread, and counts as noisy.
     """
     means = [
         statistics.fmean(times[start : start + period])

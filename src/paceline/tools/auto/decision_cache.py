@@ -1,8 +1,8 @@
-"""A decision in a file and in words.
+"""Saves decisions in a file, and describes them as text.
 
-The next start of the same training reads the file and begins with the method of the decision. A file
-holds decisions of several trainings, so jobs that start in one folder do not replace each other's.
-A decision is used where its `CacheKey` is the same; whether the network is, is measured.
+The next start of the same training reads the file and begins with the chosen method. A file holds decisions
+of several trainings, so jobs that start in one folder do not replace each other's. A decision is used if its
+`CacheKey` is the same and a measurement shows the same network.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from paceline.units import show_seconds
 FILE = "paceline-auto.json"
 FORMAT = "paceline auto 2"
 MOST_DECISIONS = 32
-"""Decisions in a file; the oldest give way."""
+"""Decisions in a file at most; the oldest are dropped."""
 
 
 class CacheKey(msgspec.Struct, kw_only=True, frozen=True):
-    """What was trained, and where: a decision holds for nothing else.
+    """Identifies a training: a decision is valid for nothing else.
 
     Attributes:
         model: A digest of the tensors' names and sizes.
         optimizer: The class's name.
-        workers: How many.
-        consistency: The weakest class that was allowed.
+        workers: Number of workers.
+        consistency: The weakest consistency that was allowed.
         runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
-        version: paceline's.
+        version: paceline's version.
     """
 
     model: str
@@ -53,15 +53,15 @@ class CacheKey(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class CachedDecision(msgspec.Struct, kw_only=True, frozen=True):
-    """A decision as it is saved.
+    """A decision in its saved form.
 
     Attributes:
-        key: The training that it holds for.
+        key: The training that it is valid for.
         spec: The method.
         seconds: Seconds of a step with it.
         cluster: The network (TOML).
         decision: The measurements behind it.
-        text: The same for people.
+        text: The decision as text.
     """
 
     key: CacheKey
@@ -84,7 +84,7 @@ def model_digest(names: Sequence[str], sizes: Sequence[int]) -> str:
 
 
 class DecisionCache:
-    """The decisions of one training, in a file of several trainings'.
+    """The decisions of one training, in a file that several trainings share.
 
     Attributes:
         path: The file; None: decisions are not saved.
@@ -97,8 +97,8 @@ class DecisionCache:
     def of(
         cls, config: AutoConfig, options: RunOptions, key: CacheKey
     ) -> DecisionCache:
-        """The cache of a training. In virtual time there is a file only if the user names one: else the
-        second of two equal runs would differ."""
+        """The cache of a training. In virtual time there is a file only if the user names one: otherwise
+        the second of two equal runs would differ."""
         if config.file:
             return cls(Path(config.file), key)
         if key.runtime == "simulated":
@@ -106,7 +106,7 @@ class DecisionCache:
         return cls(Path(options.records or ".") / FILE, key)
 
     def load(self) -> CachedDecision | None:
-        """The decision of the same training; None where there is no file.
+        """The saved decision of the same training; None without a file.
 
         Raises:
             UsageError: The file cannot be read, or holds only decisions of other trainings.
@@ -129,13 +129,13 @@ class DecisionCache:
         raise UsageError(f"{self.path} is of other trainings: {', '.join(nearest)}")
 
     def save(self, decision: Decision, cluster: Cluster, text: str) -> None:
-        """Write the decision, and keep those of other trainings. Raises `UsageError`."""
+        """Save the decision beside those of other trainings. Raises `UsageError`."""
         if self.path is None:
             return
         try:
             others = [one for one in self._decisions() if one.key != self._key]
         except UsageError:
-            others = []  # it is no file of ours, or of another version's
+            others = []  # Not a file of paceline, or of another version.
         mine = CachedDecision(
             key=self._key,
             spec=decision.chosen,
@@ -178,7 +178,7 @@ class DecisionCache:
 
 
 class DecisionLog:
-    """Where rank 0's decisions go: standard error, the recorder's notes, and the cache.
+    """Receives rank 0's decisions: writes them to standard error, the recorder's notes and the cache.
 
     Attributes:
         cluster: The network of the last plan, once it is known.
@@ -201,7 +201,7 @@ class DecisionLog:
         path = str(self.cache.path) if saves and self.cache.path is not None else ""
         answer = (
             self.answer if decision.planned else None
-        )  # else it is an earlier one's
+        )  # Otherwise the answer belongs to an earlier decision.
         lines = describe_decision(
             decision, self._consistency, answer, self.cluster, path
         )
@@ -232,7 +232,7 @@ def describe_decision(
     cluster: Cluster | None = None,
     file: str = "",
 ) -> list[str]:
-    """A decision for people: a headline, and a line for each fact behind it."""
+    """A decision as text: a headline, and a line for each fact behind it."""
     facts = [("measured", _measured(decision, cluster))]
     if decision.chosen != decision.before:
         facts.insert(0, ("method", summary_line(decision.chosen)))

@@ -1,7 +1,7 @@
-"""What one rank measures of its training, and what it asks the planner.
+"""Measures one rank's training, and asks the planner.
 
-The first steps show what the model computes, tensor by tensor (`StepObserver`): some microseconds a tensor,
-until enough was seen. Later only the ends of steps are marked.
+In the first steps `StepObserver` times the model tensor by tensor, which costs some microseconds a tensor.
+Later only the ends of steps are marked.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from paceline.tools.auto.script_constraints import ScriptConstraints
 from paceline.torch_internals import Uncopied
 
 PROFILED_STEPS = 12
-"""Steps whose times are taken tensor by tensor."""
+"""Steps that are timed tensor by tensor."""
 STEPS_KEPT = 4096
 PLAN_STEPS = 24
-"""In virtual time predictions take so many steps, and no time."""
+"""Steps that predictions take in virtual time, in which they take no time themselves."""
 LOOK_SECONDS = 0.5
-"""Duration of a check whether the network is as it was."""
+"""Duration of the check whether the network is unchanged."""
 SAME_NETWORK = 1.3
-"""Links may have become faster, or slower, by this factor."""
+"""Factor by which links may have become faster, or slower, and still count as unchanged."""
 SAME_SPEED = 1.1
-"""Smaller differences between workers are noise."""
+"""Smaller differences between workers count as noise."""
 
 
 @dataclass
 class _Plan:
-    """The last question to the planner, and what came of it."""
+    """The last question to the planner, and its result."""
 
     process: PlannerProcess | None = None
     fault: str = ""
@@ -61,12 +61,12 @@ class TrainingMeasurements:
 
     Args:
         inputs: The training.
-        config: What the user says.
-        settings: The settings that the user gave beside it.
-        constraints: What the script does.
-        comm: For the few numbers that ranks must have of each other.
-        device: Where these are.
-        log: Where decisions are, and sentences go.
+        config: The user's settings for auto.
+        settings: The other settings of the user.
+        constraints: The script's constraints.
+        comm: For the few numbers that ranks exchange.
+        device: Device of these numbers.
+        log: Receives decisions and messages.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainingMeasurements:
         self._marks.append(self._stopwatch.mark())
 
     def close(self) -> None:
-        """The training is over, or broken."""
+        """The training has ended, or failed."""
         self._observer.end()
         if self._plan.process is not None:
             self._plan.process.end()
@@ -165,8 +165,8 @@ class TrainingMeasurements:
     # ---- a plan ----
 
     def _known_cluster(self) -> Cluster | None:
-        """The network as a file or the runtime describes it: it is not measured. An emulated network is
-        measured as real links are, unless it has what no probe sees."""
+        """The network from a file or from the runtime: it is not measured. An emulated network is
+        measured like a real one, unless it has properties that a probe cannot see."""
         if self._named is not None:
             return self._named
         described = self._runtime.cluster
@@ -224,7 +224,7 @@ class TrainingMeasurements:
         }
         is_torchs = getattr(torch.optim, cls.__name__, None) is cls
         sampler = self._inputs.sampler
-        # A worker that asks nothing does not import the planner.
+        # Imported here, since workers that do not ask need not import the planner.
         from paceline.tools.plan.predictor import usual_events
 
         return Question(
@@ -240,7 +240,7 @@ class TrainingMeasurements:
         )
 
     def _refused_methods(self) -> dict[str, str]:
-        """Methods that cannot be used here, and why, as far as that is known before."""
+        """Methods that are known in advance not to work here, and the reasons."""
         refused: dict[str, str] = {}
         for name, cls in METHODS.items():
             method = cls()
@@ -280,10 +280,10 @@ class TrainingMeasurements:
             if one.consistency in self._config.allowed
         ]
 
-    # ---- what ranks have of each other ----
+    # ---- numbers exchanged between ranks ----
 
     def _compute_seconds(self) -> list[float]:
-        """Of each worker: what it computes in a usual step."""
+        """Compute seconds of a usual step, by worker."""
         steps = list(self._recorder.steps)[-MEASURED_STEPS * self.period :]
         mine = statistics.median(step.compute_seconds for step in steps)
         row = [0.0] * self._runtime.size
@@ -298,7 +298,7 @@ class TrainingMeasurements:
 
 
 class StepObserver:
-    """Observes the first training of one worker: a step's times, tensor by tensor."""
+    """Times the first steps of one worker's training, tensor by tensor."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class StepObserver:
         stopwatch: Stopwatch,
     ) -> None:
         self._profiler = profiler = StepProfiler(model, parameters, stopwatch)
-        # In front of the training's own hook, which may charge the whole pass at once.
+        # Before the training's own hook, which may charge the whole pass at once.
         before = Uncopied(self._forward_begins)
         self._handle = model.register_forward_pre_hook(
             before, with_kwargs=True, prepend=True
@@ -321,13 +321,13 @@ class StepObserver:
         self.step_ended = profiler.step_ended
 
     def workload(self, source: str) -> Workload | None:
-        """Medians over the observed steps; None where the script never called the model itself."""
+        """Medians over the observed steps; None if the script never called the model itself."""
         return (
             self._profiler.workload(source) if self._profiler.profiled_steps else None
         )
 
     def end(self) -> None:
-        """Take the hooks away: nothing is measured any more."""
+        """Remove the hooks, and measure nothing any more."""
         self._handle.remove()
         self._profiler.detach()
 
@@ -353,9 +353,9 @@ class StepObserver:
 
 
 def with_all_compute(workload: Workload, compute: float, scale: float) -> Workload:
-    """*workload* with all of a step's *compute* seconds, and *scale* times as long.
+    """Return *workload* with all *compute* seconds of a step, and *scale* times as long.
 
-    What passes and updates do not take (batches that are loaded) comes before each pass.
+    Compute time outside passes and updates, such as loading batches, is placed before each pass.
     """
     more = max(0.0, compute - workload.compute_seconds)
     more /= len(workload.names) * (workload.passes or 1)
@@ -368,8 +368,8 @@ def with_all_compute(workload: Workload, compute: float, scale: float) -> Worklo
 
 
 def as_one_pass(workload: Workload) -> Workload:
-    """*workload* with its forward pass spread as its backward pass is: virtual time charges a forward
-    pass as a whole."""
+    """Return *workload* with its forward pass spread like its backward pass: virtual time charges a
+    forward pass as a whole."""
     total = workload.backward_seconds
     if not total:
         return workload
@@ -380,7 +380,7 @@ def as_one_pass(workload: Workload) -> Workload:
 
 
 def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
-    """*cluster* with workers of these speeds, of which the fastest has 1."""
+    """Return *cluster* with these relative speeds of workers, of which the fastest is 1."""
     near = [1.0 if SAME_SPEED * one > 1 else round(one, 2) for one in speeds]
     racks, first = [], 0
     for rack in cluster.racks:
@@ -391,10 +391,10 @@ def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
 
 
 def links_alike(rates: Sequence[float], before: Cluster) -> bool:
-    """Whether hosts send as fast to their neighbours as the earlier network let them."""
+    """Whether hosts send as fast to their neighbours as the earlier network allows."""
     links = [rate for rack in before.racks for rate in rack.links]
     if len(rates) != len(links):
-        return not rates  # one host: its loopback
+        return not rates  # One host has no links.
     now, then = statistics.median(rates), statistics.median(links)
     slowest = min(rates) / min(links)
     ratios = (now / then, slowest)

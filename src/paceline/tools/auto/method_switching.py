@@ -1,18 +1,18 @@
-"""A training switches its method between two steps.
+"""Switches a training's method between two steps.
 
 Theory of operation
 -------------------
-After each step all workers ask their controller, and all get the same answer. To switch, each ends
-the present training as if it was out of data: messages arrive, delayed gradients are applied, and models
-become equal. That is safe whoever else is out of data, has left its loop in the middle of a step,
-or does not know that others have.
+After each step all workers ask their controller, and all get the same answer. To switch, each worker ends the
+present training as if it was out of data: messages arrive, delayed gradients are applied, and models become
+equal. That is safe even if other workers are out of data, or have left their loop in the middle of a step,
+and even if a worker does not know it.
 
-Then all workers meet, those out of data too. Each sends the spec that it goes on with, or nothing.
-Where anybody goes on, all begin by that spec, and a worker that is out of data ends that training at
-once, so that it takes part in the others' last collectives. Where nobody goes on the job is over.
+Then all workers meet, including those without data. Each sends the spec that it continues with, or nothing.
+If any worker continues, all begin a training by that spec. A worker without data ends it at once, so that it
+takes part in the others' last collectives. If no worker continues, the job is over.
 
-What cannot be begun is refused before anything ends. Where a method fails to begin on any worker, it is
-refused on all, and the method before is begun again.
+A method that cannot begin is refused before the present training ends. If a method fails to begin on any
+worker, it is refused on all, and all begin the previous method again.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ class StepController(Protocol):
 
     @property
     def steady(self) -> bool:
-        """Whether a decision stands, and nothing is tried."""
+        """Whether a decision is made, and no trial runs."""
         ...
 
     @property
     def meets_before_change(self) -> bool:
         """Whether all workers have met in the step in which it asks for a change, and none is out of
-        data: that saves a round of messages."""
+        data: then one round of messages is not needed."""
         ...
 
     def run(self) -> Steps[None]:
-        """Each yield is the end of a step: the spec to go on with, the same on all workers, or None. A
-        spec is answered by why it cannot be begun, or by nothing."""
+        """Each yield is the end of a step: the spec of the next method, equal on all workers, or None. It
+        receives the reason if the method cannot begin, else an empty string."""
         ...
 
 
 @dataclass(frozen=True)
 class SwitchableTraining:
-    """What ``method=`` may be beside a method: a training that switches methods.
+    """A value of ``method=`` besides a method: a training that switches methods.
 
     Attributes:
-        config: What it may switch to.
-        controller: Decides in place of auto's `Controller`, in tests.
+        config: The methods that it may switch to.
+        controller: For tests: decides in place of auto's `Controller`.
     """
 
     config: AutoConfig
@@ -107,8 +107,8 @@ class SwitchableTraining:
 
 
 class _Vote(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker sends when a training has ended, of which it has done so many *steps*: the *spec*
-    that it goes on with, or nothing where it is out of data; *fault*: why that cannot be."""
+    """A worker's message when a training has ended after *steps* steps: the *spec* that it continues with, or
+    nothing if it is out of data. *fault*: why that method cannot be used."""
 
     spec: str = ""
     steps: int = 0
@@ -119,7 +119,7 @@ class MethodSwitcher:
     """Switches the methods of one training. Made on all workers at once: collective.
 
     Attributes:
-        now: How the model is trained at present.
+        now: The present method and settings.
         controller: Decides after each step.
     """
 
@@ -136,10 +136,10 @@ class MethodSwitcher:
 
         Args:
             inputs: The training.
-            active: What drives it.
-            settings: Those that specs do not name.
-            now: How it is trained at present.
-            config: What it may switch to.
+            active: The running training.
+            settings: Settings that specs do not name.
+            now: Its present method and settings.
+            config: The methods that it may switch to.
             controller: Decides in place of auto's.
         """
         self.now = now
@@ -207,7 +207,7 @@ class MethodSwitcher:
             )
 
     def finish(self) -> None:
-        """This worker is out of data: take part in what the others switch to, until all have finished."""
+        """This worker is out of data: take part in the others' next methods until all have finished."""
         well = False
         try:
             if self._agreement is not None:
@@ -247,14 +247,14 @@ class MethodSwitcher:
             together: Whether all workers take part, and know it.
 
         Returns:
-            Why that cannot be; else nothing.
+            Why the method cannot be used; else an empty string.
         """
         try:
             plan = self._plan(spec)
         except UsageError as error:
             return str(error)
         began = self._runtime.clock.now()
-        # Workers' scripts may differ in it, so it is agreed on where all meet.
+        # Scripts may differ between workers, so workers agree on it when all have met.
         fault = self._constraints.reason_against(plan.method, plan.settings)
         try:
             steps = self._end(together)
@@ -270,11 +270,11 @@ class MethodSwitcher:
         return why
 
     def _plan(self, spec: str) -> TrainingPlan:
-        """Raises `UsageError` for what is known to be impossible here; alike on all workers."""
+        """Raise `UsageError` if *spec* is known to be impossible here; equal on all workers."""
         plan = resolve(self._inputs, *parse_method(spec, self._settings))
         method = plan.method
         from paceline.tools.plan.candidates import (
-            consistency_of,  # it needs the simulated runtime
+            consistency_of,  # It needs the simulated runtime.
         )
 
         consistency = consistency_of(method, plan.settings)
@@ -294,8 +294,8 @@ class MethodSwitcher:
         return steps
 
     def _go_on(self, votes: Sequence[_Vote]) -> str:
-        """All workers begin by the voted spec; or by the method before, where that fails on any: then
-        this returns why. Collective."""
+        """Begin the voted spec on all workers. If that fails on any, begin the previous method and return
+        the reason. Collective."""
         going = [rank for rank, vote in enumerate(votes) if vote.spec]
         specs = {votes[rank].spec for rank in going}
         if len(specs) > 1:
@@ -317,7 +317,7 @@ class MethodSwitcher:
         return faults[0] if faults else ""
 
     def _share_optimizer(self, going: Sequence[int], workers: int) -> None:
-        """Where workers' optimizers may differ, their state becomes that of the workers that go on."""
+        """If workers' optimizers may differ, give all of them the state of the workers that continue."""
         differ = self.now.method.rounds.models_may_differ
         if (not differ and len(going) == workers) or workers == 1:
             return
@@ -327,7 +327,7 @@ class MethodSwitcher:
         comm.close()
 
     def _try(self, spec: str) -> tuple[ConnectedTraining | None, list[str]]:
-        """The training by *spec*, or why it cannot be made on some worker."""
+        """Make the training by *spec*, or return why that fails on some worker."""
         made, fault = None, ""
         try:
             made = self._make(self._plan(spec))
@@ -355,7 +355,7 @@ class MethodSwitcher:
         self._active.training, self._active.endpoints = training, made.endpoints
 
     def _broke(self, error: BaseException) -> None:
-        """No training goes on here: the others are told, as when one breaks."""
+        """No training continues here: tell the other workers, as when a training fails."""
         self._active.record_failure(error)
         self._runtime.registry.broke(self._inputs.number, self._active.broken_by)
 
@@ -367,11 +367,11 @@ class MethodSwitcher:
         ]
 
 
-# ---- state that goes on from one method to the next ----
+# ---- optimizer state for the next method ----
 
 
 class _StateTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor of an optimizer's state: of parameter number *index*."""
+    """A tensor of the optimizer's state for parameter number *index*."""
 
     index: int
     name: str
@@ -392,10 +392,10 @@ def average_optimizer_state(
     Args:
         comm: All workers.
         optimizer: This worker's.
-        sources: Ranks whose state counts.
-        device: Where messages are.
-        mean: Whether the state becomes the mean of the sources' (of whole numbers the first one's), or
-            the first one's. A tensor that only some have counts as zeros, as a momentum is before the
+        sources: Ranks whose state is used.
+        device: Device of the messages.
+        mean: Whether to use the mean over the sources, instead of the first source's state. Integers are
+            always the first source's. A missing tensor counts as zeros, as a momentum does before the
             first step.
     """
     mine = _state_tensors(optimizer)
@@ -436,7 +436,7 @@ def _as_wanted(
     mine: Sequence[_StateTensor],
     wanted: Sequence[_StateTensor],
 ) -> list[torch.Tensor]:
-    """The tensors that are *wanted*, in their order; zeros where there is no such one."""
+    """The *wanted* tensors in order, with zeros for missing ones."""
     parameters, there = _parameters(optimizer), set(mine)
     for one in there - set(wanted):
         del optimizer.state[parameters[one.index]][one.name]
@@ -444,7 +444,7 @@ def _as_wanted(
     for one in wanted:
         parameter = parameters[one.index]
         if one not in there:
-            # torch keeps counters of steps in host memory, whatever trains.
+            # torch keeps step counters in host memory, whatever the parameter's device.
             where = parameter.device if one.shape else torch.device("cpu")
             kind = getattr(torch, one.dtype)
             optimizer.state[parameter][one.name] = torch.zeros(
@@ -455,7 +455,7 @@ def _as_wanted(
 
 
 class CompressionStateCache:
-    """Error feedback of compressors whose training has ended, until the same spec is used again."""
+    """Error feedback of compressors from ended trainings, for the next use of the same spec."""
 
     def __init__(self) -> None:
         self._states: dict[str, dict[str, Any]] = {}
@@ -475,7 +475,7 @@ class CompressionStateCache:
 
 
 class BucketPlanCache:
-    """Bucket plans of specs that were used: a spec that is used again does not measure them again."""
+    """Bucket plans by spec, so that a spec that is used again does not measure them again."""
 
     def __init__(self) -> None:
         self._plans: dict[str, BucketPlan] = {}

@@ -1,9 +1,8 @@
-"""Predictions beside a training: the process that makes them, and both ends of it.
+"""Predicts methods in a separate process while a training runs: both sides of that process.
 
-A simulation takes its process for itself, so predictions cannot be made in a worker. The process
-has low priority. It reads a `Question` from a file that it was given open, and prints an `Answer`. It
-ends with the worker in any case: it watches its standard input, a pipe that carries nothing and that the
-worker's end closes. Whatever goes wrong is an `Answer`, too.
+A simulation needs a process for itself, so a worker cannot predict. The process has low priority. It reads
+a `Question` from an open file and prints an `Answer`; failures are an `Answer`, too. It always ends with its
+worker: the worker holds the other end of its standard input, an empty pipe that closes when the worker ends.
 """
 
 from __future__ import annotations
@@ -33,32 +32,32 @@ if TYPE_CHECKING:
 MODULE = "paceline.tools.auto"
 NICE = 19
 PATIENCE, LEAST_PATIENCE = 30.0, 120.0
-"""Times what its simulated events take on one core, and seconds at least: a process of low priority on
-a busy machine."""
+"""Patience: a multiple of the time that its simulated events take on one core, and the least seconds. A process
+of low priority on a busy machine may take that long."""
 TRIALS = 2
 """Candidates that are tried."""
 ALIKE = 1.02
-"""Of two candidates whose predictions differ by less, the one with the stronger consistency comes first."""
+"""If the predictions of two candidates differ by less, the one with the stronger consistency comes first."""
 _NOT_INHERITED = (
     *("PACELINE_", "TORCHELASTIC_", "PET_", "GROUP_", "ROLE_", "LOCAL_", "MASTER_"),
     *("RANK", "WORLD_SIZE", "OMPI_", "PMI_", "SLURM_"),
 )
-"""Variables that would make the process a worker."""
+"""Environment variables that would make the process a worker."""
 
 
 class Question(msgspec.Struct, kw_only=True, frozen=True):
-    """What the process is asked.
+    """A question to the planner process.
 
     Attributes:
         cluster: The network, TOML.
         workload: The fields of a `Workload`.
-        consistency: The weakest class that is allowed.
+        consistency: The weakest consistency that is allowed.
         present: The spec of the present method.
         max_events: Simulated events after which the search stops.
-        optimizer: The class's name in `torch.optim`; empty: it is not torch's.
+        optimizer: The class's name in `torch.optim`; empty: not one of torch's.
         hyperparameters: Its arguments.
         refused: Methods that cannot train this model or script, and why.
-        epoch_steps: Steps of an epoch by the sampler; 0: without one.
+        epoch_steps: Steps in an epoch of the sampler; 0: without a sampler.
     """
 
     cluster: str
@@ -73,7 +72,7 @@ class Question(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Predicted(msgspec.Struct, kw_only=True, frozen=True):
-    """A method, and predicted seconds of its step."""
+    """A method, and its predicted seconds of a step."""
 
     spec: str
     consistency: Consistency
@@ -81,14 +80,14 @@ class Predicted(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Answer(msgspec.Struct, kw_only=True, frozen=True):
-    """What the process answers.
+    """The planner process's answer.
 
     Attributes:
         best: Candidates worth trying, the best first.
         present: The present method.
-        next: The best method of the next weaker class, which was not allowed.
+        next: The best method of the next weaker consistency, which was not allowed.
         candidates: How many were predicted.
-        lower_bound: Seconds below which no exact method can come.
+        lower_bound: Seconds of the shortest step of any exact method.
         one_machine: Seconds of the global batch on one machine.
         fault: Why nothing could be predicted.
     """
@@ -102,11 +101,11 @@ class Answer(msgspec.Struct, kw_only=True, frozen=True):
     fault: str = ""
 
 
-# ---- the worker's end ----
+# ---- in the worker ----
 
 
 class PlannerProcess:
-    """One question on its way. Raises nothing: `answer` says what went wrong."""
+    """A question in progress. Raises nothing: `answer` reports failures."""
 
     def __init__(
         self, question: Question, environment: Mapping[str, str] = os.environ
@@ -116,7 +115,7 @@ class PlannerProcess:
         seconds = question.max_events / EVENTS_PER_SECOND
         patience = max(LEAST_PATIENCE, PATIENCE * seconds)
         self._deadline = time.monotonic() + patience
-        # Files, and not pipes: whoever trains neither reads, nor waits until somebody reads.
+        # Files instead of pipes: a pipe blocks the process unless the worker reads it.
         self._errors, self._output, asked = _file(), _file(), _file()
         self._fault = ""
         self._process: subprocess.Popen[bytes] | None = None
@@ -144,7 +143,7 @@ class PlannerProcess:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is an answer."""
+        """Whether the answer is available."""
         if self._process is None or self._fault:
             return True
         if self._process.poll() is not None:
@@ -156,13 +155,13 @@ class PlannerProcess:
         return False
 
     def wait(self) -> None:
-        """Until there is an answer, however long it takes: in virtual time the step at which it is used
-        must not depend on how fast this machine is."""
+        """Wait for the answer, however long it takes: in virtual time the step at which it is used must not
+        depend on this machine's speed."""
         if self._process is not None:
             self._process.wait()
 
     def answer(self) -> Answer:
-        """Its answer, once it is over."""
+        """The answer, once `is_over` is true."""
         status = None if self._process is None else self._process.poll()
         said, errors = _content(self._output), _content(self._errors)
         self.end()
@@ -176,7 +175,7 @@ class PlannerProcess:
         return Answer(fault=self._fault or f"it ended with status {status}: {last}")
 
     def end(self) -> None:
-        """End it, if it still runs."""
+        """End the process if it still runs."""
         self._output.close()
         self._errors.close()
         process = self._process
@@ -199,7 +198,7 @@ def _content(file: IO[bytes]) -> bytes:
     return file.read()
 
 
-# ---- the process's end, which imports torch and the simulator ----
+# ---- in the planner process, which imports torch and the simulator ----
 
 
 def main() -> None:
@@ -213,29 +212,29 @@ def main() -> None:
         question = msgspec.json.decode(asked.read(), type=Question)
     threading.Thread(target=_end_with_worker, daemon=True).start()
     output = os.dup(1)
-    os.dup2(2, 1)  # what is printed on the way is no answer
+    os.dup2(2, 1)  # Other output must not mix with the answer.
     try:
         said = answer(question)
     except PacelineError as error:
         said = Answer(fault=str(error))
-    except Exception as error:  # whatever it is, training goes on
+    except Exception as error:  # The training must continue after any failure.
         traceback.print_exc()
         said = Answer(fault=f"{type(error).__name__}: {error}")
     with open(output, "wb") as stream:
         stream.write(msgspec.json.encode(said))
     sys.stdout.flush()
-    os._exit(0)  # a thread still reads
+    os._exit(0)  # A thread still reads standard input.
 
 
 def _end_with_worker() -> None:
-    """Wait for the end of standard input, which comes with that of the worker."""
+    """Wait for the end of standard input, which is closed when the worker ends."""
     while os.read(0, 1):
         pass
     os._exit(1)
 
 
 def answer(question: Question) -> Answer:
-    """Plan for what a training has measured."""
+    """Make a plan from a training's measurements."""
     from paceline.cluster import Workload, parse_cluster
     from paceline.tools.plan.predict import TrainingJob
     from paceline.tools.plan.search import plan
@@ -275,7 +274,7 @@ def answer(question: Question) -> Answer:
 
 
 def predict_present(made: Plan, spec: str, job: TrainingJob) -> Predicted | None:
-    """The present method: its estimate in the plan, or one of its own; None where it cannot run there."""
+    """Predict the present method: from the plan, or by a prediction of its own; None if it cannot run."""
     from paceline.tools.plan.estimates import Estimate
     from paceline.tools.plan.predict import predict
 
@@ -289,10 +288,10 @@ def predict_present(made: Plan, spec: str, job: TrainingJob) -> Predicted | None
 def worth_trying(
     made: Plan, allowed: Sequence[Consistency], present: Predicted | None
 ) -> list[Estimate]:
-    """The best of the allowed classes that are predicted to be clearly faster than the present method.
+    """The best allowed methods that are predicted to be clearly faster than the present one.
 
-    They are of different kinds: another bucket rule alone makes no other kind. Of classes that lose
-    something only what is recommended.
+    They differ in more than the bucket rule. Of lossy, local and asynchronous methods only the
+    recommended ones are returned.
     """
     from paceline.bucketing.tuner import WORTH_IT
     from paceline.tools.plan.estimates import LOSSLESS
@@ -303,7 +302,7 @@ def worth_trying(
         one
         for one in made.estimates
         if one.consistency in allowed
-        # Short predictions count in a class that has no others.
+        # A short run counts only if its consistency has no full run.
         and one.rejected <= fastest[one.consistency].rejected
         and one.step_seconds < most
         and (one.consistency in LOSSLESS or one == recommended.get(one.consistency))
@@ -333,7 +332,7 @@ def _predicted(found: Estimate) -> Predicted:
 
 
 def optimizer_like(question: Question) -> MakeOptimizer:
-    """Makes an optimizer of the training's class, where it is torch's own; else plain SGD."""
+    """Return a factory of the training's optimizer class if it is torch's own; else of plain SGD."""
     from functools import partial
 
     import torch

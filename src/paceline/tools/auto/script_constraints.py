@@ -1,4 +1,4 @@
-"""What a script does between two steps that bsp allows and other methods do not."""
+"""Detects script operations between two steps that bsp allows and other methods do not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from paceline.interfaces.buckets import Bucket, stamps
 
 
 class ScriptConstraints:
-    """What the script has done until now: an observer of each training whose ``.grad`` holds means
-    when backward ends.
+    """Observes each training whose ``.grad`` holds means after the backward pass.
 
     Attributes:
-        writes: It writes into gradients between ``backward()`` and ``step()``: it clips, say.
+        writes: The script writes into gradients between ``backward()`` and ``step()``, for example clips.
         passes_again: It runs several backward passes before ``step()``, without `no_sync`.
         passes_alone: It runs two backward passes without calling the model in between.
     """
@@ -40,7 +39,7 @@ class ScriptConstraints:
             training.context.listeners.add(self)
 
     def reason_against(self, method: Method, settings: Settings) -> str:
-        """Why *method* cannot be used, given what this worker's script has done; or nothing."""
+        """Why this worker's script does not allow *method*; else an empty string."""
         scales = self._active.uses_grad_scaler
         seen = method.visible_gradient
         waits_in_forward = getattr(method, "waits_in_forward", False)
@@ -68,7 +67,7 @@ class ScriptConstraints:
             )
         return ""
 
-    # ---- what it observes ----
+    # ---- observed events ----
 
     def forward(self, samples: int | None, training: bool) -> None:
         """The model is called."""
@@ -92,7 +91,7 @@ class ScriptConstraints:
             return
         buckets = self._buckets
         if buckets is not self._training.context.buckets:
-            return  # they were made anew, and gradients have moved
+            return  # The buckets were replaced, so gradients have moved.
         replaced = any(
             parameter.grad is not None and parameter.grad is not view
             for bucket in buckets
@@ -103,5 +102,5 @@ class ScriptConstraints:
         )
 
     def step_ended(self) -> None:
-        """It is over."""
+        """A step has ended."""
         self._delivered = False

@@ -1,4 +1,4 @@
-"""Train with several methods, and compare them.
+"""Trains with several methods, and compares them.
 
 - `runner`: one script with several methods, each in a process of its own; start here.
 - `report`: the comparison as a report: headline, table, charts.

@@ -1,7 +1,7 @@
 """A comparison as a report: which method is fastest, one table, charts, a step of each.
 
-The page and the terminal show the same headline and the same table. `to_json` has the same columns, by
-the names of `KEYS`.
+The page and the terminal show the same headline and the same table. `to_json` has the same columns, named
+by `KEYS`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from paceline.tools.report.traces import read_spans
 from paceline.units import show_bytes, show_count, show_seconds
 
 SPANS = 24_000
-"""Of all timelines of a page together: a third of a megabyte."""
+"""Spans in all timelines of a page together: a third of a megabyte."""
 MOST_POINTS, MOST_POINTS_OF_ALL = 300, 2400
-"""Of a line, and of all lines of a chart; more would be a big file of dots."""
+"""Points of a line, and of all lines of a chart, at most; more would make a large file."""
 MOST = 1e300
-"""Of a value: beyond it axes overflow."""
+"""Largest value in a chart: beyond it axes overflow."""
 KEYS = {
     "consistency": "consistency",
     "method": "variant",
@@ -64,10 +64,9 @@ KEYS = {
     "vs. 1 machine": "speedup",
     "vs. bound": "bound_ratio",
 }
-"""What JSON calls the columns. Metrics are in ``metrics``, and the goal's column is
-``reached_seconds``."""
+"""Names of columns in JSON. Metrics are in ``metrics``; the goal's column is ``reached_seconds``."""
 WIDE = 1000.0
-"""A metric whose largest value is so many times its smallest has a logarithmic axis."""
+"""If a metric's largest value is so many times its smallest, its axis is logarithmic."""
 
 
 def comparison_report(
@@ -81,17 +80,17 @@ def comparison_report(
     script: str = "",
     arguments: Sequence[str] = (),
 ) -> Report:
-    """A comparison of which at least one run has not failed.
+    """Report a comparison of which at least one run has succeeded.
 
     Args:
-        runs: What was trained.
-        folder: Where the traces are; the page is written beside them.
-        title: What was compared: the script, the network.
-        command: The command that ran it.
-        goal: The value of a metric whose time was asked for.
-        planned: What a plan predicts of one machine with the same global batch, and of the shortest
-            exact step; None: there is no plan.
-        script: What was trained, with its *arguments*, for commands; empty: none are shown.
+        runs: The runs.
+        folder: Folder of the traces; the page is written beside them.
+        title: The script and the network.
+        command: The command that ran the comparison.
+        goal: A target value of a metric, if one was given.
+        planned: A plan's predictions: one machine with the same global batch, and the shortest exact
+            step; None: there is no plan.
+        script: The script with its *arguments*, for commands; empty: no commands are shown.
     """
     first = next(run.result for run in runs if run.result is not None)
     shown = _Comparison(runs, goal, planned)
@@ -122,7 +121,7 @@ def comparison_report(
 
 
 class _Comparison:
-    """The runs, with what they are called, and what they are compared with."""
+    """The runs, their names, and the baseline."""
 
     def __init__(
         self,
@@ -148,7 +147,7 @@ class _Comparison:
 
     @property
     def ran(self) -> list[tuple[int, str, VariantRun, RunResult]]:
-        """Each run that has not failed: its number, its name, and its result."""
+        """Each run that has succeeded: its number, its name, and its result."""
         return [
             (number, name, run, run.result)
             for number, (name, run) in enumerate(
@@ -160,7 +159,7 @@ class _Comparison:
     # ---- the headline ----
 
     def headline(self) -> str:
-        """Who reaches the goal first, where there is one; else whose step is the shortest."""
+        """Which method reaches the goal first, or without a goal has the shortest step."""
         if self.goal is not None:
             return self._times_to_goal(self.goal)
         timed = [
@@ -182,7 +181,7 @@ class _Comparison:
         return text + self._metrics_beside_baseline(self.names.index(name))
 
     def _metrics_beside_baseline(self, number: int) -> str:
-        """What a method other than the baseline learned in these steps: a short step alone gains nothing."""
+        """Metrics of another method beside the baseline's: a short step alone is no gain."""
         run, baseline = self.runs[number], self.baseline
         if baseline is None or run is baseline or run.variant.consistency == "exact":
             return ""
@@ -232,7 +231,7 @@ class _Comparison:
         return text if times else f"{text}no method reached it."
 
     def one_machine_to_goal(self) -> float | None:
-        """One machine learns what DDP learns, step by step."""
+        """Time of one machine to the goal: step by step it learns like DDP."""
         if self.one_machine is None or self.baseline_name != "DDP":
             return None
         reached = self.baseline.reached if self.baseline is not None else None
@@ -241,7 +240,7 @@ class _Comparison:
     # ---- the table ----
 
     def table(self) -> Table:
-        """A row per method; where one machine's time is known, a row for it."""
+        """A row per method, and one for one machine if its time is known."""
         metrics = self._metrics() if self.goal is None else [self.goal.metric]
         planned = any(run.variant.predicted is not None for run in self.runs)
         headings = ["consistency", "method", "step"]
@@ -283,7 +282,7 @@ class _Comparison:
         )
 
     def where_steps_go(self) -> Table:
-        """The parts of each method's step, what it sends, and all metrics."""
+        """The parts of each method's step, its bytes, and all metrics."""
         headings = ["method", "buckets", "step", "compute", "exposed", "sent"]
         caption = f"{parts_of_step(self._results)} sent: per worker and step."
         if self.planned is not None:
@@ -304,7 +303,7 @@ class _Comparison:
         )
 
     def ratios(self, seconds: float | None) -> dict[str, Number | None]:
-        """How a step of so many seconds compares, by column."""
+        """A step of *seconds* relative to the baselines, by column."""
         found: dict[str, Number | None] = {}
         if len(self.runs) > 1:
             base = None if self.baseline is None else _step(self.baseline)
@@ -338,7 +337,7 @@ class _Comparison:
         return cells
 
     def _goal_cell(self, run: VariantRun) -> Cell:
-        """When a run reached the goal; nothing for one that failed."""
+        """When a run reached the goal; empty for a failed run."""
         if run.result is None:
             return None
         if run.reached is None:
@@ -361,12 +360,12 @@ class _Comparison:
         return text
 
     def notes(self) -> Text | None:
-        """Each note once, with the methods that it is about."""
+        """Each note once, with the methods that it concerns."""
         lines = self._notes(trials=False)
         return Text(title="Notes", lines=lines, level="summary") if lines else None
 
     def bucket_trials(self) -> Text | None:
-        """How planned buckets did against others: the table has which ones were used."""
+        """How planned buckets compare with others; the table shows which ones were used."""
         lines = self._notes(trials=True)
         return Text(title="Trials of buckets", lines=lines) if lines else None
 
@@ -384,7 +383,7 @@ class _Comparison:
         ]
 
     def commands(self, script: str, arguments: Sequence[str]) -> Text | None:
-        """What trains with the method that is best here, and with the best exact one."""
+        """Commands that train with the best method, and with the best exact one."""
         ranked = sorted(
             (seconds, number)
             for number, run in enumerate(self.runs)
@@ -400,7 +399,7 @@ class _Comparison:
         return Text(title=title, lines=lines, kind="code", level="summary")
 
     def _rank(self, run: VariantRun) -> float | None:
-        """Seconds to the goal, where one was asked for; else of a step."""
+        """Seconds to the goal if there is one; else seconds of a step."""
         if self.goal is None:
             return _step(run)
         return None if run.reached is None else run.reached.end_seconds
@@ -472,7 +471,8 @@ class _Comparison:
     def _to_goal(
         self, goal: Goal, values: Sequence[float]
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """From the axis at the goal's value to the first who reaches it, and down or up from there."""
+        """Lines from the axis at the goal's value to the first run that reaches it, and from there to the
+        other axis."""
         times = [
             run.reached.end_seconds for run in self.runs if run.reached is not None
         ]
@@ -487,11 +487,11 @@ class _Comparison:
 def to_json(
     runs: Sequence[VariantRun], goal: Goal | None = None, plan: Plan | None = None
 ) -> str:
-    """The runs for programs, as ``{"variants": [...]}``.
+    """The runs as JSON: ``{"variants": [...]}``.
 
-    A variant has its spec as given, its consistency, what its result or its failure holds, how its step
-    compares (`KEYS`), and the step and the seconds of training with which it reached the goal. With a
-    *plan* there are ``one_machine`` and ``plan``, too.
+    A variant has its spec as given, its consistency, and the fields of its result or failure. It also has its
+    relative step times (`KEYS`), and the step and seconds at which it reached the goal. With a *plan* there are
+    also ``one_machine`` and ``plan``.
     """
     planned = None if plan is None else plan.baseline
     ran = any(run.result is not None for run in runs)
@@ -569,14 +569,14 @@ def _files(shown: _Comparison) -> list[Section]:
 
 
 def _metric_cells(run: VariantRun, metrics: Sequence[str]) -> list[Cell]:
-    """A run's last values; a metric may have the name of another column."""
+    """A run's last values; a metric may have the same name as another column."""
     found = {} if run.result is None else run.result.metrics
     values = [found.get(metric) for metric in metrics]
     return [None if one is None else Number(one, f"{one:.4g}") for one in values]
 
 
 def _step(run: VariantRun) -> float | None:
-    """Seconds of a step of a run that has any."""
+    """Seconds of a run's step, if it has steps."""
     return run.result.step_seconds or None if run.result is not None else None
 
 
@@ -605,15 +605,15 @@ def _ratio(base: float | None, seconds: float | None) -> Number | None:
 
 @dataclass
 class Curve:
-    """One method's values of one metric: *seconds* since training began, and the mean
-    over its workers. NaN: a value that is not finite was logged there."""
+    """One method's values of one metric over *seconds* since training began, as means over its workers. NaN
+    marks a logged value that is not finite."""
 
     seconds: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
 
 def metric_curves(runs: Sequence[VariantRun]) -> dict[str, list[Curve]]:
-    """For each metric, in the order of first mention, a curve for each run that has not failed."""
+    """For each metric, in order of first appearance, a curve for each successful run."""
     metrics: dict[str, None] = {}
     for run in runs:
         metrics |= dict.fromkeys(run.result.metrics if run.result else ())
@@ -624,11 +624,11 @@ def metric_curves(runs: Sequence[VariantRun]) -> dict[str, list[Curve]]:
 
 
 def _curve(metric: str, run: VariantRun) -> Curve:
-    """A point is the mean over the workers that logged the metric in a step, at the mean of the
-    step's ends.
+    """Return the curve of *metric*: each point is the mean over the workers that logged it in a step.
 
-    What is logged after the last step is in no record. Where a metric is logged now and then (an
-    accuracy, once an epoch), the last value of rank 0 makes one more point, at the end.
+    Its time is the mean of the ends of these workers' steps. Values that are logged after the last step are
+    in no record. If a metric is logged only now and then (an accuracy, once an epoch), the last value of
+    rank 0 adds one more point, at the end.
     """
     points: dict[int, list[StepRecord]] = {}
     last_of_rank_0: float | None = math.nan
@@ -660,9 +660,9 @@ def has_values(curve: Curve) -> bool:
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
-    """The curve, or means of neighbouring points where there are more than *most*.
+    """Return the curve, or means of neighbouring points if it has more than *most*.
 
-    Only finite values count, since one NaN would hide all the others. NaN where none is finite.
+    Only finite values count, since one NaN would hide all others. A mean without finite values is NaN.
     """
     width = -(-len(curve.values) // most)
     if width <= 1:
@@ -680,5 +680,5 @@ def _mean_of_finite(values: Sequence[float]) -> float:
 
 
 def _finite(value: float | None) -> float:
-    """*value*, or NaN: JSON has null for what is not finite, and axes have no room."""
+    """*value*, or NaN if it is None: JSON has null for values that are not finite, and axes cannot show them."""
     return math.nan if value is None or not abs(value) < MOST else value

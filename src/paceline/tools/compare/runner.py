@@ -1,6 +1,6 @@
 """Trains one script with several methods, each in a process of its own.
 
-`run_variants` is where to start. A `Goal` is the value of a metric that somebody wants to reach.
+Start at `run_variants`. A `Goal` is a target value of a metric.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.tools.report.run_files import claim, make_folder
 from paceline.transport.liveness import without_interrupts
 
 ROUNDING = 1e-6
-"""Relative: 342 of 360 in single precision is a little less than 0.95."""
+"""Relative tolerance: 342 of 360 in single precision is a little less than 0.95."""
 _VERBS = {"simulated": "simulate", "real": "run", "emulated": "emulate"}
 _RECORDS = "records.jsonl"
 _OURS = "paceline: "
@@ -51,7 +51,7 @@ class Goal:
 
     @classmethod
     def read(cls, text: str) -> Goal:
-        """From ``accuracy=0.95``."""
+        """Parse text such as ``accuracy=0.95``."""
         metric, equals, number = text.partition("=")
         try:
             value = float(number)
@@ -64,7 +64,7 @@ class Goal:
         return cls(metric, value)
 
     def check_logged(self, metrics: Mapping[str, float | None]) -> None:
-        """Raise `UsageError` where a script logged only other *metrics*."""
+        """Raise `UsageError` if a script logged only other *metrics*."""
         if self.metric not in metrics:
             there = ", ".join(sorted(metrics)) or "none"
             raise UsageError(
@@ -89,7 +89,7 @@ class Goal:
         return values
 
     def rises(self, curves: Sequence[Curve]) -> bool:
-        """Whether the metric is to rise, as it does in most runs; where none tells, whether a run begins
+        """Whether larger values are better, judged by most runs; if none shows it, by whether a run begins
         below the goal."""
         firsts = [curve[0][1] for curve in curves if curve]
         lasts = [curve[-1][1] for curve in curves if curve]
@@ -117,8 +117,7 @@ class Goal:
 class Variant:
     """A method's spec, as given, and its place in the table.
 
-    *consistency* is empty where the method is chosen during training; *predicted*: seconds of a
-    step, by a plan.
+    *consistency* is empty if the method is chosen during training. *predicted*: seconds of a step in a plan.
     """
 
     number: int
@@ -128,14 +127,14 @@ class Variant:
 
     @property
     def file_name(self) -> str:
-        """A name for its files: its number and the spec, in safe characters."""
+        """A name for its files: its number and the spec, with safe characters only."""
         return f"{self.number + 1}-{re.sub(r'[^A-Za-z0-9.-]+', '-', self.spec)}"
 
 
 @dataclass(frozen=True)
 class VariantRun:
-    """A variant that was run: its *outcome*, its *steps* of all workers, and the step that *reached*
-    the goal, if any did."""
+    """A variant after its run: its *outcome*, the *steps* of all workers, and the step that *reached* the
+    goal, if any."""
 
     variant: Variant
     outcome: Outcome
@@ -144,20 +143,20 @@ class VariantRun:
 
     @property
     def result(self) -> RunResult | None:
-        """The outcome of a run that has not failed."""
+        """The outcome of a successful run."""
         return self.outcome if isinstance(self.outcome, RunResult) else None
 
 
 class VariantStep(StepRecord, kw_only=True):
-    """A step's record that says which variant it belongs to."""
+    """A step's record with the name of its variant."""
 
     variant: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What all variants share: the script, where it runs, and the command's other *options*. Records
-    are written to *folder*."""
+    """Everything that variants share: the script, the runtime, and the command's other *options*. Records are
+    written to *folder*."""
 
     script: str
     arguments: Sequence[str]
@@ -175,16 +174,16 @@ def run_variants(
     begin: Callable[[str, Path], Callable[[], None]],
     say: Callable[[str], None],
 ) -> list[VariantRun]:
-    """Run each variant in a process of its own, and merge the records of those that did not fail.
+    """Run each variant in a process of its own, and merge the records of the successful ones.
 
     Args:
-        variants: What to train with.
+        variants: The variants.
         training: The script, the runtime and the folder of the records.
-        goal: The value of a metric whose time is asked for.
-        at_once: How many variants run beside each other.
-        begin: Shows that a variant runs: takes its name and the file with its progress; returns
-            what ends the display.
-        say: Shows a line that stays, such as the errors of a variant that fails.
+        goal: The target value of a metric.
+        at_once: Number of variants that run at the same time.
+        begin: Shows that a variant runs: takes its name and the file of its progress; returns a
+            function that ends the display.
+        say: Prints a permanent line, such as the errors of a failed variant.
     """
     running: list[subprocess.Popen[str]] = []
     interrupted = threading.Event()
@@ -225,13 +224,13 @@ def run_variant(
     """Run one variant and read its result; its records stay in the folder.
 
     Args:
-        variant: What to train with.
-        training: What all variants share.
-        environment: Variables of this variant's process.
-        started: Takes the process, which ignores Ctrl-C: the caller must end it.
+        variant: The variant.
+        training: Everything that variants share.
+        environment: Environment variables of this variant's process.
+        started: Receives the process, which ignores Ctrl-C: the caller must end it.
 
     Returns:
-        The outcome, and what the process wrote to standard error.
+        The outcome, and the process's standard error.
     """
     with _ONE_AT_A_TIME:
         claim(str(training.folder), variant.file_name)
@@ -255,17 +254,17 @@ def run_variant(
     status = process.returncode
     if status or not printed.strip():
         with suppress(OSError):
-            records.rmdir()  # unless there is something in it
+            records.rmdir()  # Fails if the folder is not empty.
         return FailedRun(failed=_reason(errors, status), exit_status=status), errors
     return msgspec.json.decode(printed, type=RunResult), errors
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Variants that run beside each other claim files in one folder."""
+"""Serializes variants that run at the same time, since they claim files in one folder."""
 
 
 def _reason(errors: str, status: int) -> str:
-    """In one line why a run failed: the last error of paceline, or else the last line."""
+    """The cause of a failed run in one line: paceline's last error, or else the last line."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
     return (ours or lines or [f"exit status {status}"])[-1]
@@ -277,9 +276,9 @@ def merge_records(
     folder: Path,
     goal: Goal | None = None,
 ) -> list[VariantRun]:
-    """Read the records of all variants that have not failed.
+    """Read the records of all successful variants.
 
-    Their steps are gathered in ``records.jsonl``; each trace is named after its variant,
+    Their steps are merged into ``records.jsonl``; each trace is named after its variant,
     ``NAME.trace.json``.
     """
     runs: list[VariantRun] = []

@@ -1,15 +1,15 @@
-"""What slows a training down, by name: measured (`evidence`), then concluded (`diagnose`).
+"""Names the causes of slow steps: measures (`evidence`), then concludes (`diagnose`).
 
-`diagnose` is a pure function of the evidence. Simulated runs predict what fixing a fault saves; they take the
-process for themselves.
+`diagnose` is a pure function of the evidence. Simulations predict the gain of each fix; they need the process
+for themselves.
 
-- `faults`: the table of all faults, and those of the training; start here.
+- `faults`: the table of all faults, and the training's faults; start here.
 - `system_faults`: faults of network and hosts.
-- `diagnosis`: which faults cost something, and what fixing them saves.
-- `network_model`, `training_model`: links and racks, and the training, as the evidence shows them.
+- `diagnosis`: selects the faults that cost time, and the gain of each fix.
+- `network_model`, `training_model`: links and racks, and the training, derived from the evidence.
 - `measure`: collects the evidence on every worker. `host`: cores and interfaces of one worker's host.
 - `evidence`: all measurements as data.
-- `report`: a diagnosis for people.
+- `report`: a diagnosis as a page and for the terminal.
 - `__main__`: the script that ``paceline doctor`` launches on every worker.
 """
 

@@ -1,12 +1,12 @@
-"""What slows a training down: faults by name, and what fixing each of them saves.
+"""Names the faults that slow a training down, and predicts the gain of each fix.
 
-1. The system faults of `FAULTS` are detected, root causes first. A fault that explains others takes its
-   hosts from them: where packets are lost the link is slow, and only the loss is named.
-2. Each fix changes a `TrainingModel`, and the simulated runtime predicts what that saves. A fault that saves
-   too little is none (`GAIN`), unless the runtime does not model it (`FaultKind.always_report`).
-3. The training's faults are detected in what is left, if anybody can know that.
+1. The system faults of `FAULTS` are detected, root causes first. A fault that causes others takes over their
+   hosts: if packets are lost the link is slow, too, but only the loss is reported.
+2. Each fix changes a `TrainingModel`, and the simulated runtime predicts the gain. A fault with too small a gain
+   is dropped (`GAIN`), unless the runtime does not model it (`FaultKind.always_report`).
+3. The training's faults are then detected in a training without the system faults, if it can be predicted.
 
-Gains add up: each is what fixing the fault saves once the faults above it are fixed.
+Gains add up: each is the gain of a fix after all faults above it are fixed.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from paceline.tools.doctor.system_faults import Detection, Hosts, Observed
 from paceline.tools.doctor.training_model import TrainingModel
 
 UNLIKE = 0.15
-"""Part of a measured step: where a prediction of it is farther off, no gain is predicted."""
+"""Share of a measured step: if the prediction differs by more, no gain is predicted."""
 
 _KINDS = {row.name: row for row in FAULTS}
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """A fault that costs something.
+    """A fault that costs time.
 
     Attributes:
-        name: As in the table of faults.
+        name: Its name in the table of faults.
         location: Host, link, path or rack.
-        cause: What was measured there.
-        advice: What to do.
-        command: What to run, where a command fixes it.
-        gain_seconds: Seconds that fixing it takes off a step, predicted. None where nobody can
-            know, or where the step itself was predicted wrongly.
+        cause: The measurement that shows it.
+        advice: The recommended action.
+        command: A command that fixes it, if there is one.
+        gain_seconds: Predicted seconds that the fix saves per step. None if it cannot be predicted, or
+            if the step itself was predicted wrongly.
         hosts: Hosts that have the fault.
     """
 
@@ -61,21 +61,21 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a training, or with a network where no script ran.
+    """Faults of a training, or of a network if no script ran.
 
     Attributes:
-        faults: From the one to be fixed first.
+        faults: In the order in which to fix them.
         harmless: Deviations that cost less than `GAIN` of a step.
-        checked: What was checked.
+        checked: The checks that were made.
         runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
-        workers: How many there are.
+        workers: Number of workers.
         spec: The method in use.
-        trained: Whether a script ran. Without one, figures are those of an all-reduce of 64 MiB.
-        step_seconds: Measured; None where no script ran.
+        trained: Whether a script ran. If not, figures are of an all-reduce of 64 MiB.
+        step_seconds: Measured; None if no script ran.
         predicted_seconds: Predicted from the measured parts.
-        fixed_seconds: Predicted without the faults; None where nobody can know.
+        fixed_seconds: Predicted without the faults; None if it cannot be predicted.
         single_seconds: One machine's step with the same global batch.
-        lower_bound_seconds: No exact method is faster on this network, with its faults.
+        lower_bound_seconds: The shortest step of any exact method on this network, with its faults.
         notes: Reasons why the figures may mislead.
     """
 
@@ -99,14 +99,14 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def speedup(self) -> float | None:
-        """How many times as fast as one machine with the same global batch."""
+        """Speed relative to one machine with the same global batch."""
         if not self.step_seconds or not self.single_seconds:
             return None
         return self.single_seconds / self.step_seconds
 
     @property
     def unexplained_seconds(self) -> float | None:
-        """What a step takes beyond its prediction; negative where it takes less."""
+        """Measured minus predicted step time; may be negative."""
         if self.step_seconds is None or self.predicted_seconds is None:
             return None
         return self.step_seconds - self.predicted_seconds
@@ -151,9 +151,9 @@ def diagnose(evidence: Evidence, *, processes: int = 1) -> Diagnosis:
 def detect_faults(
     network: NetworkModel, training: TrainingModel
 ) -> dict[str, Detection]:
-    """Detect the system's faults, whatever they cost; root causes first.
+    """Detect the system's faults, whatever their cost; root causes first.
 
-    Fixing a fault fixes its symptoms, on its hosts.
+    The fix of a fault also fixes its symptoms, on its hosts.
     """
     explained: dict[str, dict[str, Hosts]] = defaultdict(dict)  # by symptom and cause
     detected: dict[str, Detection] = {}
@@ -172,7 +172,7 @@ def detect_faults(
         if everywhere is not None:
             for cause, hosts in causes.items():
                 detected[cause] = detected[cause].with_symptom(everywhere, hosts)
-                # A symptom's symptoms are the cause's.
+                # Symptoms of this symptom have the same root cause.
                 theirs[cause] = everywhere.hosts & hosts
         for name in row.symptoms:
             for cause, hosts in theirs.items():
@@ -183,7 +183,7 @@ def detect_faults(
 
 @dataclass
 class GainEstimator:
-    """Predicts steps of *training* without some of the faults that were *found*."""
+    """Predicts steps of *training* without some of the *found* faults."""
 
     training: TrainingModel
     found: dict[str, Detection]
@@ -191,7 +191,7 @@ class GainEstimator:
     _steps: dict[tuple[str, ...], float | None] = field(default_factory=dict)
 
     def fixed(self, names: Iterable[str]) -> TrainingModel:
-        """The training without these faults."""
+        """The training without the faults *names*."""
         names, training = set(names), self.training
         for name, found in self.found.items():
             if name in names and found.fix is not None:
@@ -199,16 +199,16 @@ class GainEstimator:
         return training
 
     def step_seconds(self, names: Collection[str]) -> float:
-        """A step without these faults; infinite where it cannot be predicted."""
+        """A step without the faults *names*; infinite if it cannot be predicted."""
         key = tuple(name for name in self.found if name in names)
         if key not in self._steps:
             self._steps[key] = self.fixed(key).step_seconds()
         return self._steps[key] or math.inf
 
     def remove_harmless(self) -> None:
-        """Remove faults that save nothing: neither alone, nor once all others are fixed.
+        """Remove faults without a gain: neither alone, nor after all others are fixed.
 
-        One fault may hide another.
+        Both are checked because one fault may hide another.
         """
         for name, found in list(self.found.items()):
             if _KINDS[name].always_report or found.fix is None:
@@ -221,9 +221,9 @@ class GainEstimator:
                 self._steps.clear()
 
     def ranked(self) -> list[tuple[str, float | None]]:
-        """Faults and their gains: next is always the one that saves most now.
+        """Faults with their gains: each next fault is the one with the largest remaining gain.
 
-        Faults of the training come last; faults whose gain is unknown come first.
+        Faults with unknown gain come first, faults of the training last.
         """
         done: list[str] = []
         ranked: list[tuple[str, float | None]] = []
@@ -250,7 +250,7 @@ def _diagnosis(
 ) -> Diagnosis:
     evidence, training = network.evidence, estimator.training
     measured = [one.step.step.median for one in evidence.workers if one.step]
-    # Workers that do not wait for each other do different numbers of steps: their rates add up.
+    # Workers that do not wait for each other do different numbers of steps, so their rates are added.
     step = harmonic_mean(measured) if network.trains else None
     predicted = training.step_seconds()
     unmodelled = [name for name in estimator.found if _KINDS[name].gain_is_unmodelled]
@@ -300,9 +300,9 @@ def _fault(name: str, found: Detection, gain: float | None) -> Fault:
 
 
 def _why_no_gains(step: float | None, predicted: float | None, *, losing: bool) -> str:
-    """Why no gain of this step can be predicted; empty where it can.
+    """Why no gain of this step can be predicted; empty if it can.
 
-    Where packets are lost, it is known why a step takes longer: retransmissions.
+    If packets are lost, retransmissions explain a longer step.
     """
     if step is None or (losing and predicted is not None and step > predicted):
         return ""

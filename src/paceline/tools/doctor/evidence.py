@@ -1,4 +1,4 @@
-"""Everything that ``paceline doctor`` measures, before any conclusion: plain data, JSON both ways.
+"""All measurements of ``paceline doctor``, before any conclusion: plain data that JSON can hold.
 
 Times are seconds, sizes bytes, rates bytes per second.
 """
@@ -13,8 +13,8 @@ from paceline.cluster import Workload
 from paceline.cluster.profiling.step_phases import StepPhases
 
 Kind = Literal["ethernet", "container", "wireless", "virtual", "loopback"]
-"""Kind of a network interface. *ethernet* has a device of its own, *container* is a container's (or an
-emulated host's) end of a pair, *virtual* is made of others (bridge, tunnel)."""
+"""Kind of a network interface. *ethernet* has a device; *container* is the end of a pair in a container or an
+emulated host; *virtual* is built on other interfaces (bridge, tunnel)."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +22,7 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: Such as ``"eth0"``.
-        kind: What it is made of.
+        kind: Its kind.
         rate: Bytes per second, as the system reports it; None where it does not.
         network: Network of its IPv4 address, such as ``"10.0.0.0/24"``; empty where unknown.
     """
@@ -38,15 +38,15 @@ class WorkerEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rank: Its rank.
-        host: The host's number, as in the cluster.
+        host: The host's number in the cluster.
         name: The host's own name.
         threads: Threads that compute in this worker.
         cores: Cores that the host has for all its workers. Simulated hosts have one per thread.
-        other_load: How many of these cores other programs keep busy.
+        other_load: Number of these cores that other programs keep busy.
         speed: Speed of a matrix product, relative to the fastest worker.
-        interface: Carries the collectives; None where unknown.
+        interface: The interface that carries the collectives; None if unknown.
         others: The other interfaces that are up.
-        step: Phases of its steps; None where no script ran.
+        step: Phases of its steps; None if no script ran.
     """
 
     rank: int
@@ -67,10 +67,10 @@ class PathEvidence(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         source: Number of the sending host.
         target: Number of the receiving host.
-        rates: Goodput in bytes per second, of several measurements that are apart in time.
-        latency: One-way seconds of a message without content.
-        retransmitted: Part of the segments that was sent again; None where the system does not
-            count. It is measured while little is sent, as a full queue loses some on any network.
+        rates: Goodput in bytes per second, of several measurements at different times.
+        latency: One-way seconds of an empty message.
+        retransmitted: Share of the segments that was sent again; None if the system does not count
+            them. It is measured under low load, since a full queue drops some on any network.
     """
 
     source: int
@@ -95,18 +95,18 @@ class ConcurrentFlows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
-    """All measurements of one examination.
+    """All measurements of one run of doctor.
 
     Attributes:
         runtime: ``"real"``, ``"emulated"`` or ``"simulated"``.
         workers: One entry per worker.
         paths: Every path between two hosts.
         concurrent: Rounds in which all hosts send at the same time.
-        cluster: Text of the cluster file that the probe inferred. Latency, processors and
-            workers per host are taken from it.
-        workload: What was trained; None where no script ran.
-        spec: The method that was used.
-        script: The script's file, for the commands that are recommended.
+        cluster: Text of the cluster file that the probe inferred. Latency, processors and workers per
+            host are taken from it.
+        workload: The trained model's workload; None if no script ran.
+        spec: The method in use.
+        script: The script's file, for the recommended commands.
         arguments: Its arguments.
         shared_cores: Cores that all hosts share, as emulated hosts do.
         notes: Reasons why the figures may mislead.

@@ -1,8 +1,8 @@
-"""The table of all faults (`FAULTS`), and those of the training: start here.
+"""The table of all faults (`FAULTS`), and the training's faults: start here.
 
-Faults of the system are in `paceline.tools.doctor.system_faults`. Faults of the training are looked for once
-those are fixed. Their detectors ask the simulated runtime for other steps: with messages that begin at no
-cost, or with other methods. What they advise is what ``paceline plan`` recommends for the same job.
+Faults of the system are in `paceline.tools.doctor.system_faults`. Faults of the training are detected after
+those are fixed. Their detectors simulate other steps: with messages that start without cost, or with other
+methods. Their advice is the recommendation of ``paceline plan`` for the same job.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from paceline.tools.plan.search import plan
 from paceline.units import show_bytes, show_rate, show_seconds
 
 GAIN = 0.05
-"""Part of a step that fixing a fault must save, by prediction. Simulated steps are within a few percent of real
-ones, and for less nobody walks to a machine."""
+"""Share of a step that a fix must save, by prediction. Simulated steps are within a few percent of real ones, and
+a smaller gain is not worth an intervention."""
 
 
 def _recommended(
     seen: Observed, allowed: Collection[Consistency]
 ) -> dict[Consistency, Estimate]:
-    """What ``paceline plan`` recommends for the training; nothing where nothing can run."""
+    """The recommendation of ``paceline plan`` for the training; empty if nothing can run."""
     training = seen.training
     classes = tuple(one for one in CONSISTENCIES if one in allowed)
     try:
@@ -56,7 +56,7 @@ def _recommended(
     recommended = recommend(found, allowed)
     if not any(training.inputs):
         return recommended
-    # A plan's workers have their batches at once.
+    # A plan assumes that workers do not wait for batches.
     took = {q: training.step_seconds(one.spec) for q, one in recommended.items()}
     return {
         q: msgspec.structs.replace(one, step_seconds=seconds)
@@ -72,25 +72,25 @@ def _estimates(
     allowed: tuple[Consistency, ...],
     processes: int,
 ) -> tuple[Estimate, ...]:
-    """What several faults ask of the same job is predicted once."""
+    """Cached, since several faults ask the same of one job."""
     with Predictor(processes) as predictor:
         made = plan(cluster, workload, allowed=allowed, predictor=predictor)
     return made.estimates
 
 
 def _as_strong(own: Consistency) -> list[Consistency]:
-    """Classes that promise as much as *own*, or more."""
+    """Consistencies at least as strong as *own*."""
     return [one for one in CONSISTENCIES if weaker(one, own) == own]
 
 
 # ---- messages ----
 
 MESSAGE_OVERHEAD = 0.1
-"""Part of a step that would be saved if messages began at no cost."""
+"""Share of a step that would be saved if messages started without cost."""
 
 
 def message_overhead(seen: Observed) -> Detection | None:
-    """Steps that are long because many messages begin, one after another.
+    """Detect steps that are long because many messages start one after another.
 
     Other buckets or another collective have fewer of them, or shorter chains.
     """
@@ -123,7 +123,7 @@ def message_overhead(seen: Observed) -> Detection | None:
 
 
 def _without_overhead(training: TrainingModel) -> TrainingModel:
-    """With messages that cost only their bytes."""
+    """The training with messages that cost only their bytes."""
     processor = training.processor
     if processor is not None:
         processor = Processor(byte=processor.byte, cores=processor.cores)
@@ -131,7 +131,7 @@ def _without_overhead(training: TrainingModel) -> TrainingModel:
 
 
 def _variations(text: str) -> list[str]:
-    """The method with each fixed bucket rule, and with each collective that any network has."""
+    """The spec with each fixed bucket rule, and with each collective that runs on any network."""
     spec = parse(text)
     changes: list[dict[str, str]] = [{"buckets": rule} for rule in FIXED]
     changes += [
@@ -146,20 +146,20 @@ def _variations(text: str) -> list[str]:
 # ---- methods ----
 
 SLOW_METHOD = 1.5
-"""Times the step of another method that promises as much, or more. Methods of a class differ by less where
-each is used as it is meant."""
+"""Factor over the step of another method of equal or stronger consistency. Methods of one consistency differ by
+less if each is used as intended."""
 
 ON_RANK_0 = ("auto", "embedded")
-"""Settings that start one server beside worker 0, unless the cluster has hosts for servers."""
+"""Settings that start one server beside worker 0, unless the cluster has dedicated server hosts."""
 
 
 def slow_method(seen: Observed) -> Detection | None:
-    """A method whose step takes far longer than one of a method that promises as much, or more."""
+    """Detect a method whose step is much longer than that of a method of equal or stronger consistency."""
     training = seen.training
     if not seen.network.trains:
         return None
     now = training.step_seconds()
-    if now is None:  # such as a method that only the script registers
+    if now is None:  # For example, only the script registers the method.
         return None
     method, settings = parse_method(training.spec)
     name, own = short_spec(method, settings), consistency_of(method, settings)
@@ -177,7 +177,7 @@ def slow_method(seen: Observed) -> Detection | None:
     ]
     if not better:
         return None
-    best = better[0]  # of the strongest class
+    best = better[0]  # The one with the strongest consistency.
     spec = best.spec
     cause = (
         f"{name} takes {show_seconds(now)} per step, {spec} ({best.consistency}) "
@@ -213,24 +213,24 @@ def _on_one_server(training: TrainingModel) -> bool:
 # ---- exact averaging ----
 
 TOO_SLOW = 2.0
-"""Times a worker's own computing. Where no exact method has a shorter step, more than half of every machine is
-lost whatever method sends whole gradients."""
+"""Factor over a worker's compute time. If no exact method has a shorter step, every method that sends whole
+gradients wastes more than half of each machine."""
 
 WEAKER: dict[Consistency, str] = {
     "delayed": "delayed averages",
     "lossy": "compression",
     "local": "local updates",
 }
-"""Classes that are recommended where exact methods cannot be fast enough, for readers."""
+"""Consistencies that are recommended if exact methods are too slow, for readers."""
 
 
 def network_too_slow(seen: Observed) -> Detection | None:
-    """A network on which the shortest step of any exact method is far longer than computing."""
+    """Detect a network on which the shortest step of any exact method is much longer than computing."""
     training = seen.training
     limit, compute = training.lower_bound_seconds, training.compute_seconds
     now = training.step_seconds()
     if not seen.network.trains or now is None or limit <= TOO_SLOW * compute:
-        return None  # no step is known of a method that only the script registers
+        return None  # The step is unknown if only the script registers the method.
     if consistency_of(*parse_method(training.spec)) != "exact":
         return None
     rate = seen.network.usual_link * limit / (TOO_SLOW * compute)
@@ -269,7 +269,7 @@ def _run(evidence: Evidence, spec: str) -> str:
 
 
 def _at_least(value: float) -> str:
-    """Rounded down: a bound is never above what was measured beside it."""
+    """Format *value* rounded down, so that the bound is never above a measurement beside it."""
     unit = 10.0 ** (math.floor(math.log10(value)) - 2)
     return show_seconds(math.floor(value / unit) * unit)
 

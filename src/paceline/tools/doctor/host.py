@@ -20,11 +20,11 @@ _UP, _LOOPBACK = 0x1, 0x8
 _IPV4 = 2
 _CONTAINERS = ("veth", "macvlan", "ipvlan")
 _OVER_DEVICES = ("vlan", "bond", "ipoib")
-"""Interfaces that are as their devices."""
+"""Interfaces that inherit the properties of their devices."""
 
 
 def cores() -> int:
-    """Cores that this process may use: those of its affinity, at most its container's quota."""
+    """Cores that this process may use: its affinity, limited by its container's quota."""
     affinity = getattr(os, "sched_getaffinity", None)
     count = len(affinity(0)) if affinity else os.cpu_count() or 1
     with suppress(OSError, ValueError):
@@ -35,7 +35,7 @@ def cores() -> int:
 
 
 def busy_cores(seconds: float) -> float:
-    """Mean number of the host's busy cores over *seconds*; 0 where the system does not count."""
+    """Mean number of the host's busy cores over *seconds*; 0 if the system does not count them."""
     before, start = _core_seconds(), time.perf_counter()
     time.sleep(seconds)
     return max(0.0, (_core_seconds() - before) / (time.perf_counter() - start))
@@ -47,7 +47,7 @@ def _core_seconds() -> float:
     except OSError:
         return 0.0
     ticks = [int(field) for field in fields]
-    # User, nice, system and interrupts: neither idle ticks nor a hypervisor's.
+    # User, nice, system and interrupts, without idle time and a hypervisor's.
     return (sum(ticks[:3]) + sum(ticks[5:7])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -55,7 +55,7 @@ def interfaces() -> tuple[Interface | None, tuple[Interface, ...]]:
     """Interfaces of this process's network namespace that are up and have an address.
 
     Returns:
-        The interface by which most of this process's bytes left (None where unknown), and the
+        The interface by which most of this process's bytes were sent (None if unknown), and the
         others.
     """
     found, owners = _described()
@@ -69,7 +69,7 @@ def interfaces() -> tuple[Interface | None, tuple[Interface, ...]]:
 
 
 def _described() -> tuple[dict[str, Interface], dict[str, str]]:
-    """Interfaces by name, and names by address; nothing where there is no netlink."""
+    """Interfaces by name, and names by address; empty without netlink."""
     try:
         from pyroute2 import IPRoute  # type: ignore[import-untyped]
 
@@ -103,7 +103,7 @@ def _described() -> tuple[dict[str, Interface], dict[str, str]]:
 
 
 def _kind(link: Any) -> Kind:
-    """The kind of a link that netlink describes."""
+    """The kind of a link in netlink's description."""
     if link["flags"] & _LOOPBACK:
         return "loopback"
     info = link.get_attr("IFLA_LINKINFO")
@@ -112,7 +112,7 @@ def _kind(link: Any) -> Kind:
         return "container"
     files = _files(link)
     if driver is None and files is None:
-        return "container"  # /sys shows another namespace than this process's
+        return "container"  # /sys shows another namespace than this process's.
     if driver is None and files is not None:
         if (files / "wireless").exists() or (files / "phy80211").exists():
             return "wireless"

@@ -1,8 +1,8 @@
 """Collects evidence on every worker, in all runtimes.
 
-`Examination` watches what a script trains; when the script has ended it measures network and hosts
-together with the other workers. `examine_simulation` and `examine_simulated_network` do so in simulated
-time, `main` in the process of a real or emulated worker. `ExaminedJob` is what `paceline doctor` launches.
+`Examination` observes a script's training. After the script it measures network and hosts together with the
+other workers. `examine_simulation` and `examine_simulated_network` do so in virtual time, `main` in the
+process of a real or emulated worker. `ExaminedJob` is the job that `paceline doctor` launches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 
 class _WorkerReport(msgspec.Struct):
-    """What a worker sends to rank 0; *busy* are cores of its host while no worker does anything."""
+    """A worker's report to rank 0; *busy*: busy cores of its host while no worker does anything."""
 
     worker: WorkerEvidence
     busy: float
@@ -56,13 +56,13 @@ class _WorkerReport(msgspec.Struct):
 
 
 class Examination:
-    """One worker's side of an examination. It begins with the runtime, before the script.
+    """One worker's side of a run of doctor. It begins with the runtime, before the script.
 
     Args:
-        runtime: This worker's.
-        deliver: Is called on rank 0 with the evidence, once the script has ended well.
-        seconds: For each pair of hosts and direction.
-        say: Is called on rank 0 with what begins.
+        runtime: This worker's runtime.
+        deliver: Called on rank 0 with the evidence, once the script has ended without an error.
+        seconds: Duration for each pair of hosts and direction.
+        say: Called on rank 0 with the name of the next measurement.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Examination:
             self._profiler = StepProfiler(model, parameters, stopwatch)
             self._watch = StepWatch(self._runtime, model, parameters)
         if self._model is not model:
-            return ()  # the first model is enough
+            return ()  # Only the first model is observed.
         return [one for one in (self._profiler, self._watch) if one is not None]
 
     def _examine(self) -> None:
@@ -141,14 +141,14 @@ class Examination:
     def _workload(self) -> Workload | None:
         paced = self._runtime.workload
         if paced is not None:
-            # Processes sleep so long, and keep no core busy.
+            # Paced processes sleep, and keep no core busy.
             return paced if self._runtime.clock.is_virtual else replace(paced, cores=0)
         if self._profiler is None:
             return None
         try:
             return self._profiler.workload("measured by paceline doctor")
         except UsageError:
-            return None  # the model itself was never called
+            return None  # The script never called the model itself.
 
 
 def _evidence(
@@ -181,7 +181,7 @@ def _evidence(
 
 
 def _cautions(runtime: Runtime, said: Sequence[_WorkerReport]) -> tuple[str, ...]:
-    """Why the watched steps say little about later ones, if they do."""
+    """Reasons why the observed steps may not represent later ones."""
     step = said[0].worker.step
     if step is None or step.steady:
         return ()
@@ -199,9 +199,9 @@ def _median_workload(said: Sequence[_WorkerReport]) -> Workload | None:
 REPEATS = 4
 """Rounds after the first."""
 MOST_REPEATED = 64
-"""Paths that are measured again. Of more paths, those between ranks that are near each other."""
+"""Paths that are measured again. If there are more, those between ranks close to each other."""
 MOST_DOUBTFUL = 16
-"""Other paths that are measured again, as they looked slow."""
+"""Other paths that are measured again because they looked slow."""
 MOST_SHIFTS = 8
 """Rounds in which all hosts send at the same time."""
 
@@ -211,7 +211,7 @@ class NetworkEvidence:
     """The network between hosts.
 
     Attributes:
-        probe: As ``paceline probe`` measures it.
+        probe: The measurements of ``paceline probe``.
         paths: Every path between two hosts.
         concurrent: Rounds in which all hosts send at the same time.
     """
@@ -227,9 +227,9 @@ def measure_network(
     """Measure the network between the workers' hosts. Collective; the same on every rank.
 
     Args:
-        runtime: This worker's.
-        seconds: For each pair of hosts and direction, in the first round.
-        say: Is called with what begins.
+        runtime: This worker's runtime.
+        seconds: Duration for each pair of hosts and direction, in the first round.
+        say: Called with the name of the next measurement.
 
     Raises:
         UsageError: There is only one worker.
@@ -276,7 +276,7 @@ def measure_network(
 def _by_medians(
     probe: ProbeResult, rates: dict[tuple[int, int], list[float]]
 ) -> ProbeResult:
-    """The probe, with the medians of all rounds."""
+    """The probe with the medians of all rounds."""
     hosts = probe.hosts
     first = {host: hosts.index(host) for host in hosts}
     usual = {flow: median(several) for flow, several in rates.items()}
@@ -286,7 +286,7 @@ def _by_medians(
         probe,
         goodput=goodput,
         racks=racks,
-        # They were measured between the racks of the first round.
+        # Uplinks were measured between the racks of the first round.
         uplinks=probe.uplinks if racks == probe.racks else [],
     )
 
@@ -311,7 +311,7 @@ def _doubtful(
     rates: Mapping[tuple[int, int], Sequence[float]],
     repeated: Collection[tuple[int, int]],
 ) -> list[tuple[int, int]]:
-    """The slowest of the other paths, compared with their hosts' best: one measurement may mislead."""
+    """The slowest other paths relative to their hosts' best: one measurement may mislead."""
     again = set(repeated)
     best_out: dict[int, float] = {}
     best_into: dict[int, float] = {}
@@ -328,7 +328,7 @@ def _doubtful(
 
 
 def _shifts(count: int) -> list[int]:
-    """How many ranks further each host sends, by round: all distances, or some spread over all."""
+    """By how many ranks each host sends ahead, by round: all distances, or some spread over all."""
     every = list(range(1, count))
     if len(every) <= MOST_SHIFTS:
         return every
@@ -345,7 +345,7 @@ def _concurrent_flows(
     rates: dict[tuple[int, int], list[float]],
     seconds: float,
 ) -> ConcurrentFlows:
-    """All hosts send *shift* ranks further, each as much as it could alone in that time."""
+    """All hosts send *shift* ranks ahead, each as much as it could alone in that time."""
     count = len(leaders)
     flows = [(leaders[i], leaders[(i + shift) % count]) for i in range(count)]
     sizes = [min(MOST_BYTES, int(median(rates[flow]) * seconds)) for flow in flows]
@@ -357,17 +357,17 @@ def _concurrent_flows(
     )
 
 
-# ---- jobs ----
+# ---- jobs that doctor launches ----
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExaminedJob:
-    """A job as it is to be examined, in any runtime.
+    """A job for doctor, in any runtime.
 
     Attributes:
-        script: What trains, with its *arguments*; None: network and hosts are examined alone.
-        options: Those of the training.
-        seconds: For each pair of hosts and direction.
+        script: The training script, with its *arguments*; None: only network and hosts are measured.
+        options: The training's options.
+        seconds: Duration for each pair of hosts and direction.
     """
 
     script: str | None
@@ -383,18 +383,18 @@ class ExaminedJob:
         return ScriptJob(_PROGRAM, words, replace(self.options, pace=pace))
 
     def read(self, file: Path) -> Evidence | None:
-        """What the program wrote; None where rank 0 is on another machine."""
+        """The program's output; None if rank 0 is on another machine."""
         return self._named(Evidence.read(file.read_bytes())) if file.exists() else None
 
     def simulate(
         self, cluster: Cluster, compute: ComputeModel, scratch: Path
     ) -> Evidence:
-        """Examine it on a simulated *cluster*.
+        """Run the job on a simulated *cluster*.
 
         Args:
             cluster: The network.
-            compute: Compute times; those without a workload are replaced by the script's profile.
-            scratch: Where the script's checkpoints go.
+            compute: Compute times; without a workload they are replaced by the script's profile.
+            scratch: Folder of the script's checkpoints.
         """
         if self.script is None:
             return examine_simulated_network(cluster, self.seconds)
@@ -428,19 +428,19 @@ _PROGRAM = str(Path(__file__).parent / "__main__.py")
 def examine_simulation(
     simulation: Simulation, deliver: Callable[[Evidence], None], seconds: float = 0.1
 ) -> None:
-    """Let a simulation that has not run examine what its workers train.
+    """Add doctor's measurements to a simulation that has not run yet.
 
     Args:
         simulation: Runs afterwards.
-        deliver: Is called with the evidence.
-        seconds: For each pair of hosts and direction.
+        deliver: Called with the evidence.
+        seconds: Duration for each pair of hosts and direction.
     """
     for rank in range(simulation.cluster.workers):
         Examination(simulation.runtime_of(rank), deliver, seconds=seconds)
 
 
 def examine_simulated_network(cluster: Cluster, seconds: float = 0.1) -> Evidence:
-    """The evidence of a simulated network, without a training."""
+    """Measure a simulated network without a training."""
     found: list[Evidence] = []
     simulation = Simulation(cluster)
     examine_simulation(simulation, found.append, seconds)
@@ -450,7 +450,7 @@ def examine_simulated_network(cluster: Cluster, seconds: float = 0.1) -> Evidenc
         runtime.connect()
         runtime.recorder.begin(
             "bsp"
-        )  # rules of the cluster count from the start of a training
+        )  # The cluster's rules apply from the start of a training.
 
     simulation.run(body)
     return found[-1]
@@ -471,7 +471,7 @@ def main() -> None:
     runtime.registry.options = replace(runtime.registry.options, tells=False)
 
     def write(evidence: Evidence) -> None:
-        # A reader finds the whole file or none.
+        # Renamed when complete, so that readers never find a part of it.
         part = options.output.with_suffix(".part")
         part.write_bytes(evidence.to_json())
         os.replace(part, options.output)
@@ -482,7 +482,7 @@ def main() -> None:
     examination = Examination(runtime, write, seconds=options.seconds_per_pair, say=say)
     if options.script is None:
         runtime.connect()
-        # Rules of the cluster count from the start of a training.
+        # The cluster's rules apply from the start of a training.
         runtime.recorder.begin("bsp")
         return
     try:
@@ -491,7 +491,7 @@ def main() -> None:
         if end.code:
             raise
     if not examination.is_over:
-        runtime.connect()  # the examination runs at the end of a job, so there must be one
+        runtime.connect()  # The measurements run at the end of a job, so one must exist.
 
 
 def run_as_main(script: str, arguments: list[str]) -> None:

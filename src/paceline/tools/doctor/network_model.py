@@ -1,10 +1,10 @@
-"""What the evidence says of each host, link and rack, before anything is called a fault.
+"""Derives the state of each host, link and rack from the evidence, before it is judged as a fault.
 
-A path is no faster than its two hosts' links. So a link, each direction for itself, is as good as its
-best paths: a slow host at the other end makes some paths slow, but not these. By the same argument a
-host loses no more than its best paths do.
+A path is no faster than the links of its two hosts. So each direction of a link is rated by its best paths: a
+slow host at the other end slows down only some of them. In the same way a host's packet loss is that of its
+best paths.
 
-Racks follow from rounds in which all hosts send at the same time, as a single flow may not fill an
+Racks are inferred from rounds in which all hosts send at the same time, since a single flow may not fill an
 uplink (`RackInference`).
 """
 
@@ -21,31 +21,31 @@ from typing import Literal
 from paceline.tools.doctor.evidence import ConcurrentFlows, Evidence, WorkerEvidence
 
 SLOW_LINK = 0.7
-"""Part of the median host's link. Repeated measurements of goodput differ by a tenth on shared machines. Links
-that are slow for a cause (100 Mbit/s on a gigabit port, half duplex, a worn cable) differ by half and more."""
+"""Share of the median host's link. Repeated measurements of goodput differ by a tenth on shared machines. Real
+causes (100 Mbit/s on a gigabit port, half duplex, a worn cable) make links slower by half and more."""
 
 FEW_PATHS = 0.25
-"""Part of a host's paths, or one of them, that may be slow by themselves. Between two racks that nobody has
-recognized half of them are slow, and at a slow link all."""
+"""Share of a host's paths (or one path) that may be slow by themselves. More slow paths have another cause:
+half of them are slow between two undetected racks, all of them at a slow link."""
 
 VARIES = 0.6
-"""Slowest over fastest measurement, on the median path of a host. Where two jobs share a link in turns it is a
-half or less; a shaped or idle link stays above 0.8."""
+"""Slowest over fastest measurement, on the median path of a host. If two jobs alternate on a link it is a half
+or less; a shaped or idle link stays above 0.8."""
 
 FEWEST_REPEATS = 3
-"""Measurements of a path from which its variation can be told."""
+"""Measurements of a path that are needed to judge its variation."""
 
 LOST = 0.005
-"""Part of the segments, while little is sent. An idle network loses none in thousands; from here on a step of
-some hundred segments waits for a retransmission every time."""
+"""Share of lost segments under low load. An idle network loses none in thousands. With this share nearly every
+step of some hundred segments waits for a retransmission."""
 
 CROWDED = 0.7
-"""Part of the rate alone that flows get which leave a group of hosts at once: less is an uplink's doing. Both
-figures carry the noise of `SLOW_LINK`."""
+"""Rate of flows that leave a group of hosts at once, over their rate alone: less indicates an uplink. Both
+rates have the noise of `SLOW_LINK`."""
 
 EXPLAINS = 0.4
-"""Part of the squared error of one rack without uplinks: racks that leave more are a coincidence. Where there
-are racks, the rest is noise."""
+"""Share of the squared error of one rack without uplinks: if racks leave more of it, they are a coincidence. With
+real racks only noise remains."""
 
 Direction = Literal["out", "in"]
 OUT: Direction = "out"
@@ -56,7 +56,7 @@ Racks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class NetworkModel:
-    """Links, paths, racks and workers, by host, as *evidence* shows them."""
+    """Links, paths, racks and workers by host, derived from *evidence*."""
 
     evidence: Evidence
 
@@ -89,9 +89,10 @@ class NetworkModel:
 
     @cached_property
     def steadiness(self) -> Mapping[Pair, float]:
-        """Slowest over fastest measurement by path; 1 where there are too few.
+        """Slowest over fastest measurement by path; 1 if there are too few.
 
-        Of two hosts, whose only path one accident may hit, the second slowest and second fastest count.
+        If there are only two hosts, the second slowest and second fastest count, so that one accident
+        does not decide.
         """
         pairs = len(self.hosts) > 2
 
@@ -110,7 +111,7 @@ class NetworkModel:
 
     @cached_property
     def lost(self) -> Mapping[Pair, float]:
-        """Part of the segments that were retransmitted, by path; empty where the system does not count."""
+        """Share of retransmitted segments by path; empty if the system does not count them."""
         return {
             (p.source, p.target): p.retransmitted
             for p in self.evidence.paths
@@ -125,8 +126,8 @@ class NetworkModel:
     def link(self, host: int, direction: Direction) -> float:
         """Bytes per second of a host's link.
 
-        It is as good as the link's best paths, of many not the very best. Paths within its rack and paths beyond
-        are ranked separately.
+        It is rated by its best paths, without the very best of many. Paths within its rack and paths
+        beyond are ranked separately.
         """
         rack = next((rack for rack in self.racks if host in rack), self.hosts)
         end = 1 if direction == OUT else 0
@@ -137,9 +138,10 @@ class NetworkModel:
 
     @cached_property
     def slow_paths(self) -> Mapping[Pair, float]:
-        """Paths, from and to, that are far slower than others of both their hosts, and what they could
-        give. Only those of hosts which have few of them: where many are slow, it is built like that.
-        What is slow once is no path's, and where links are restless or lose nobody can tell."""
+        """Paths that are far slower than others of both their hosts, with the rate that they could reach.
+
+        Hosts with many slow paths are left out: the network is built that way. So are paths that were slow
+        only once, and those of links that vary or lose packets, where the cause is unclear."""
         found = {
             (path.source, path.target): usual
             for path in self.evidence.paths
@@ -158,7 +160,7 @@ class NetworkModel:
         return {pair: usual for pair, usual in found.items() if few.issuperset(pair)}
 
     def _usual_of(self, source: int, target: int) -> float:
-        """What a path should give, by others of its two hosts: in a rack no less than beyond it."""
+        """The expected rate of a path, by others of its two hosts: in a rack at least that beyond it."""
         rack = next((rack for rack in self.racks if source in rack), self.hosts)
         out, into = self.paths_of(source, OUT), self.paths_of(target, IN)
         if target not in rack:
@@ -177,12 +179,12 @@ class NetworkModel:
         )
 
     def loss(self, host: int, direction: Direction) -> float:
-        """Part of the segments that a link loses: as on its best paths."""
+        """Share of lost segments of a link: that of its best paths."""
         mine = [self.lost.get(pair, 0.0) for pair in self.paths_of(host, direction)]
         return _near_best(mine, reverse=False)
 
     def steady(self, host: int, direction: Direction) -> float:
-        """Slowest over fastest measurement of a link: as on its median path."""
+        """Slowest over fastest measurement of a link, on its median path."""
         mine = [self.steadiness[pair] for pair in self.paths_of(host, direction)]
         return median_high(mine) if mine else 1.0
 
@@ -223,9 +225,9 @@ class NetworkModel:
         return self._rack_inference.racks()
 
     def uplink(self, rack: Sequence[int]) -> tuple[float, float] | None:
-        """Bytes per second that a rack's hosts get together beyond it, and that they could send.
+        """Bytes per second that a rack's hosts get together beyond it, and that they could send alone.
 
-        None where the uplink is not scarce.
+        None if the uplink is not scarce.
         """
         return self._rack_inference.uplink(rack) if len(self.racks) > 1 else None
 
@@ -262,7 +264,7 @@ class NetworkModel:
 
 
 def _near_best(values: Sequence[float], *, reverse: bool) -> float:
-    """The best value, or of four and more the second best, and so on: one lucky measurement is no link."""
+    """The best value; of four and more the second best, and so on, since one measurement may be lucky."""
     ranked = sorted(values, reverse=reverse)
     return ranked[(len(ranked) - 1) // 4] if ranked else 0.0
 
@@ -271,9 +273,9 @@ def _near_best(values: Sequence[float], *, reverse: bool) -> float:
 class RackInference:
     """Racks behind a scarce uplink, inferred from rounds in which all hosts send at the same time.
 
-    In the round in which host i sends to host i + s, s decides how many flows cross an uplink. Each partition of the
-    hosts predicts every flow's rate: within a rack its rate alone, beyond it its part of what all flows
-    got that crossed there in the fullest round. The partition nearest to the measured rates is taken, if it
+    In the round in which host i sends to host i + s, s decides how many flows cross an uplink. Each partition of
+    the hosts predicts every flow's rate. Within a rack it is the flow's rate alone. Beyond it, it is the flow's
+    part of the total that crossed in the fullest round. The partition with the smallest error is taken, if it
     explains most of the error of a single rack.
 
     Attributes:
@@ -281,7 +283,7 @@ class RackInference:
         concurrent: The rounds.
         rates: Rate of each path alone.
         best: By host, the highest rate that leaves it and that reaches it.
-        restless: Hosts whose links vary, which says nothing of racks.
+        restless: Hosts whose links vary, so that they say nothing about racks.
     """
 
     hosts: tuple[int, ...]
@@ -291,7 +293,7 @@ class RackInference:
     restless: frozenset[int] = frozenset()
 
     def racks(self) -> Racks:
-        """Hosts by rack; all in one where no uplink is scarce."""
+        """Hosts by rack; all in one if no uplink is scarce."""
         one = (self.hosts,)
         if not self._flows:
             return one
@@ -300,7 +302,7 @@ class RackInference:
         return best if self._error(best) < EXPLAINS * self._error(one) else one
 
     def uplink(self, rack: Sequence[int]) -> tuple[float, float] | None:
-        """See `NetworkModel.uplink`; of the worse direction."""
+        """See `NetworkModel.uplink`; in the worse direction."""
         found = [
             (got, could)
             for end in (0, 1)
@@ -323,14 +325,14 @@ class RackInference:
 
     @cached_property
     def _usual(self) -> float:
-        """Part of its rate alone that a flow keeps which shares no link: shared processors slow all alike."""
+        """Share of its rate alone that an undisturbed flow keeps: shared processors slow all flows alike."""
         shares = sorted(
             rate / self.rates[pair] for flows in self._flows for pair, rate in flows
         )
         return min(1.0, shares[9 * len(shares) // 10]) if shares else 1.0
 
     def _partitions(self) -> list[Racks]:
-        """Partitions of the hosts: in two anywhere, in equal blocks, in turns."""
+        """Partitions of the hosts: in two parts, in equal blocks, or in turns."""
         hosts, count = self.hosts, len(self.hosts)
         ways: list[Racks] = [(hosts[:cut], hosts[cut:]) for cut in range(1, count)]
         for parts in range(2, count // 2 + 1):
@@ -370,9 +372,9 @@ class RackInference:
         return error
 
     def _crossing(self, rack: Sequence[int], end: int) -> tuple[float, float]:
-        """Rates of the flows that leave (*end* 0) or reach (1) a rack, and of their links, summed.
+        """Summed rates of the flows that leave (*end* 0) or reach (1) a rack, and of their links.
 
-        Of the rounds in which most flows do; infinite where no two ever do at the same time.
+        Taken from the rounds with most such flows; infinite if no two ever cross at the same time.
         """
         inside = set(rack)
         sums: list[tuple[int, float, float]] = []

@@ -29,22 +29,22 @@ from paceline.units import show_bytes, show_count, show_rate, show_seconds
 MOST_BARS = 32
 """Workers whose steps are drawn."""
 MOST_ROWS = 8
-"""Workers whose steps the summary shows; a table among the details has all."""
+"""Workers whose steps the summary shows; a table in the details has all."""
 EQUAL = 0.005
-"""Part of a step by which a prediction may differ from it and be called equal."""
+"""Share of a step by which a prediction may differ from it and be called equal."""
 PHASES = ("input", "forward", "backward", "exposed", "update")
 
 
 def doctor_report(
     found: Diagnosis, evidence: Evidence, command: str, next_command: str = ""
 ) -> Report:
-    """The report of a diagnosis and of what was measured for it.
+    """Report a diagnosis and its measurements.
 
     Args:
         found: The diagnosis.
-        evidence: What it was made from.
+        evidence: Its measurements.
         command: The command that ran.
-        next_command: The command that is worth running next; none by default.
+        next_command: The command to run next; none by default.
     """
     what = evidence.script or "network and hosts"
     phases = _phase_table(found, evidence)
@@ -73,7 +73,7 @@ def doctor_report(
 def plan_command(
     evidence: Evidence, torchrun: Sequence[str], options: Mapping[str, object]
 ) -> str:
-    """What to run where nothing is wrong: the plan of the same job, with its *options*."""
+    """The command to run if there is no fault: the plan of the same job, with its *options*."""
     if not evidence.script:
         return "paceline doctor SCRIPT (it also measures where each step goes)"
     words = ["paceline", "plan", evidence.script]
@@ -87,7 +87,7 @@ def plan_command(
 
 
 def to_json(found: Diagnosis, evidence: Evidence) -> str:
-    """One object: the diagnosis, what its report derives from it, and the ``evidence``."""
+    """The diagnosis as a JSON object, with the report's derived figures and the ``evidence``."""
     content = msgspec.to_builtins(found) | {
         "headline": _headline(found, evidence),
         "speedup": found.speedup,
@@ -101,7 +101,7 @@ def to_json(found: Diagnosis, evidence: Evidence) -> str:
 
 
 def _headline(found: Diagnosis, evidence: Evidence) -> str:
-    """What a step takes, and would take without the faults."""
+    """Step time as measured, and without the faults."""
     where = f"{show_count(found.workers, 'worker')}, {found.runtime}{' runtime' * found.healthy}"
     text = f"{where}: averaging 64 MiB takes {_seconds(found.predicted_seconds)} (predicted)"
     if found.step_seconds is not None:
@@ -120,7 +120,7 @@ def _headline(found: Diagnosis, evidence: Evidence) -> str:
 
 
 def _faults(found: Diagnosis, evidence: Evidence, next_command: str) -> Text:
-    """Faults, with what to do; where there are none, what was checked."""
+    """Faults with their advice; without faults, the checks."""
     steady = all(one.step.steady for one in evidence.workers if one.step is not None)
     if not found.healthy:
         return Text(
@@ -148,7 +148,7 @@ def _faults(found: Diagnosis, evidence: Evidence, next_command: str) -> Text:
 
 
 def _fault(found: Diagnosis, number: int) -> str:
-    """One fault: what it is and what fixing it saves; then what to do."""
+    """One fault: its title and gain, then its advice."""
     fault = found.faults[number]
     gain = "What fixing it saves cannot be predicted."
     if fault.gain_seconds is not None:
@@ -165,7 +165,7 @@ def _part(gain: float, found: Diagnosis) -> str:
 
 
 def _explained(found: Diagnosis, evidence: Evidence) -> str:
-    """How much of the measured step the prediction from its parts explains."""
+    """How much of the measured step the prediction explains."""
     step, predicted = found.step_seconds, found.predicted_seconds
     beyond = found.unexplained_seconds
     if step is None or predicted is None or beyond is None:
@@ -255,7 +255,7 @@ def _phases(step: StepPhases) -> tuple[float, ...]:
 def _with_steps(
     workers: Sequence[WorkerEvidence], most: int | None = None
 ) -> list[tuple[WorkerEvidence, StepPhases]]:
-    """Workers and their steps; of more than *most*, those that compute longest."""
+    """Workers with their steps; of more than *most*, those with the longest compute time."""
     have = [(worker, worker.step) for worker in workers if worker.step is not None]
     if most is not None and len(have) > most:
         have.sort(key=lambda pair: pair[1].exposed.median - pair[1].step.median)
@@ -272,7 +272,7 @@ def _host(number: int, name: str) -> str:
 
 
 def _phase_table(found: Diagnosis, evidence: Evidence) -> Table | None:
-    """Where each worker's step goes, on the terminal too."""
+    """The parts of each worker's step; also shown on the terminal."""
     have = _with_steps(evidence.workers, MOST_ROWS)
     if not have:
         return None

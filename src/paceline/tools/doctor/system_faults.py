@@ -1,7 +1,7 @@
-"""Faults of the network, of hosts and of what runs there, seen in what was measured.
+"""Detects faults of the network, of hosts and of other programs there, from the measurements.
 
-Each fault is a detector with its thresholds above it, and a row of `SYSTEM_FAULTS`. Two things must be
-true of a fault: it is beyond the noise of the measurements, and fixing it gains something
+Each fault is a detector with its thresholds above it, and a row of `SYSTEM_FAULTS`. A fault must meet two
+conditions: it is beyond the noise of the measurements, and its fix saves time
 (`paceline.tools.doctor.diagnosis`). Detectors decide the first.
 """
 
@@ -35,13 +35,13 @@ Hosts = frozenset[int]
 
 @dataclass(frozen=True)
 class Observed:
-    """What a detector looks at.
+    """Input of a detector.
 
     Attributes:
         network: Links, hosts and workers as measured.
-        training: The job as the simulated runtime runs it. In the stage ``"training"`` without the system faults.
+        training: The job for the simulated runtime. In the stage ``"training"`` without the system faults.
         explained: Hosts that a system detector skips: a root cause there explains this fault.
-        processes: How many predictions of other methods run at a time.
+        processes: Number of simultaneous predictions of other methods.
     """
 
     network: NetworkModel
@@ -56,11 +56,11 @@ class Detection:
 
     Attributes:
         location: Host, link, path or rack.
-        cause: What was measured there, as a clause: ``"worker 2 has 100 Mbit/s, ..."``.
-        advice: What to do, in one or two sentences.
-        fix: Returns the training without the fault. None where nobody can know what that would be.
+        cause: The measurement, as a clause: ``"worker 2 has 100 Mbit/s, ..."``.
+        advice: The recommended action, in one or two sentences.
+        fix: Returns the training without the fault. None if it cannot be known.
         hosts: Hosts that have the fault.
-        command: What to run, where a command fixes it.
+        command: A command that fixes it, if there is one.
     """
 
     location: str
@@ -88,17 +88,17 @@ class FaultKind:
     """A row of the table of faults.
 
     Attributes:
-        name: As in JSON.
-        title: As readers see it.
-        checks: What the detector checks, in a word or two.
+        name: Its name in JSON.
+        title: Its name for readers.
+        checks: The check, in a word or two.
         measured_by: The measurements that show it.
-        remedy: What helps, in general.
+        remedy: The general remedy.
         detect: The detector.
         symptoms: Faults of later rows that this one causes on the same hosts.
-        stage: Faults of the training are looked for once the system's are fixed.
-        needs_script: It is seen in steps, so a script must run.
-        always_report: It is reported whatever fixing it gains: the simulated runtime does not model it.
-        gain_is_unmodelled: What a step takes beyond its prediction is this fault's doing.
+        stage: Faults of the training are detected after the system's are fixed.
+        needs_script: It shows in steps, so a script must run.
+        always_report: It is reported whatever its gain, since the simulated runtime does not model it.
+        gain_is_unmodelled: The difference between measured and predicted step counts as its gain.
     """
 
     name: str
@@ -138,7 +138,7 @@ def cpu_oversubscription(seen: Observed) -> Detection | None:
         advice=f"Set OMP_NUM_THREADS={each} for each of them."
         if each
         else f"Start {show_count(cores, 'worker')} there.",
-        # Where all hosts are like that nobody knows how fast they could be.
+        # If all hosts have the fault, their full speed is unknown.
         fix=None
         if set(bad) == set(network.hosts)
         else _full_speed(_ranks(network, bad)),
@@ -150,21 +150,21 @@ def cpu_oversubscription(seen: Observed) -> Detection | None:
 # ---- interfaces ----
 
 FASTER_INTERFACE = 2.0
-"""Times the rate of the interface in use."""
+"""Factor over the rate of the interface in use."""
 
 NEAR_ITS_LIMIT = 0.4
-"""Part of the interface's rate: a link that gives less is not limited by its interface."""
+"""Share of the interface's rate: the interface does not limit a link that gives less."""
 
 
 def wrong_interface(seen: Observed) -> Detection | None:
-    """Hosts whose collectives use an interface although a better one is up."""
+    """Detect hosts whose collectives use an interface although a better one is up."""
     network = seen.network
     if all(
         worker.interface is not None and worker.interface.kind == "loopback"
         for host in network.hosts
         for worker in network.on(host)
     ):
-        return None  # they reach each other by it, so they are on one machine
+        return None  # Workers reach each other by it, so they are on one machine.
     found: dict[int, tuple[Interface, Interface]] = {}
     for host in network.hosts:
         for worker in network.on(host):
@@ -197,14 +197,14 @@ def wrong_interface(seen: Observed) -> Detection | None:
 def _better_interface(
     network: NetworkModel, worker: WorkerEvidence
 ) -> Interface | None:
-    """The interface that should carry a worker's collectives, if all hosts have one in its network."""
+    """The better interface for a worker's collectives, if all hosts have one in its network."""
     used = worker.interface
     if used is None:
         return None
     proper = ("ethernet", "container")
 
     def joins_all(other: Interface) -> bool:
-        # An unknown network, or one of a single address, says nothing.
+        # An unknown network, or one with a single address, is no evidence.
         if _says_nothing(used.network):
             return _says_nothing(other.network)
         return bool(other.network) and all(
@@ -243,7 +243,7 @@ def _described(one: Interface) -> str:
     return f"{one.name} ({one.kind}{rate})"
 
 
-# ---- links, paths and uplinks: their thresholds are the network model's ----
+# ---- links, paths and uplinks: their thresholds are in network_model.py ----
 
 
 def packet_loss(seen: Observed) -> Detection | None:
@@ -335,7 +335,7 @@ def slow_link(seen: Observed) -> Detection | None:
 
 
 def slow_path(seen: Observed) -> Detection | None:
-    """A few pairs of hosts that reach all other hosts well, and each other far slower."""
+    """Detect pairs of hosts that reach all other hosts well, but each other much slower."""
     network = seen.network
     bad = {
         pair: usual
@@ -366,7 +366,7 @@ def slow_path(seen: Observed) -> Detection | None:
 
 
 Ends = dict[int, tuple[Direction, ...]]
-"""By host, the directions of its link in which something is wrong."""
+"""By host, the directions of its link that have a fault."""
 
 
 def _ends(seen: Observed, is_bad: Callable[[int, Direction], bool]) -> Ends:
@@ -379,7 +379,7 @@ def _ends(seen: Observed, is_bad: Callable[[int, Direction], bool]) -> Ends:
 
 
 def _is_one_path(network: NetworkModel, bad: Ends) -> bool:
-    """Whether one of two hosts' two paths is bad: nobody can tell whose link it is."""
+    """Whether one of two hosts' two paths is bad: then the faulty link is unknown."""
     return len(network.hosts) == 2 and sorted(bad.values()) == [(IN,), (OUT,)]
 
 
@@ -444,24 +444,24 @@ def _fast_links(bad: Ends, rate: float) -> Callable[[TrainingModel], TrainingMod
 # ---- hosts and what runs there ----
 
 SLOW_PASSES = 1.15
-"""Times the median worker's forward and backward. Equal machines differ by a few percent, by heat and
-neighbours."""
+"""Factor over the median worker's forward and backward time. Equal machines differ by a few percent, by heat
+and by their neighbours."""
 
 FEWEST_WORKERS = 3
-"""Workers from which one can be slower than usual, where each speed was measured once."""
+"""Workers that are needed to call one slower than usual, if each speed was measured once."""
 
 NOISE = 3.0
-"""Standard errors by which a median must differ, too: few or restless steps say nothing."""
+"""Standard errors by which a median must also differ, so that few or varying steps do not mislead."""
 
 BUSY = 0.25
-"""Part of a host's cores that other programs keep busy: that explains a slow host."""
+"""Share of a host's cores that other programs keep busy: more explains a slow host."""
 
 
 def slow_host(seen: Observed) -> Detection | None:
-    """Hosts, fewer than half of them, whose passes take far longer than the median worker's.
+    """Detect hosts, fewer than half of them, whose passes are far slower than the median worker's.
 
-    Without a script each worker's speed was measured once. So two workers do not say what is usual, and
-    processes of one machine never differ by its hardware.
+    Without a script each worker's speed was measured once. So two workers do not show the usual speed,
+    and differences between processes of one machine are not its hardware.
     """
     network = seen.network
     evidence = network.evidence
@@ -502,18 +502,18 @@ def slow_host(seen: Observed) -> Detection | None:
         location=location,
         cause=cause,
         advice=advice,
-        # An all-reduce alone does not show what a slow host costs.
+        # An all-reduce alone does not show the cost of a slow host.
         fix=_full_speed(_ranks(network, bad)) if network.trains else None,
         hosts=frozenset(bad),
     )
 
 
 MOST_SHARES = 16
-"""Workers whose shares an advice lists."""
+"""Workers whose batch sizes an advice lists."""
 
 
 def _shares(network: NetworkModel, slow: Collection[int]) -> str:
-    """Parts of equal batches with which slow workers take as long as the others."""
+    """Batch sizes relative to equal ones with which slow workers take as long as the others."""
     workers = network.evidence.workers
     times = network.passes if network.trains else {w.rank: 1 / w.speed for w in workers}
     if len(workers) > MOST_SHARES or not all(times.values()):
@@ -524,7 +524,7 @@ def _shares(network: NetworkModel, slow: Collection[int]) -> str:
 
 
 SLOW_INPUT = 0.1
-"""Part of a worker's passes that it may wait for its batch. Loaders that run ahead take a hundredth."""
+"""Share of a worker's passes that it may wait for its batch. Loaders that run ahead take a hundredth."""
 
 
 def slow_input(seen: Observed) -> Detection | None:
@@ -563,8 +563,8 @@ def slow_input(seen: Observed) -> Detection | None:
 
 
 AT_END = 0.95
-"""Part of the gradients' bytes in the last tenth of backward: nothing is left to overlap. Large tied
-embeddings come last too, and are seldom more than nine tenths of a model."""
+"""Share of the gradients' bytes in the last tenth of backward: nothing remains to overlap. Large tied embeddings
+come last, too, and are seldom more than nine tenths of a model."""
 
 
 def no_overlap(seen: Observed) -> Detection | None:
@@ -589,7 +589,7 @@ def no_overlap(seen: Observed) -> Detection | None:
 
 
 def _spread(workload: Workload) -> Workload:
-    """With its times spread over its tensors by their bytes, in the same order."""
+    """Return *workload* with its times spread over its tensors by bytes, in the same order."""
     spread = Workload.spread(
         workload.names,
         workload.sizes,
@@ -600,7 +600,7 @@ def _spread(workload: Workload) -> Workload:
 
 
 def _slowdowns(network: NetworkModel) -> dict[int, float]:
-    """How many times the usual each worker's passes take, without noise."""
+    """Factor over the usual pass time by worker, without noise."""
     workers = network.evidence.workers
     if not network.trains or not all(network.passes.values()):
         usual = median_high(one.speed for one in workers)
@@ -623,13 +623,13 @@ def _noise(worker: WorkerEvidence) -> float:
 def _error(seconds: Measured, count: int) -> float:
     """`NOISE` standard errors of a median.
 
-    It is 1.25 times a mean's error, and a deviation is 1.48 times the median distance.
+    It is 1.25 times a mean's error, and a standard deviation is 1.48 times the median distance.
     """
     return NOISE * 1.25 * 1.48 * seconds.spread / math.sqrt(max(count, 1))
 
 
 def _full_speed(ranks: Collection[int]) -> Callable[[TrainingModel], TrainingModel]:
-    """Those workers are as fast as the median one."""
+    """A fix that makes the workers *ranks* as fast as the median one."""
 
     def fix(training: TrainingModel) -> TrainingModel:
         usual = median_high(training.speeds)
@@ -646,11 +646,11 @@ def _ranks(network: NetworkModel, hosts: Collection[int]) -> list[int]:
     return [one.rank for one in network.evidence.workers if one.host in hosts]
 
 
-# ---- words ----
+# ---- text ----
 
 
 def listed(words: list[str]) -> str:
-    """``"a, b and c"``; of many the first few."""
+    """Format as ``"a, b and c"``; only the first few of many."""
     if len(words) > 4:
         words = [*words[:3], f"{len(words) - 3} more"]
     if len(words) < 2:
@@ -687,7 +687,7 @@ SYSTEM_FAULTS: tuple[FaultKind, ...] = (
         measured_by="threads of all workers of a host, and its cores",
         remedy="`OMP_NUM_THREADS`: cores divided by workers; torchrun sets 1 by default",
         detect=cpu_oversubscription,
-        # Processors that are short also slow sending and receiving.
+        # A lack of processor time also slows sending and receiving.
         symptoms=("slow-host", "slow-input", "contention"),
         always_report=True,
     ),

@@ -1,7 +1,7 @@
-"""The examined training as a job that the simulated runtime can run, with or without its faults.
+"""Models the measured training as a job for the simulated runtime, with or without its faults.
 
-Links, uplinks, speeds, waits for input and the model are each as they were measured; `replace` fixes one
-of them. Equal evidence gives equal jobs, and equal jobs take equal times, to the bit.
+Links, uplinks, speeds, input waits and the workload are as measured; `replace` fixes one of them. Equal evidence
+gives equal jobs, and equal jobs give bit-equal times.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from paceline.tools.plan.predict import (
 )
 
 SAME = 0.03
-"""Figures that differ by less count as equal."""
+"""Relative difference below which figures count as equal."""
 
 MOST_TENSORS = 1000
-"""Of all workers together; larger models run with some tensors merged."""
+"""Tensors of all workers together; larger models run with some tensors merged."""
 
 NO_SCRIPT = Workload(
     names=tuple(f"part{number}" for number in range(16)),
@@ -38,28 +38,28 @@ NO_SCRIPT = Workload(
     forward=(0.0,) * 16,
     backward=(0.0,) * 16,
 )
-"""Stands for a step where no script ran: 64 MiB of gradients, and nothing to compute."""
+"""Represents a step if no script ran: 64 MiB of gradients, and no computation."""
 
 
 @dataclass(frozen=True)
 class TrainingModel:
-    """A training on a cluster, as it was measured or without some of its faults.
+    """A training on a cluster, as measured or without some of its faults.
 
     Attributes:
         out: Bytes per second that leave each host.
         into: Bytes per second that reach each host.
         racks: Hosts by rack.
-        uplink: Bytes per second between racks; None where it is never the limit.
+        uplink: Bytes per second between racks; None if it is never the bottleneck.
         latency: One-way seconds within a rack.
         uplink_latency: Seconds that each end adds beyond its rack.
-        processor: What messages cost processors; None where that is not modelled.
+        processor: Processor time of messages; None if it is not modelled.
         hosts: Host of each worker.
         speeds: Speed of each worker.
         inputs: Seconds per step that each worker waits for its batch.
-        workload: The model, of one pass.
+        workload: The model's workload for one pass.
         spec: The method.
         paths: Source, target and bytes per second of paths that are slower than their links.
-        passes: Forward and backward passes of a step.
+        passes: Forward and backward passes per step.
         burst: Bytes that links let through at once after a pause.
     """
 
@@ -92,7 +92,7 @@ class TrainingModel:
     def with_hosts_of(
         self, other: TrainingModel, hosts: Collection[int]
     ) -> TrainingModel:
-        """This training with *hosts* as they are in *other*.
+        """Return this training with *hosts* as in *other*.
 
         Their links, speeds and inputs, and the paths that begin or end there, come from *other*.
         """
@@ -128,19 +128,19 @@ class TrainingModel:
 
     @cached_property
     def _order(self) -> list[int]:
-        """Hosts, rack by rack, as the cluster numbers them."""
+        """Hosts, rack by rack, in the cluster's numbering."""
         return [host for rack in self.racks for host in rack]
 
     @cached_property
     def _ranks(self) -> list[int]:
-        """Workers as the cluster numbers them."""
+        """Workers in the cluster's numbering."""
         return sorted(
             range(len(self.hosts)), key=lambda rank: self._order.index(self.hosts[rank])
         )
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Links by their better direction, and rules that slow the other direction and slow paths down."""
+        """The cluster: links by their faster direction; rules slow down the other direction and slow paths."""
         rules: list[Rule] = []
         for number, host in enumerate(self._order):
             best = max(self.out[host], self.into[host])
@@ -174,11 +174,11 @@ class TrainingModel:
 
     @cached_property
     def job(self) -> TrainingJob:
-        """What the simulated runtime runs."""
+        """The job for the simulated runtime."""
         workload = self.workload
         if (
             parse(self.spec).values.get("buckets") != "wfbp"
-        ):  # there they are what counts
+        ):  # wfbp sends one message per tensor, so their number counts.
             workload = merge_tensors(
                 workload, max(FEW, MOST_TENSORS // len(self.hosts))
             )
@@ -191,13 +191,13 @@ class TrainingModel:
         )
 
     def step_seconds(self, spec: str = "") -> float | None:
-        """Seconds of a step with *spec* (its own by default); None where it cannot run there."""
+        """Seconds of a step with *spec* (by default its own); None if it cannot run there."""
         found = predict(self.job, spec or self.spec)
         return None if isinstance(found, Infeasible) else found.step_seconds
 
     @property
     def lower_bound_seconds(self) -> float:
-        """Seconds below which no exact method can bring a step."""
+        """Seconds of the shortest step of any exact method."""
         racks = tuple(
             replace(rack, link=tuple(min(self.out[h], self.into[h]) for h in hosts))
             for rack, hosts in zip(self.cluster.racks, self.racks, strict=True)
@@ -252,8 +252,8 @@ def _measured(network: NetworkModel) -> TrainingModel:
         hosts=tuple(one.host for one in workers),
         speeds=_speeds(network),
         inputs=tuple(network.inputs.get(rank, 0.0) for rank in range(len(workers))),
-        # A workload that was named may be of another script.
-        # Input is measured, of each worker; what hooks take is a part of its passes.
+        # A named workload may belong to another script.
+        # Input is measured for each worker; time of hooks is part of its passes.
         workload=replace(
             evidence.workload, passes=network.passes_a_step, input=0.0, overhead=0.0
         )
@@ -290,14 +290,14 @@ def _check(network: NetworkModel, ranks: Sequence[int], placed: Sequence[int]) -
 
 
 def _mean_link(network: NetworkModel, host: int, way: Direction) -> float:
-    """Bytes per second of a host's link; the mean where it varies."""
+    """Bytes per second of a host's link; the mean if it varies."""
     if network.steady(host, way) < VARIES:
         return network.heights(host, way)[0]
     return network.link(host, way)
 
 
 def _latencies(network: NetworkModel) -> tuple[float, float]:
-    """One-way seconds within a rack, and what each end adds beyond it."""
+    """One-way seconds within a rack, and the addition of each end beyond it."""
     near: list[float] = []
     far: list[float] = []
     rack_of = {host: rack for rack in network.racks for host in rack}
@@ -309,7 +309,7 @@ def _latencies(network: NetworkModel) -> tuple[float, float]:
 
 
 def _speeds(network: NetworkModel) -> tuple[float, ...]:
-    """Relative to the workload's times; without a script, those of matrix products."""
+    """Speeds relative to the workload's times; without a script, those of matrix products."""
     evidence = network.evidence
     workers = sorted(evidence.workers, key=lambda one: one.rank)
     if not network.trains or evidence.workload is None:
@@ -322,7 +322,7 @@ def _speeds(network: NetworkModel) -> tuple[float, ...]:
 
 
 def _flat(values: list[float], same: float = SAME) -> tuple[float, ...]:
-    """Values near the median become equal, so that noise is not simulated."""
+    """Set values near the median equal, so that noise is not simulated."""
     middle = median(values)
     near = [value for value in values if abs(value / middle - 1) < same]
     mean = fmean(near) if near else middle
