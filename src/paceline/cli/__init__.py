@@ -1,7 +1,7 @@
-"""The command line: one file per verb, no logic of its own.
+"""The command line: one file per command, without logic of its own.
 
-Arguments are read before torch is imported, which takes seconds: so --help, completion and misspelt
-options are answered at once. A verb imports what it works with in its own function.
+Arguments are parsed before torch is imported, which takes seconds. So --help, completion and misspelt options
+are answered at once. A command imports its dependencies in its own function.
 
 - `plan`, `compare`, `doctor`: choose a method, and find what slows a job down.
 - `run`, `simulate`, `emulate`: train in the real, the simulated or the emulated runtime.
@@ -76,7 +76,7 @@ _VERBS: dict[str, dict[Callable[..., None], type[Command]]] = {
     },
     "Reference": {list_command.list_: Command},
 }
-"""The panels of ``paceline --help``, and how each verb's arguments are read."""
+"""The panels of ``paceline --help``, and the parser of each command's arguments."""
 
 app = typer.Typer(
     name="paceline",
@@ -110,7 +110,7 @@ def paceline(
 
 
 def _paragraphs(docstring: str | None) -> str:
-    """Without the line breaks within paragraphs: a terminal wraps them at its own width."""
+    """Join the lines of each paragraph: a terminal wraps them at its own width."""
     paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
     return "\n\n".join(" ".join(one.split()) for one in paragraphs)
 
@@ -129,9 +129,9 @@ for _panel, _verbs in _VERBS.items():
 def main() -> None:
     """Run the console script.
 
-    An error that paceline raises on purpose, or a signal to end (SIGINT, SIGTERM, SIGHUP), becomes one
-    message. A reader that has gone (``| head``) becomes none. The exit status after a signal is a
-    shell's: 130, 143, 129, and 141 for the reader.
+    A deliberate error of paceline, or a signal to end (SIGINT, SIGTERM, SIGHUP), prints one message. A closed
+    reader (``| head``) prints none. The exit status after a signal is a shell's: 130, 143, 129, and 141 for
+    the reader.
     """
     try:
         with signals.listen():
@@ -140,7 +140,7 @@ def main() -> None:
         print(f"paceline: {told.name}: interrupted", file=sys.stderr)
         raise
     except SystemExit as ended:
-        # rich and typer turn what failed, that nobody reads, into an exit
+        # rich and typer turn a broken pipe into an exit.
         unread = isinstance(ended.__context__, BrokenPipeError)
         if ended.code and (unread or reader_has_gone()):
             sys.exit(128 + signal.SIGPIPE)
@@ -149,7 +149,7 @@ def main() -> None:
         for number, stream in ((1, sys.stdout), (2, sys.stderr)):
             try:
                 stream.flush()
-            except BrokenPipeError:  # Python would flush it again at its end
+            except BrokenPipeError:  # Python would flush it again at exit.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
 
 
@@ -160,14 +160,14 @@ def _run() -> None:
         cause = error.__cause__
         unread = isinstance(cause, BrokenPipeError) and reader_has_gone()
         if isinstance(error, WorkerFailedError) and cause is not None and not unread:
-            # what the script itself raised, and where
+            # The script's own exception, with its traceback.
             traceback.print_exception(cause.with_traceback(_script_frames(cause)))
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
 
 
 def _script_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the script's own frames on, without those that ran it."""
+    """The traceback from the script's first frame on, without paceline's frames before it."""
     frames = error.__traceback__
     while frames is not None and _RUNS_SCRIPTS in frames.tb_frame.f_code.co_filename:
         frames = frames.tb_next

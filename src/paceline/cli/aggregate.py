@@ -1,4 +1,4 @@
-"""``paceline aggregate``: sums formed on a host beside a switch."""
+"""``paceline aggregate``: an aggregator on a host beside a switch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def aggregate(
 
 
 class _Progress:
-    """One line, written over: what came and went since the last one."""
+    """One line that is overwritten: the traffic since the last update."""
 
     def __init__(self, aggregator: Any) -> None:
         self._aggregator = aggregator

@@ -1,4 +1,4 @@
-"""Which arguments of a command are paceline's, which are torchrun's, and which are the script's.
+"""Separates the arguments of paceline, torchrun and the script.
 
 ================================================  ==========================================
 ``paceline VERB OPTIONS SCRIPT ARGUMENTS``        arguments are the script's, as with torchrun
@@ -6,9 +6,9 @@
 ``paceline VERB SCRIPT OPTIONS -- ARGUMENTS``     what stands after ``--`` is the script's
 ================================================  ==========================================
 
-The rule is the same for every verb that runs a script. What could be either is refused, with the command
-that gives all arguments after the script to the script: options beside arguments of the script,
-options of another verb, and misspelt options. So is an option that is given twice.
+The rule is the same for every command that runs a script. Ambiguous arguments are refused, with a command that
+gives all arguments after the script to the script. They are: options beside arguments of the script, options of
+another command, and misspelt options. An option that is given twice is also refused.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from paceline.errors import UsageError
 
 _TORCHRUN = "paceline.torchrun"
 _SIMILARITY = 0.85
-"""--wrkers is like --workers; --num-workers, which many scripts have, is not."""
+"""Least similarity of a misspelt option: --wrkers is like --workers; --num-workers, which many
+scripts have, is not."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a verb.
+    """An option of a command.
 
     Attributes:
-        parameter: What it sets: two names of one parameter are one option.
-        values: How many values follow it.
+        parameter: The parameter that it sets: two names of one parameter are one option.
+        values: Number of values that follow it.
         repeats: Whether it may be given more than once.
     """
 
@@ -45,15 +46,15 @@ class Option:
 
 @dataclass(frozen=True)
 class Grammar:
-    """The options that a verb knows.
+    """The options that a command accepts.
 
     Attributes:
-        verb: Its name.
+        verb: The command's name.
         options: Its own options, by name.
-        torchrun: Returns torchrun's options, where they are passed through. It imports torch, so
-            only options that paceline does not have are looked up there.
-        other_verbs: Options of other verbs, and a verb that has each.
-        runs_script: Whether it takes a script.
+        torchrun: Returns torchrun's options, if they are passed through. It imports torch, so it is
+            called only for options that paceline does not have.
+        other_verbs: Options of other commands, each with a command that has it.
+        runs_script: Whether the command takes a script.
     """
 
     verb: str
@@ -63,13 +64,13 @@ class Grammar:
     runs_script: bool = True
 
     def similar(self, word: str) -> str:
-        """The option that *word* may be meant to be; empty where there is none."""
+        """The option that *word* probably means; empty if there is none."""
         name = word.partition("=")[0]
         near = difflib.get_close_matches(name, list(self.options), 1, _SIMILARITY)
         return near[0] if near else ""
 
     def find(self, name: str) -> tuple[Option | None, bool]:
-        """The option of that *name*, and whether it is torchrun's."""
+        """The option with that *name*, and whether it is torchrun's."""
         if name in self.options:
             return self.options[name], False
         is_option = name.startswith("-") and name != "-"
@@ -87,7 +88,7 @@ class Grammar:
 
 @dataclass
 class Arguments:
-    """The arguments of a command, by whose they are."""
+    """The arguments of a command, separated by recipient."""
 
     own: list[str] = field(default_factory=list)
     torchrun: list[str] = field(default_factory=list)
@@ -96,7 +97,7 @@ class Arguments:
 
 
 def split_arguments(words: Sequence[str], grammar: Grammar) -> Arguments:
-    """Split a command's *words*. Raises `UsageError` for what is refused, see above."""
+    """Split a command's *words*. Raises `UsageError` for refused arguments, see above."""
     dashes = words.index("--") if "--" in words else len(words)
     left, after = list(words[:dashes]), list(words[dashes + 1 :])
     found, given = Arguments(), dict[str, str]()
@@ -182,14 +183,14 @@ def _ambiguous(
 
 
 class Command(TyperCommand):
-    """A verb of paceline's."""
+    """A command of paceline."""
 
     passes_on = False
-    """Whether torchrun's options are passed on."""
+    """Whether torchrun's options are passed through."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Give click what is the verb's own, and keep what is torchrun's."""
-        if ctx.resilient_parsing:  # a shell asks how an unfinished command can go on
+        """Give click the command's own arguments, and store torchrun's."""
+        if ctx.resilient_parsing:  # A shell completes an unfinished command.
             return super().parse_args(ctx, args)
         found = split_arguments(args, self._grammar(ctx))
         ctx.meta[_TORCHRUN] = found.torchrun
@@ -220,7 +221,7 @@ class Command(TyperCommand):
 
 
 class LaunchCommand(Command):
-    """A verb that starts processes by torchrun's launcher, and takes its options."""
+    """A command that starts processes by torchrun's launcher, and accepts torchrun's options."""
 
     passes_on = True
 
@@ -233,7 +234,7 @@ def torchrun_words(context: Any) -> list[str]:
 def _torchrun_options() -> dict[str, Option]:
     from paceline.runtimes.real.launch import torchrun_options
 
-    # What torchrun does with repeats is its own matter.
+    # Let torchrun judge repeated options.
     return {
         name: Option(name, values, repeats=True)
         for name, values in torchrun_options().items()

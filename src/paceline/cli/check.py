@@ -1,4 +1,4 @@
-"""``paceline check``: what this machine can emulate, and how to get the rest."""
+"""``paceline check``: the features that this machine can emulate, and how to get the others."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from paceline.tools.plan import Plan
 
 PLAN_PART = 2 / 3
-"""Part of the simulated events of `paceline plan`: here a plan has no page."""
+"""Share of the simulated events of `paceline plan`: here a plan has no page."""
 MOST_AT_ONCE = 2
-"""Variants: each holds a model for every worker."""
+"""Variants that run at the same time: each holds a model for every worker."""
 
 
 def compare(
@@ -117,7 +117,7 @@ def compare(
     if runtime == "real":
         shared["--workers"] = o.REAL_WORKERS if workers is None else workers
     else:
-        # Complain here, once, not in every variant; and profile once for all.
+        # Report errors once here instead of in every variant; profile once for all.
         described = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
         if not method:
             times: dict[str, object] = {
@@ -134,7 +134,8 @@ def compare(
                 said = _measured(script, arguments, described, compute, seed)
                 measures, shared = not said, shared | said
     variants = _variants(method, plan)
-    clear(str(output))  # else what is left of the last comparison looks like this one's
+    # Otherwise files of the last comparison would seem to belong to this one.
+    clear(str(output))
     training = Training(
         script=str(script),
         arguments=arguments,
@@ -187,7 +188,7 @@ def _report(
     page: bool,
     json: bool,
 ) -> None:
-    """Write the page, and print what it begins with and where the files are."""
+    """Write the page, and print its answer and the paths of the files."""
     from paceline.tools.compare.report import comparison_report
     from paceline.tools.report.html import NAME, write_page
     from paceline.tools.report.terminal import print_report
@@ -216,7 +217,7 @@ def _report(
 def _check_plan(
     runtime: str, method: Sequence[str] | None, consistency: Sequence[str] | None
 ) -> None:
-    """Raises `UsageError` where a plan cannot be made, or is not needed."""
+    """Raise `UsageError` if a plan cannot be made, or is not needed."""
     if method and consistency:
         raise UsageError(
             "--consistency selects among planned methods, and --method replaces the plan: leave "
@@ -237,7 +238,7 @@ def _planned(
     times: Mapping[str, Any],
     json: bool,
 ) -> Plan:
-    """The plan; prints on standard error which methods will run."""
+    """Make the plan; prints on standard error which methods will run."""
     from paceline.tools.plan.predictor import Predictor, usual_events
     from paceline.tools.plan.report import faster_but_not_recommended, headline
 
@@ -272,7 +273,7 @@ def _planned(
 
 
 def _variants(method: Sequence[str] | None, plan: Plan | None) -> list[Variant]:
-    """The methods that were named; else DDP's, and what the plan recommends."""
+    """The named methods; by default DDP and the plan's recommendations."""
     from paceline.tools.compare.runner import Variant
     from paceline.tools.plan.estimates import DDP
 
@@ -289,7 +290,7 @@ def _variants(method: Sequence[str] | None, plan: Plan | None) -> list[Variant]:
 
 
 def _consistency_of(spec: str) -> str:
-    """Empty where the method is chosen during training."""
+    """The consistency of a spec; empty if the method is chosen during training."""
     from paceline.tools.plan.candidates import candidate
 
     try:
@@ -305,11 +306,11 @@ def _measured(
     compute: ComputeModel,
     seed: int | None,
 ) -> dict[str, object]:
-    """Profile the script once, unless it is cached, for all variants. Returns their options where
-    there is nothing to measure, since the script says what it computes."""
+    """Profile the script once for all variants, unless the profile is cached. Returns the variants' options;
+    nothing is measured if the script sets its own compute times."""
     from paceline.runtimes.simulated.profile_cache import profiled
 
-    # It runs whatever the variants do.
+    # The profile is the same for all variants.
     job = ScriptJob(str(script), arguments, RunOptions(method="bsp", seed=seed))
     compute = profiled(job, cluster, compute, o.SCRATCH)
     if compute.workload is not None:

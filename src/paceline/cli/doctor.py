@@ -1,4 +1,4 @@
-"""``paceline doctor``: find what slows a training down."""
+"""``paceline doctor``: find the causes of slow steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from paceline.tools.report.model import Report
 
 NO_ANSWER = 2
-"""Exit status where the examination failed: 0 is healthy, 1 are faults."""
+"""Exit status if doctor itself failed: 0 is healthy, 1 means faults."""
 
 
 class DoctorCommand(LaunchCommand):
-    """Exits with 2 on errors, as 1 means that there are faults."""
+    """Exits with 2 on errors, as 1 means faults."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with _no_answer():
@@ -124,7 +124,7 @@ def doctor(
             examine = _emulated if runtime == "emulated" else _simulated
             evidence = examine(job, hosts, workload, json)
         if evidence is None:
-            return  # another machine's rank 0 has it
+            return  # Rank 0 is on another machine, and has the evidence.
         if script is not None and evidence.workers[0].step is None:
             print(
                 f"paceline: {script} took no step of an optimizer from paceline.distribute: "
@@ -156,7 +156,7 @@ def doctor(
 
 
 def _write_page(folder: Path, report: Report) -> None:
-    """Write the page; a folder that cannot be written is no reason to fail."""
+    """Write the page; a folder that is not writable is not an error."""
     from paceline.tools.report.html import NAME, write_page
 
     try:
@@ -173,7 +173,7 @@ def _real(
     network: Mapping[str, object],
     json: bool,
 ) -> Evidence | None:
-    """Examine processes on this machine, or on all that torchrun's *words* name."""
+    """Measure processes on this machine, or on all machines that torchrun's *words* name."""
     from paceline.runtimes.real.launch import launch
 
     for name, value in network.items():
@@ -182,7 +182,7 @@ def _real(
                 f"{name} describes what this measures: leave it out, or say --runtime "
                 "emulated or simulated"
             )
-    os.environ.pop(CLUSTER_VARIABLE, None)  # the cluster is to be measured
+    os.environ.pop(CLUSTER_VARIABLE, None)  # The cluster is to be measured.
     workers = o.real_workers(workers, words)
     if workers == 1 and not words and o.NODES_VARIABLE not in os.environ:
         raise UsageError(
@@ -213,9 +213,9 @@ def _emulated(
 
 
 def _read(job: ExaminedJob, file: Path, status: int) -> Evidence | None:
-    """What rank 0 wrote; nothing where that is on another machine."""
+    """Rank 0's evidence; None if rank 0 is on another machine."""
     if status:
-        sys.exit(status if status > 128 else NO_ANSWER)  # a signal's is its own
+        sys.exit(status if status > 128 else NO_ANSWER)  # Signals keep their status.
     return job.read(file)
 
 
@@ -223,6 +223,6 @@ def _simulated(
     job: ExaminedJob, cluster: Cluster, workload: str | None, json: bool
 ) -> Evidence | None:
     compute = o.make_compute(workload, None, None, 0.0, None)
-    # A script prints by itself how far it is.
+    # A script prints its own progress.
     with nullcontext() if job.script else progress(json, "measuring the links"):
         return job.simulate(cluster, compute, o.SCRATCH)

@@ -1,6 +1,6 @@
-"""Options that several verbs share.
+"""Options that several commands share.
 
-Brackets in help are escaped, as rich would take them for its markup and show nothing.
+Brackets in help are escaped, as rich would interpret them as markup and hide them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from paceline.runtimes.simulated import ComputeModel
 
 SCRATCH = Path("paceline-runs", "scratch")
-"""Where checkpoints of simulations are."""
+"""Folder of simulations' checkpoints."""
 
 NETWORK, COMPUTE, TRAINING, OUTPUT = "Network", "Compute times", "Training", "Output"
 """Panels of ``--help``."""
 DESCRIBED_WORKERS, REAL_WORKERS = 4, 2
-"""Workers of a described network, and real processes on this machine. (`profile` starts one.)"""
+"""Default number of workers: in a described network, and as real processes on this machine (`profile`: one)."""
 NODES_VARIABLE = "PET_NNODES"
-"""How torchrun is told of other machines, if not by its options."""
+"""The variable that tells torchrun the number of machines, if its options do not."""
 
 Script = Annotated[
     Path,
@@ -228,7 +228,7 @@ class Given:
         return {**self.times, "--jitter": self.jitter}
 
     def check(self, runtime: str) -> None:
-        """Raises `UsageError` where one is of another runtime."""
+        """Raise `UsageError` if an option belongs to another runtime."""
         pace: dict[str, object] = {"--pace": self.pace}
         foreign: dict[str, dict[str, object]] = {
             "simulated": pace,
@@ -242,8 +242,8 @@ class Given:
                 )
 
     def options(self, runtime: str, shared: Mapping[str, object]) -> list[str]:
-        """As words for a variant's command, with those that all runtimes have. *shared* has
-        measured values where the command line has none."""
+        """These options as words for a variant's command, and those that all runtimes have. *shared*
+        has measured values for options that the command line does not set."""
         of_runtime: dict[str, Mapping[str, object]] = {
             "simulated": {**self._simulated, **shared, **self.network},
             "emulated": {**shared, **self.network, "--pace": self.pace},
@@ -260,7 +260,7 @@ def make_cluster(
     latency: str | None,
     dedicated_servers: int | None = None,
 ) -> Cluster:
-    """The cluster of ``--cluster FILE``, or of the short form."""
+    """The cluster of ``--cluster FILE``, or of the short options."""
     if cluster is not None:
         for name, value in (
             ("--workers", workers),
@@ -281,14 +281,13 @@ def make_cluster(
             dedicated_servers or 0,
         )
     except ClusterError as error:
-        # What is a key in a file is an option here.
+        # Rename the file's keys in the message to the options of this command.
         words = re.sub(r"^the short form: key '(\w+)'", r"--\1", str(error))
         raise UsageError(words) from None
 
 
 def real_workers(workers: int | None, torchrun_words: Sequence[str]) -> int | None:
-    """How many processes to start on this machine; None: torchrun knows, by its options or
-    variables."""
+    """Number of processes to start on this machine; None if torchrun's options or variables set it."""
     if workers is not None or torchrun_words or NODES_VARIABLE in os.environ:
         return workers
     return REAL_WORKERS
@@ -301,7 +300,7 @@ def make_compute(
     jitter: float,
     seed: int | None,
 ) -> ComputeModel:
-    """What ``--workload``, ``--forward``, ``--backward`` and ``--jitter`` say."""
+    """The compute model of ``--workload``, ``--forward``, ``--backward`` and ``--jitter``."""
     from paceline.runtimes.simulated import ComputeModel
 
     given = {"forward": forward, "backward": backward}

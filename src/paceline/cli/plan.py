@@ -127,7 +127,7 @@ def plan(
             context, workers, cluster or link or latency or dedicated_servers
         )
         if described is None:
-            return  # another machine's rank 0 has it
+            return  # Rank 0 is on another machine, and has the result.
     else:
         for word in torchrun_words(context)[:1]:
             raise UsageError(f"{word} means nothing without --probe; leave it out")
@@ -203,7 +203,7 @@ def plan(
 
 @contextmanager
 def _says_what_ended(script: Path) -> Iterator[None]:
-    """Answer a signal to end at once: predictions take seconds to end."""
+    """Answer a signal to end at once, since predictions take seconds to stop."""
     try:
         yield
     except LauncherInterrupted:
@@ -219,8 +219,8 @@ def _options(values: Mapping[str, object]) -> list[str]:
 
 
 def _stand_in(cluster: Cluster, workload: str | None, made: Planned) -> str | None:
-    """The workload to emulate instead of the script, where this machine has fewer cores than
-    workers would compute on; None where it has enough, or there is none by that name."""
+    """The workload to emulate instead of the script, if this machine has fewer cores than the workers would
+    compute on; None if it has enough, or if there is no workload by that name."""
     if cluster.workers <= this_machines_cores() or made.compute.workload is None:
         return None
     what = made.compute.what
@@ -228,7 +228,7 @@ def _stand_in(cluster: Cluster, workload: str | None, made: Planned) -> str | No
 
 
 def _print_counts(plan: Plan, page: str, *, json: bool) -> None:
-    """Print how many candidates there were, and where the page is."""
+    """Print the number of candidates, and the path of the page."""
     from paceline.tools.plan.report import counts
 
     texts = [counts(plan)] if plan.estimates else []
@@ -241,7 +241,7 @@ def _print_counts(plan: Plan, page: str, *, json: bool) -> None:
 
 
 def _searched(plan: Plan, events: int, began: float) -> str:
-    """How much was simulated, and the time that it took."""
+    """Number of simulated events, and the time that they took."""
     from paceline.tools.plan.report import show_events
 
     seconds = show_seconds(time.perf_counter() - began)
@@ -250,7 +250,7 @@ def _searched(plan: Plan, events: int, began: float) -> str:
 
 
 def _page_before(output: Path) -> str:
-    """A note that the page of another plan is replaced; empty where there is none."""
+    """A note that another plan's page is replaced; empty if there is none."""
     from paceline.tools.report.html import NAME
 
     try:
@@ -262,7 +262,7 @@ def _page_before(output: Path) -> str:
 
 
 def _write_page(output: Path, report: Report) -> str:
-    """Write the page; returns its path, and whether it replaces another one."""
+    """Write the page; returns its path, and a note if it replaces another one."""
     from paceline.tools.report.html import NAME, write_page
 
     before = _page_before(output)
@@ -272,7 +272,7 @@ def _write_page(output: Path, report: Report) -> str:
 def _probed(
     context: typer.Context, workers: int | None, described: object
 ) -> Cluster | None:
-    """The network as measured now."""
+    """Measure the network now; returns it."""
     if described is not None:
         raise UsageError(
             "--probe measures the network: leave --cluster, --link, --latency and "

@@ -105,7 +105,7 @@ def plan_switches(
 
 
 def _rate(text: str | None) -> float | None:
-    """Bytes a second."""
+    """Parse a rate in bytes per second."""
     if text is None:
         return None
     try:

@@ -88,7 +88,7 @@ def probe(
                 if value is not None:
                     raise UsageError(f"{name} describes a network; this measures one")
             torchrun_options = torchrun_words(context)
-            os.environ.pop(CLUSTER_VARIABLE, None)  # what it says is to be found out
+            os.environ.pop(CLUSTER_VARIABLE, None)  # The cluster is to be measured.
             workers = o.real_workers(workers, torchrun_options)
             with status_lines(json, "measuring the network"):
                 status = launch(job, workers, torchrun_options)
@@ -113,11 +113,11 @@ def probe(
         if status:
             sys.exit(status)
         if not found.exists():
-            return  # another machine's rank 0 has it
+            return  # Rank 0 is on another machine, and has the result.
         findings = msgspec.json.decode(found.read_bytes(), type=ProbeResult)
         inferred = infer_cluster(findings)
         if servers:
-            # No worker runs there to measure from: a link as the first rack's.
+            # No worker can measure from there: assume a link like the first rack's.
             inferred = replace(inferred, servers=(ServerHost(),) * servers)
         output.write_text(cluster_toml(inferred, comment_on(findings)))
         if json:

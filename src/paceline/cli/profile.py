@@ -1,4 +1,4 @@
-"""``paceline profile``: measure what a training step computes, tensor by tensor."""
+"""``paceline profile``: measure the compute times of a training step, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def profile(
     if "all" in specs:
         specs = [name for name, cls in COMPRESSORS.items() if cls is not NoCompression]
     for spec in specs:
-        make(spec)  # complain before anything is run
+        make(spec)  # Report a wrong spec before anything runs.
     path = output or Path(f"{script.stem}.workload.json")
     if path.is_dir():
         raise UsageError(f"--output: expected a file, got the folder {path}")
@@ -97,7 +97,7 @@ def profile(
             seed=seed,
             profile=str(measured),
             gradients=scratch if specs else None,
-            # Keeping a gradient takes time: medians are to be those of the other steps.
+            # Saving a gradient takes time: most steps must be without it, for the medians.
             gradient_steps=max(1, steps // 4),
         )
         job = ScriptJob(str(script), script_arguments or (), options)
@@ -137,6 +137,6 @@ def profile(
             print_workload(workload)
             if rows:
                 print_compressor_costs(rows, among)
-        # The file is what the command is for: it stays where the command was given.
+        # The command's purpose is the file, so its path is always printed.
         file = sys.stderr if json else sys.stdout
         print(f"Workload file (--workload reads it): {path}", file=file)

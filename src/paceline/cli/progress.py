@@ -1,9 +1,9 @@
-"""Bars and status lines on standard error, for people who wait.
+"""Bars and status lines on standard error.
 
-- `progress` shows what this process works at: a bar at a terminal, else a line every ten seconds.
+- `progress` shows the progress of this process: a bar on a terminal, else a line every ten seconds.
 - `task_rows` shows a row for each of several child processes.
-- `status_lines` shows how far launched workers have come: a line every ten seconds at a terminal, as
-  workers print there, too.
+- `status_lines` shows the progress of launched workers: a line every ten seconds on a terminal too, as workers
+  also print there.
 
 All are quiet under ``--json``.
 """
@@ -35,7 +35,7 @@ EVERY_SECONDS = 10.0
 
 
 def is_shown(json: bool) -> bool:
-    """Whether standard error is a terminal at which bars and lines may move."""
+    """Whether standard error is a terminal on which bars and lines may move."""
     return (
         not json and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
     )
@@ -45,15 +45,15 @@ def is_shown(json: bool) -> bool:
 def status_lines(
     json: bool, doing: str, steps: int | None = None, look: Look | None = None
 ) -> Iterator[None]:
-    """Within it, print how far the launched workers have come.
+    """While the context is open, print the progress of the launched workers.
 
     Args:
         json: Whether the command prints JSON: then this prints nothing.
-        doing: What happens before the first step.
-        steps: How many steps there are at most, if that is known.
-        look: Returns how far the workers are; None: the file that worker 0 writes.
+        doing: The activity before the first step.
+        steps: The largest number of steps, if it is known.
+        look: Returns the workers' progress; None: read it from the file that worker 0 writes.
     """
-    is_launched = FILE_VARIABLE in os.environ  # whoever has launched this prints it
+    is_launched = FILE_VARIABLE in os.environ  # Then the launcher prints the progress.
     if not is_shown(json) or (is_launched and look is None):
         yield
         return
@@ -85,13 +85,13 @@ def _print_until(
 
 def _print_line(text: str, began: float) -> None:
     elapsed = timedelta(seconds=int(time.monotonic() - began))
-    with suppress(OSError):  # the terminal may be gone
+    with suppress(OSError):  # The terminal may be closed.
         sys.stderr.write(f"paceline: {text} · {elapsed}\n")
         sys.stderr.flush()
 
 
 def describe(found: WorkerProgress, steps: int | None = None) -> str:
-    """One line: how far a training is, what a step takes, and with which buckets."""
+    """A training's progress, step time and buckets in one line."""
     parts = [
         f"step {found.step}" + f" of {steps}" * bool(steps)
         if found.step
@@ -116,7 +116,7 @@ def describe(found: WorkerProgress, steps: int | None = None) -> str:
 
 
 class Progress:
-    """What this process works at; of `progress`."""
+    """The current activity of this process; made by `progress`."""
 
     def __init__(self, bar: rich.progress.Progress, prints_lines: bool) -> None:
         self._bar, self._prints_lines = bar, prints_lines
@@ -125,7 +125,7 @@ class Progress:
     def __call__(
         self, what: str, number: int | None = None, count: int | None = None
     ) -> None:
-        """Work at *what*, of which *number* of *count* are done; no bar where neither is known."""
+        """Show the activity *what*, of which *number* of *count* are done; no bar if neither is known."""
         if self._prints_lines:
             if time.monotonic() >= self._printed + EVERY_SECONDS:
                 part = f" ({number} of {count})" if count else ""
@@ -138,13 +138,13 @@ class Progress:
         )
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self._bar.console.print(Text(text), soft_wrap=True)
 
 
 @contextmanager
 def progress(json: bool, what: str = "", *, prints: bool = False) -> Iterator[Progress]:
-    """A `Progress`, within it; its bar goes at the end. *prints*: this process prints meanwhile, above it."""
+    """Yield a `Progress`; its bar disappears at the end. *prints*: this process prints meanwhile, above the bar."""
     shown = is_shown(json)
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}", markup=False),
@@ -153,7 +153,7 @@ def progress(json: bool, what: str = "", *, prints: bool = False) -> Iterator[Pr
         console=Console(file=sys.stderr),
         transient=True,
         disable=not shown,
-        # Where standard output goes elsewhere, what is printed must go there too.
+        # If standard output is redirected, printed lines must follow it.
         redirect_stdout=prints and sys.stdout.isatty(),
         redirect_stderr=prints,
     )
@@ -163,7 +163,7 @@ def progress(json: bool, what: str = "", *, prints: bool = False) -> Iterator[Pr
 
 
 class _Now(rich.progress.ProgressColumn):
-    """What a task's own function returns, twice a second."""
+    """Shows the result of a task's own function, twice a second."""
 
     max_refresh = 0.5
 
@@ -174,23 +174,23 @@ class _Now(rich.progress.ProgressColumn):
 
 @dataclass(frozen=True)
 class TaskRows:
-    """A row for each of several tasks that run; rows stay until the end."""
+    """A row for each of several running tasks; rows stay until the end."""
 
     bars: rich.progress.Progress
 
     def begin(self, what: str, now: Callable[[], str] = str) -> Callable[[], None]:
-        """Add a row; *now* returns how far its task is. Returns what ends it."""
+        """Add a row; *now* returns its task's progress. Returns a function that ends the row."""
         task = self.bars.add_task(what, total=1, now=now)
         return lambda: self.bars.update(task, completed=1)
 
     def say(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a permanent line."""
         self.bars.console.print(Text(text), soft_wrap=True)
 
 
 @contextmanager
 def task_rows(json: bool) -> Iterator[TaskRows]:
-    """`TaskRows`, within it."""
+    """Yield `TaskRows`."""
     columns = (
         rich.progress.SpinnerColumn(),
         rich.progress.TextColumn("{task.description}", markup=False),

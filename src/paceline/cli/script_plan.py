@@ -1,4 +1,4 @@
-"""The plan of a script, from what it trains and what its steps compute: for the verbs that plan."""
+"""Plans a script from its model and measured step, for commands that plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 4
 FOR_CANDIDATES = 0.75
-"""Part of the simulated events that the candidates may take. The rest, and what they leave, is for
-measured compression times, other ways to gain, and the page's steps."""
+"""Share of the simulated events that the candidates may take. The rest is for measured compression times, other
+ways to gain, and the page's steps."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Planned:
 
     Attributes:
         plan: The plan.
-        job: What it was made of.
+        job: The job that it was made from.
         compute: Compute times of the script in the simulated runtime.
     """
 
@@ -45,7 +45,7 @@ class Planned:
 
 
 def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
-    """The classes that ``--consistency`` allows."""
+    """The consistencies that ``--consistency`` allows."""
     from paceline.interfaces import CONSISTENCIES
 
     for name in wanted or []:
@@ -61,7 +61,7 @@ def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
 
 
 def processes() -> int:
-    """Predictions at a time: each process holds torch and a cluster's workers in memory."""
+    """Simultaneous predictions: each process holds torch and a cluster's workers in memory."""
     return min(MOST_PROCESSES, this_machines_cores())
 
 
@@ -84,20 +84,20 @@ def plan_script(
     predictor: Predictor,
     on_progress: Callable[[str, int | None, int | None], None],
 ) -> Planned:
-    """Analyze a script, find out what its steps compute, and plan.
+    """Analyze a script, get its compute times, and plan.
 
     Args:
-        script: It runs for a few steps.
+        script: The script; it runs for a few steps.
         arguments: Its arguments.
         cluster: The network and its workers.
         workload: A workload file or a built-in model, in place of a profile.
         sleeps: Whether processes will sleep for the workload's times, and keep no core busy.
         forward: Seconds of a forward pass.
         backward: Seconds of a backward pass.
-        allowed: Classes of which candidates are predicted.
+        allowed: Consistencies of the candidates.
         predictor: Makes the predictions. Candidates take `FOR_CANDIDATES` of its simulated events,
             compression times some of the rest.
-        on_progress: Called before each piece of work.
+        on_progress: Called before each activity.
     """
     from paceline.tools.plan import plan
     from paceline.tools.plan.predict import TrainingJob
@@ -150,9 +150,9 @@ def _with_measured_compression(
     predictor: Predictor,
     on_progress: Callable[[str, int | None, int | None], None],
 ) -> tuple[Plan, TrainingJob]:
-    """Measure the leading compressors on this machine, as the script was, and predict again.
+    """Measure the leading compressors on this machine like the script, and predict again.
 
-    Twice, since other compressors may lead then."""
+    Done twice, since other compressors may lead after the first time."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile_cache import measure_compressors
     from paceline.tools.plan.search import leading_compressors, refine_compression_times
@@ -172,7 +172,7 @@ def _with_measured_compression(
 
 
 def _busy_cores(cluster: Cluster) -> int:
-    """Cores of this machine that compress at the same time: as many as hosts of *cluster* share."""
+    """Cores of this machine that compress at the same time: as many as the hosts of *cluster* share."""
     from paceline.tools.plan.predictor import has_rows_of_others
 
     shared = None if cluster.processor is None else cluster.processor.cores
@@ -182,7 +182,7 @@ def _busy_cores(cluster: Cluster) -> int:
 
 
 def _said(script: Path, compute: ComputeModel, facts: ScriptAnalysis) -> Workload:
-    """The workload of the times that options give, spread over the script's tensors."""
+    """The workload with the times of the options, spread over the script's tensors."""
     from paceline.cluster import Workload
 
     if facts.paced or facts.workload is not None:
@@ -205,7 +205,7 @@ def _workload(
 ) -> tuple[Workload, ComputeModel]:
     """A step's compute times, and those of the simulated runtime.
 
-    They are from the named file, the model's stand-in, the script's own pace, or measured."""
+    They come from the named file, the script's built-in model, the script's own pace, or a measurement."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile_cache import paced_workload, profiled
 
@@ -225,7 +225,7 @@ def _workload(
             f"{script} trains more than one model, or never calls the model itself: nobody "
             "knows how long a step of it takes. Give --workload FILE (paceline profile SCRIPT)"
         )
-    # Compressor times are estimated here, as they were for the plan.
+    # Compressor times are estimated here, as for the plan.
     compute = replace(compute, cached=False)
     return (
         measured if measured.source else replace(measured, source=str(script))

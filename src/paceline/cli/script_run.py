@@ -1,9 +1,9 @@
 """The body that `run`, `emulate` and `simulate` share: one job, from options to result.
 
-1. `checked_job`: the script and what is asked of it, refused here where every worker would fail.
-2. The command makes its cluster and its workers; only this differs.
-3. Within `script_run` the command launches `ScriptRun.job`. Records are merged, the result is
-   shown as a table or as JSON, and the process ends with the job's exit status.
+1. `checked_job`: checks the script and options, so that errors are reported once instead of by every worker.
+2. The command makes its cluster and its workers; only this step differs.
+3. Inside `script_run` the command launches `ScriptRun.job`. Then records are merged, the result is shown as a
+   table or as JSON, and the process ends with the job's exit status.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 REGISTRIES = frozenset({"METHODS", "COMPRESSORS", "COLLECTIVES"})
 APART = frozenset({"paceline", "torch", *sys.stdlib_module_names})
-"""Packages that register nothing."""
+"""Packages whose import never registers a method or compressor."""
 
 
 def checked_job(
@@ -47,14 +47,14 @@ def checked_job(
     cluster: Path | None = None,
     pace: str | None = None,
 ) -> ScriptJob:
-    """Make the job of a command's options. Raises `UsageError`."""
+    """Make the job from a command's options. Raises `UsageError`."""
     check_job(script, method)
     if report_to is not None:
         from paceline.core.step_loggers import check_place
 
         check_place(report_to)
     if pace is not None:
-        Workload.load(pace)  # raises here, once, and not in every worker
+        Workload.load(pace)  # Raises here once, and not in every worker.
     options = RunOptions(
         method=method,
         steps=steps,
@@ -75,7 +75,7 @@ def check_lone_worker(
     snapshot: Path | None,
     resume: bool,
 ) -> None:
-    """Raise `UsageError` for options that mean nothing to one worker whose server is elsewhere."""
+    """Raise `UsageError` for options without meaning for one worker whose server is elsewhere."""
     if not survive or server is None:
         raise UsageError(
             "--server and --rank are of one worker of a job that survives: expected --survive "
@@ -93,8 +93,8 @@ def check_lone_worker(
 
 
 def check_job(script: Path, *specs: str | None) -> None:
-    """Raise `UsageError` here, once, for what every worker would stumble over: a script
-    that is not there, a spec that names nothing. What the script may register is its own matter."""
+    """Raise `UsageError` once here for errors that every worker would have: a missing script, or an unknown
+    name in a spec. Names are not checked if the script may register them."""
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
     if not any(specs):
@@ -112,8 +112,8 @@ def check_job(script: Path, *specs: str | None) -> None:
 
 
 def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) -> None:
-    """Raise `UsageError` here, once, for a method that so many workers cannot train by, such as
-    one with groups of others. *groups*: each worker's, where the cluster file names them."""
+    """Raise `UsageError` once here for a method that cannot train with *workers* workers, such as one with
+    groups of another size. *groups*: each worker's group, if the cluster file sets it."""
     if spec is None:
         return
     from paceline import methods
@@ -123,19 +123,19 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
 
     auto = parse_auto(spec)
     if auto is not None:
-        auto.load_cluster(workers)  # which says it, if it is of others
+        auto.load_cluster(workers)  # Raises if it has another number of workers.
         return
     try:
         method = methods.grouped(parse_method(spec)[0], groups)
     except UnknownNameError:
-        return  # the script may register it: `check_job`
+        return  # The script may register it: see `check_job`.
     if method.updates_on == "server":
         cast(UpdatesOnServer, method).server(workers)
 
 
 def may_register(script: Path) -> bool:
-    """Whether *script*, or a module that it imports, names a registry. Of modules that do not lie beside the
-    script, their first file counts, as soon as it names paceline."""
+    """Whether *script*, or a module that it imports, may register names: it mentions a registry. Of modules
+    outside the script's folder only the first file is read, and mentioning paceline is enough."""
     folder = script.resolve().parent
     left, seen = [script.resolve()], set[Path]()
     while left:
@@ -158,7 +158,7 @@ def may_register(script: Path) -> bool:
 def _tree(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_bytes())
-    except (OSError, SyntaxError, ValueError):  # running it reports that
+    except (OSError, SyntaxError, ValueError):  # Running the script reports it.
         return ast.Module([], [])
 
 
@@ -171,7 +171,7 @@ def _name(node: ast.AST) -> str:
 
 
 def _imports(tree: ast.Module) -> Iterator[str]:
-    """Modules by their full names, and what may be modules in a package."""
+    """Imported modules by full names, including names that may be modules of a package."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (one.name for one in node.names)
@@ -182,7 +182,7 @@ def _imports(tree: ast.Module) -> Iterator[str]:
 
 
 def _beside(folder: Path, module: str) -> list[Path]:
-    """Files of a module in the script's folder: its own, and of the packages that it is in."""
+    """Files of a module in the script's folder: its own, and those of its packages."""
     found: list[Path] = []
     at = folder
     for part in module.split(".") if module else []:
@@ -207,10 +207,10 @@ def _names_paceline(package: str) -> bool:
 
 @dataclass
 class ScriptRun:
-    """A *job* as it is to be launched, and how it ended, which the command fills in.
+    """A *job* to be launched, and its outcome, which the command fills in.
 
-    Worker processes leave their result and their records in files that the job's options name. A
-    simulation has both in memory: it sets *result*, and writes its records itself.
+    Worker processes write their result and records to files that the job's options name. A simulation has both
+    in memory: it sets *result*, and writes its records itself.
     """
 
     job: ScriptJob
@@ -222,8 +222,8 @@ class ScriptRun:
 def script_run(
     job: ScriptJob, json: bool, cluster: Cluster | None = None
 ) -> Iterator[ScriptRun]:
-    """Within it a command launches the job; then this shows its result, and ends the process.
-    *cluster*: what the job runs on, where that is described."""
+    """The command launches the job inside this context. At its end the result is shown, and the process
+    ends. *cluster*: the described network, if there is one."""
     records = job.options.records
     if records is not None:
         forget_workers(records)
@@ -242,7 +242,8 @@ def script_run(
 
             if records is not None:
                 merge_workers(records, "records")
-            run.result = read_result(file)  # where rank 0 is, if anything was trained
+            # None on other machines than rank 0's, or if nothing was trained.
+            run.result = read_result(file)
         if run.result is not None:
             if cluster is not None:
                 run.result.network = cluster.describe()

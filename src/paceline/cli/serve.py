@@ -94,7 +94,7 @@ def serve(
 
     if workers < 1:
         raise UsageError(f"--workers: expected 1 or more, got {workers}")
-    if bind.count(":") == 1 or bind.startswith("["):  # an IPv6 address has more
+    if bind.count(":") == 1 or bind.startswith("["):  # An IPv6 address has more colons.
         raise UsageError(
             f"--bind {bind}: expected an address alone, such as 10.0.0.9 or ::1; give the port by --port"
         )
@@ -129,6 +129,6 @@ def serve(
 
 
 def _was_typed(context: typer.Context, parameter: str) -> bool:
-    """Whether it stands on the command line: its variable may be set for all that a machine runs."""
+    """Whether the option is on the command line: its variable may be set for all commands of a machine."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"

@@ -1,7 +1,7 @@
-"""Where people train: trainers and engines of others, each imported only by those who use it.
+"""Integrations with trainers and engines, each imported only when it is used.
 
 ========================  ==================================  ==============================
-module                    what it gives                       extra
+module                    provides                            extra
 ========================  ==================================  ==============================
 ``lightning``             ``Trainer(strategy="paceline")``    ``pip install paceline[lightning]``
 ``fabric``                ``Fabric(strategy=FabricStrategy())``  the same
@@ -10,8 +10,8 @@ module                    what it gives                       extra
 ``ray``                   ``run(loop, workers=...)``          ``pip install paceline[ray]``
 ========================  ==================================  ==============================
 
-None of them averages anything by itself: each trainer is kept from wrapping the model in
-DistributedDataParallel, and the plain model goes to `paceline.distribute`.
+None of them averages gradients itself: each keeps its trainer from wrapping the model in DistributedDataParallel,
+and passes the plain model to `paceline.distribute`.
 
 - `fabric`, `lightning`: strategies of Fabric and Lightning, their workers and shares of samples.
 - `accelerate`, `transformers`: Accelerate, and `Trainer` over it.

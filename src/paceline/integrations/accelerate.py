@@ -1,10 +1,9 @@
 """Accelerate: ``model, optimizer, loader = prepare(accelerator, model, optimizer, loader, method=...)``.
 
-Accelerate wraps each model that it prepares for training in DistributedDataParallel. A model that it prepares
-for evaluation it gives its device and its autocast, and leaves alone; its ``no_sync``
-is what accumulation asks for. All of this is Accelerate's public API. In virtual time workers are
-threads, and each needs the state that Accelerate keeps for a process: its private names stand in
-`give_threads_their_state`.
+Accelerate wraps each model that it prepares for training in DistributedDataParallel, but not models prepared for
+evaluation: those only get device and autocast. So paceline prepares the model for evaluation, and replaces the
+``no_sync`` that accumulation calls. All of this is Accelerate's public API. In virtual time workers are threads,
+and each needs the state that Accelerate keeps per process: `give_threads_their_state` uses private names.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from paceline.integrations import common
 
 common.require("accelerate", "1.10", "2", "transformers")
 
-# Before Accelerator(), where it would wait for workers that are no longer there.
+# Check before Accelerator() is made: it would wait for workers that no longer exist.
 common.check_meets_all("Accelerate", os.environ)
 
 from accelerate import Accelerator  # noqa: E402
@@ -46,14 +45,16 @@ def prepare(
     *others: Any,
     **settings: Any,
 ) -> tuple[Any, ...]:
-    """What ``accelerator.prepare(model, optimizer, *others)`` gives, but trained by paceline.
+    """Prepare a model as ``accelerator.prepare(model, optimizer, *others)`` does, but train it by paceline.
 
-    *others* are loaders and schedulers; *settings* what `distribute` takes. Raises
-    `UsageError` for others, for what is wrapped or sharded already, and where Accelerate and paceline do not see
-    the same workers. Clip with
-    ``clip_norm``, or, where ``.grad`` holds the mean, as ever. ``accelerator.save_state`` keeps the
-    method's documented result. Call ``finish()`` of the
-    optimizer's ``optimizer`` when training has ended; else it is done when the script ends.
+    *others* are loaders and schedulers; *settings* are arguments of `distribute`. Clip with ``clip_norm``, or as
+    usual if ``.grad`` holds the mean. ``accelerator.save_state`` saves the method's documented result. Call
+    ``finish()`` of the optimizer's ``optimizer`` when training has ended; otherwise it is called when the script
+    ends.
+
+    Raises:
+        UsageError: A setting is unknown, the model or optimizer is already wrapped or sharded, or Accelerate
+            and paceline see different workers.
     """
     common.check_plain(model, optimizer, "prepare(accelerator, model, optimizer)")
     check_same_workers(accelerator)
@@ -68,15 +69,15 @@ def prepare(
 def hand_over(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
 ) -> DistributedOptimizer:
-    """`distribute`, and accumulation asks it instead of DistributedDataParallel."""
+    """Call `distribute`, and let accumulation use the optimizer instead of DistributedDataParallel."""
     wrapped = distribute(model, optimizer, **settings)
     model.no_sync = _NoSync(wrapped.no_sync)  # type: ignore[assignment]
     return wrapped
 
 
 class _NoSync:
-    """By which accumulation asks a model that is trained; its copies (a moving average of the weights, say)
-    and pickles have nobody to leave out."""
+    """The model's ``no_sync``, which accumulation calls. In copies of the model (such as averaged weights) and
+    pickles it does nothing."""
 
     def __init__(
         self, no_sync: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -97,7 +98,7 @@ def _show_result(
     weights: list[dict[str, Any]],
     folder: str,
 ) -> None:
-    """What is saved of *model* is the method's documented result. Collective, as `save_state` is."""
+    """Let *model* save the method's documented result. Collective, as `save_state` is."""
     for number, one in enumerate(models):
         if one is model:
             with optimizer.consolidated():
@@ -105,7 +106,7 @@ def _show_result(
 
 
 def check_same_workers(accelerator: Accelerator) -> None:
-    """Raise `UsageError` unless Accelerate deals data out to as many as train, whole models each."""
+    """Raise `UsageError` unless Accelerate shards data for all workers, and each has a whole model."""
     parallelism = getattr(accelerator, "parallelism_config", None)
     kind = "FSDP" if common.asks_for_fsdp() else accelerator.distributed_type.name
     common.check_not_sharded(kind, parallelism)
@@ -120,7 +121,7 @@ def check_same_workers(accelerator: Accelerator) -> None:
 
 
 def give_threads_their_state() -> None:
-    """In virtual time workers are threads: each has a state of its own, as on TPUs."""
+    """Give each thread its own Accelerate state, as on TPUs: in virtual time workers are threads."""
     runtime = current_runtime()
     if runtime is None or not runtime.clock.is_virtual:
         return

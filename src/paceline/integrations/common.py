@@ -1,6 +1,6 @@
-"""What all integrations share: versions, options, plain models, shares of samples.
+"""Helpers of all integrations: versions, options, plain models, sharded loaders.
 
-No trainer is needed to import this.
+Importing this needs no trainer.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _SHARDING = {
     "MEGATRON_LM": "megatron_lm_plugin=",
     "TP": "parallelism_config=",
 }
-"""Accelerate's names for what spreads a model over workers, and how that is asked for."""
+"""Accelerate's names for sharded models, and how a user requests them."""
 _SPREAD = ("tp", "cp", "sp", "dp_shard")
-"""The same of its ``ParallelismConfig``."""
+"""The same as fields of its ``ParallelismConfig``."""
 _WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
-"""Packages whose optimizers are a trainer's wrapping."""
+"""Packages whose optimizers are wrappers of a trainer."""
 
 
 def require(package: str, first: str, before: str, extra: str) -> None:
-    """Raise `UsageError` unless *package* is there, from version *first* on and below *before*."""
+    """Raise `UsageError` unless *package* is installed, from version *first* on and below *before*."""
     try:
         found = version(package)
     except PackageNotFoundError:
@@ -67,7 +67,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
-    """*settings*, if `distribute` knows them all; raises `UsageError` for others."""
+    """Return *settings* if `distribute` knows them all; raises `UsageError` for others."""
     known = [
         name
         for name in inspect.signature(distribute).parameters
@@ -80,8 +80,8 @@ def check_chosen(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def shows_mean(method: str | Method | None) -> bool:
-    """Whether ``.grad`` holds the mean under what is trained: *method*, or what the
-    command line says instead. Not under ``auto``, which may change it."""
+    """Whether ``.grad`` holds the mean under *method*, or under the command line's method. Not under ``auto``,
+    which may change it."""
     runtime = current_runtime()
     said = None if runtime is None else runtime.registry.options.method
     chosen = said or method or "bsp"
@@ -95,7 +95,7 @@ def shows_mean(method: str | Method | None) -> bool:
 def check_plain(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, call: str
 ) -> None:
-    """Raise `UsageError` if *model* or *optimizer*, given to *call*, was wrapped or sharded before."""
+    """Raise `UsageError` if *model* or *optimizer*, given to *call*, is already wrapped or sharded."""
     try:
         check_not_parallel(model)
     except UsageError as error:
@@ -112,8 +112,8 @@ def check_plain(
 
 
 def _is_wrapped_by_trainer(optimizer: object) -> bool:
-    """Not each that has another one within: there are optimizers made of others (Lookahead, SAM), which
-    `distribute` takes."""
+    """Whether a trainer wraps the optimizer. Other nested optimizers (Lookahead, SAM) do not count: `distribute`
+    accepts them."""
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer):
         return False
@@ -122,14 +122,14 @@ def _is_wrapped_by_trainer(optimizer: object) -> bool:
 
 
 def asks_for_fsdp() -> bool:
-    """Whether this process's Accelerator, or ``accelerate launch``, was told to shard models: Accelerate keeps
-    that in a variable, and on CPUs trains whole models without a word."""
+    """Whether this process's Accelerator, or ``accelerate launch``, was told to shard models. Accelerate stores
+    that in a variable, and silently ignores it on CPUs."""
     return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def check_not_sharded(kind: str, parallelism: object = None) -> None:
-    """Raise `UsageError` where Accelerate, which calls it *kind*, or its configuration of *parallelism*
-    spreads models or samples over workers."""
+    """Raise `UsageError` if Accelerate's distribution type *kind*, or its configuration *parallelism*, spreads
+    models or samples over workers."""
     if kind in _SHARDING:
         raise UsageError(
             f"the Accelerator shards models ({kind}), and paceline averages gradients of whole "
@@ -146,7 +146,7 @@ def check_not_sharded(kind: str, parallelism: object = None) -> None:
 
 
 def check_meets_all(trainer: str, environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` in a job that survives, for a *trainer* that needs a process group."""
+    """Raise `UsageError` in a job under ``--survive`` if the *trainer* needs a process group."""
     if environment.get(SURVIVE_VARIABLE) == "1":
         raise UsageError(
             f"{trainer} holds all workers together in one process group, which nobody comes back to "
@@ -155,15 +155,15 @@ def check_meets_all(trainer: str, environment: Mapping[str, str]) -> None:
 
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
-    """*state*, a module's, of the same kind, with its metadata, and with tensors of its own. Those that share
-    memory, as tied weights do, share it in the copy too: savers that leave out what is there twice
-    must still see it."""
+    """Copy a module's *state*, with its metadata and type. Tensors that share memory, as tied
+    weights do, also share
+    it in the copy: savers that drop duplicates must still see it."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
 
     def copy_of(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        # Other kinds may have no memory of their own: all of them would be at place 0.
+        # Other kinds may have no memory of their own: all would have address 0.
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or not value.numel():
             return value.detach().clone()
         key = (value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -179,7 +179,7 @@ def copied(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def accumulating(optimizers: Iterable[DistributedOptimizer]) -> Iterator[None]:
-    """Backward passes within only accumulate."""
+    """Only accumulate gradients in backward passes inside this context."""
     with ExitStack() as stack:
         for optimizer in optimizers:
             stack.enter_context(optimizer.no_sync())
@@ -189,10 +189,10 @@ def accumulating(optimizers: Iterable[DistributedOptimizer]) -> Iterator[None]:
 def owner_of(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> torch.nn.Module:
-    """The smallest module within *model* that holds all that *optimizer* trains.
+    """Return the smallest module within *model* that holds all parameters of *optimizer*.
 
-    Of several optimizers each has its own training, so each needs a module whose trainable
-    parameters it has, all of them. Raises `UsageError` where there is none.
+    With several optimizers each has its own training, and needs a module whose trainable parameters are
+    exactly its own. Raises `UsageError` if there is none.
     """
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     holding = [m for m in model.modules() if mine <= _ids(m.parameters())]
@@ -213,10 +213,10 @@ def _ids(parameters: Iterable[torch.nn.Parameter]) -> set[int]:
 
 
 def shard_loader(loader: object, workers: int, rank: int) -> object:
-    """A loader like *loader* with the samples of worker *rank*, as Lightning makes it:
-    shuffled where it was, padded to equal shares.
+    """Return a loader like *loader* with the samples of worker *rank*, as Lightning makes it: shuffled if
+    *loader* was, and padded to equal numbers of samples.
 
-    Returns *loader* itself where it has a sampler of its own, or is no plain `DataLoader`.
+    Returns *loader* itself if it has a custom sampler, or is not a plain `DataLoader`.
     """
     if type(loader) is not DataLoader or loader.batch_size is None:
         return loader
@@ -233,7 +233,7 @@ def shard_loader(loader: object, workers: int, rank: int) -> object:
         loader.dataset,
         batch_size=loader.batch_size,
         sampler=sampler,
-        num_workers=0,  # workers share this process
+        num_workers=0,  # Workers share this process.
         collate_fn=loader.collate_fn,
         drop_last=loader.drop_last,
         worker_init_fn=loader.worker_init_fn,

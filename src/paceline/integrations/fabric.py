@@ -1,8 +1,8 @@
 """Fabric: ``Fabric(strategy=FabricStrategy("osp"))``.
 
-`FabricStrategy` is Fabric's DDP strategy, without DDP; ``fabric.setup(model, optimizer)`` calls
-`distribute`. `PacelineEnvironment` and `LaunchedWorkers` say which workers a strategy has, and which
-samples are theirs; Lightning's strategy uses them, too.
+`FabricStrategy` is Fabric's DDP strategy without DDP; ``fabric.setup(model, optimizer)`` calls `distribute`.
+`PacelineEnvironment` and `LaunchedWorkers` tell a strategy its workers and their samples; Lightning's strategy uses
+them, too.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _LIGHTNING_SETTINGS = (
     *("precision_plugin", "precision", "process_group_backend", "timeout"),
     "start_method",
 )
-"""What Lightning gives its own strategies, and users may."""
+"""Settings of Lightning's own strategies, which users may give, too."""
 
 
 class PacelineEnvironment(ClusterEnvironment):
-    """The workers that torchrun, Slurm, MPI or paceline itself has started: what Lightning is told
-    of devices and nodes does not matter then."""
+    """The workers that torchrun, Slurm, MPI or paceline itself has started. Lightning's own settings for devices
+    and nodes are then not used."""
 
     @staticmethod
     def detect() -> bool:
-        """Whether this process is one of several workers, by whoever launched it."""
+        """Whether this process is one of several launched workers."""
         return current_runtime() is not None or launchers.find(os.environ) is not None
 
     @property
@@ -77,14 +77,14 @@ class PacelineEnvironment(ClusterEnvironment):
         return world_size()
 
     def set_world_size(self, size: int) -> None:
-        """The launcher has said it."""
+        """Do nothing: the launcher has set it."""
 
     def global_rank(self) -> int:
         init()
         return rank()
 
     def set_global_rank(self, rank: int) -> None:
-        """The launcher has said it."""
+        """Do nothing: the launcher has set it."""
 
     def local_rank(self) -> int:
         place = launchers.find(os.environ)
@@ -92,7 +92,7 @@ class PacelineEnvironment(ClusterEnvironment):
 
     def node_rank(self) -> int:
         place = launchers.find(os.environ)
-        # If the node is unknown, rank 0 alone counts as being on node 0.
+        # If the node is unknown, only rank 0 counts as local rank 0.
         return self.global_rank() if place is None or place.node is None else place.node
 
 
@@ -103,8 +103,8 @@ def is_simulated() -> bool:
 
 
 def take_lightning_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Take what is Lightning's out of *settings* and return it, with the workers' environment where
-    a launcher has started them."""
+    """Remove Lightning's own settings from *settings* and return them, with the workers' environment if a launcher
+    has started them."""
     theirs = {
         name: settings.pop(name) for name in _LIGHTNING_SETTINGS if name in settings
     }
@@ -114,7 +114,7 @@ def take_lightning_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class LaunchedWorkers:
-    """The part of a strategy that knows its workers; a base class before Lightning's own."""
+    """Base class of a strategy that handles its workers; goes before Lightning's own class."""
 
     cluster_environment: Any
     parallel_devices: Any
@@ -122,16 +122,16 @@ class LaunchedWorkers:
     global_rank: int
     local_rank: int
     shards_loaders = False
-    """Whether samples are dealt out here, and not by Lightning."""
+    """Whether paceline, and not Lightning, shards the loaders."""
 
     @property
     def is_launched(self) -> bool:
-        """Whether workers were started before Lightning looked."""
+        """Whether workers were started before Lightning."""
         return isinstance(self.cluster_environment, PacelineEnvironment)
 
     @property
     def root_device(self) -> torch.device:
-        """This worker's; workers of one machine share its devices where it has too few."""
+        """This worker's device; workers of one machine share devices if there are too few."""
         devices = self.parallel_devices
         assert devices is not None
         device: torch.device = devices[self.local_rank % len(devices)]
@@ -139,12 +139,12 @@ class LaunchedWorkers:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """This worker's share of the data."""
+        """Arguments of the sampler for this worker's part of the data."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def process_dataloader(self, dataloader: object) -> object:
-        """In virtual time workers are threads: Lightning, which patches loaders' classes to give
-        them other samplers, would patch them under one another's hands."""
+        """Pass the loader on in virtual time: Lightning patches loaders' classes to change their samplers,
+        and workers that are threads would patch them at the same time."""
         if not self.shards_loaders:
             return dataloader
         return shard_loader(dataloader, self.world_size, self.global_rank)
@@ -155,34 +155,34 @@ _Averaged = tuple[weakref.ref[torch.nn.Parameter], weakref.ref[DistributedOptimi
 
 
 class FabricStrategy(LaunchedWorkers, DDPStrategy):
-    """Trains under a method of paceline; *method* and *settings* are what `distribute` takes, or Fabric's
-    own (``process_group_backend`` ...). Raises `UsageError` for what neither knows.
+    """Trains with a method of paceline.
 
-    ``optimizer.finish()`` ends a training; else it ends when the script does. ``fabric.save`` keeps the
-    method's documented result, so every rank calls it.
+    *method* and *settings* are arguments of `distribute`, or Fabric's own (``process_group_backend`` ...).
+    Raises `UsageError` for unknown settings. ``optimizer.finish()`` ends a training; otherwise it ends with the
+    script. ``fabric.save`` saves the method's documented result, so every rank calls it.
     """
 
     def __init__(self, method: str | None = None, **settings: Any) -> None:
         super().__init__(**take_lightning_settings(settings))
         self._settings = check_chosen({"method": method, **settings})
         self._backward_sync_control = _NoSync(self)
-        # Weakly: a script may train many, and what has ended is its own.
+        # Weak references: a script may train many models, and owns those that have ended.
         self._trained: list[
             tuple[weakref.ref[torch.nn.Module], weakref.ref[DistributedOptimizer]]
         ] = []
         self._averaged: dict[int, list[_Averaged]] = {}
-        """By the parameter's id: a guard runs at each gradient, and looks up just one."""
+        """By the parameter's id: a guard runs at each gradient, and needs a fast lookup."""
         self._sampler_is_asked_for = False
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """This worker's share of the data; None where it is dealt out here. Fabric asks, where the script
-        has not said ``use_distributed_sampler=False``, just before it calls `process_dataloader`."""
+        """The sampler's arguments; None if paceline shards loaders. Unless the script sets
+        ``use_distributed_sampler=False``, Fabric calls this just before `process_dataloader`."""
         self._sampler_is_asked_for = True
         return None if is_simulated() else super().distributed_sampler_kwargs
 
     def process_dataloader(self, dataloader: object) -> object:
-        """In virtual time it is dealt out here, where a script wants that."""
+        """In virtual time shard the loader here, if the script wants that."""
         self.shards_loaders = is_simulated() and self._sampler_is_asked_for
         self._sampler_is_asked_for = False
         return super().process_dataloader(dataloader)
@@ -195,8 +195,8 @@ class FabricStrategy(LaunchedWorkers, DDPStrategy):
             super()._setup_distributed()
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Nothing is wrapped. A model without an optimizer may be looked at, and not be trained: nobody
-        would average its gradients."""
+        """Return the module unwrapped. Without an optimizer it may only be evaluated: its gradients would
+        not be averaged."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and self.world_size > 1:
                 parameter.register_post_accumulate_grad_hook(
@@ -219,7 +219,7 @@ class FabricStrategy(LaunchedWorkers, DDPStrategy):
         optimizers: list[torch.optim.Optimizer],
         *others: Any,
     ) -> tuple[Any, ...]:
-        """Each optimizer becomes one that is in step with all other workers."""
+        """Make each optimizer a distributed one."""
         for one in optimizers:
             check_plain(module, one, "fabric.setup(model, optimizer)")
         several = len(optimizers) > 1
@@ -247,7 +247,7 @@ class FabricStrategy(LaunchedWorkers, DDPStrategy):
     def setup_optimizer(
         self, optimizer: torch.optim.Optimizer
     ) -> torch.optim.Optimizer:
-        """Refused: gradients of a model that is not known are averaged by nobody."""
+        """Refuse: gradients of an unknown model would not be averaged."""
         raise UsageError(
             "fabric.setup_module and setup_optimizers apart: paceline needs both at once: "
             "model, optimizer = fabric.setup(model, optimizer)"
@@ -261,11 +261,11 @@ class FabricStrategy(LaunchedWorkers, DDPStrategy):
             return copied(super().get_module_state_dict(module))
 
     def optimizers_of(self, module: torch.nn.Module) -> list[DistributedOptimizer]:
-        """Those that train *module*."""
+        """The optimizers that train *module*."""
         return [optimizer for model, optimizer in self._there() if model is module]
 
     def _there(self) -> Iterator[tuple[torch.nn.Module, DistributedOptimizer]]:
-        """What is trained, and what has ended and the script still holds."""
+        """Models in training, and ended ones that the script still holds."""
         for model, optimizer in self._trained:
             pair = model(), optimizer()
             if pair[0] is not None and pair[1] is not None:
@@ -279,6 +279,6 @@ class _NoSync(_BackwardSyncControl):
     def no_backward_sync(
         self, module: torch.nn.Module, enabled: bool
     ) -> AbstractContextManager[None]:
-        """Backward passes within only accumulate, where *enabled*."""
+        """Only accumulate gradients in backward passes inside, if *enabled*."""
         optimizers = self._strategy.optimizers_of(module)
         return accumulating(optimizers) if enabled else nullcontext()

@@ -1,11 +1,10 @@
 """Lightning: ``Trainer(strategy="paceline")``, or ``PacelineStrategy(method="osp")``.
 
-It is Lightning's DDP strategy, without DDP: processes, barriers, metrics, samplers and checkpoints are
-Lightning's, what becomes of gradients is `distribute`'s. Importing this module registers
-``"paceline"`` and, for each method, ``"paceline_METHOD"`` with Lightning.
+It is Lightning's DDP strategy without DDP. Processes, barriers, metrics, samplers and checkpoints are Lightning's;
+gradients are handled by `distribute`. Importing this module registers ``"paceline"`` and, for each method,
+``"paceline_METHOD"`` with Lightning.
 
-What a method keeps beside the model and the optimizer (residuals, rounds) is not in
-Lightning's checkpoints: it begins anew when one is loaded.
+Lightning's checkpoints do not contain a method's own state (error feedback, rounds): it starts anew after a load.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from paceline.integrations.common import (
 
 
 class PacelineStrategy(LaunchedWorkers, DDPStrategy):
-    """Trains a LightningModule under a method of paceline.
+    """Trains a LightningModule with a method of paceline.
 
-    *method* and *settings* are what `distribute` takes: ``PacelineStrategy("osp")``,
-    ``PacelineStrategy(compression="int8", clip_norm=1.0)``. What Lightning's own strategies take (``accelerator``,
-    ``parallel_devices``, ``process_group_backend`` ...) goes to Lightning. Raises `UsageError` for
-    what neither knows. Under ``paceline run``, ``simulate`` and ``emulate``, torchrun and Slurm the workers are
-    those that were started there; else Lightning starts ``devices`` of them.
+    *method* and *settings* are arguments of `distribute`: ``PacelineStrategy("osp")``,
+    ``PacelineStrategy(compression="int8", clip_norm=1.0)``. Arguments of Lightning's own strategies
+    (``accelerator``, ``parallel_devices``, ``process_group_backend`` ...) go to Lightning. Raises `UsageError` for
+    unknown settings. Under ``paceline run``, ``simulate`` and ``emulate``, torchrun and Slurm the launched
+    workers train; otherwise Lightning starts ``devices`` of them.
 
-    ``gradient_clip_val`` works where ``.grad`` holds the mean (bsp and what is like it); others refuse in
-    words, and take ``clip_norm`` here. Several optimizers: each needs a submodule of its own.
+    ``gradient_clip_val`` works if ``.grad`` holds the mean (bsp and similar methods). Other methods refuse it with
+    an error, and need ``clip_norm`` here. With several optimizers each needs a submodule of its own.
     """
 
     strategy_name = "paceline"
@@ -62,10 +61,10 @@ class PacelineStrategy(LaunchedWorkers, DDPStrategy):
         self._settings = check_chosen({"method": method, **settings})
         self._looking = ExitStack()
 
-    # ---- where it runs ----
+    # ---- setup ----
 
     def setup_distributed(self) -> None:
-        """Meet the other workers."""
+        """Connect to the other workers."""
         if not self.is_launched:
             super().setup_distributed()
             return
@@ -83,12 +82,12 @@ class PacelineStrategy(LaunchedWorkers, DDPStrategy):
     # ---- training ----
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped; training steps go through the module's call, where hooks are."""
+        """Wrap nothing; training steps go through the module's call, which runs the hooks."""
         assert isinstance(self.model, LightningModule)
         self.model = _Called(self.model)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Each optimizer becomes one that is in step with all other workers."""
+        """Make each optimizer a distributed one."""
         super().setup_optimizers(trainer)
         module = self.lightning_module
         assert module is not None
@@ -107,13 +106,13 @@ class PacelineStrategy(LaunchedWorkers, DDPStrategy):
         return [o for o in self.optimizers if isinstance(o, DistributedOptimizer)]
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
-        """Backward passes within only accumulate."""
+        """Only accumulate gradients in backward passes inside this context."""
         return accumulating(self._ours)
 
-    # ---- what is looked at, and saved ----
+    # ---- evaluation and checkpoints ----
 
     def on_validation_start(self) -> None:
-        """Validation sees the method's documented result."""
+        """Validate with the method's documented result."""
         self._looking.close()
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -124,22 +123,22 @@ class PacelineStrategy(LaunchedWorkers, DDPStrategy):
         self._looking.close()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The method's documented result. Collective, as all that makes checkpoints is."""
+        """The method's documented result. Collective, as everything that makes checkpoints."""
         with ExitStack() as stack:
             for optimizer in self._ours:
                 stack.enter_context(optimizer.consolidated())
             return copied(super().lightning_module_state_dict())
 
-    # ---- the end ----
+    # ---- end of training ----
 
     def on_train_end(self) -> None:
-        """All workers end together, with equal models."""
+        """End together with all workers, with equal models."""
         self._looking.close()
         for optimizer in self._ours:
             optimizer.finish()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Each worker's own model is back, which meets nobody."""
+        """Restore each worker's own model, without communication."""
         self._looking.close()
         super().on_exception(exception)
 
@@ -150,7 +149,7 @@ class PacelineStrategy(LaunchedWorkers, DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """``"paceline"``, and ``"paceline_METHOD"`` for each method."""
+        """Register ``"paceline"``, and ``"paceline_METHOD"`` for each method."""
         strategy_registry.register("paceline", cls, description="paceline's bsp")
         for name in methods.METHODS:
             strategy_registry.register(
@@ -159,7 +158,7 @@ class PacelineStrategy(LaunchedWorkers, DDPStrategy):
 
 
 class _Called(torch.nn.Module):
-    """Calls the module: Lightning sends training steps through what it takes for a wrapper."""
+    """Calls the module: Lightning sends training steps through its supposed wrapper."""
 
     def __init__(self, module: LightningModule) -> None:
         super().__init__()

@@ -5,13 +5,12 @@ ray.init("auto")
 results = paceline.integrations.ray.run(loop, workers=8, method="ssp", snapshot="/shared/job.snapshot")
 ```
 
-*loop* is a training loop like any other: `paceline.distribute`, steps, a result. What happens to
-it when a worker, the server or a node dies is what happens to a script under ``paceline run
---survive`` (docs/how-to/survive-failures.md): here Ray starts again what has died, wherever there is
-room.
+*loop* is a training loop like any other: `paceline.distribute`, steps, a result. If a worker, the server or a node
+dies, the same happens as under ``paceline run --survive`` (docs/how-to/survive-failures.md). Here Ray restarts the
+lost actors on any node with enough resources.
 
-(Inside ``ray.train.torch.TorchTrainer`` paceline needs nothing of this: Ray sets torchrun's variables, and
-`distribute` does the rest. A death ends such a job, and Ray Train starts all of it again.)
+(Inside ``ray.train.torch.TorchTrainer`` this module is not needed: Ray sets torchrun's variables, and `distribute`
+does the rest. There a death ends the job, and Ray Train restarts all of it.)
 """
 
 from __future__ import annotations
@@ -76,31 +75,31 @@ def run(
     grows: bool = False,
     runtime_env: Mapping[str, Any] | None = None,
 ) -> list[Any]:
-    """Run *loop* in *workers* actors of the Ray cluster, and return what each has returned, by rank.
-
-    When a worker comes back, *loop* is called anew, and ``optimizer.first_step`` says where the job
-    stands. Whatever happens, no actor is left.
+    """Run *loop* in *workers* actors of the Ray cluster, and return their results by rank.
+    When a worker comes back, *loop* is called again, and ``optimizer.first_step`` is the job's current step. All
+    actors are removed at the end, whatever happens.
 
     Args:
-        loop: Trains. Called with *config*, or with nothing where that is None.
-        workers: How many.
+        loop: The training function. Called with *config*, or without arguments if that is None.
+        workers: Number of workers.
         config: The loop's argument.
-        method: A spec whose server updates (None: the loop says). It wins over the loop's.
-        steps: As ``paceline run`` has it.
-        seed: As ``paceline run`` has it.
-        snapshot: A file that every node reaches, where the server saves its state. Without it the
-            server's death ends the job. It is removed when the job ends well.
-        snapshot_seconds: How often.
-        resume: Go on from a snapshot that is there. Without it such a file is refused.
-        resources_per_worker: Ray's, on one node; 1 CPU by default.
-        server_resources: Ray's; 1 CPU by default.
-        room_seconds: How long to wait for resources that others use, or that went with a node.
-        grows: Nodes are added on demand, so a cluster that is too small is waited for, too.
+        method: A spec of a method that updates on a server (None: the loop names it). It overrides the
+            loop's.
+        steps: As in ``paceline run``.
+        seed: As in ``paceline run``.
+        snapshot: A file that every node can reach, where the server saves its state. Without it the
+            server's death ends the job. It is removed when the job ends without an error.
+        snapshot_seconds: Seconds between two snapshots.
+        resume: Continue from an existing snapshot. Without it an existing file is refused.
+        resources_per_worker: Ray's resources of a worker, on one node; 1 CPU by default.
+        server_resources: Ray's resources of the server; 1 CPU by default.
+        room_seconds: How long to wait for resources that are in use, or were lost with a node.
+        grows: The cluster adds nodes on demand, so the job also waits if it is too small now.
         runtime_env: Ray's, for all actors.
 
     Raises:
         UsageError: The driver is connected over ``ray://``; the method has no server; the cluster is
-            too small (raised at once, with what is missing); the snapshot is there already.
+            too small (raised at once, with the missing resources); the snapshot exists already.
         WorkerFailedError: *loop* raised. The job ends and is not tried again.
     """
     requests = _requests(workers, resources_per_worker, server_resources)
@@ -127,7 +126,7 @@ def run(
             *(Server, requests[SERVER], workers, actors.job),
             *(environment, path, snapshot_seconds),
         )
-        opened = server.serve.remote()  # while workers start; a fault is news
+        opened = server.serve.remote()  # In parallel with the workers' start.
         each = [
             actors.anywhere(
                 *(Worker, requests[worker_name(rank)]),
@@ -166,7 +165,7 @@ def run(
 def _requests(
     workers: int, of_worker: Resources | None, of_server: Resources | None
 ) -> dict[str, Resources]:
-    """What each actor asks for, by name."""
+    """The resources that each actor requests, by name."""
     if workers < 1:
         raise UsageError(f"run(workers=): expected 1 or more, got {workers}")
     for name, wanted in (
@@ -186,9 +185,9 @@ def _requests(
 
 
 def _check_method(text: str | None, workers: int) -> None:
-    """Raise `UsageError` for a method under which no job survives here."""
+    """Raise `UsageError` for a method whose jobs do not survive deaths here."""
     if text is None:
-        return  # the loop names it, and is refused there
+        return  # The loop names the method, and is refused there.
     method, _ = methods.make(spec.parse(text), set(spec.field_types(Settings)))
     methods.check_survives(method)
     on_server = cast(UpdatesOnServer, method)
@@ -203,7 +202,7 @@ def _check_method(text: str | None, workers: int) -> None:
 
 
 class _Actors:
-    """The actors of one job. *runtime_env*: Ray's, for all of them."""
+    """Creates the actors of one job, with Ray's *runtime_env*."""
 
     def __init__(self, runtime_env: Mapping[str, Any] | None) -> None:
         self.job = f"paceline {secrets.token_hex(8)}"
@@ -211,7 +210,7 @@ class _Actors:
         self._made: list[Any] = []
 
     def beside(self, kind: type, *arguments: Any) -> Any:
-        """One on the node of this process, which ends with it."""
+        """Create an actor on this process's node, which ends with that node."""
         node = ray.get_runtime_context().get_node_id()
         how = {
             "num_cpus": 0,
@@ -220,17 +219,17 @@ class _Actors:
         return self._make(kind, {**how, **self._name(kind)}, *arguments)
 
     def anywhere(self, kind: type, request: Resources, *arguments: Any) -> Any:
-        """One that is started again wherever there is room for *request*."""
+        """Create an actor that Ray restarts on any node with the resources of *request*."""
         return self._make(kind, _restarts(request), *arguments)
 
     def named(self, kind: type, request: Resources, *arguments: Any) -> Any:
-        """The same, and others find it by its name."""
+        """The same, with a name by which other actors find it."""
         return self._make(kind, {**_restarts(request), **self._name(kind)}, *arguments)
 
     def end(self) -> None:
-        """Whatever has happened: none is left."""
+        """Remove all actors, whatever has happened."""
         for actor in reversed(self._made):
-            with contextlib.suppress(Exception):  # it is gone, or all of Ray is
+            with contextlib.suppress(Exception):  # It may be gone.
                 ray.kill(actor, no_restart=True)
 
     def _name(self, kind: type) -> dict[str, str]:
@@ -252,7 +251,7 @@ def _actors(runtime_env: Mapping[str, Any] | None) -> Iterator[_Actors]:
 
 
 def _restarts(request: Resources) -> dict[str, Any]:
-    """Ray's options for an actor that asks for so much, and survives."""
+    """Ray's options for an actor with these resources that Ray restarts."""
     names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
     own = {names[what]: much for what, much in request.items() if what in names}
     others = {what: much for what, much in request.items() if what not in names}
@@ -267,7 +266,7 @@ def _restarts(request: Resources) -> dict[str, Any]:
 
 
 def _failure(call: Any, rank: int) -> WorkerFailedError | UsageError | None:
-    """What a worker's call has raised, if anything."""
+    """The error of a worker's call, if any."""
     name = worker_name(rank)
     try:
         ray.get(call)
@@ -285,8 +284,8 @@ def _failure(call: Any, rank: int) -> WorkerFailedError | UsageError | None:
 
 
 def _end(server: Any, path: str | None) -> None:
-    """All workers are done, and what they have returned is here: that its server cannot
-    end as it should, since its node has just gone, say, makes nothing of that worth less."""
+    """End the server after all workers. Their results are already here, so an error of the server is ignored, for
+    example because its node is lost."""
     try:
         ray.get(server.end.remote(), timeout=timeouts.ray_end)
     except ray.exceptions.RayError as error:
@@ -299,8 +298,8 @@ def _end(server: Any, path: str | None) -> None:
 
 
 class _Room:
-    """Who waits for room: no process runs an actor, because none was started yet, or because the last
-    one has died. Its node may live: others may have taken the room there."""
+    """Finds actors that wait for resources: no process runs them, because none has started yet or the last one
+    has died. Its node may live, with its resources in use by others."""
 
     def __init__(
         self,
@@ -308,15 +307,14 @@ class _Room:
         seconds: float,
         actors: Sequence[Any],
     ) -> None:
-        """*actors*: in the order of *requests*."""
+        """*actors* are in the order of *requests*."""
         self._requests, self._seconds = requests, seconds
         self._actors = dict(zip(requests, actors, strict=True))
         self._since: dict[str, float] = {}
         self._said: set[str] = set()
 
     def look(self, at_work: Set[str]) -> None:
-        """*at_work*: the workers that are not done. Raises `UsageError` where one waits too
-        long."""
+        """Check the actors that are not done (*at_work*). Raises `UsageError` if one waits too long."""
         now = time.monotonic()
         waiting = without_process(self._actors) & (at_work | {SERVER})
         for name, request in self._requests.items():
@@ -340,22 +338,22 @@ class _Room:
 
 # ---- capacity ----
 #
-# Each actor needs all that it asks for on one node. Requests go to nodes first fit, the largest
-# first: what is refused here may fit in rare mixtures that a cleverer search would find.
+# Each actor needs all of its resources on one node. Requests are assigned first fit, the largest first. In rare
+# mixtures of requests a better search would find a place for some that are refused here.
 
 _OF_RAY = ("node:", "object_store_memory", "accelerator_type:")
-"""What every node has, and nobody asks for."""
+"""Resources of every node that no actor requests."""
 
 
 def nodes_of(told: Sequence[Mapping[str, Any]]) -> dict[str, Resources]:
-    """What ``ray.nodes()`` tells: the resources of each node that is alive, by its id."""
+    """The resources of each live node by its id, from ``ray.nodes()``."""
     return {node["NodeID"]: node.get("Resources", {}) for node in told if node["Alive"]}
 
 
 def without_room(
     requests: Mapping[str, Resources], nodes: Sequence[Resources]
 ) -> list[str]:
-    """Those of *requests* (resources by name) that find no node."""
+    """The *requests* (resources by name) that fit on no node."""
     left = [dict(node) for node in nodes]
     found_none = []
     for name in sorted(requests, key=lambda n: -sum(requests[n].values())):
@@ -373,8 +371,7 @@ def without_room(
 def check_capacity(
     requests: Mapping[str, Resources], nodes: Sequence[Resources]
 ) -> None:
-    """Raise `UsageError` for a cluster that could not hold all of *requests* if it were
-    empty."""
+    """Raise `UsageError` for a cluster that could not hold all *requests* even if it were empty."""
     missing = without_room(requests, nodes)
     if not missing:
         return
@@ -394,21 +391,21 @@ def check_capacity(
 
 
 def needs(request: Resources) -> str:
-    """``1 CPU, 0.5 GPU``."""
+    """Format resources as ``1 CPU, 0.5 GPU``."""
     return (
         ", ".join(f"{much:g} {what}" for what, much in request.items()) or "no resource"
     )
 
 
 def described(nodes: Sequence[Resources]) -> str:
-    """Nodes in words: ``2 nodes: 1 CPU | 4 CPU, 1 GPU``."""
+    """Format nodes as ``2 nodes: 1 CPU | 4 CPU, 1 GPU``."""
     each = [
         needs(
             {k: v for k, v in n.items() if not k.startswith(_OF_RAY) and k != "memory"}
         )
         for n in nodes
     ]
-    listed = " | ".join(sorted(each)) or "none"  # Ray tells them in any order
+    listed = " | ".join(sorted(each)) or "none"  # Ray's order varies.
     return f"{len(nodes)} node{'s' * (len(nodes) != 1)}: {listed}"
 
 
@@ -422,8 +419,8 @@ _WITHOUT = ("DEPENDENCIES_UNREADY", "PENDING_CREATION", "RESTARTING")
 
 
 def without_process(actors: Mapping[str, Any]) -> set[str]:
-    """Those of *actors*, by name, that no process runs just now: Ray is about to start one, or has no
-    room. (``ray.util.state`` says it, too, where a dashboard runs.)"""
+    """The names of *actors* without a process now: Ray is about to start one, or has no resources for it.
+    (``ray.util.state`` tells it, too, but needs a dashboard.)"""
     waiting = {
         identity for one in _WITHOUT for identity in state.actors(actor_state_name=one)
     }

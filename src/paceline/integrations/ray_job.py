@@ -1,19 +1,18 @@
-"""What runs on a Ray cluster for `integrations.ray.run`: plain classes, which it makes actors of.
+"""Actors of a job on Ray for `integrations.ray.run`: plain classes, which `run` makes actors of.
 
 Theory of operation
 -------------------
-Three kinds of actor. The *server* holds the parameters (`SurvivingJob`). Each *worker* runs
-the loop. Ray starts both again wherever there is room when their process or their node dies,
-and repeats the call that was under way. The *coordinator* runs on the node of the process that
-called `run`, and ends with that process. It numbers the incarnations of workers, and keeps their
-results and their progress, so that no node takes these with it.
+There are three kinds of actor. The *server* holds the parameters (`SurvivingJob`). Each *worker* runs the loop. If
+their process or node dies, Ray restarts them on any node with enough resources, and repeats the interrupted call.
+The *coordinator* runs on the node of the process that called `run`, and ends with that process. It numbers the
+workers' incarnations, and keeps their results and progress, so that these survive the loss of a node.
 
-A worker that starts asks the coordinator for its incarnation, and the server for its address; that
-call waits while the server is started again. From there on all is as under ``paceline run
---survive``: the server evicts the earlier incarnation and admits this one. When the server
-dies, workers see their connections end; each then ends its process, and Ray starts it again.
+A worker that starts asks the coordinator for its incarnation, and the server for its address; that call waits while
+the server restarts. From then on everything is as under ``paceline run --survive``: the server evicts the earlier
+incarnation and admits this one. If the server dies, workers lose their connections; each ends its process, and
+Ray restarts it.
 
-An error of the loop's own is no death: the call raises it, and the job ends.
+An error of the loop itself does not cause a restart: the call raises it, and the job ends.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ from paceline.transport.security import SECRET, TOKEN, TRUSTED
 
 NAMESPACE = "paceline"
 NOTE_SECONDS = 0.5
-"""A worker says no more often how far it has come."""
+"""A worker reports its progress at most this often."""
 
 
 class Server:
-    """The actor that holds what is trained. Served beside it, on a thread."""
+    """The actor that holds the parameters. A thread of it serves the workers."""
 
     def __init__(
         self,
@@ -83,8 +82,8 @@ class Server:
         self._thread: threading.Thread | None = None
 
     def serve(self) -> str:
-        """Where it listens, HOST:PORT; from the first call on. Raises `UsageError` where it cannot, or has
-        nothing to go on from."""
+        """Start to listen, on the first call; returns HOST:PORT. Raises `UsageError` if it cannot, or has
+        no state to continue from."""
         if not self._address:
             there = self._path is not None and self._path.exists()
             node = ray.get_runtime_context().get_node_id()
@@ -104,16 +103,16 @@ class Server:
         return self._address
 
     def is_done(self, rank: int) -> None:
-        """The loop of a worker has returned, and the coordinator knows: nobody waits for it any more.
-        A server that was started again when that worker had said goodbye, but had not
-        returned, would wait for ever."""
+        """The loop of a worker has returned, and the coordinator knows it: do not wait for the worker any
+        more. Otherwise a server that restarts after the worker has left, but before its loop has returned,
+        would wait for ever."""
         if self._thread is not None:
             os.write(
                 self._stop, msgspec.json.encode(WorkerFinished(worker=rank)) + b"\n"
             )
 
     def end(self) -> None:
-        """All workers are done: nothing is left."""
+        """All workers are done: end the server."""
         if self._thread is not None:
             os.close(self._stop)
             self._thread.join(timeouts.ray_server_end)
@@ -151,13 +150,13 @@ class Server:
                 self._coordinator.worker_evicted.remote(
                     silent.worker, silent.incarnation
                 )
-            # Whether they have ended well is for the coordinator, which knows what each loop gave.
+            # The coordinator knows from the loops' results whether the workers have ended without an error.
             self._over = job.attendance.all_have_departed
             job.host.close()
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(1)  # so that Ray starts it again
+            os._exit(1)  # Ray restarts it then.
 
 
 class Worker:
@@ -205,13 +204,13 @@ class Worker:
             print(
                 f"paceline: worker {self._rank}: {error}", file=sys.stderr, flush=True
             )
-            exit_now(1)  # a process trains once: Ray starts the next
+            exit_now(1)  # A process can train only once: Ray starts the next one.
         ray.get(self._coordinator.worker_finished.remote(self._rank, result))
 
     def _result_of(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
             return loop(*arguments)
-        except SystemExit as end:  # as a script that has done its steps ends
+        except SystemExit as end:  # A script may end like this after its steps.
             if end.code not in (None, 0):
                 raise RuntimeError(
                     f"the loop ended with exit status {end.code}"
@@ -227,19 +226,19 @@ class Worker:
 
 
 def find(job: str, kind: type) -> Any:
-    """The actor of that *kind* of a job: by its name, since arguments that refer to an actor must
-    outlive what they refer to."""
+    """Find a job's actor of that *kind* by its name: an actor handle in arguments would have to outlive the
+    actor."""
     return ray.get_actor(actor_name(job, kind), namespace=NAMESPACE)
 
 
 def actor_name(job: str, kind: type) -> str:
-    """The name of an actor of which a job has one."""
+    """The name of an actor that a job has only once."""
     return f"{job} {kind.__name__}"
 
 
 def protection(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that protect the server's connections: what *environment* says, else a secret of
-    this job's own. With a secret they are encrypted (see `transport.security`)."""
+    """The variables that protect the server's connections: those of *environment*, else a secret for this job
+    alone. With a secret connections are encrypted (see `transport.security`)."""
     said = {
         name: environment[name] for name in (SECRET, TRUSTED) if environment.get(name)
     }
@@ -248,17 +247,17 @@ def protection(environment: Mapping[str, str]) -> dict[str, str]:
     return {**said, TOKEN: secrets.token_hex(16)}
 
 
-# ---- the coordinator: no Ray in it ----
+# ---- the coordinator, without Ray ----
 
 SERVER = "the server"
 _EVICTED = ("taken for lost", HAS_BEEN_HERE)
-"""In a server's refusal of an incarnation that it has evicted, or that has joined before: the next one
-may join."""
+"""Texts in a server's refusal of an incarnation that it has evicted, or that has joined before: the next
+incarnation may join."""
 
 
 @dataclass(frozen=True)
 class Incarnation:
-    """One incarnation of a worker: its number, from 0; *done*: nothing is left to do."""
+    """One incarnation of a worker: its number, from 0; *done*: the worker has nothing left to do."""
 
     number: int
     done: bool
@@ -266,13 +265,13 @@ class Incarnation:
 
 @dataclass
 class _ActorRecord:
-    """What is known of one actor, over all its incarnations.
+    """State of one actor over all its incarnations.
 
     Attributes:
         starts: How many incarnations have started.
         starts_without_progress: How many of them since the last completed step.
         last_step: The job's last step that it has completed.
-        node: Where the last incarnation has started.
+        node: The node of the last incarnation.
     """
 
     starts: int = 0
@@ -283,8 +282,8 @@ class _ActorRecord:
 
 @dataclass(frozen=True)
 class JobNews:
-    """What the caller of `run` learns: lines to print, and why the job cannot go on, if so.
-    *evicted*: workers whose process is to be killed."""
+    """News for the caller of `run`: lines to print, and why the job cannot continue, if so. *evicted*: workers
+    whose process is to be killed."""
 
     lines: list[str]
     fault: str
@@ -295,7 +294,7 @@ class JobNews:
 class Coordinator:
     """Tracks the incarnation, progress and completion of each worker of a job on Ray.
 
-    *snapshot*, *resume*: as `run` has them.
+    *snapshot*, *resume*: as in `run`.
     """
 
     workers: int
@@ -311,9 +310,9 @@ class Coordinator:
         """A worker's process has started, on *node*."""
         name = worker_name(rank)
         record = self._record_start(name, node)
-        if rank in self._evicted:  # its process has ended by itself
+        if rank in self._evicted:  # Its process has ended by itself.
             self._evicted.remove(rank)
-        # All workers end with the server: those deaths do not count.
+        # All workers end with the server: do not count those deaths.
         server = self._records.get(SERVER, _ActorRecord(starts=1))
         if record.starts > MAX_RESTARTS + server.starts:
             self.give_up(f"{name} has died {MAX_RESTARTS} times")
@@ -327,7 +326,7 @@ class Coordinator:
             self._records[SERVER].starts_without_progress = 0
 
     def worker_evicted(self, rank: int, incarnation: int) -> None:
-        """The server has evicted this incarnation, and its process still runs."""
+        """The server has evicted this incarnation, whose process still runs."""
         if (
             incarnation == self._records[worker_name(rank)].starts - 1
             and rank not in self._evicted
@@ -335,8 +334,8 @@ class Coordinator:
             self._evicted.append(rank)
 
     def server_started(self, node: str, has_snapshot: bool) -> list[int]:
-        """The server's process has started; returns the workers that are done. Raises
-        `UsageError` where nothing is left to go on from, or the snapshot may be another job's."""
+        """The server's process has started; returns the workers that are done. Raises `UsageError` if there
+        is no state to continue from, or the snapshot may be another job's."""
         step = self._furthest()
         self._records.setdefault(SERVER, _ActorRecord()).last_step = step
         first = self._record_start(SERVER, node).starts == 1
@@ -361,7 +360,7 @@ class Coordinator:
         return list(self._results)
 
     def server_resumed(self, step: int) -> None:
-        """The server listens, and goes on with *step*."""
+        """The server listens, and continues with *step*."""
         if self._records[SERVER].starts > 1:
             self._lines.append(
                 f"the parameter server goes on from its snapshot of step {step}: what was done after "
@@ -369,7 +368,7 @@ class Coordinator:
             )
         for record in self._records.values():
             record.last_step = min(record.last_step, step)
-        # Also of a job that was resumed and has done no step yet: who dies now has lost something.
+        # Also for a resumed job without a step so far: a death now loses state.
         self._records[SERVER].last_step = step
 
     def worker_finished(self, rank: int, result: Any) -> None:
@@ -377,13 +376,13 @@ class Coordinator:
         self._results[rank] = result
 
     def poll(self) -> JobNews:
-        """What has happened since the last call."""
+        """The events since the last call."""
         lines, self._lines = self._lines, []
         evicted, self._evicted = self._evicted, []
         return JobNews(lines, self._fault, evicted)
 
     def results(self) -> list[Any]:
-        """In the order of ranks, once all are done."""
+        """The results by rank, once all workers are done."""
         return [self._results[rank] for rank in range(self.workers)]
 
     def _record_start(self, name: str, node: str) -> _ActorRecord:
@@ -406,12 +405,12 @@ class Coordinator:
         return max((record.last_step for record in self._records.values()), default=0)
 
     def give_up(self, fault: str) -> None:
-        """The job cannot go on: the first cause is what its caller is told."""
+        """The job cannot continue. Only the first cause is reported to its caller."""
         self._fault = self._fault or fault
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Whether *error* only says that the server is gone, or has evicted this incarnation."""
+    """Whether *error* only means that the server is lost, or has evicted this incarnation."""
     while error is not None:
         words = str(error)
         if isinstance(error, PeerLostError) or any(one in words for one in _EVICTED):
@@ -421,5 +420,5 @@ def is_consequence(error: BaseException | None) -> bool:
 
 
 def worker_name(rank: int) -> str:
-    """The name of a worker in sentences."""
+    """The name of a worker in messages."""
     return f"worker {rank}"

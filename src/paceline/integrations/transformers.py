@@ -1,7 +1,6 @@
 """Transformers: ``attach(Trainer(...), method="osp")``, for any `Trainer`, TRL's too.
 
-It works on the instance: a subclass that makes its optimizer, its loss or its loaders
-in its own way keeps all of that.
+It works on the instance, so subclasses keep their own optimizers, losses and loaders.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from paceline.integrations.common import require
 
-# What attach works on is in Trainer from 5.3 on.
+# The parts of Trainer that attach changes exist since 5.3.
 require("transformers", "5.3", "6", "transformers")
 
 from transformers import Trainer  # noqa: E402
@@ -34,14 +33,16 @@ _ATTACHED = "_attached_by_paceline"
 
 
 def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
-    """Let paceline train *trainer*'s model; gives *trainer* back.
+    """Let paceline train *trainer*'s model; returns *trainer*.
 
-    *method* and *settings* are what `distribute` takes. Where ``.grad`` holds the mean the trainer
-    clips it as ever. Elsewhere gradients have left before the trainer could: ``max_grad_norm`` becomes
-    ``clip_norm``, and the norm that is logged is that of ``.grad``. Evaluation and checkpoints see
-    the method's documented result. What a method keeps beside model and optimizer (residuals,
-    rounds) is not in Trainer's checkpoints. Raises `UsageError` for sharded models, for a trainer that was attached
-    before or has trained, and for settings that nobody knows.
+    *method* and *settings* are arguments of `distribute`. If ``.grad`` holds the mean, the trainer clips it as
+    usual. Otherwise gradients have been sent before the trainer could clip: ``max_grad_norm`` becomes
+    ``clip_norm``, and the logged norm is that of ``.grad``. Evaluation and checkpoints see the method's
+    documented result. Trainer's checkpoints do not contain a method's own state (error feedback, rounds).
+
+    Raises:
+        UsageError: The model is sharded, the trainer was attached before or has trained, or a setting is
+            unknown.
     """
     if not isinstance(trainer, Trainer):
         raise UsageError(
@@ -75,7 +76,7 @@ def attach(trainer: T, method: str | None = None, **settings: Any) -> T:
 
 
 class _Attached:
-    """What a trainer's methods become; *settings* are for `distribute`."""
+    """Replacements of a trainer's methods; *settings* are for `distribute`."""
 
     def __init__(self, trainer: Trainer, settings: dict[str, Any]) -> None:
         self._trainer, self._settings = trainer, settings
@@ -100,7 +101,7 @@ class _Attached:
         return created
 
     def looks(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        """Called with the method's documented result in the model. Collective."""
+        """Call *look* with the method's documented result in the model. Collective."""
 
         @wraps(look)
         def looked(*arguments: Any, **named: Any) -> Any:
@@ -112,9 +113,9 @@ class _Attached:
         return looked
 
     def looks_once(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        """What *look* evaluates and then saves is one result: where workers do not wait for each other
-        the next one is another, and the best metric would not be that of the weights that are saved.
-        Collective where either is due."""
+        """Let *look* evaluate and then save one and the same result. If workers do not wait for each other, two
+        results differ, and the best metric would not belong to the saved weights. Collective if either is
+        due."""
         looked = self.looks(look)
 
         @wraps(look)
@@ -126,7 +127,7 @@ class _Attached:
         return looked_where_due
 
     def ends(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        """All end together, before the best checkpoint is loaded into the model."""
+        """End together with all workers, before the best checkpoint is loaded into the model."""
 
         @wraps(finalize)
         def ended(*arguments: Any, **named: Any) -> Any:
@@ -163,7 +164,7 @@ def _unwrapped(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _norm(model: torch.nn.Module, grad_norm: Any = None) -> Any:
-    """Looked at only: `distribute` clips."""
+    """Return the norm for the log only: `distribute` clips."""
     if grad_norm is not None:
         return grad_norm
     return torch.nn.utils.get_total_norm(

@@ -1,4 +1,4 @@
-"""The conformance kit: laws that methods, compressors, collectives and servers must hold, in every runtime.
+"""The conformance kit: checks of methods, compressors, collectives and servers, in every runtime.
 
 A method of your own, in the simulated runtime:
 
@@ -6,18 +6,20 @@ A method of your own, in the simulated runtime:
     check_method(Case(method=MyMethod(period=4)))
 
 ``torchrun --nproc-per-node 3 -m paceline.testing`` checks all methods of the table in real processes.
-A compressor needs no runtime: ``check_compressor(MyCompressor(density=0.01))``. A collective is
-checked by its class: ``check_collective(MyCollective)``. A method whose server updates is checked by
-what makes its server: ``check_server_method(lambda: MyMethod().server(3), workers=(3,))``.
+A compressor needs no runtime: ``check_compressor(MyCompressor(density=0.01))``. A collective is checked by its
+class: ``check_collective(MyCollective)``. A method that updates on a server is checked by a function that makes
+its server: ``check_server_method(lambda: MyMethod().server(3), workers=(3,))``.
+
+The checked properties are called laws.
 
 - `cases`: the table of methods, one row each; start here.
-- `method_checks`: the laws of methods, and which apply to a row; `__main__`: all of them in real processes.
-- `script_checks`: those of what training scripts do: accumulation, clipping, loads, buffers.
+- `method_checks`: the laws of methods, and the rows that each applies to; `__main__`: all in real processes.
+- `script_checks`: laws about training scripts: accumulation, clipping, loads, buffers.
 - `compressor_checks`: the laws of compressors, on workers in lockstep.
 - `collective_checks`: the laws of collectives, on lists of transfers and in the simulated runtime.
-- `server_checks`: the laws of methods whose server updates; `server_trial`: the small training and the
-  network that breaks, on which they are checked.
-- `problems`: the small models that the checks train, and `inspect`, which shows what an optimizer trains with.
+- `server_checks`: the laws of methods that update on a server; `server_trial`: the small training over an
+  unreliable network on which they are checked.
+- `problems`: the small models that the checks train, and `inspect`, which shows an optimizer's training state.
 """
 
 from paceline.testing.cases import CASES, Case

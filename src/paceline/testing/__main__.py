@@ -1,8 +1,8 @@
-"""``torchrun --nproc-per-node 3 -m paceline.testing``: the whole table, on real processes;
-with ``--one-in 8`` a sample of it, with ``--row ds-sync`` the rows that have this in their names.
+"""Checks the conformance table in real processes: ``torchrun --nproc-per-node 3 -m paceline.testing``.
 
-Rank 0 prints one line per check that applies to a row and a rule, and at the end, as JSON, what each row ends
-with that depends on no timing, to be compared between runtimes. Exit status 1 if any check failed.
+``--one-in 8`` checks a sample, ``--row ds-sync`` the rows with this in their name. Rank 0 prints one line per
+check of a row under a bucket rule. At the end it prints the final parameters of all rows whose result does not
+depend on timing, as JSON, to be compared between runtimes. Exit status 1 if any check failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.testing.problems import CheckFailedError
 
 
 def main() -> int:
-    """Run the whole table; a broken law does not stop the others."""
+    """Run the whole table; a failed check does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m paceline.testing")
     parser.add_argument("--one-in", type=int, default=1, metavar="N")
     parser.add_argument("--row", default="", metavar="WORD")
@@ -44,15 +44,15 @@ def main() -> int:
 
 
 def rows(cases: Sequence[Case], every: int) -> list[tuple[Case, str]]:
-    """What ends are told of: all cases under all rules, or each under one."""
+    """The rows whose final parameters are printed: all cases under all rules, or each under one."""
     if every == 1:
         return [(case, rule) for case in cases for rule in RULES]
     return [(case, RULES[n % len(RULES)]) for n, case in enumerate(cases)]
 
 
 def run_table(chosen: Sequence[Trial], rows: Sequence[tuple[Case, str]]) -> int:
-    """Run the checks of the runtime, those that were *chosen*, and to their ends those of the
-    *rows* that depend on no timing. Returns the exit status."""
+    """Run the runtime's checks and the *chosen* trials, and train those *rows* to the end whose result does not
+    depend on timing. Returns the exit status."""
     failed = sum(not _holds(name, law) for name, law in RUNTIME_CHECKS.items())
     failed += sum(not _holds(trial.name, trial.run) for trial in chosen)
     ends = {

@@ -18,7 +18,7 @@ InPlainTorch = Callable[[list[torch.nn.Module], list[torch.optim.Optimizer], int
 def mean_of_gradients(
     models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer], number: int
 ) -> None:
-    """What exact methods compute: each step is done with the mean of all gradients."""
+    """Train as exact methods do: each step uses the mean of all gradients."""
     for tensors in zip(*(model.parameters() for model in models), strict=True):
         mean = torch.stack([tensor.grad for tensor in tensors]).mean(0)
         for tensor in tensors:
@@ -28,7 +28,7 @@ def mean_of_gradients(
 
 
 def mean_of_models(every: int) -> InPlainTorch:
-    """What local SGD computes: own steps, and a mean of all models after so many of them."""
+    """Train as local SGD does: local steps, and a mean of all models every *every* steps."""
 
     def step(
         models: list[torch.nn.Module],
@@ -50,32 +50,33 @@ def mean_of_models(every: int) -> InPlainTorch:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One method, and what is particular about it.
+    """One method, and its particular properties.
 
     Attributes:
         method: A spec or a method object.
-        timing_free: Its result depends on the data and not on who is fast, so all runtimes end
-            with the same parameters.
-        learning_rate: With *steps*: enough to solve the kit's quadratic.
-        steps: How many steps that takes.
-        under_way: Between steps a part of an update is on its way, so a restart is not quite the
-            same as no restart.
-        rounding: How far one worker alone may be from its reference, where something is derived
-            and not sent.
-        lossy: How far a compressed mean may be off in each element, as a share of a tensor's largest
+        timing_free: Its result depends only on the data, and not on which worker is fast. So all
+            runtimes end with the same parameters.
+        learning_rate: Solves the kit's quadratic in *steps* steps.
+        steps: Number of steps that this takes.
+        under_way: Between steps a part of an update is in flight, so a restart changes the result
+            slightly.
+        rounding: Largest difference between one worker alone and its reference, if a value is
+            derived instead of sent.
+        lossy: Largest compression error of a mean in each element, as a share of a tensor's largest
             gradient. Gradients at the optimum are about 1, so training ends as far from there.
-        counts: Each gradient moves the parameters once, by the optimizer's step. Not so where an
-            outer optimizer steps once more, a part of a gradient waits, or an estimate of it is
-            applied: laws that read from
-            parameters how many gradients are in them do not apply there.
-        equals: Another method, whose parameters it has after each step, to the bit; or what plain
-            torch does with all workers' models, which have their gradients, in step 1, 2, and so on.
+        counts: Each gradient moves the parameters once, by the optimizer's step. This is not so if an
+            outer optimizer also steps, a part of a gradient waits, or an estimate of it is applied.
+            Laws that count gradients in the parameters do not apply then.
+        equals: A reference with bit-equal parameters after each step: another method, or a function
+            that trains all workers' models in plain torch. It gets the models with their gradients
+            after step 1, 2, and so on.
         state: The optimizer needs a state, so SGD gets a momentum too small to change anything.
-        together: Workers begin every so many steps together where ends are compared; 0: they do
-            not. A worker that waits for nobody's gradients may otherwise be done before others begin.
+        together: If final parameters are compared, workers start every *together* steps at the same
+            time; 0: they do not. A worker that waits for no others may otherwise end before they
+            begin.
         racks: Two workers or more are simulated in two racks, which are two groups by hand.
-        aggregates: The same, and both racks' switches add up.
-        reference: The step that one worker alone takes, if it is not plain ``optimizer.step()``.
+        aggregates: As *racks*, and both racks' switches aggregate.
+        reference: The step of one worker alone, if it is not plain ``optimizer.step()``.
     """
 
     method: str | Method
@@ -95,19 +96,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For test ids and messages."""
+        """Name for test ids and messages."""
         return self.method if isinstance(self.method, str) else self.method.name
 
     def cluster(self, workers: int) -> Cluster:
-        """On which it is simulated."""
+        """The simulated cluster for *workers* workers."""
         two = self.racks or self.aggregates
         return cluster_of(workers, 2 if two else 1, aggregates=self.aggregates)
 
 
 def cluster_of(workers: int, racks: int = 1, *, aggregates: bool = False) -> Cluster:
-    """So many workers in one rack; or in two, if there are as many: the first half of them,
-    and the others, with an uplink of half a link. Those of two racks are two groups, for methods
-    that take groups by hand. *aggregates*: racks' switches add up."""
+    """A cluster of *workers* workers in one rack, or in two: the first half of the workers and the others,
+    with an uplink of half a link. Methods that take groups by hand use the two racks as groups. *aggregates*:
+    the racks' switches aggregate."""
     sizes = (
         [workers] if racks == 1 or workers == 1 else [workers // 2, -(-workers // 2)]
     )
@@ -129,7 +130,7 @@ def cluster_of(workers: int, racks: int = 1, *, aggregates: bool = False) -> Clu
 
 
 def _deferring(method: str, rounding: float = 0.0) -> Case:
-    """A part of each gradient is a step late."""
+    """A method that applies a part of each gradient a step late."""
     return Case(method=method, under_way=True, steps=60, rounding=rounding)
 
 
@@ -138,12 +139,12 @@ _ROUNDED = 2.0**-22
 
 
 def _asynchronous(method: str) -> Case:
-    """Workers that wait for nobody: gradients are stale, so steps are smaller."""
+    """A method whose workers do not wait: gradients are stale, so steps are smaller."""
     return Case(method=method, timing_free=False, learning_rate=0.3, steps=120)
 
 
 def _loses_momentum_after(steps: int) -> Callable[[torch.optim.Optimizer], None]:
-    """A plain step; after so many of them an optimizer's momentum is nought."""
+    """A plain step that sets the optimizer's momentum to zero every *steps* steps."""
     done: Counter[torch.optim.Optimizer] = Counter()
 
     def step(optimizer: torch.optim.Optimizer) -> None:
@@ -164,20 +165,20 @@ _SWITCHED = replace(
 
 
 def _local(method: str, every: int = 0) -> Case:
-    """Workers step by themselves and average now and then; all of them *every* so many steps, if
-    that is all they do."""
+    """A method with local steps and occasional averages. *every*: it only averages all models every so many
+    steps."""
     equals = mean_of_models(every) if every else None
     return Case(method=method, learning_rate=0.3, steps=80, equals=equals)
 
 
 def _outer(method: str, steps: int = 180) -> Case:
-    """An outer optimizer with momentum steps once more with what the workers have moved."""
+    """A method with local steps and an outer optimizer with momentum, which applies the workers' change."""
     return Case(method=method, learning_rate=0.3, steps=steps, counts=False)
 
 
 def _late(compression: str) -> Case:
-    """Elements of a gradient wait until they are sent, and then count at once: training ends
-    as far from the optimum as a step of such a size is long. The kit's tensors are small."""
+    """A compressor with delayed elements: they wait until they are sent, and then count at once. Training ends
+    as far from the optimum as such a step is long. The kit's tensors are small."""
     return Case(
         method=f"bsp:compression={compression},compression.small=0",
         learning_rate=0.1,
@@ -197,12 +198,12 @@ _SPARSE_LOCO = Case(
 
 
 def _in_groups(method: str) -> Case:
-    """Workers in groups whose servers wait for nobody."""
+    """A method with groups of workers whose servers do not wait for each other."""
     return replace(_asynchronous(method), together=4, racks=True)
 
 
 def _pushed(method: str, **others: Any) -> Case:
-    """The same where codes are pushed to servers."""
+    """The same with compressed gradients that are pushed to servers."""
     return replace(_asynchronous(method), **others)
 
 

@@ -37,19 +37,19 @@ from paceline.runtimes.simulated import Simulation
 from paceline.testing.problems import CheckFailedError, require
 
 RACKS = ((1,), (2,), (3,), (5,), (8,), (2, 2), (4, 3), (1, 3, 2))
-"""Workers of each rack, of the clusters on which schedules are checked."""
+"""Clusters on which schedules are checked, by the number of workers in each rack."""
 SIZES = (1, 2, 3, 7, 16, 101)
 EVEN = 840
-"""A size that all numbers of workers up to 8 divide."""
+"""A size that is divisible by all numbers of workers up to 8."""
 PATIENCE = 20.0
-"""Seconds after which a message that has not come never comes."""
+"""Seconds after which a message counts as lost."""
 
 Make = Callable[[], AllReduceAlgorithm]
 
 
 @dataclass(frozen=True)
 class CollectiveCheck:
-    """A *law* of collectives; *applies* says which a collective's ``needs`` leave out."""
+    """A *law* of collectives; *applies* tells from a collective's ``needs`` whether the law applies to it."""
 
     law: Callable[[Make, Cluster], None]
     applies: Callable[[AllReduceAlgorithm], bool] = lambda algorithm: True
@@ -65,13 +65,13 @@ def check_collective(
     """Check all laws that apply to a collective.
 
     Args:
-        make: Makes one; a collective's class. Each worker has its own.
+        make: Makes a collective, for example its class. Each worker has its own.
         racks: Clusters, by the number of workers in each of their racks.
-        laws: Names of `COLLECTIVE_CHECKS`; all where none is given.
+        laws: Names of `COLLECTIVE_CHECKS`; all by default.
 
     Raises:
-        CheckFailedError: A law of schedules does not hold; the first one. Its note says which.
-        WorkerFailedError: A law of the simulated runtime does not hold; its cause says why.
+        CheckFailedError: A law of schedules does not hold; the first one. Its note names the law.
+        WorkerFailedError: A law of the simulated runtime does not hold; its cause has the reason.
 
     Example:
         ::
@@ -108,14 +108,14 @@ def _cluster(workers: Sequence[int], aggregates: bool) -> Cluster:
 
 
 def _placements(cluster: Cluster) -> Iterator[Placement]:
-    """Of all workers: where they are, in reverse order, and where nobody knows."""
+    """Placements of all workers: in order, in reverse order, and unknown."""
     yield Placement.on(cluster)
     yield Placement.on(cluster, range(cluster.workers)[::-1])
     yield Placement(tuple(range(cluster.workers)))
 
 
 def _schedules(make: Make, cluster: Cluster) -> Iterator[tuple[int, Schedule]]:
-    """Those that ranks can perform, and their sizes."""
+    """Schedules that ranks can perform, with their sizes."""
     for at in _placements(cluster):
         for size in SIZES:
             schedule = make().schedule(size, at)
@@ -124,7 +124,7 @@ def _schedules(make: Make, cluster: Cluster) -> Iterator[tuple[int, Schedule]]:
 
 
 def _numbers(ranks: int, size: int) -> list[torch.Tensor]:
-    """Whole numbers of each rank, no two of which are alike."""
+    """Different integers for each rank and element."""
     return [torch.arange(size) * 10**rank + rank for rank in range(ranks)]
 
 
@@ -194,7 +194,7 @@ def own_steps_are_those_of_the_schedule(make: Make, cluster: Cluster) -> None:
 
 
 def _same_at(rank: int) -> Callable[[list[Transfer], list[Transfer]], bool]:
-    """Whether *rank* sends, and receives, the same in the same order."""
+    """Compares whether *rank* sends and receives the same transfers in the same order."""
 
     def same(found: list[Transfer], expected: list[Transfer]) -> bool:
         return len(found) == len(expected) and all(
@@ -221,7 +221,8 @@ def bytes_sent_are_as_declared(make: Make, cluster: Cluster) -> None:
 
 
 def activities_carry_what_is_sent(make: Make, cluster: Cluster) -> None:
-    """On each connection, where the size can be divided by all numbers of ranks."""
+    """The activities' traffic on each connection equals the transfers', if the size is divisible by all
+    numbers of ranks."""
     for at in _placements(cluster):
         schedule = make().schedule(EVEN, at)
         phases = schedule.phases()
@@ -240,7 +241,7 @@ def activities_carry_what_is_sent(make: Make, cluster: Cluster) -> None:
 
 
 def values_simulated_are_values_performed(make: Make, cluster: Cluster) -> None:
-    """To the bit: each rank performs its steps in a thread of its own."""
+    """The results are bit-equal: each rank performs its steps in a thread of its own."""
     if cluster.workers == 1:
         return
     for at in _placements(cluster):
@@ -261,7 +262,7 @@ def values_simulated_are_values_performed(make: Make, cluster: Cluster) -> None:
 
 
 class _Arrival:
-    """What `execute.perform` waits for: the next message of a queue, put *into* a tensor."""
+    """A receive that `execute.perform` waits for: it puts the next message of a queue *into* a tensor."""
 
     def __init__(self, queue: SimpleQueue[torch.Tensor], into: torch.Tensor) -> None:
         self._queue, self._into = queue, into
@@ -272,7 +273,7 @@ class _Arrival:
 
 class _Sent:
     def wait(self) -> None:
-        """It has left."""
+        """Return at once: a send has already left."""
 
 
 def _perform_together(schedule: Schedule, held: Sequence[torch.Tensor]) -> None:
@@ -311,7 +312,7 @@ def _perform_together(schedule: Schedule, held: Sequence[torch.Tensor]) -> None:
 
 
 def halves_are_the_whole(make: Make, cluster: Cluster) -> None:
-    """Where there are halves: to the bit; between them each part of the sum is whole somewhere."""
+    """The two halves give bit-equal results; between them each part of the sum is complete on some rank."""
     for size, schedule in _schedules(make, cluster):
         try:
             adding, spreading = schedule.halves()
@@ -367,7 +368,7 @@ def _between_workers(algorithm: AllReduceAlgorithm) -> bool:
 def _simulated(
     make: Make, cluster: Cluster, body: Callable[[Communicator], Any]
 ) -> list[Any]:
-    """What *body* returns on each worker, with a communicator that has the collective."""
+    """Run *body* on each worker, with a communicator that uses the collective; returns the results."""
     found: dict[int, Any] = {}
 
     def worker(rank: int) -> None:
@@ -382,7 +383,7 @@ def _simulated(
 
 
 def any_group_forms_its_own_sum(make: Make, cluster: Cluster) -> None:
-    """Of any type and shape, in groups whose ranks come in another order."""
+    """An all-reduce works for any type and shape, and in groups with ranks in another order."""
     held: dict[str, Callable[[int], torch.Tensor]] = {
         "sum": lambda rank: torch.arange(7) + 10 * rank,
         "max": lambda rank: torch.tensor([[float(rank), -1.0], [-float(rank), 2.0]]),
@@ -411,9 +412,9 @@ def any_group_forms_its_own_sum(make: Make, cluster: Cluster) -> None:
 
 
 def an_all_reduce_is_its_schedule(make: Make, cluster: Cluster) -> None:
-    """It sends as many bytes, and takes as many seconds on idle links as it is priced at.
+    """It sends as many bytes, and takes as many seconds on idle links, as the schedule's price.
 
-    A sum at switches takes longer, by what ranks agree on before it.
+    A sum at switches takes longer, by the preceding agreement of the ranks.
     """
     at, count = Placement.on(cluster), 6 * EVEN
 

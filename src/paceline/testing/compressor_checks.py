@@ -1,4 +1,4 @@
-"""The laws of compressors: each runs on workers that are only simulated, in milliseconds.
+"""The laws of compressors: each runs on simulated workers in one process, in milliseconds.
 
 A compressor of your own:
 
@@ -33,7 +33,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.testing.problems import require
 
 SHAPES = ((4, 3), (257,), (0,), (40, 30), (5,), (), (24, 5, 12))
-"""Small matrices and large ones, vectors, nothing, a number."""
+"""Small and large matrices, vectors, an empty tensor, a scalar."""
 
 Gradients = Sequence[Sequence[torch.Tensor]]
 """Each worker's tensors."""
@@ -41,8 +41,8 @@ Gradients = Sequence[Sequence[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Mean:
-    """One mean that was formed. *results* and *sent*: each worker's; *codes*: one worker's,
-    in each round, as it gave them."""
+    """A mean and its communication. *results* and *sent* are by worker; *codes* are one worker's compressed
+    gradients in each round, unchanged."""
 
     results: list[list[torch.Tensor]]
     sent: list[list[torch.Tensor]]
@@ -50,12 +50,12 @@ class Mean:
 
     @property
     def bytes(self) -> int:
-        """What one worker's codes are on the network."""
+        """Bytes of one worker's compressed gradients on the network."""
         return sum(round(leg.size) for leg in self.legs)
 
     @property
     def legs(self) -> list[Leg]:
-        """What one worker's codes are, one after the other."""
+        """One worker's compressed gradients, round by round."""
         return [
             Leg(_KINDS[type(asked)], asked.code.numel() * asked.code.itemsize)
             for asked in self.codes
@@ -63,13 +63,12 @@ class Mean:
 
     @property
     def is_coded_twice(self) -> bool:
-        """Whether owners have coded sums once more."""
+        """Whether owners have compressed the sums again."""
         return any(isinstance(asked, AllToAll) for asked in self.codes)
 
     @property
     def rounding(self) -> float:
-        """How far apart two ways to add the same numbers may end, relative to the
-        largest."""
+        """Largest difference between two orders of adding the same numbers, relative to the largest."""
         kinds = [part.dtype for part in self.results[0]]
         kinds += [one.code.dtype for one in self.codes if isinstance(one, Sum)]
         floating = [kind for kind in kinds if kind.is_floating_point]
@@ -85,7 +84,7 @@ _KINDS: dict[type, Literal["sum", "gather", "all-to-all"]] = {
 
 
 class Workers:
-    """Some workers with tensors like *like*, and the states that they keep of them."""
+    """Several workers with tensors like *like*, and their compressor states."""
 
     def __init__(
         self,
@@ -100,8 +99,8 @@ class Workers:
         ]
 
     def mean(self, gradients: Gradients) -> Mean:
-        """Form one mean. Raises `CheckFailedError` where workers yield different things, or
-        what cannot be sent."""
+        """Form one mean. Raises `CheckFailedError` if workers yield different requests, or tensors that
+        cannot be sent."""
         results = [[part.clone() for part in own] for own in gradients]
         sent = [[torch.zeros_like(part) for part in own] for own in gradients]
         rows = zip(results, self.states, sent, strict=True)
@@ -122,7 +121,7 @@ class Workers:
             answers = list(_answers([one for one in asked if one is not None]))
 
     def inherit(self, former: Workers) -> None:
-        """The job goes on with these workers, after *former* ones."""
+        """Continue a job with these workers after the *former* ones."""
         for states in self.states:
             for number, state in enumerate(states):
                 theirs = [of_one[number] for of_one in former.states]
@@ -135,7 +134,7 @@ def gradients(
     scale: float = 1.0,
     shapes: Sequence[tuple[int, ...]] = SHAPES,
 ) -> list[list[torch.Tensor]]:
-    """Each worker's own, of different sizes in different tensors."""
+    """Each worker's gradients, of different magnitude in different tensors."""
     generator = torch.Generator().manual_seed(seed)
     return [
         [
@@ -154,7 +153,7 @@ def _resume(coding: Rounds, answer: torch.Tensor | None) -> Request | None:
 
 
 def _answers(asked: Sequence[Request]) -> list[torch.Tensor]:
-    """What a collective gives back to each worker."""
+    """The results that a collective returns to each worker."""
     if isinstance(asked[0], Gather):
         together = torch.stack([one.code for one in asked])
         return [together.clone() for _ in asked]
@@ -215,7 +214,8 @@ def require_close(
 def require_states(workers: Workers) -> None:
     kind = workers.compression.state
     first, *others = workers.states
-    kept = [state for state in first if state]  # perhaps of matrices alone
+    # Some compressors only have state for matrices.
+    kept = [state for state in first if state]
     require(bool(kept) == (kind != "none"), f"declares state {kind!r}, keeps {kept}")
     for state in kept:
         _require_plain(state)
@@ -229,7 +229,7 @@ def require_states(workers: Workers) -> None:
 
 
 def _common(value: Any) -> Any:
-    """What is common in a state, as texts and tensors."""
+    """The common part of a state, as strings and tensors."""
     if isinstance(value, list):
         return [_common(one) for one in value]
     return {
@@ -262,14 +262,14 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 DRAWS = 400
-"""Means whose mean is to be the sum, where a code is unbiased."""
+"""Number of results whose mean must be the sum, if a compressor is unbiased."""
 
 FLOATING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def rounds_and_linearity_are_as_declared(compression: GradientCompression) -> None:
-    """As many collectives follow each other as it says, where tensors of all sizes meet, and
-    sums alone where it is linear."""
+    """The number of successive collectives is as declared, with tensors of all sizes together. A linear
+    compressor uses only sums."""
     mean = workers_of(compression.steady_state()).mean(gradients())
     require(
         len(mean.codes) == compression.code.rounds,
@@ -282,7 +282,7 @@ def rounds_and_linearity_are_as_declared(compression: GradientCompression) -> No
 
 
 def traffic_is_as_declared(compression: GradientCompression) -> None:
-    """What is sent is what it says, indices and scales included: stand-ins are priced by it."""
+    """The bytes sent are as declared, including indices and scales: simulated tensors are priced by them."""
     steady = compression.steady_state()
     for workers in (1, 2, 3):
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int32):
@@ -309,8 +309,8 @@ def _require_traffic(
 
 
 def decodes_per_worker_exactly(compression: GradientCompression) -> None:
-    """One worker's code is decoded without the others', adds up with theirs to the mean, and
-    is refused where it is cut, or too long."""
+    """One worker's compressed gradient is decompressed without the others', and the results add up to the
+    mean. Truncated or overlong data is refused."""
     workers, same = workers_of(compression), workers_of(compression)
     for step in range(3):
         given = gradients(seed=step)
@@ -338,7 +338,7 @@ def decodes_per_worker_exactly(compression: GradientCompression) -> None:
 
 
 def zeros_stay_zeros(compression: GradientCompression) -> None:
-    """Where no worker has anything nothing results."""
+    """If all workers' gradients are zero, so is the result."""
     workers = workers_of(compression)
     for _ in range(2):
         for results in workers.mean(gradients(scale=0.0)).results:
@@ -349,7 +349,7 @@ def zeros_stay_zeros(compression: GradientCompression) -> None:
 
 
 def nothing_is_sent_of_nothing(compression: GradientCompression) -> None:
-    """A bucket without elements takes no collective."""
+    """A bucket without elements uses no collective."""
     for shapes in ((), ((0,), (0, 3))):
         given = gradients(shapes=shapes)
         mean = Workers(compression, given[0], 3).mean(given)
@@ -357,14 +357,14 @@ def nothing_is_sent_of_nothing(compression: GradientCompression) -> None:
 
 
 def a_worker_without_data_changes_nothing(compression: GradientCompression) -> None:
-    """The others' result is what it would be without the worker whose tensors are zero."""
+    """A worker whose tensors are zero does not change the others' result."""
     three, two = workers_of(compression, 3), workers_of(compression, 2)
     for step in range(3):
         given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
         with_it, without = three.mean(given), two.mean(given[:2])
         allowed = with_it.rounding
         if step and with_it.is_coded_twice and compression.error_feedback:
-            # Who owns what differs, and so in whose residual the second rounding is.
+            # Ownership differs, and so does the residual that has the second rounding.
             allowed = 2**-3
         require_close(
             with_it.results[0],
@@ -375,13 +375,13 @@ def a_worker_without_data_changes_nothing(compression: GradientCompression) -> N
 
 
 def sums_of_codes_are_codes_of_sums(compression: GradientCompression) -> None:
-    """Whoever adds codes up on the way may hand on the sum as one worker's."""
+    """The sum of compressed gradients is a compressed gradient, so an aggregator may forward it."""
     given = [[part.mul(4).round() for part in own] for own in gradients()]
     total = [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
     nothing = gradients(2, scale=0.0)
     apart = workers_of(compression).mean(given).results[0]
     together = workers_of(compression).mean([total, *nothing]).results[0]
-    require_close(  # whole buckets: they may share a scale, and so what is rounded
+    require_close(  # Whole buckets are compared, since tensors may share a scale and so its rounding.
         [torch.cat([part.reshape(-1) for part in apart])],
         [torch.cat([part.reshape(-1) for part in together])],
         1e-4,
@@ -390,7 +390,7 @@ def sums_of_codes_are_codes_of_sums(compression: GradientCompression) -> None:
 
 
 def results_are_sums_of_what_was_sent(compression: GradientCompression) -> None:
-    """Each worker knows what the result has got from it; residuals rest on that."""
+    """Each worker knows its contribution to the result; its residual depends on that."""
     workers = workers_of(compression)
     for step in range(3):
         mean = workers.mean(gradients(seed=step))
@@ -421,8 +421,8 @@ def codes_are_unbiased(compression: GradientCompression) -> None:
 
 
 def less_is_left_than_was_given(compression: GradientCompression) -> None:
-    """What a code leaves out of a worker's tensors is smaller than they are: residuals end.
-    So it is after a step in which nobody had anything, too."""
+    """The compression error is smaller than the gradient, so residuals do not grow without bound. This also
+    holds after a step with zero gradients on all workers."""
     workers, given = workers_of(compression), gradients()
     workers.mean(gradients(scale=0.0))
     mean = workers.mean(given)
@@ -436,7 +436,7 @@ def less_is_left_than_was_given(compression: GradientCompression) -> None:
 
 
 def all_workers_end_with_the_same_bits(compression: GradientCompression) -> None:
-    """Models stay equal without ever being compared."""
+    """Results are bit-equal on all workers, so models stay equal without being compared."""
     workers = workers_of(compression)
     for step in range(3):
         first, *others = workers.mean(gradients(seed=step)).results
@@ -448,8 +448,8 @@ def all_workers_end_with_the_same_bits(compression: GradientCompression) -> None
 
 
 def states_are_as_declared(compression: GradientCompression) -> None:
-    """State that is called none is none, common state is equal on all workers, and all of
-    it is plain."""
+    """A compressor that declares no state has none. Common state is equal on all workers. All state is plain
+    data."""
     workers = workers_of(compression)
     for step in range(3):
         workers.mean(gradients(seed=step))
@@ -457,8 +457,8 @@ def states_are_as_declared(compression: GradientCompression) -> None:
 
 
 def nothing_is_kept_elsewhere(compression: GradientCompression) -> None:
-    """A compressor that has seen nothing goes on from copies of another one's states as that
-    one does, whenever they are copied."""
+    """All state is in the states: a new compressor continues from copies of another one's states exactly as
+    that one does, at any step."""
     for saved_at in (1, 2, 3):
         again, straight = (
             workers_of(one) for one in (copy.deepcopy(compression), compression)
@@ -476,7 +476,7 @@ def nothing_is_kept_elsewhere(compression: GradientCompression) -> None:
 
 
 def the_number_of_workers_may_change(compression: GradientCompression) -> None:
-    """Two workers go on from what three have left, and four from theirs. Common state goes on."""
+    """Two workers continue from the states of three, and four from theirs. Common state is kept."""
     former = workers_of(compression)
     for step, count in enumerate((3, 2, 4)):
         workers = workers_of(compression, count)
@@ -497,7 +497,7 @@ def the_number_of_workers_may_change(compression: GradientCompression) -> None:
 
 
 def types_and_shapes_stay(compression: GradientCompression) -> None:
-    """Results are of the tensors' own type and shape, whole numbers' sums exact."""
+    """Results keep the tensors' type and shape, and sums of integers are exact."""
     for dtype in (*FLOATING, torch.complex64, torch.int64):
         given = [[(9 * p).to(dtype) for p in own] for own in gradients()]
         results = Workers(compression, given[0], 3).mean(given).results
@@ -523,7 +523,7 @@ def types_and_shapes_stay(compression: GradientCompression) -> None:
 
 
 def what_is_not_finite_shows(compression: GradientCompression) -> None:
-    """An overflow on one worker is seen by all, in this step and not in the next."""
+    """All workers see an overflow of one worker in this step, and not in the next."""
     for bad in (torch.inf, -torch.inf, torch.nan):
         workers, given = workers_of(compression), gradients()
         given[1][1][100] = bad
@@ -540,8 +540,7 @@ def what_is_not_finite_shows(compression: GradientCompression) -> None:
 
 
 def strides_change_nothing(compression: GradientCompression) -> None:
-    """Results are the same for tensors whose elements lie in another order, as in
-    ``channels_last``: each element is found by its indices."""
+    """Results do not depend on strides, as in ``channels_last``: each element is found by its indices."""
     rows = workers_of(compression)
     others = Workers(compression, [_transposed(part) for part in gradients(1)[0]], 3)
     for step in range(3):
@@ -551,7 +550,7 @@ def strides_change_nothing(compression: GradientCompression) -> None:
         require_close(
             other.results[0],
             mean.results[0],
-            mean.rounding,  # products of matrices may add up in another order
+            mean.rounding,  # Matrix products may add up in another order.
             "tensors with other strides have another result",
         )
 
@@ -564,7 +563,7 @@ def _transposed(part: torch.Tensor) -> torch.Tensor:
 
 
 def chance_is_its_own(compression: GradientCompression) -> None:
-    """Nobody else's random numbers change: dropout is the script's."""
+    """Global random generators do not change, since the script uses them, for example for dropout."""
     before = torch.get_rng_state()
     workers_of(compression).mean(gradients())
     require(
@@ -574,8 +573,8 @@ def chance_is_its_own(compression: GradientCompression) -> None:
 
 
 def nothing_is_lost(compression: GradientCompression) -> None:
-    """At every step all results plus all residuals are all gradients: also where a worker has no
-    gradient of a tensor, and where the number of workers changes."""
+    """At every step all results plus all residuals equal all gradients. This also holds if a worker has no
+    gradient of a tensor, and if the number of workers changes."""
     workers, owed = workers_of(compression, 3, torch.float64), _zeros(torch.float64)
     allowed = 0.0
     for step in range(16):
@@ -597,8 +596,8 @@ def nothing_is_lost(compression: GradientCompression) -> None:
 
 
 def an_unused_tensor_keeps_its_residual(compression: GradientCompression) -> None:
-    """A worker that has no gradient of a tensor sends nothing of it: nobody used it, or the worker
-    is out of data."""
+    """A worker without a gradient of a tensor sends nothing of it: the tensor was unused, or the worker is out
+    of data."""
     workers = workers_of(compression)
     for step in range(3):
         workers.mean(gradients(seed=step))
@@ -607,7 +606,7 @@ def an_unused_tensor_keeps_its_residual(compression: GradientCompression) -> Non
     given[0][3].zero_()
     mean = workers.mean(given)
     if mean.is_coded_twice:
-        return  # a residual has the rounding of what this worker owns, too
+        return  # The residual also has the rounding of the part that this worker owns.
     require(
         torch.equal(_residuals(workers, 0)[3], before[3]) and not mean.sent[0][3].any(),
         "something is sent of a tensor without a gradient",
@@ -615,7 +614,7 @@ def an_unused_tensor_keeps_its_residual(compression: GradientCompression) -> Non
 
 
 def a_skipped_step_changes_no_residual(compression: GradientCompression) -> None:
-    """Where a result is not finite residuals stay on all workers: a GradScaler skips that step."""
+    """If a result is not finite, all workers' residuals stay: a GradScaler skips that step."""
     workers = workers_of(compression)
     for step in range(3):
         workers.mean(gradients(seed=step))
@@ -643,7 +642,7 @@ def _residuals(workers: Workers, rank: int) -> list[torch.Tensor]:
     return [state["residual"].clone() for state in workers.states[rank]]
 
 
-# ---- which law says something about which compressor ----
+# ---- which law applies to which compressor ----
 
 
 def _always(compression: GradientCompression) -> bool:
@@ -652,7 +651,7 @@ def _always(compression: GradientCompression) -> bool:
 
 @dataclass(frozen=True)
 class CompressorCheck:
-    """A *law*, and the compressors about which it says something."""
+    """A *law*, and the compressors that it applies to."""
 
     law: Callable[[GradientCompression], None]
     applies: Callable[[GradientCompression], bool] = _always

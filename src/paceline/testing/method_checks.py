@@ -1,8 +1,8 @@
-"""The checks: each runs on all workers of the runtime that it is called in.
+"""The checks of methods: each runs on all workers of the caller's runtime.
 
-A check trains a small model under one row of the table and one bucket rule, and raises
-`CheckFailedError` on every worker that sees the law broken. Where a law says nothing about a
-row, a rule or a number of workers its check does not apply, and is not run.
+A check trains a small model with one row of the table and one bucket rule. It raises `CheckFailedError` on every
+worker that finds the law broken. A law that does not apply to a row, a rule or a number of workers is not
+checked.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ from paceline.testing.script_checks import (
 )
 
 CLOSE = 1e-5
-"""How far apart two orders to add the same gradients may end."""
+"""Largest relative difference between two orders of adding the same gradients."""
 
 SPAN = 24
-"""Steps after which what is held is counted: a multiple of the rounds of all rows."""
+"""Steps between two counts of held objects: a multiple of the rounds of all rows."""
 
 
 def converges(case: Case, rule: str) -> None:
-    """On quadratics with a known optimum, all workers end there: at the mean of their own
-    optima; where timing decides who is heard how often, at the one that all share."""
+    """All workers reach the known optimum of a quadratic: the mean of their own optima. If timing decides how
+    often a worker counts, all share one optimum."""
     model, optimizer = begin(case, rule)
     own = centers_of(paceline.rank() if case.timing_free else 0)
     for number in range(case.steps):
@@ -119,8 +119,8 @@ def one_worker_is_the_reference(case: Case, rule: str) -> None:
 
 
 def equals_its_reference(case: Case, rule: str) -> None:
-    """After each step parameters are those of the case's reference: another method's, to the bit;
-    or those that plain torch computes with all workers' batches."""
+    """After each step parameters equal the case's reference: bit-equal to another method's, or equal to a
+    plain torch training with all workers' batches."""
     rank, workers = paceline.rank(), paceline.world_size()
     assert case.equals is not None
     for make in (momentum, adamw):
@@ -153,8 +153,8 @@ def equals_its_reference(case: Case, rule: str) -> None:
 
 
 def memory_does_not_grow(case: Case, rule: str) -> None:
-    """Between steps a worker holds as many tensors and containers after twice as many steps; what
-    a decision now and then leaves is fewer than one a step."""
+    """The number of tensors and containers that a worker holds between steps does not grow with the steps;
+    occasional decisions may add fewer than one a step."""
     model, optimizer = begin(case, rule, momentum)
     held = []
     for number in range(1, 2 * SPAN + 1):
@@ -172,7 +172,7 @@ def memory_does_not_grow(case: Case, rule: str) -> None:
 
 
 _NOT_HELD = (types.ModuleType, types.CodeType, type, StepRecorder)
-"""What belongs to the process; and the records of all steps, which a report reads."""
+"""Objects of the process, and the records of all steps, which a report needs."""
 
 
 def _held_by(root: object) -> Counter[str]:
@@ -189,7 +189,7 @@ def _held_by(root: object) -> Counter[str]:
         seen[id(one)] = one
         if not isinstance(one, (int, float, str, bytes, type(None))):
             kinds[f"{kind.__module__}.{kind.__name__}"] += 1
-        if isinstance(one, types.FunctionType):  # not its globals
+        if isinstance(one, types.FunctionType):  # Its globals belong to the process.
             left += [*(one.__closure__ or ()), one.__defaults__, one.__dict__]
         elif isinstance(one, torch.Tensor):
             left += [one.__dict__, one.grad]
@@ -199,8 +199,8 @@ def _held_by(root: object) -> Counter[str]:
 
 
 def options_are_validated(case: Case, rule: str) -> None:
-    """An option that the method does not have, of another type or out of range raises `UsageError`
-    that names key and value. Every number has a range that ends above -999, but for a seed's."""
+    """An unknown option, a wrong type or a value out of range raises `UsageError` with key and value. Every
+    numeric range ends above -999, except that of seeds."""
     cls = type(_method_of(case))
     registered = METHODS.get(cls.name) is cls
     if registered:
@@ -239,8 +239,7 @@ def _require_refusal(
 
 
 def types_and_shapes_are_kept(case: Case, rule: str) -> None:
-    """Parameters, gradients and optimizer state keep their types and shapes, also where
-    one model mixes them."""
+    """Parameters, gradients and optimizer state keep their types and shapes, even if one model mixes types."""
     mixed = (torch.float64, torch.float32, torch.bfloat16)
     model = Quadratic(mixed)
     inner = momentum(model, case.learning_rate)
@@ -266,9 +265,8 @@ def types_and_shapes_are_kept(case: Case, rule: str) -> None:
 
 
 def strides_change_nothing(case: Case, rule: str) -> None:
-    """A parameter whose elements lie in another order in memory, as in ``channels_last``,
-    is trained alike; also by a fused optimizer, which takes a parameter, its gradient and
-    its state for flat memory."""
+    """Parameters with other strides, as in ``channels_last``, are trained alike. This includes fused optimizers,
+    which treat a parameter, its gradient and its state as flat memory."""
     ends = []
     for transpose in (False, True):
         model = Quadratic()
@@ -281,7 +279,7 @@ def strides_change_nothing(case: Case, rule: str) -> None:
         for number in range(1, 7):
             step(model, optimizer, centers_of(paceline.rank(), number))
         optimizer.finish()
-        # The optimizer goes on with the state that it was given back.
+        # The optimizer continues with the state that it got back.
         inner.zero_grad()
         model(centers_of(0, 7)).backward()
         inner.step()
@@ -291,8 +289,7 @@ def strides_change_nothing(case: Case, rule: str) -> None:
 
 
 def uneven_data_ends(case: Case, rule: str) -> None:
-    """Workers with different numbers of batches all end, with one model; also where some workers, or
-    all, have none."""
+    """Workers with different numbers of batches all end, with one model; some or all may have none."""
     rank = paceline.rank()
     for batches in (3 + 2 * rank, 5 * (rank % 2), 0):
         model, optimizer = begin(case, rule)
@@ -304,9 +301,9 @@ def uneven_data_ends(case: Case, rule: str) -> None:
 
 
 def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
-    """Some workers leave their loop between ``backward()`` and ``step()``, in a step that the
-    others take, as after a time limit of their own. That step counts where its gradients were sent;
-    and where a worker takes it, unless the update is that worker's own."""
+    """Some workers leave their loop between ``backward()`` and ``step()``, as after a time limit of their own,
+    and the others take the step. The step counts if its gradients were sent. It also counts if another worker
+    takes it, unless workers update by themselves."""
     rank, workers, steps = paceline.rank(), paceline.world_size(), 3
     for leavers in (range(1, workers, 2), range(1), range(workers)):
         model, optimizer = begin_counting(case, rule)
@@ -345,21 +342,21 @@ def _require_one_model(model: torch.nn.Module, optimizer: DistributedOptimizer) 
     )
 
 
-# ---- restarts: what was trained stays trained, whoever evaluates, saves or loads ----
+# ---- restarts: no evaluation, save or load changes the training ----
 
-# Where a result repeats, its bits are compared with those of straight training. Everywhere, steps
-# are counted: a model whose gradients are all one, trained with plain SGD, tells from its
-# parameters how many steps' gradients are in it. Workers are of different speeds meanwhile.
+# If results are reproducible, they are compared bit by bit with uninterrupted training. In all cases steps are
+# counted: with gradients of one and plain SGD, the parameters show how many steps' gradients they contain.
+# Workers have different speeds meanwhile.
 
 SEGMENTS = (range(1, 3), range(3, 6), range(6, 8))
-"""Steps from one restart to the next: of two lengths, so that who forgets what it does every
-so many steps is late after one of them."""
+"""Steps from one restart to the next. Segments have two lengths, so that a method that forgets its position in a
+round is late after one of them."""
 
 
 def state_survives_a_restart(case: Case, rule: str) -> None:
-    """Steps with all states saved and loaded in between equal straight ones; or, where
-    something is under way between steps, those with a `finish` in between. The states are
-    `state_dict`'s, and what each worker has of its own."""
+    """Saving and loading all states between steps equals uninterrupted training. If a part of an update is in
+    flight between steps, it equals training with a `finish` there. The states are those of `state_dict`, and
+    each worker's own."""
     for make in OPTIMIZERS:
         straight = _straight(case, rule, make)
         model, optimizer = begin(case, rule, make)
@@ -378,7 +375,7 @@ def _begin_again(
     model: Quadratic,
     optimizer: DistributedOptimizer,
 ) -> tuple[Quadratic, DistributedOptimizer]:
-    """Another training, with the states of this one."""
+    """Start another training with the states of this one."""
     with optimizer.consolidated() if case.under_way else nullcontext():
         saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     before = training_of(optimizer)
@@ -396,7 +393,7 @@ def _begin_again(
 
 
 def a_checkpoint_is_a_restart(case: Case, rule: str) -> None:
-    """The same with `paceline.save` and `load` in between."""
+    """As `state_survives_a_restart`, with `paceline.save` and `load` between steps."""
     straight = _straight(case, rule, adamw)
     with shared_folder() as folder:
         for segment in SEGMENTS:
@@ -412,7 +409,7 @@ def a_checkpoint_is_a_restart(case: Case, rule: str) -> None:
 
 
 def evaluations_change_nothing(case: Case, rule: str) -> None:
-    """Training with `consolidated` evaluations in between is bit-equal to without."""
+    """Training is bit-equal with and without `consolidated` evaluations between steps."""
     ends = []
     for evaluate in (False, True):
         model, optimizer = begin(case, rule, momentum)
@@ -445,8 +442,8 @@ def _steps(
 
 
 def a_restart_loses_nothing(case: Case, rule: str) -> None:
-    """After `finish` every worker's gradients are in every worker's model, each once; and
-    so are those of another training of that model."""
+    """After `finish` every worker's gradients are in every worker's model exactly once. The same holds for
+    another training of that model."""
     model, optimizer = begin_counting(case, rule)
     _train_counting(model, optimizer, 3, first_is_fast=True)
     optimizer.finish()
@@ -458,9 +455,8 @@ def a_restart_loses_nothing(case: Case, rule: str) -> None:
 
 
 def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
-    """In a checkpoint is every gradient of a step that ended before `save` on any worker,
-    and none of a later one. `load` gives it to every worker, and nothing that any of them
-    does then is lost."""
+    """A checkpoint contains every gradient of a step that ended before `save` on any worker, and none of a later
+    one. `load` restores it on every worker, and no gradient is lost after that."""
     with only_these_trainings():
         model, optimizer = begin_counting(case, rule)
         with shared_folder() as folder:
@@ -479,8 +475,8 @@ def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
 
 
 def evaluations_lose_nothing(case: Case, rule: str) -> None:
-    """`consolidated` takes nothing away, and adds nothing, whoever looks in whenever; all
-    together where the method says so."""
+    """`consolidated` neither removes nor adds a gradient, whichever worker enters it at any time; all enter
+    together if the method requires it."""
     model, optimizer = begin_counting(case, rule)
     for number in range(6):
         _train_counting(model, optimizer, 1, first_is_fast=bool(number % 2))
@@ -517,18 +513,19 @@ def _require_steps(case: Case, model: Counting, steps: int, when: str) -> None:
     )
 
 
-# ---- what a runtime promises ----
+# ---- guarantees of a runtime ----
 
 
 def a_buffer_is_free_after_its_wait() -> None:
-    """What a worker does to a buffer that it has waited for reaches nobody."""
+    """Changes of a buffer after its ``wait()`` reach no other worker."""
     paceline.init()
     comm = Communicator(join_runtime())
     n = comm.size
     for late in range(n):
         buffer = torch.full((1000,), float(comm.rank))
         pending = comm.all_reduce(buffer, "sum")
-        if comm.rank == late:  # the others are through, and have changed theirs
+        # The others have returned from wait(), and changed their buffers.
+        if comm.rank == late:
             paceline.pace(0.01)
         pending.wait()
         got = buffer.clone()
@@ -540,7 +537,7 @@ def a_buffer_is_free_after_its_wait() -> None:
         )
 
 
-# ---- which law says something where ----
+# ---- which law applies to which row ----
 
 
 def _always(case: Case, rule: str, workers: int) -> bool:
@@ -578,18 +575,18 @@ def _has_reference(case: Case, rule: str, workers: int) -> bool:
 
 
 def repeats(case: Case, rule: str, workers: int) -> bool:
-    """Whether the same training ends with the same bits: neither who is fast decides, nor
-    a plan that was measured, on whose buckets the order of sums depends."""
+    """Whether the same training is bit-equal when repeated: neither timing nor measured bucket plans, on which
+    the order of sums depends, decide anything."""
     return case.timing_free and rule not in MEASURED
 
 
 @dataclass(frozen=True)
 class Check:
-    """A *law*, and where it says something."""
+    """A *law*, and the rows that it applies to."""
 
     law: Callable[[Case, str], None]
     applies: Callable[[Case, str, int], bool] = _always
-    """To a case, under a bucket rule, on so many workers."""
+    """Whether it applies to a case, under a bucket rule, on so many workers."""
 
     @property
     def name(self) -> str:
@@ -600,7 +597,7 @@ class Check:
 
 
 RULES = (*FIXED, "optimal")
-"""Under which each check runs."""
+"""The bucket rules of all checks."""
 
 CHECKS: dict[str, Check] = {
     check.name: check
@@ -634,11 +631,11 @@ CHECKS: dict[str, Check] = {
 RUNTIME_CHECKS: dict[str, Callable[[], None]] = {
     check.__name__: check for check in (a_buffer_is_free_after_its_wait,)
 }
-"""What a runtime promises to every method: run once in each."""
+"""Guarantees of a runtime to every method: run once in each."""
 
 
 def checks_of(case: Case, rule: str, workers: int) -> list[Check]:
-    """Those that apply."""
+    """The checks that apply."""
     return [check for check in CHECKS.values() if check.applies(case, rule, workers)]
 
 
@@ -659,7 +656,7 @@ class Trial(NamedTuple):
 
 
 def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
-    """All that apply to so many workers, case by case."""
+    """All trials that apply to so many workers, case by case."""
     return [
         Trial(case, rule, check)
         for case in cases
@@ -669,8 +666,8 @@ def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
 
 
 def sample(table: Sequence[Trial], every: int) -> list[Trial]:
-    """Of each case's trials one in so many, and one at least. Each is the one whose law was chosen
-    least before, and then its rule."""
+    """One in *every* trials of each case, and at least one. Each is the one whose law was chosen least often
+    before, and then whose rule was."""
     times, found = Counter[object](), list[Trial]()
     for _, trials_of_case in groupby(table, lambda trial: trial.case):
         untried = list(trials_of_case)
@@ -683,8 +680,8 @@ def sample(table: Sequence[Trial], every: int) -> list[Trial]:
 
 
 def final_parameters(case: Case, rule: str) -> list[float]:
-    """Ten steps with momentum: what a method that does not depend on timing ends with, in
-    whatever runtime."""
+    """Ten steps with momentum; returns the parameters. Without dependence on timing they are equal in all
+    runtimes."""
     model, optimizer = begin(case, rule, momentum)
     for number in range(1, 11):
         step(model, optimizer, centers_of(paceline.rank(), number))
@@ -694,8 +691,8 @@ def final_parameters(case: Case, rule: str) -> list[float]:
 
 
 def run_checks(case: Case, rule: str) -> None:
-    """All checks that apply, in the runtime of the caller; raises `CheckFailedError` at the
-    first that fails. Collective: every worker of that runtime calls it."""
+    """Run all checks that apply, in the caller's runtime; raises `CheckFailedError` at the first failure.
+    Collective: every worker of that runtime calls it."""
     paceline.init()
     for check in checks_of(case, rule, paceline.world_size()):
         with _named(f"{case.name}, buckets {rule}, {check.name}"):
@@ -727,7 +724,7 @@ def check_method(case: Case, workers: tuple[int, ...] = (1, 2, 3)) -> None:
 
 @contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Say in an error which row and check it comes from."""
+    """Add the row and the check to an error."""
     try:
         yield
     except PacelineError as error:

@@ -1,5 +1,5 @@
-"""What the checks train with: small models with known ends, their optimizers, steps; what the
-checks require; and `inspect`, which shows what an optimizer trains with."""
+"""Test problems of the checks: small models with known results, their optimizers, steps and assertions; and
+`inspect`, which shows an optimizer's training state."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Quadratic(torch.nn.Module):
 
 
 class Counting(torch.nn.Module):
-    """Every element's gradient is one, or *times* that: under plain SGD the parameters say how
-    many steps' gradients were applied to them."""
+    """Every element's gradient is one, or *times* that. So under plain SGD the parameters show how many steps'
+    gradients were applied to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ def curvatures() -> torch.Tensor:
 
 
 def centers_of(rank: int, step: int = 0) -> torch.Tensor:
-    """Where the loss of worker *rank* has its minimum in *step* (0: in all steps)."""
+    """The minimum of worker *rank*'s loss in *step* (0: in all steps)."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return torch.randn(SIZE, generator=generator)
 
 
 def flat_parameters(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters, as one copy in double precision."""
+    """All parameters as one copy in double precision."""
     return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
 
 
@@ -96,7 +96,7 @@ MakeOptimizer = Callable[[torch.nn.Module, float], torch.optim.Optimizer]
 
 
 class CheckFailedError(PacelineError, AssertionError):
-    """A law that every method promises does not hold."""
+    """A law that every method must hold is broken."""
 
 
 def sgd(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -112,7 +112,7 @@ def adamw(model: torch.nn.Module, learning_rate: float) -> torch.optim.Optimizer
 
 
 HARDLY_ANY = 2.0**-60
-"""Momentum that vanishes beside any gradient."""
+"""Momentum that has no effect beside any gradient."""
 
 PAUSE = 0.001
 """Seconds by which one worker's step is longer than the next one's."""
@@ -123,7 +123,7 @@ OPTIMIZERS: tuple[MakeOptimizer, ...] = (sgd, momentum, adamw)
 def begin(
     case: Case, rule: str, make: MakeOptimizer = sgd
 ) -> tuple[Quadratic, DistributedOptimizer]:
-    """A new model, and its optimizer under a case and a bucket rule."""
+    """A new model, with its optimizer for a case and a bucket rule."""
     model = Quadratic()
     return model, distribute_as(case, rule, model, make(model, case.learning_rate))
 
@@ -131,7 +131,7 @@ def begin(
 def begin_counting(
     case: Case, rule: str, model: Counting | None = None, **settings: Any
 ) -> tuple[Counting, DistributedOptimizer]:
-    """A model that counts, and plain SGD."""
+    """A counting model, and plain SGD."""
     model = model or Counting()
     inner = sgd(model, case.learning_rate)
     return model, distribute_as(case, rule, model, inner, **settings)
@@ -144,7 +144,7 @@ def distribute_as(
     optimizer: torch.optim.Optimizer,
     **settings: Any,
 ) -> DistributedOptimizer:
-    """`distribute` under a case and a bucket rule, and others of its *settings*."""
+    """`distribute` for a case and a bucket rule, with further *settings*."""
     if case.state:
         for group in optimizer.param_groups:
             if group.get("momentum") == 0:
@@ -162,8 +162,8 @@ def step(
 
 @contextmanager
 def only_these_trainings() -> Iterator[None]:
-    """Within it the runtime knows of no training that began before: `paceline.save` holds
-    those that begin here."""
+    """Hide earlier trainings from the runtime while the context is open: `paceline.save` saves only those that
+    begin inside."""
     registry = join_runtime().registry
     hidden = registry.hidden
     registry.hidden, registry.trainings = [*hidden, *registry.trainings], []
@@ -176,7 +176,7 @@ def only_these_trainings() -> Iterator[None]:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A temporary folder of all workers. Collective, also where it ends well."""
+    """A temporary folder that all workers share. Collective, also when it ends without an error."""
     own = tempfile.mkdtemp() if paceline.rank() == 0 else ""
     names = gather_bytes(own.encode(), torch.device("cpu"))
     with _removed(own):
@@ -194,14 +194,14 @@ def _removed(folder: str) -> Iterator[None]:
 
 
 def everyone(mine: torch.Tensor) -> torch.Tensor:
-    """This tensor of all workers, a row each. Collective."""
+    """This tensor of all workers, one row each. Collective."""
     found = torch.empty(paceline.world_size() * mine.numel(), dtype=mine.dtype)
     dist.all_gather_single(found, mine.reshape(-1))
     return found.view(-1, mine.numel())
 
 
 def counted(model: torch.nn.Module, case: Case) -> torch.Tensor:
-    """How many gradients of one are in each parameter, of a model that counts."""
+    """The number of unit gradients in each parameter of a counting model."""
     return -flat_parameters(model) / case.learning_rate
 
 
@@ -230,23 +230,23 @@ class InspectedBucket:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What one worker's training is made of.
+    """The parts of one worker's training.
 
     Attributes:
-        buckets: Its gradient buckets now, in plan order.
-        worker: The method's.
-        run: What the method sees of this worker.
-        comm: What this worker communicates through.
+        buckets: Its current gradient buckets, in plan order.
+        worker: The method's worker.
+        run: The method's view of this worker.
+        comm: This worker's communicator.
         recorder: The records of its steps.
-        worker_states: What a checkpoint keeps of this worker alone.
+        worker_states: The states that a checkpoint saves for this worker alone.
         tuner: Decides its buckets.
-        remote: The parameters on their servers, where these update; else None.
+        remote: The parameters on their servers, if servers update; else None.
         endpoints: This worker's connections to servers.
-        switcher: What switches the method under ``"auto"``; else None.
+        switcher: Switches the method under ``"auto"``; else None.
         step_pending: Whether gradients were delivered, and ``step()`` has not followed.
         uses_grad_scaler: Whether a GradScaler steps the optimizer, as far as that is known.
-        meet: What `paceline.save` calls, so that all workers are at one place.
-        load_is_complete: What `paceline.load` calls, when all is loaded.
+        meet: Called by `paceline.save`, so that all workers are at one step.
+        load_is_complete: Called by `paceline.load`, when everything is loaded.
     """
 
     buckets: tuple[InspectedBucket, ...]

@@ -1,8 +1,8 @@
-"""The laws of scripts: a method takes a training loop as it is written, or refuses it by name.
+"""The laws about scripts: a method supports a training loop unchanged, or refuses it with a clear error.
 
-`IDIOMS` are ways to write one step. Each trains a model whose parameters say how many gradients
-were applied to them, so one that is lost, doubled or not averaged shows under every method. Workers
-have gradients of different size; the sum of their means is what must arrive.
+`IDIOMS` are ways to write one step. Each trains a model whose parameters show how many gradients were applied to
+them. So a lost, doubled or not averaged gradient shows under every method. Workers have gradients of different
+size, and the sum of their means must arrive.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from paceline.testing.problems import (
 from paceline.torch_internals import step_was_noted
 
 LIMIT = 0.5
-"""To which norms are clipped."""
+"""The limit that norms are clipped to."""
 
 ROUNDING = 1e-5
-"""How far apart two orders to add the same gradients may end."""
+"""Largest relative difference between two orders of adding the same gradients."""
 
 Script = Callable[[Counting, DistributedOptimizer, float], None]
-"""One step, whose gradients add up to the last argument."""
+"""One step, whose gradients sum to the last argument."""
 
 
 def _plain(model: Counting, optimizer: torch.optim.Optimizer, times: float) -> None:
@@ -198,7 +198,7 @@ IDIOMS: tuple[Script, ...] = (
     evaluations_in_between,
     a_copy_is_trained_beside,
 )
-"""Every method takes them."""
+"""Idioms that every method supports."""
 
 MAY_BE_REFUSED: tuple[Script, ...] = (
     two_backward_passes,
@@ -206,13 +206,13 @@ MAY_BE_REFUSED: tuple[Script, ...] = (
     a_grad_scaler,
     gradients_are_halved_by_hand,
 )
-"""A method may refuse them with a `GradientError`, on all workers: where gradients are on their
-way when ``backward()`` ends."""
+"""Idioms that a method may refuse with a `GradientError` on all workers, if gradients are in flight when
+``backward()`` ends."""
 
 
 def script_idioms(case: Case, rule: str) -> None:
-    """Accumulation, closures, ``zero_grad`` of all kinds, evaluations, copies, several passes,
-    a GradScaler and changes by hand do what they do in plain torch, or raise `GradientError`."""
+    """Accumulation, closures, ``zero_grad`` of all kinds, evaluations, copies, several passes, a GradScaler and
+    manual changes work as in plain torch, or raise `GradientError`."""
     for script in IDIOMS:
         _require_all_gradients(case, rule, script)
     for script in MAY_BE_REFUSED:
@@ -240,16 +240,16 @@ def _require_all_gradients(case: Case, rule: str, script: Script) -> None:
 
 
 def _end_refused(optimizer: DistributedOptimizer) -> None:
-    """End a training that every worker was refused: none is told of it before it knows."""
+    """End a training that all workers refused: workers learn of a refusal only by their own error."""
     dist.barrier()
     optimizer.finish()
     dist.barrier()
 
 
 def a_scaler_leaves_out_infinite_gradients(case: Case, rule: str) -> None:
-    """One worker's loss is infinite in one step, and a GradScaler leaves out that update: on all
-    workers, or on that one where each updates by itself. All end with one finite model. A method
-    may refuse scaled gradients with a `GradientError`."""
+    """If one worker's loss is infinite in a step, a GradScaler skips that update on all workers. If workers update
+    by themselves, only that one skips it. All end with one finite model. A method may refuse scaled gradients
+    with a `GradientError`."""
     model, optimizer = begin_counting(case, rule)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     steps, last = 6, paceline.world_size() - 1
@@ -278,8 +278,8 @@ def a_scaler_leaves_out_infinite_gradients(case: Case, rule: str) -> None:
 
 
 class _Branches(torch.nn.Module):
-    """A weight that is used twice, a branch of two steps in three and one of none, and a parameter
-    that is frozen."""
+    """A weight that is used twice, a branch that is used in two steps of three, an unused branch, and a frozen
+    parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,13 +311,12 @@ class _Branches(torch.nn.Module):
 
 
 def workers_with_one_batch_train_as_one(case: Case, rule: str) -> None:
-    """Workers that have the same batches end as plain torch does with one of them: also where
-    weights are shared, unused or frozen, and groups have hyperparameters of their own. Momentum and
-    decay move nothing that was not used."""
+    """Workers with the same batches end like plain torch with one of them. This includes shared, unused and frozen
+    weights, and groups with hyperparameters of their own. Momentum and decay do not move unused parameters."""
     alone = paceline.world_size() == 1
     keys = {"momentum": 0.9, "weight_decay": 0.1}
     if not (alone or case.equals or case.under_way):
-        keys = {}  # a server may take each worker's gradient in a step of its own
+        keys = {}  # A server may apply each worker's gradient in a step of its own.
     model, expected = _Branches(), _Branches()
     inner = model.optimizer(case.learning_rate / 4, **keys)
     optimizer = distribute_as(case, rule, model, inner)
@@ -337,8 +336,8 @@ def workers_with_one_batch_train_as_one(case: Case, rule: str) -> None:
 
 
 def parameters_may_get_other_memory(case: Case, rule: str) -> None:
-    """A script may give parameters other memory between steps, as optimizers do that look ahead, and
-    as `torch.nn.utils.vector_to_parameters` does: no bit changes."""
+    """A script may replace parameters' memory between steps, as lookahead optimizers and
+    `torch.nn.utils.vector_to_parameters` do: no bit changes."""
     ends = []
     for moves in (False, True):
         model, optimizer = begin(case, rule, momentum)
@@ -353,9 +352,8 @@ def parameters_may_get_other_memory(case: Case, rule: str) -> None:
 
 
 def schedules_are_followed(case: Case, rule: str) -> None:
-    """A step is done with the learning rate that a scheduler of torch's has set for it; and
-    the scheduler sees that steps are done, or it would warn. It is made before `distribute`, or
-    after; with a closure too."""
+    """A step uses the learning rate of torch's scheduler. The scheduler sees the steps, or it would warn. It may be
+    made before or after `distribute`, and steps may use a closure."""
     for before, script in ((True, _plain), (False, a_closure)):
         model, steps, whole = Counting(), 6, 3
         inner = sgd(model, case.learning_rate)
@@ -386,9 +384,8 @@ def _half_after(
 
 
 def gradients_are_clipped_once(case: Case, rule: str) -> None:
-    """With equal gradients on all workers the norm of the mean is that of each one's own:
-    either way as many clipped gradients are applied as steps were done. So it is where the script
-    clips, or the method refuses that."""
+    """Equal gradients on all workers have the same norm as their mean. So each step applies one clipped gradient,
+    whichever norm is clipped. The script may clip instead, unless the method refuses that."""
     _require_clipped(case, rule, by_hand=False)
     with suppress(GradientError):
         _require_clipped(case, rule, by_hand=True)
@@ -417,7 +414,7 @@ def _require_clipped(case: Case, rule: str, *, by_hand: bool) -> None:
 
 
 class _Noting(Counting):
-    """Its buffer holds the number that forward was given last, as running statistics do."""
+    """Its buffer holds the last input number of forward, like running statistics."""
 
     noted: torch.Tensor
     calls: torch.Tensor
@@ -435,8 +432,8 @@ class _Noting(Counting):
 
 
 def buffers_follow_the_policy(case: Case, rule: str) -> None:
-    """With ``buffers="local"`` each worker keeps its own buffers (BatchNorm's statistics). Else
-    all workers end with the same ones: those of a worker, or a mean of theirs."""
+    """With ``buffers="local"`` each worker keeps its own buffers (BatchNorm's statistics). Otherwise all workers
+    end with the same ones: those of one worker, or a mean."""
     steps, rank, workers = 4, paceline.rank(), paceline.world_size()
     for policy in ("local", "rank0"):
         model, optimizer = begin_counting(case, rule, _Noting(), buffers=policy)
@@ -467,14 +464,14 @@ def buffers_follow_the_policy(case: Case, rule: str) -> None:
 
 
 def loads_take_effect(case: Case, rule: str) -> None:
-    """Training goes on from parameters and momentum that were loaded under way, on all workers:
-    no gradient from before reaches them. The workers come there at different times. A method may
-    refuse it with a `UsageError` where a part of an update is under way between steps."""
-    # Where a server steps with each worker's gradient, momentum is another one than plain torch's.
+    """If parameters and momentum are loaded during training, all workers continue from them, and no earlier
+    gradient reaches them. Workers load at different times. A method may refuse it with a `UsageError` if a
+    part of an update is in flight between steps."""
+    # If a server applies each worker's gradient separately, momentum differs from plain torch's.
     make = sgd if case.equals is None else momentum
     model = Counting()
     optimizer = distribute_as(case, rule, model, make(model, case.learning_rate))
-    for done in (0, 3):  # before the first step, and in mid-training
+    for done in (0, 3):  # Before the first step, and during training.
         for _ in range(done):
             paceline.pace(PAUSE * paceline.rank())
             _plain(model, optimizer, 1.0)
@@ -507,7 +504,7 @@ def _load(
     other: Counting,
     plain: torch.optim.Optimizer,
 ) -> None:
-    """Load what another model and its optimizer have; forward computes with it at once."""
+    """Load the state of another model and its optimizer; the next forward pass uses it."""
     model.load_state_dict(other.state_dict())
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
     seen, expected = model().item(), other().item()

@@ -1,15 +1,15 @@
-"""Laws of a method whose server updates, checked on the server's state machine alone.
+"""Laws of methods that update on a server, checked on the server's state machine alone.
 
-Small trainings run in virtual time over a network that loses connections, workers and the server,
-as seeds decide (`server_trial`). At any such training's end:
+Small trainings run in virtual time over a network that loses connections, workers and the server, as seeds decide
+(`server_trial`). At the end of any such training these laws hold:
 
-- **Exactly once**: each gradient that the server has taken is in the parameters once. A method that
-  drops late gradients says so (`ServerLaws.drops`).
+- **Exactly once**: each gradient that the server has accepted is in the parameters once. A method that drops late
+  gradients declares it (`ServerLaws.drops`).
 - **No hang**: when nothing is in flight and no deadline is left, all workers have ended.
-- **Bound**: no worker starts step c before all have done c - `ServerLaws.bound` steps, and it starts
-  with their gradients. What it defers (`ServerLaws.stages`) is bound one step later.
-- **Snapshot and restart**: all of that also where the server goes on from a snapshot of any moment.
-- **Refusals**: what is refused changes nothing, at any moment.
+- **Bound**: no worker starts step c before all have done c - `ServerLaws.bound` steps, and its parameters contain
+  their gradients. Deferred units (`ServerLaws.stages`) are bound one step later.
+- **Snapshot and restart**: all of this also holds if the server restarts from a snapshot of any moment.
+- **Refusals**: a refused request changes nothing, at any moment.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from paceline.testing.server_trial import (
     TrialWorker,
 )
 
-# ---- what is refused ----
+# ---- refused requests ----
 
 
 def mistakes(
     trial: ServerTrial, worker: TrialWorker
 ) -> list[tuple[Request, torch.Tensor | None]]:
-    """Requests that this worker must not be let do now."""
+    """Requests that the server must refuse from this worker now."""
     push, gradient = trial.push(worker.rank, worker.step, 0)
     assert gradient is not None
     wrong: list[dict[str, Any]] = [
@@ -86,9 +86,9 @@ def mistakes(
         (Describe(kind="", services=[], number=0), None),
     ]
     kind = type(trial.server.shard.discipline)
-    if kind.on_decision is Discipline.on_decision:  # nothing is decided
+    if kind.on_decision is Discipline.on_decision:  # The discipline decides nothing.
         mistakes.append((Decide(step=0, workers=[0]), None))
-    # What has come comes again.
+    # Requests that have arrived, sent again.
     for message in worker.arrived:
         if isinstance(message, Push):
             mistakes.append(
@@ -122,8 +122,8 @@ def mistakes(
 def _mistakes_beside_late_pushes(
     trial: ServerTrial, worker: TrialWorker
 ) -> list[tuple[Request, torch.Tensor | None]]:
-    """While late pushes of a worker's last step have yet to come: other units of them, and whatever
-    has to come after them."""
+    """Requests while late pushes of a worker's last step have not arrived: other units, and requests that must
+    follow the late pushes."""
     mistakes: list[tuple[Request, torch.Tensor | None]] = []
     for _, message, _ in worker.requests:
         if isinstance(message, Push) and message.late:
@@ -143,12 +143,12 @@ def _mistakes_beside_late_pushes(
 
 
 def require_refusals_change_nothing(trial: ServerTrial) -> None:
-    """Only the worker that has made a mistake is answered, and the server is as before."""
+    """Only the worker with the invalid request gets a reply, and the server is unchanged."""
     for worker in trial.workers:
         if worker.is_lost or not worker.is_pushing:
             continue
         before = state_of(trial.server)
-        # To compare states takes longest: it is done once for each kind of request.
+        # Comparing states takes longest, so it is done once for each kind of request.
         in_kinds = sorted(mistakes(trial, worker), key=_kind_of)
         for kind, of_kind in groupby(in_kinds, _kind_of):
             for message, payload in of_kind:
@@ -165,15 +165,15 @@ def _kind_of(mistake: tuple[Request, torch.Tensor | None]) -> str:
 
 
 FAR = 1 << 50
-"""A step that nobody will come to."""
+"""A step that no worker reaches."""
 _PASSING = frozenset(
     ("counts", "now", "replies", "_replies", "_work", "_snapshots", "_number")
 )
-"""Attributes that say what was answered, when, and what it cost."""
+"""Attributes about replies, their times and their cost."""
 
 
 def state_of(value: Any) -> dict[str, Any]:
-    """All that a server holds, as plain values by path: for comparing it with itself."""
+    """All of a server's state as plain values by path, to compare it with itself."""
     found: dict[str, Any] = {}
     _collect(value, "", found, set())
     return found
@@ -183,7 +183,7 @@ _PLAIN = frozenset((bool, bytes, int, str, type(None)))
 
 
 def _collect(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Each object once: parts of a server know each other."""
+    """Collect each object once, since parts of a server refer to each other."""
     parts: list[tuple[Any, Any]]
     if type(value) in _PLAIN:
         found[path] = value
@@ -192,7 +192,7 @@ def _collect(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> No
         found[path] = str(value.dtype), value.tolist()
         return
     if isinstance(value, dict):
-        # An optimizer's state has parameters as keys, whose texts take long to make.
+        # Parameters are keys of an optimizer's state, and take long to convert to text.
         keys = [n if isinstance(k, torch.Tensor) else k for n, k in enumerate(value)]
         parts = list(zip(keys, value.values(), strict=True))
     elif isinstance(value, list | tuple | deque | set | frozenset):
@@ -212,7 +212,7 @@ def _collect(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> No
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Where two states differ."""
+    """The differences between two states."""
     if before == after:
         return []
     places = before.keys() | after.keys()
@@ -223,7 +223,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _require_laws(trial: ServerTrial) -> None:
-    """What holds at the end of each trial."""
+    """The laws at the end of each trial."""
     trial.require_all_ended()
     trial.require_each_once()
     trial.require_replies_left_alone()
@@ -232,10 +232,10 @@ def _require_laws(trial: ServerTrial) -> None:
 def what_is_refused_changes_nothing(
     make: MakeDiscipline, workers: int, laws: ServerLaws, seed: int
 ) -> None:
-    """At any moment of a training each kind of request that makes no sense is refused, and the
-    server holds what it held before."""
+    """At any moment of a training each kind of invalid request is refused, and the server's state is
+    unchanged."""
     if seed >= 2:
-        return  # a state is compared many times
+        return  # Comparing states many times is slow.
     trial = ServerTrial(make, workers, seed, laws)
 
     def watch(number: int) -> None:
@@ -249,7 +249,7 @@ def what_is_refused_changes_nothing(
 def training_without_faults_keeps_the_laws(
     make: MakeDiscipline, workers: int, laws: ServerLaws, seed: int
 ) -> None:
-    """Whatever is delivered when."""
+    """Messages may arrive in any order."""
     trial = ServerTrial(make, workers, seed, laws)
     trial.run()
     _require_laws(trial)
@@ -258,7 +258,7 @@ def training_without_faults_keeps_the_laws(
 def workers_that_die_break_no_law(
     make: MakeDiscipline, workers: int, laws: ServerLaws, seed: int
 ) -> None:
-    """Some workers die in mid-training, and do not come back: the others go on without them."""
+    """Some workers die during training and do not come back: the others continue without them."""
     faults = Faults(losses=min(2, workers), come_back=False)
     trial = ServerTrial(make, workers, seed, laws, faults)
     trial.run()
@@ -268,8 +268,8 @@ def workers_that_die_break_no_law(
 def faults_of_all_kinds_break_no_law(
     make: MakeDiscipline, workers: int, laws: ServerLaws, seed: int
 ) -> None:
-    """Connections are lost, workers die and come back, and the server is restarted from its last
-    snapshot, also one of the middle of steps."""
+    """Connections are lost, workers die and come back, and the server restarts from its last snapshot, even
+    one taken during a step."""
     faults = Faults(losses=4 if seed % 3 else 0, restarts=3 if seed % 4 else 0)
     trial = ServerTrial(make, workers, seed, laws, faults)
     trial.run()
@@ -290,12 +290,12 @@ def check_server_method(
     laws: ServerLaws = ANY,
     seeds: Sequence[int] = range(12),
 ) -> None:
-    """All laws of a method whose server updates, on the server's state machine alone.
+    """Check all laws of a method that updates on a server, on the server's state machine alone.
 
     Args:
         make: Makes a new discipline, of a server for as many workers as *workers* says.
         workers: Numbers of workers.
-        laws: What the method promises beyond "each gradient once".
+        laws: The method's guarantees besides "each gradient once".
         seeds: Each decides a training's deliveries and faults.
 
     Raises:

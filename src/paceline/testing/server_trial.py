@@ -1,9 +1,8 @@
-"""A small training over one server in virtual time, over a network that loses connections, workers
-and the server; and the ledger of its gradients.
+"""A small training over one server in virtual time, and the ledger of its gradients.
 
-A seed decides everything: which message is delivered next, which worker dies and when it comes back,
-when the server writes a snapshot, and when it dies. Each gradient has an element of its own, so the
-parameters tell which gradients are in them, and how often.
+The network loses connections, workers and the server. A seed decides everything: the next message to be
+delivered, deaths and returns of workers, snapshots, and the server's deaths. Each gradient has an element of its
+own, so the parameters show which gradients they contain, and how often.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ from paceline.testing.problems import CheckFailedError, require
 
 BUCKETS = 2
 UNITS = 3
-"""Of each bucket, where steps are taken in two stages; else 1."""
+"""Units of each bucket, if steps have two stages; else 1."""
 STEPS = 6
-"""The worker with the least data does so many, and each other one a step more."""
+"""Steps of the worker with the least data; each other worker does one more than the one before."""
 MOST_MOVES = 5000
 SGD: list[dict[str, Any]] = [
     {
@@ -59,10 +58,10 @@ _Script = Generator[_Batch, list[ReplyMessage], None]
 
 
 class Stages(NamedTuple):
-    """How workers take a step in two stages: what they defer comes late, beside the next step.
+    """How workers take a step in two stages: deferred units are pushed late, beside the next step.
 
-    *decode*: the units of a bucket that the next step defers, as a notice says.
-    *report*: what a worker reports of a step, drawn at random.
+    *decode*: the units of a bucket that the next step defers, from a notice.
+    *report*: a worker's report about a step, drawn at random.
     """
 
     decode: Callable[[bytes], Sequence[int]]
@@ -70,14 +69,14 @@ class Stages(NamedTuple):
 
 
 class ServerLaws(NamedTuple):
-    """What a method's server promises.
+    """Guarantees of a method's server.
 
     Attributes:
-        bound: No worker starts step c before all others have done c - *bound* steps. The gradients of
-            those steps are in the parameters that it starts with. With a bound of 0 no gradient of a
-            later step is in them. None: no bound.
-        drops: A gradient that comes too late may be left out, and its worker may leave out steps.
-        stages: Steps are taken in two. What is deferred is bound in the reply to its late push.
+        bound: No worker starts step c before all others have done c - *bound* steps. Its parameters
+            contain the gradients of those steps. With a bound of 0 they contain no gradient of a
+            later step. None: no bound.
+        drops: A late gradient may be dropped, and its worker may skip steps.
+        stages: Steps have two stages. Deferred units are bound in the reply to their late push.
     """
 
     bound: int | None = None
@@ -90,8 +89,7 @@ ANY = ServerLaws()
 
 
 class Faults(NamedTuple):
-    """How many faults there are at most. *come_back*: lost workers come back, each as its next
-    incarnation."""
+    """The largest numbers of faults. *come_back*: lost workers come back, each as its next incarnation."""
 
     losses: int = 0
     restarts: int = 0
@@ -103,7 +101,7 @@ NO_FAULTS = Faults()
 
 @dataclass
 class TrialWorker:
-    """One incarnation of a worker, and what is in flight between it and the server."""
+    """One incarnation of a worker, and the messages in flight between it and the server."""
 
     rank: int
     incarnation: int
@@ -112,9 +110,9 @@ class TrialWorker:
     )
     replies: deque[Reply] = field(default_factory=deque)
     batch: dict[int, Request] = field(default_factory=dict)
-    """The requests whose replies it waits for, by number: it does nothing before all are here."""
+    """The requests whose replies it waits for, by number: it continues when it has all of them."""
     sent_replies: dict[int, Reply] = field(default_factory=dict)
-    """What the server has replied to them."""
+    """The server's replies to them."""
     heard: dict[int, ReplyMessage] = field(default_factory=dict)
     numbers: int = 0
     step: int = 0
@@ -123,7 +121,7 @@ class TrialWorker:
     is_lost: bool = False
     has_ended: bool = False
     final: list[torch.Tensor] = field(default_factory=list)
-    """By bucket: the parameters that it ends with."""
+    """By bucket: its final parameters."""
 
     @property
     def is_pushing(self) -> bool:
@@ -153,22 +151,22 @@ class TrialWorker:
 
 @dataclass
 class Ledger:
-    """What the server has taken: after a restart, what it had taken when the snapshot was made."""
+    """The gradients that the server has accepted: after a restart, those accepted before the snapshot."""
 
     units: int
-    """Of each bucket."""
+    """Units of each bucket."""
     taken: set[tuple[int, int, int, int]] = field(default_factory=set)
     """Workers, steps, buckets and units of the gradients that must be in the parameters."""
     mains: set[tuple[int, int, int]] = field(default_factory=set)
-    """Workers, steps and buckets of the main pushes that have come."""
+    """Workers, steps and buckets of the main pushes that have arrived."""
     torn: set[tuple[int, int, int, int]] = field(default_factory=set)
-    """Those that may be: a snapshot has them, and their step was not whole in it."""
+    """Gradients that may be in the parameters: a snapshot has them, but only a part of their step."""
     skipped: set[tuple[int, int]] = field(default_factory=set)
-    """Workers and steps that need not be done: others went on while the worker was lost."""
+    """Workers and steps that need not be done: others continued while the worker was lost."""
     done: dict[int, int] = field(default_factory=dict)
-    """By worker that the server waits for: its steps whose main pushes are all in."""
+    """By worker that the server waits for: its steps whose main pushes have all arrived."""
     absent: set[int] = field(default_factory=set)
-    """Workers that the server has lost, and that have not come back."""
+    """Workers that are lost to the server, and have not come back."""
 
     def copied(self) -> Ledger:
         return replace(
@@ -189,7 +187,7 @@ class Ledger:
         )
 
     def begins(self, rank: int, step: int) -> None:
-        """A worker has joined, and begins with *step*."""
+        """A worker has joined, with first step *step*."""
         furthest = max((its + 1 for _, its, _ in self.mains), default=0)
         require(
             step <= max([furthest, *self.done.values()]),
@@ -218,7 +216,7 @@ class Ledger:
         self.done.pop(rank, None)
 
     def go_on_from(self, firsts: Sequence[int]) -> None:
-        """A server was restored: each worker begins with its step of *firsts*."""
+        """A server was restored: each worker begins with its step in *firsts*."""
         torn = {entry for entry in self.taken if entry[1] >= firsts[entry[0]]}
         self.taken -= torn
         self.torn |= torn
@@ -227,7 +225,7 @@ class Ledger:
 
 
 class ServerTrial:
-    """*workers* that train over one server until each is out of data."""
+    """A training of *workers* workers over one server, until each is out of data."""
 
     def __init__(
         self,
@@ -244,12 +242,12 @@ class ServerTrial:
         self._ends = [STEPS + rank for rank in range(workers)]
         self._now = 0.0
         self._losses: list[tuple[int, int]] = []
-        """Workers and incarnations whose loss the server has not heard of yet."""
+        """Workers and incarnations whose loss the server has not noticed yet."""
         self._known: dict[int, int] = {}
-        """By worker: its latest incarnation that the server has heard of."""
+        """By worker: the latest incarnation that the server knows."""
         self._snapshot: tuple[dict[str, Any], Ledger] | None = None
         self._payloads: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """What replies carried, and a copy of it."""
+        """Payloads of replies, each with a copy."""
         self.size = workers * (STEPS + workers)
         self.units = UNITS if laws.stages else 1
         self.ledger = Ledger(self.units, done=dict.fromkeys(range(workers), 0))
@@ -272,7 +270,7 @@ class ServerTrial:
         self._send(worker, next(script))
 
     def _script(self, worker: TrialWorker) -> _Script:
-        """What a worker sends: each batch when all of the one before is answered."""
+        """A worker's requests: it sends each batch when all of the batch before is answered."""
         rank, buckets = worker.rank, range(BUCKETS)
         [joined] = yield [(self.join(), None)]
         assert isinstance(joined, Joined), joined
@@ -320,7 +318,7 @@ class ServerTrial:
         yield [(Pull(bucket=bucket), None) for bucket in buckets]
 
     def _defer(self, worker: TrialWorker, replies: Iterable[ReplyMessage]) -> None:
-        """The worker's next step defers what these replies say."""
+        """The worker's next step defers the units that these replies name."""
         if self.laws.stages is None:
             return
         for reply in replies:
@@ -328,8 +326,8 @@ class ServerTrial:
             worker.deferred[reply.bucket] = [*self.laws.stages.decode(reply.notice)]
 
     def _step(self, worker: TrialWorker) -> _Batch:
-        """The main pushes of a worker's step. Where it defers something, it asks for the
-        optimizer's state of that, too."""
+        """The main pushes of a worker's step. If it defers units, it also requests their optimizer
+        state."""
         rank, step, stages = worker.rank, worker.step, self.laws.stages
         if stages is None:
             return [self.push(rank, step, bucket) for bucket in range(BUCKETS)]
@@ -348,7 +346,7 @@ class ServerTrial:
         return batch
 
     def _late_pushes(self, worker: TrialWorker) -> _Batch:
-        """What a worker's step defers: it comes beside the main pushes of the next one."""
+        """The deferred units of a worker's step: pushed beside the main pushes of the next one."""
         return [
             self.push(worker.rank, worker.step, bucket, units, late=True)
             for bucket, units in worker.deferred.items()
@@ -356,7 +354,7 @@ class ServerTrial:
         ]
 
     def join(self) -> Join:
-        """What all train: one parameter a unit."""
+        """The training's description: one parameter per unit."""
         shape = (self.size,)
         return Join(
             options="",
@@ -373,11 +371,11 @@ class ServerTrial:
         )
 
     def weight(self, rank: int) -> float:
-        """No two workers', and no sum of some of them, are alike, nor is one twice another."""
+        """No two workers' weights, nor any two sums of some of them, are equal, and none is twice another."""
         return 0.9 * (1 + rank / 7) / self._workers
 
     def element(self, rank: int, step: int) -> int:
-        """Where a worker's gradient of a step is one."""
+        """The element that is one in a worker's gradient of a step."""
         return rank * (STEPS + self._workers) + step
 
     def push(
@@ -388,7 +386,8 @@ class ServerTrial:
         units: Sequence[int] | None = None,
         late: bool = False,
     ) -> tuple[Push, torch.Tensor | None]:
-        """A worker's gradient of a step, of all units unless *units* says which; none of none."""
+        """A worker's gradient of a step, of all units unless *units* names some; without units
+        there is no payload."""
         numbers = range(self.units) if units is None else units
         gradient = torch.zeros(len(numbers), self.size)
         gradient[:, self.element(rank, step)] = 1.0
@@ -408,7 +407,7 @@ class ServerTrial:
     def ask(
         self, worker: TrialWorker, message: Request, payload: torch.Tensor | None
     ) -> Sequence[Reply]:
-        """A request that is not the worker's own arrives; returns what leaves the server."""
+        """Deliver a request that is not the worker's own; returns the server's messages."""
         number, worker.numbers = worker.numbers, worker.numbers + 1
         sender = Sender(worker.rank, worker.incarnation, _channel_of(message), number)
         return self.server.on_request(sender, message, payload, self._now)
@@ -421,11 +420,11 @@ class ServerTrial:
             worker.numbers += 1
 
     def deliver_request(self, worker: TrialWorker) -> None:
-        """The next request of a worker arrives at the server."""
+        """Deliver the next request of a worker to the server."""
         number, message, payload = worker.requests.popleft()
         rank, incarnation = worker.rank, worker.incarnation
         if self._known.get(rank, incarnation) < incarnation:
-            self.ledger.lose(rank)  # the server learns of the loss by this
+            self.ledger.lose(rank)  # The server notices the loss by this message.
         self._known[rank] = incarnation
         if isinstance(message, Push):
             self.ledger.take(rank, message)
@@ -435,7 +434,7 @@ class ServerTrial:
         self._take(self.server.on_request(sender, message, payload, self._now))
 
     def _take(self, replies: Iterable[Any]) -> None:
-        """Replies leave the server."""
+        """Record replies that leave the server."""
         for reply in replies:
             worker = self.workers[reply.to.worker]
             message = reply.message
@@ -456,7 +455,7 @@ class ServerTrial:
                 self._require_bound(worker)
 
     def deliver_reply(self, worker: TrialWorker) -> None:
-        """The next reply to a worker arrives."""
+        """Deliver the next reply to a worker."""
         reply = worker.replies.popleft()
         worker.heard[reply.to.number] = reply.message
         if isinstance(reply.message, Parameters) and reply.payload is not None:
@@ -474,14 +473,14 @@ class ServerTrial:
     # ---- faults ----
 
     def lose(self, worker: TrialWorker) -> None:
-        """A worker, or its connection, is lost, with all that is in flight."""
+        """Lose a worker, or its connection, with all messages in flight."""
         worker.is_lost = True
         worker.requests.clear()
         worker.replies.clear()
         self._losses.append((worker.rank, worker.incarnation))
 
     def hear_of_loss(self, place: int) -> None:
-        """The server hears that a connection is lost."""
+        """Let the server notice a lost connection."""
         rank, incarnation = self._losses.pop(place)
         if incarnation >= self._known.get(rank, incarnation):
             self._known[rank] = incarnation
@@ -489,20 +488,20 @@ class ServerTrial:
         self._take(self.server.on_worker_lost(rank, incarnation, self._now))
 
     def come_back(self, worker: TrialWorker) -> None:
-        """A lost worker is started again."""
+        """Restart a lost worker."""
         fresh = TrialWorker(worker.rank, worker.incarnation + 1)
         self.workers[worker.rank] = fresh
         self._start(fresh)
 
     def write_snapshot(self) -> None:
-        """The server writes a snapshot, if there is one of this moment."""
+        """Let the server write a snapshot, if this moment allows one."""
         saved = self.server.snapshot()
         if saved:
             self._snapshot = saved, self.ledger.copied()
 
     def restart(self) -> None:
-        """The server dies, and goes on from its last snapshot, or from nothing. All workers are
-        started again."""
+        """Kill the server, and restart it from its last snapshot, or from nothing. All workers are
+        restarted."""
         for worker in self.workers:
             if not worker.is_lost:
                 self.lose(worker)
@@ -520,7 +519,7 @@ class ServerTrial:
     # ---- moves ----
 
     def run(self, watch: Callable[[int], None] = lambda number: None) -> None:
-        """To the end. *watch* is called before each move, with its number."""
+        """Run to the end. *watch* is called before each move, with its number."""
         for number in range(MOST_MOVES):
             watch(number)
             if not self.move():
@@ -528,7 +527,7 @@ class ServerTrial:
         raise CheckFailedError(f"training has not ended after {MOST_MOVES} moves")
 
     def move(self) -> bool:
-        """One thing happens; returns whether anything could."""
+        """Make one random move; returns whether any was possible."""
         self._now += self._random.random()
         self._fail_sometimes()
         moves: list[tuple[Callable[[Any], None], Any]] = []
@@ -557,7 +556,7 @@ class ServerTrial:
             self.write_snapshot()
         able = [w for w in self.workers if not (w.is_lost or w.has_ended)]
         if not self._faults.come_back and not self.server.shard.is_loaded:
-            able = [w for w in able if w.rank]  # nobody else would load
+            able = [w for w in able if w.rank]  # Only rank 0 loads the parameters.
         if able and self._losses_left and self._random.random() < 0.05:
             self._losses_left -= 1
             self.lose(self._random.choice(able))
@@ -569,8 +568,8 @@ class ServerTrial:
     # ---- laws ----
 
     def _require_bound(self, worker: TrialWorker) -> None:
-        """A worker is let start a step: all that train have done enough, and what it starts with
-        has their gradients in it."""
+        """Check that a worker may start its step: all active workers have done enough, and its parameters
+        contain their gradients."""
         if self.laws.bound is None or worker.rank not in self.ledger.done:
             return
         step = 0
@@ -583,7 +582,7 @@ class ServerTrial:
                 if begins < self._ends[worker.rank]:
                     self._require_gradients(worker, message, sent.payload, begins)
         if not step or step >= self._ends[worker.rank]:
-            return  # it leaves
+            return  # It leaves.
         for rank, done in self.ledger.done.items():
             require(
                 done >= step - self.laws.bound,
@@ -598,7 +597,7 @@ class ServerTrial:
         payload: torch.Tensor | None,
         step: int,
     ) -> None:
-        """What a worker starts *step* with has all gradients in it that it must, and no other."""
+        """Check that the parameters at the start of *step* contain all required gradients, and no other."""
         bound = self.laws.bound
         assert bound is not None
         units = message.units if isinstance(message, Push) else None
@@ -624,7 +623,7 @@ class ServerTrial:
             )
 
     def require_all_ended(self) -> None:
-        """Nobody waits for ever."""
+        """Check that no worker waits for ever."""
         for worker in self.workers:
             waits = [m for n, m in worker.batch.items() if n not in worker.heard]
             require(
@@ -637,7 +636,7 @@ class ServerTrial:
             )
 
     def require_replies_left_alone(self) -> None:
-        """What was sent is not written again, and all end with the server's parameters."""
+        """Check that sent payloads were not changed, and that all workers end with the server's parameters."""
         for payload, before in self._payloads:
             require(torch.equal(payload, before), "what a reply carried was written")
         flats = self.server.shard.store.flats
@@ -647,8 +646,8 @@ class ServerTrial:
                 require(same, f"worker {worker.rank} ends with other parameters")
 
     def require_each_once(self) -> None:
-        """Every gradient that the server has taken is in each bucket: alone at its weight, or as a
-        part of its step's mean. Nothing else is, and no step was left out."""
+        """Check that every accepted gradient is in each bucket: alone at its weight, or as a part of its
+        step's mean. Nothing else may be in it, and no step may be missing."""
         dropped = 0
         for rank, ends in enumerate(self._ends):
             gone = self.workers[rank].is_lost
@@ -679,7 +678,7 @@ class ServerTrial:
     def _found(
         self, rank: int, step: int, bucket: int, unit: int
     ) -> tuple[float, bool]:
-        """A gradient's factor in a unit, and whether it is in once."""
+        """A gradient's factor in a unit, and whether the unit contains it once."""
         flat = self.server.shard.store.flats[bucket].split(self.size)[unit]
         factors = [
             -flat[self.element(other, step)].item() + 0.0
