@@ -171,7 +171,7 @@ Seed = Annotated[
     int | None,
     typer.Option(
         metavar="N",
-        help="Seed all random generators at the start. \\[default: the script's matter]",
+        help="Seed all random generators at the start. \\[default: set by the script]",
         rich_help_panel=TRAINING,
     ),
 ]
