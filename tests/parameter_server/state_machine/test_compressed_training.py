@@ -443,7 +443,7 @@ def test_residuals_of_other_parts_are_refused_in_words():
         ("asp:replies=deltas", "replies=deltas without compression"),
         ("asp:compression=wild,replies=deltas", "differences would grow"),
         ("asp:compression=largest,replies=some", "unknown value for replies 'some'"),
-        ("bsp:collective=parameter-server,compression=largest", "a server only adds"),
+        ("bsp:collective=parameter-server,compression=largest", "servers only add"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(spec, said):

@@ -60,15 +60,18 @@ def test_text_counts_as_the_stored_rows_do(agreement):
     cells, within, _, middle = counted(agreement, held_out)
     assert f"the {cells} held-out cells" in page
     assert f"{within} are within 10 %, and half are off by {middle} % or less" in page
-    cells, within, enough, middle = counted(agreement, stored["main"])
-    _, held_within, held_enough, _ = counted(agreement, stored["held-out"])
     table = (HOUSE / "docs" / "reference" / "measurements.md").read_text()
     readme = (HOUSE / "README.md").read_text()
-    assert f"{within} of {cells} within 10 %, {enough} within 10 %" in table
-    assert f"{held_within} within 10 %, {held_enough} within 10 %" in table
-    assert f"{cells} cells | {within} within 10 %" in readme
-    for text in (table, readme):
-        assert f"median off by {middle} %" in text
+    cells, within, enough, middle = counted(agreement, every)
+    said = f"{within} within 10 %, {enough} within 10 % plus the spread of measurements"
+    assert f"all {cells} cells | {said}; median off by {middle} %" in table
+    assert f"{cells} cells | {within} within 10 %; median off by {middle} %" in readme
+    cells, within, enough, middle = counted(agreement, stored["main"])
+    said = f"{within} within 10 %, {enough} within 10 % plus the spread"
+    assert f"{cells} of them | {said}; median off by {middle} %" in table
+    cells, within, enough, _ = counted(agreement, stored["held-out"])
+    said = f"{within} within 10 %, {enough} within 10 % plus the spread"
+    assert f"{cells} of them | {said} |" in table
 
 
 def test_measured_rows_take_the_place_of_stored_ones(agreement, tmp_path, monkeypatch):
