@@ -114,6 +114,18 @@ def test_own_work_prints_lines_where_no_terminal_shows_a_bar(
     ]
 
 
+def test_tasks_print_lines_where_no_terminal_shows_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for json in (False, True):
+        with progress.task_rows(json) as rows:
+            rows.begin("[1/2] bsp")()
+    assert capsys.readouterr().err.splitlines() == [
+        "paceline: [1/2] bsp begins · 0:00:00",
+        "paceline: [1/2] bsp ended · 0:00:00",
+    ]
+
+
 @pytest.mark.slow
 def test_a_terminal_that_goes_away_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)

@@ -1,7 +1,8 @@
 """Bars and status lines on standard error.
 
 - `progress` shows the progress of this process: a bar on a terminal, else a line every ten seconds.
-- `task_rows` shows a row for each of several child processes.
+- `task_rows` shows a row for each of several child processes; without a terminal, a line when each
+  begins and ends.
 - `status_lines` shows the progress of launched workers: a line every ten seconds on a terminal too, as workers
   also print there.
 
@@ -177,11 +178,22 @@ class TaskRows:
     """A row for each of several running tasks; rows stay until the end."""
 
     bars: rich.progress.Progress
+    prints_lines: bool
+    """Without a terminal: a line when a task begins, and one when it ends."""
 
     def begin(self, what: str, now: Callable[[], str] = str) -> Callable[[], None]:
         """Add a row; *now* returns its task's progress. Returns a function that ends the row."""
         task = self.bars.add_task(what, total=1, now=now)
-        return lambda: self.bars.update(task, completed=1)
+        began = time.monotonic()
+        if self.prints_lines:
+            _print_line(f"{what} begins", began)
+
+        def end() -> None:
+            self.bars.update(task, completed=1)
+            if self.prints_lines:
+                _print_line(f"{what} ended", began)
+
+        return end
 
     def say(self, text: str) -> None:
         """Print a permanent line."""
@@ -191,6 +203,7 @@ class TaskRows:
 @contextmanager
 def task_rows(json: bool) -> Iterator[TaskRows]:
     """Yield `TaskRows`."""
+    shown = is_shown(json)
     columns = (
         rich.progress.SpinnerColumn(),
         rich.progress.TextColumn("{task.description}", markup=False),
@@ -198,7 +211,5 @@ def task_rows(json: bool) -> Iterator[TaskRows]:
         _Now(),
     )
     console = Console(file=sys.stderr)
-    with rich.progress.Progress(
-        *columns, console=console, disable=not is_shown(json)
-    ) as bars:
-        yield TaskRows(bars)
+    with rich.progress.Progress(*columns, console=console, disable=not shown) as bars:
+        yield TaskRows(bars, prints_lines=not json and not shown)
