@@ -156,8 +156,7 @@ def check_meets_all(trainer: str, environment: Mapping[str, str]) -> None:
 
 def copied(state: dict[str, Any]) -> dict[str, Any]:
     """Copy a module's *state*, with its metadata and type. Tensors that share memory, as tied
-    weights do, also share
-    it in the copy: savers that drop duplicates must still see it."""
+    weights do, also share it in the copy: savers that drop duplicates must still see it."""
     made: dict[tuple[object, ...], torch.Tensor] = {}
 
     def copy_of(value: Any) -> Any:

@@ -17,7 +17,7 @@ import sys
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that a process gets when its parent ends."""
+"""prctl(2) option: the signal that a process gets when its parent ends."""
 
 
 def end_with_parent() -> None:

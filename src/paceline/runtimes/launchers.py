@@ -37,9 +37,9 @@ from dataclasses import dataclass, replace
 from paceline.errors import UsageError
 
 _PORTS = 20000
-"""Ports are guessed from 20000 on, below those that the kernel hands out."""
+"""Lowest guessed port: ports are below those that the kernel assigns itself."""
 _NO_STEP = 0xFFFFFFF0
-"""Numbers of Slurm from here on are batch scripts, shells and the like, and no steps."""
+"""Slurm's step numbers from here on are batch scripts, shells and the like, not steps."""
 _START = "start it with torchrun or paceline run"
 
 
@@ -170,7 +170,7 @@ def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
 
 def _launched_by(environment: Mapping[str, str]) -> tuple[str, Place | None]:
     """What started this very process as one of several, if anything, and as which."""
-    # Where worker 0 is does not matter here.
+    # The address of worker 0 does not matter here.
     anywhere = {"MASTER_ADDR": "localhost", **environment}
     looks = {"mpirun": _by_open_mpi, "mpiexec": _by_pmi, "srun": _by_slurm}
     say = ((name, look(anywhere)) for name, look in looks.items())
@@ -199,7 +199,7 @@ def _check_torchrun_is_there(environment: Mapping[str, str]) -> None:
 
 
 _START_THEMSELVES = re.compile(r"^(RAY_|PACELINE_SURVIVE$)", re.MULTILINE)
-"""Variables of those who start processes inside other launchers' tasks, beside torchrun."""
+"""Variables of programs other than torchrun that start processes inside another launcher's tasks."""
 
 
 def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
@@ -235,7 +235,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Place | None:
     node = _whole(environment, "SLURM_NODEID", 0)
     tasks = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     job = _first(environment, "SLURM_JOB_ID", "SLURM_JOBID")
-    # Steps of one job may run side by side, and so may jobs whose numbers are neighbours.
+    # Steps of one job may run at the same time, and so may jobs with adjacent numbers.
     number = (int(job) if job.isdecimal() else 0) + 1009 * step
     local_size = tasks_on(node, tasks) if tasks else 0
     return Place(
@@ -261,7 +261,7 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
     if _step(environment) is not None and "MPI_LOCALNRANKS" not in environment:
-        return None  # by srun
+        return None  # started by srun
     size = _whole(environment, "PMI_SIZE")
     if size == 1:
         return ALONE
@@ -296,7 +296,7 @@ def first_host(nodelist: str) -> str:
 
     Raises `UsageError` for what is no such list.
     """
-    # up to the first comma that stands in no brackets
+    # Up to the first comma outside brackets.
     match = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+(?=,|$)", nodelist)
     name = "" if match is None else match.group()
     first = re.sub(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]", r"\1", name)
@@ -334,7 +334,7 @@ def _master(
         return "127.0.0.1"
     lists = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
     if launcher == "srun":
-        # Under mpirun it is a list of its daemons, and may lack the node that it runs on.
+        # Under mpirun this lists its daemons' nodes, and may lack mpirun's own.
         lists.insert(0, "SLURM_STEP_NODELIST")
     for name in lists:
         if environment.get(name):

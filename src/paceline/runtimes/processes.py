@@ -32,7 +32,7 @@ from paceline.runtimes import exec_with_parent
 from paceline.timeouts import timeouts
 
 LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
-"""To a worker: its launcher's process number."""
+"""Set for workers: the process id of their launcher."""
 
 
 class Process(Protocol):
@@ -130,11 +130,11 @@ PEER_LOST_MARKERS = (
     "remote process exited",
     PeerLostError.__name__,
 )
-"""What gloo, NCCL and `peer_monitor` say in a worker whose peer ended: no cause, but a
-consequence."""
+"""Messages of gloo, NCCL and `peer_monitor` in a worker whose peer has ended: a consequence of another failure,
+not a cause."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
-"""Where a worker leaves the error that it ends with, as torchrun asks for it, and our own launchers do."""
+"""File for a worker's final error, as torchrun and paceline's launchers expect it."""
 
 
 class _Extra(msgspec.Struct):
@@ -418,7 +418,7 @@ def _copy(worker: int, source: IO[bytes], target: TextIO) -> None:
     with (
         source,
         suppress(BrokenPipeError),
-    ):  # the worker sees its pipe closed
+    ):  # the worker gets a broken pipe
         for line in source:
             text = line.decode(errors="replace").rstrip("\n").rpartition("\r")[2]
             target.write(f"[{worker}] {text}\n")

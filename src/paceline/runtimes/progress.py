@@ -19,13 +19,13 @@ import msgspec
 from paceline.records import Phase, StepRecorder
 
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
-"""Where a worker writes its `WorkerProgress`."""
+"""File that a worker writes its `WorkerProgress` to."""
 SOCKET_VARIABLE = "PACELINE_PROGRESS"
-"""The launcher's socket, where worker 0 says which step it has ended."""
+"""The launcher's socket, which worker 0 sends each completed step to."""
 
 _EVERY_SECONDS = 0.2
 _LAST_STEPS = 10
-"""Of so many, at least, what people see is the mean; of whole periods."""
+"""Displayed figures are means over at least so many steps, and over whole periods."""
 _MOST_METRICS = 2
 
 
@@ -47,9 +47,9 @@ class WorkerProgress(msgspec.Struct, omit_defaults=True):
     @classmethod
     def of(cls, recorder: StepRecorder) -> WorkerProgress:
         """As a worker's recorder says; another thread may write in it meanwhile."""
-        steps = list(recorder.steps)  # in one go
+        steps = list(recorder.steps)  # one atomic copy
         count = recorder.period * -(-_LAST_STEPS // recorder.period)
-        # The first carries start-ups.
+        # The first step includes start-up costs.
         last = steps[1:][-count:] or steps
         metrics = list(dict(recorder.metrics).items())
         return cls(
@@ -130,7 +130,7 @@ class _Writer:
         elif not self._each:
             return
         if step:
-            # Of the job, not of this incarnation: see `DistributedOptimizer.first_step`.
+            # The job's step, not this incarnation's: see `DistributedOptimizer.first_step`.
             self._progress.step = self._first_step() + step
         self._progress.write(self._path)
 

@@ -18,7 +18,7 @@ from paceline.timeouts import timeouts
 from paceline.units import show_count
 
 FEW = 10
-"""Steady steps: a median of fewer says little."""
+"""Steady steps: a median of fewer is not reliable."""
 
 
 class RunResult(msgspec.Struct, kw_only=True):
@@ -214,11 +214,11 @@ def gather_stats(mine: StepStats, rank: int, size: int, store: Any) -> list[Step
         keys = [_key(other) for other in range(size)]
         deadline = time.monotonic() + timeouts.last_figures
         while not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.01)  # store.wait() would warn of its time-out
+            time.sleep(0.01)  # store.wait() would warn about its time-out
         here = [key for key in keys if store.check([key])]
         return [msgspec.msgpack.decode(store.get(key), type=StepStats) for key in here]
     except RuntimeError:
-        return [mine]  # who had the store has ended
+        return [mine]  # the rank that held the store has ended
 
 
 def _key(rank: int) -> str:

@@ -69,7 +69,7 @@ def _spread_peers(
         )
     names = [f"{service.name} {number}" for number in range(len(ranks))]
     placed = []
-    # Placements may be left over.
+    # There may be more placements than services.
     for name, placement in zip(names, placements, strict=False):
         peers = tuple(other for other in names if other != name)
         one = replace(service, name=name, peers=peers, beside=())

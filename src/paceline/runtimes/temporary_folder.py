@@ -87,12 +87,12 @@ def _locked(folder: Path) -> int:
 def remove_left() -> None:
     """Remove the folders that killed launchers of this user have left."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's file, or removed meanwhile
             if file.stat().st_uid != os.getuid():
                 continue
             lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # else it is in use
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if in use
                 shutil.rmtree(file.parent, ignore_errors=True)
             finally:
                 os.close(lock)
@@ -104,16 +104,16 @@ class _Signals:
     def __init__(self) -> None:
         self._depth = 0
         self._number: int | None = None
-        """The first that came."""
+        """The first signal that arrived."""
         self._deferrals = 0
         self._is_due = False
-        """It came while signals were deferred, and is to be raised."""
+        """Whether it arrived while signals were deferred, and has to be raised."""
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
         """Signals raise `LauncherInterrupted`, the first one alone; nested, until the outermost block's end."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals come to the main thread alone
+            yield  # only the main thread receives signals
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         heeded = [n for n, how in before.items() if how not in (signal.SIG_IGN, None)]

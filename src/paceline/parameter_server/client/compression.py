@@ -45,9 +45,9 @@ class ClientCompression:
         self._differs = replies == "deltas"
         self._states: dict[str, State] = {}
         self._shares = [torch.empty(0)] * len(partition.buckets)
-        """By bucket: memory for this worker's share of the mean."""
+        """By bucket: memory for this worker's part of the mean."""
         self._rooms: dict[BucketPart, torch.Tensor] = {}
-        """Where differences land."""
+        """Buffers for received deltas."""
         self._sizes: dict[tuple[BucketPart, GradientCompression], int] = {}
 
     # ---- pushes ----
@@ -63,7 +63,8 @@ class ClientCompression:
         """Compress a part of a bucket's *gradient*, times this worker's *weight*."""
         flat = cut(gradient, part.start, part.stop)
         self._charge(self.compression, flat, "encode")
-        if self.compression.error_feedback:  # residuals are what its own code leaves
+        # Error feedback needs this worker's own decompressed gradient.
+        if self.compression.error_feedback:
             self._charge(self.compression, flat, "decode")
         if stands_in(flat):
             return stand_in_for(self._size(part, self.compression), flat)
@@ -116,7 +117,7 @@ class ClientCompression:
         sequence = self._partition.sequence(part)
         received = self._partition.received_part(part)
         if reply.sequence <= sequence:
-            return  # this worker has pulled since
+            return  # This worker has pulled since.
         if reply.sequence != sequence + 1:
             raise PeerLostError(
                 f"bucket {part.bucket}: difference number {reply.sequence} has come "
@@ -152,7 +153,7 @@ class ClientCompression:
             self._sizes[part, compression] = code_bytes(compression, shapes, dtype)
         return self._sizes[part, compression]
 
-    # ---- what a checkpoint keeps ----
+    # ---- state in checkpoints ----
 
     @property
     def states(self) -> dict[str, State]:

@@ -24,7 +24,7 @@ from paceline.torch_internals import version_of
 from paceline.transport.protocol import SMALL_BYTES
 
 NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
-"""Entries of ``param_groups`` that a server has, or decides, itself."""
+"""Entries of ``param_groups`` that a server has already, or decides itself."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,20 +77,20 @@ class Partition:
         self.parts = split_buckets(buckets, optimizer, shards, most_bytes)
         used = sorted({part.shard for parts in self.parts for part in parts})
         self.untrained_shard = used[0]
-        """The shard whose servers have what nobody trains, too."""
+        """The shard whose servers also hold the untrained tensors."""
         self.home = list(range(shards)) if group is None else [group]
-        """By shard: the server that this worker pushes it to, and pulls it from."""
+        """By shard: the server that this worker pushes to and pulls from."""
         self.servers: Sequence[int] = range(len(endpoints)) if self.replicated else used
-        """Those that hold something of the model, in order."""
+        """Servers that hold a part of the model, in order."""
         self.barriers: Sequence[int] = (0,) if self.replicated else used
-        """Those at which all workers wait for each other, one after the other."""
+        """Servers at which all workers wait for each other, in order."""
         numbers = {id(p): n for n, (p, _) in enumerate(parameters_of(optimizer))}
         self.owners: dict[int, torch.nn.Parameter] = {
             numbers[id(parameter)]: parameter
             for bucket in buckets
             for parameter in bucket.parameters
         }
-        """The parameters, by the numbers that units have."""
+        """The parameters, by the numbers in units."""
         self.units = [
             [
                 UnitPlace(Piece(unit.parameter, unit.start, unit.stop), start, stop)
@@ -104,15 +104,15 @@ class Partition:
             stand_alike(torch.empty_like(b.buffer, device=device), b.buffer)
             for b in buckets
         ]
-        """By bucket: where replies land."""
+        """By bucket: buffers for replies."""
         self._replies: dict[BucketPart, Parameters] = {}
-        """Each part's last one."""
+        """Each part's last reply."""
         self._sequences: dict[BucketPart, int] = {}
-        """What this worker holds of each part: see `Parameters.sequence`."""
+        """Number of the last reply for each part: see `Parameters.sequence`."""
         self._versions: list[list[int]] = []
-        """Of the model's parameters, by bucket, when replies were last copied into them."""
+        """By bucket: versions of the parameters when replies were last copied into the model."""
 
-    # ---- which server holds what ----
+    # ---- assignment to servers ----
 
     @property
     def homes(self) -> Sequence[int]:

@@ -57,7 +57,7 @@ from paceline.parameter_server.client.synchronization import Synchronizer
 from paceline.timeouts import timeouts
 
 LATE_CHANNEL = "late"
-"""What travels beside the steps: late pushes, and the state that tentative steps need."""
+"""Channel beside the steps: late pushes, and optimizer state for tentative steps."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -137,13 +137,13 @@ class RemoteModel:
             model.optimizer,
             model.endpoints,
             model.most_bytes,
-            # Whatever the device, sums of differences are the processor's, as on servers.
+            # Deltas are summed on the processor on any device, as on servers.
             on_host=job.replies == "deltas",
             group=None if job.groups is None else job.groups.of[model.rank],
         )
         self.units = partition.units
         self.compression: ClientCompression | None = None
-        """Where gradients are compressed."""
+        """Set if gradients are compressed."""
         if job.compression:
             self.compression = ClientCompression(
                 compression, model.rank, partition, job.replies, listener
@@ -161,14 +161,14 @@ class RemoteModel:
         self._late: list[_Push] = []
         self._state_pulls: list[_StatePull] = []
         self._pushed_step, self._next_step = 0, 0
-        # Of pushes of some units, by bucket. Late ones have memory of their own: backward
-        # writes into buckets meanwhile.
+        # Memory for pushes of some units, by bucket. Late pushes have their own memory, since backward writes into
+        # buckets meanwhile.
         self._some = [torch.empty(0) for _ in buckets]
         self._some_late = [torch.empty(0) for _ in buckets]
         self._kept_alive = -timeouts.progress_note
         self.staleness = 0
-        """Updates by others while the last step's gradient was computed and sent: the most of any
-        part of the model."""
+        """Updates by others while the last step's gradient was computed and sent: the maximum over all parts of the
+        model."""
 
     # ---- a step ----
 
@@ -186,7 +186,7 @@ class RemoteModel:
         self._pushed_step, self._next_step = step, step + 1
         if bucket.last and not late:
             self.buffers.mix(weight)
-        # Servers know shapes and no strides.
+        # Servers know shapes, but not strides.
         gradient = bucket.by_index()
         for part in self.partition.parts[bucket.index]:
             mine = part.local_units(chosen)
@@ -251,7 +251,7 @@ class RemoteModel:
         steps = [reply.step for reply in replies]
         step = max(steps)
         if step > self._pushed_step + 1:
-            # This step came too late, and servers may have gone on to different ones.
+            # This step came too late, and servers may have continued with different steps.
             sent_steps = zip(self._main, steps, strict=True)
             self.synchronizer.pull(
                 [sent.part for sent, its in sent_steps if its < step], step
@@ -306,7 +306,7 @@ class RemoteModel:
             if sent.part.shard == 0:
                 counted = counted or sent.reply().counted
         if not counted:
-            return []  # all were waited for
+            return []  # The server waited for all workers.
         decide = Decide(step=self._pushed_step, workers=counted)
         return [endpoint.request(decide) for endpoint in self._endpoints[1:]]
 
@@ -316,7 +316,7 @@ class RemoteModel:
         if now - self._kept_alive >= timeouts.progress_note:
             self._kept_alive = now
             for endpoint in self._endpoints:
-                endpoint.request(KeepAlive())  # nobody waits for the reply
+                endpoint.request(KeepAlive())  # the reply is ignored
 
     # ---- the model ----
 
@@ -342,14 +342,14 @@ class RemoteModel:
         for pending_reply in [e.request(Leave()) for e in self._endpoints]:
             pending_reply.wait()
         self.synchronizer.pull_final()
-        self.buffers.mix(0.0)  # adds nothing: all end with the same
+        self.buffers.mix(0.0)  # weight 0: all workers end with the same buffers
         self.buffers.wait()
 
     def consolidate(self) -> Callable[[], None]:
         buckets = self.partition.buckets
         before = [[p.detach().clone() for p in b.parameters] for b in buckets]
-        # A pull would count as the model that the next gradient is computed with: its staleness,
-        # and the differences that servers send, are from what this worker holds.
+        # A pull would count as the model of the next gradient. But its staleness, and the servers'
+        # deltas, must refer to this worker's own parameters.
         self.synchronizer.peek()
 
         def undo() -> None:
@@ -419,7 +419,7 @@ class RemoteModel:
             size = sum(part.units[number].elements for number in mine)
             into = torch.empty(MOST_STATES * size, dtype=buffer.dtype)
             if stands_in(buffer):
-                # What Adam has: nobody knows yet.
+                # The optimizer's state is unknown here: assume Adam's.
                 stands = wire_bytes(buffer) * size // max(1, buffer.numel())
                 stand_in_for(2 * stands, into)
             message = PullState(bucket=part.bucket, units=mine, step=step)

@@ -154,7 +154,7 @@ class RemoteBuffers:
         sizes = [t.numel() * t.element_size() for t in self._tensors]
         with torch.no_grad():
             for tensor, part in zip(self._tensors, into.split(sizes), strict=True):
-                # A copy: a part may begin where no number of this type may.
+                # Copy, since a part may begin at an offset that is not aligned for this type.
                 value = part.clone().view(tensor.dtype).view(tensor.shape)
                 if not torch.equal(_raw(tensor), part):
                     tensor.copy_(value)
@@ -198,8 +198,7 @@ class RemoteBuffers:
         parts = self._mixed.split([tensor.numel() for tensor in tensors])
         with torch.no_grad():
             for tensor, part in zip(tensors, parts, strict=True):
-                # Whole numbers beyond 2^53 are rounded on their way: what has not changed
-                # stays as it is.
+                # Integers beyond 2^53 are rounded in transit, so unchanged values are not written.
                 if not torch.equal(tensor.detach().reshape(-1).double().cpu(), part):
                     tensor.copy_(part.view(tensor.shape))
 

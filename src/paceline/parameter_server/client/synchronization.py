@@ -47,11 +47,11 @@ class Synchronizer:
         self.first_step = 0
         """The number of this worker's first step."""
         self.is_late_joiner = False
-        """Whether this worker has joined a training that goes on."""
+        """Whether this worker has joined a running training."""
         self.had_finished = False
         """Whether an earlier incarnation of this worker has done all of its steps."""
         self._loads = [0] * len(partition.endpoints)
-        """By server: how many loads it had come through when it last replied."""
+        """By server: its number of loads at its last reply."""
 
     # ---- joining ----
 
@@ -60,9 +60,9 @@ class Synchronizer:
 
         *training*: the description that all servers get; each also gets its number and its units.
         """
-        # The others may be at a barrier, at one server after the other. A worker that joins
-        # goes through the servers backwards, also with its pulls: so it is never held up at a
-        # server before the one where they wait for it.
+        # The others may be at a barrier, at one server after the other. A joining worker visits the
+        # servers, and pulls from them, in reverse order. So no server holds it up before it reaches
+        # the one where the others wait for it.
         partition, empty = self._partition, list[int]()
         steps, own = [0], list[int]()
         for server in reversed(range(len(partition.endpoints))):
@@ -81,10 +81,10 @@ class Synchronizer:
         if empty and self._rank == 0:
             state = dict(partition.optimizer.state) or None
             self._load(empty, state, self._loads_untrained)
-        # What a server has of a later step already it answers, and does not apply again.
+        # Gradients of later steps that a server already has are acknowledged, and not applied again.
         step = max(*steps, min(own))
         partition.optimizer.state.clear()
-        # Servers may be at different steps: all are told the latest, before any is waited for.
+        # Servers may be at different steps: send the latest step to all before waiting for any.
         if step or self.is_late_joiner:
             message = KeepAlive(step=step, late_joiner=self.is_late_joiner)
             ends = [partition.endpoints[server] for server in partition.servers]
@@ -95,7 +95,8 @@ class Synchronizer:
         for server in reversed(partition.homes):
             self.pull(partition.pulled([server]), step)
         partition.write_model()
-        # Where it has left, no barrier takes it; elsewhere it leaves next, so none needs it.
+        # If this worker has left before, no barrier admits it. On other servers it leaves next, so
+        # no barrier needs it.
         if not self.had_finished:
             self._pass_loads_under_way(step)
         if self._loads_untrained or max(self._loads):
@@ -192,7 +193,7 @@ class Synchronizer:
         if state is not None:
             self._optimizer_state.load(servers, state)
         if partition.was_written:
-            # What the script has not written may be out of date here.
+            # Parameters that the script has not written may be out of date here.
             homes = {home for s in servers for home in partition.loaded_through(s)}
             for pending_reply in [self._request(p, 0) for p in partition.pulled(homes)]:
                 pending_reply.wait()
@@ -247,7 +248,7 @@ class Synchronizer:
         """Pull the final state. All workers are done, and this one has left, maybe before the others."""
         before = max(self._loads)
         self.pull_model()
-        if max(self._loads) > before:  # those that trained longer have loaded
+        if max(self._loads) > before:  # workers that trained longer have loaded
             self._buffers.pull()
 
     def _request(self, part: BucketPart, step: int, peek: bool = False) -> PendingReply:

@@ -43,7 +43,7 @@ from paceline.parameter_server.state_machine.server import (
 from paceline.parameter_server.state_machine.store import State
 
 A_LOAD = 1 << 40
-"""In `LocalServer.progress` a load counts for more than all gradients before it."""
+"""A load counts for more than all gradients before it in `LocalServer.progress`."""
 
 
 class LocalServer(ParameterServer):
@@ -71,20 +71,19 @@ class LocalServer(ParameterServer):
         self.held_replies: list[Reply] = []
         """Replies that wait for the end of a consistent cut."""
         self.gradients = 0
-        """How many gradients were in updates, of this server and of others: all servers count
-        alike."""
+        """How many gradients were in updates, of this server and of others. All servers count the same."""
         self.mixed_floats = 0
-        """How many of the first buffers are mixed."""
+        """How many of the first buffers are averaged."""
         self._ready: list[Reply] = []
-        """Replies that events of other servers have set off."""
+        """Replies that other servers' events have made possible."""
         self._leaving: set[Sender] = set()
-        """Leaves whose reply is held back, or yet to come."""
+        """Leave requests whose reply is held back or not made yet."""
         self._pushing: set[int] = set()
         """Workers that push to this server, as far as it knows."""
         self._old_weight = 1.0
-        """The weight in the buffers of what the other servers have."""
+        """The share of the buffers that the other servers already have."""
         self.barrier.sees_all = False
-        # A worker that comes from another group may have done many steps there.
+        # A worker from another group may have done many steps there.
         self.members.most_steps_ahead = A_LOAD
 
     # ---- its discipline ----
@@ -109,7 +108,7 @@ class LocalServer(ParameterServer):
         discipline.serve_group(self.number)
         return discipline
 
-    # ---- how far it is ----
+    # ---- progress ----
 
     @property
     def progress(self) -> int:
@@ -166,7 +165,7 @@ class LocalServer(ParameterServer):
         self.members.check_step("enter-barrier", arrive.step)
         super()._on_enter_barrier(sender, arrive, payload)
         if arrive.step:
-            # A worker of another group says how far it is: this server has not seen its pushes.
+            # A worker from another group sends its step: this server has not seen its pushes.
             self._begin_with(sender.worker, arrive.step)
 
     def _on_mix_buffers(
@@ -343,7 +342,7 @@ class LocalServer(ParameterServer):
         self._grant_pulls()
         self._ready = self._finish()
 
-    # ---- its whole state ----
+    # ---- state transfer ----
 
     def adopt_state(
         self,
@@ -374,7 +373,7 @@ class LocalServer(ParameterServer):
         self.mixed_floats, self._old_weight = manifest.floats, 1.0
         self.gradients = manifest.gradients
         if manifest.loads > shard.loads:
-            # The other server has loaded other parameters: begin again with them.
+            # The other server has loaded other parameters: start again with them.
             self.renew(manifest.step)
             shard.loads = manifest.loads
             shard.on_change()

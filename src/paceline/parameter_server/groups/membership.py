@@ -59,7 +59,7 @@ from paceline.parameter_server.groups.update_log import (
 )
 
 ENTRIES_AN_INCARNATION = 1 << 20
-"""So the entries of a later incarnation have larger numbers."""
+"""Size of an incarnation's range of entry numbers, so that later incarnations have larger ones."""
 
 
 class Membership:
@@ -73,20 +73,20 @@ class Membership:
         self.is_active = True
         """Whether the other servers send updates to this one."""
         self.is_entering = False
-        """Whether it is on its way to have all updates."""
+        """Whether it is entering, to get all updates."""
         self._is_leaving = False
-        """Whether it has sent `Away`, and not all peers have acknowledged that."""
+        """Whether it has sent `Away`, and not all peers have acknowledged it."""
         self.entry = 0
-        """Numbers how this server has last entered, or left."""
+        """Number of this server's last entry or departure."""
         self._entries = 0
         self._snapshots: dict[int, StateSnapshot] = {}
-        """By server that adopts one."""
-        # Of the entering that is under way:
+        """By server that adopts a snapshot."""
+        # State of the current entry:
         self._calls: set[Call] = set()
         self._statuses: dict[int, Status] = {}
-        """By server: its status before it sends updates."""
+        """By server: its status before it begins to send updates."""
         self._senders: dict[int, Status] = {}
-        """By server that sends updates now: its status, with the number of the first one."""
+        """By server that sends updates now: its status, with the number of its first update."""
         self._via: int | None = None
         """The server whose state this one adopts."""
         self._transfer: StateTransfer | None = None
@@ -193,7 +193,7 @@ class Membership:
             if not self.log.all_acknowledged():
                 return False
             self.is_active = self._is_leaving = False
-            self._next_entry()  # so updates that were sent to it before are dropped
+            self._next_entry()  # so that updates sent to it before are dropped
         elif wanted or not self._may_leave():
             return False
         elif not self.log_updates(everything=True):
@@ -286,7 +286,7 @@ class Membership:
     def _on_manifest(self, via: Peer, reply: ReplyMessage) -> None:
         manifest = expect_reply(reply, Manifest, via)
         if self._statuses[via.number].active and not manifest.active:
-            self.enter()  # it has left meanwhile: others have updates that it lacks
+            self.enter()  # It has left meanwhile: other servers have updates that it lacks.
         elif not manifest.join:  # nothing was loaded there yet
             self.on_state_adopted(manifest)
         else:
@@ -306,13 +306,13 @@ class Membership:
         """This server has all updates, or receives them."""
         via = self._statuses.get(-1 if self._via is None else self._via)
         if via is None or not via.active:
-            # No server was active: earlier updates of the others are lost.
+            # No server was active: the others' earlier updates are lost.
             for number, first in self._senders.items():
                 self.log.skip((number, first.incarnation), first.number)
         self.is_active, self.is_entering, self._is_leaving = True, False, False
         self._transfer = None
-        # Some may have ended a cut in which an earlier server 0 was lost, and others had not begun
-        # it: these would wait with the updates of the former.
+        # Some servers may have ended a cut in which an earlier server 0 was lost, before others began it. Then the
+        # others would hold back updates of the former.
         self.cut.ended = max(
             [self.cut.ended, cut, *(s.cut for s in self._statuses.values())]
         )
@@ -330,28 +330,28 @@ class ConsistentCut:
     """
 
     adopts_state = True
-    """Whether the others adopt the state of server 0. Tests switch it off, to see that all hold
-    the same model up to the order of additions."""
+    """Whether the other servers adopt the state of server 0. Tests switch it off, to check that all
+    models are equal up to the order of additions."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self.ended = 0
         """How many cuts have ended here."""
         self.quiesced = False
-        """Whether no worker is served now."""
+        """Whether this server serves no workers now."""
         self.is_adopting = False
-        """Whether the state of server 0 is on its way: no update is applied meanwhile."""
+        """Whether the state of server 0 is being received: no update is applied meanwhile."""
         self._quiesced: dict[int, bool] = {}
-        """At server 0, by server that has quiesced: whether its model has changed."""
+        """On server 0, by server that has quiesced: whether its model has changed."""
         self._asked: Sender | None = None
-        """Elsewhere: the request of server 0 to quiesce, while it is unanswered."""
+        """On other servers: the unanswered request of server 0 to quiesce."""
         self._transfer: StateTransfer | None = None
         self._adopted = 0
-        """The number of the cut whose state is on its way."""
+        """The number of the cut whose state is being received."""
         self._progress_before: int | None = None
-        """The progress here at the end of the last cut."""
+        """The progress of this server at the end of the last cut."""
 
-    # ---- at server 0 ----
+    # ---- on server 0 ----
 
     def lead(self) -> bool:
         """Begin a cut where workers wait for it, and end it once all servers have quiesced.
@@ -410,7 +410,7 @@ class ConsistentCut:
 
     def _ask_to_adopt(self, peer: Peer, message: AdoptState) -> None:
         def replied(reply: ReplyMessage, payload: torch.Tensor | None) -> None:
-            expect_reply(reply, Done, peer)  # else no server can go on
+            expect_reply(reply, Done, peer)  # otherwise no server can continue
 
         peer.call(message, replied)
 
@@ -424,7 +424,7 @@ class ConsistentCut:
         self._transfer = None
         self._progress_before = self._membership.local.progress
 
-    # ---- at the others ----
+    # ---- on other servers ----
 
     def on_quiesce(self, sender: Sender) -> None:
         """Server 0 asks this server to quiesce."""
@@ -455,7 +455,7 @@ class ConsistentCut:
             UsageError: The state does not fit.
         """
         if adopt.cut <= self.ended or self.is_adopting:
-            return  # it has entered since, or this request has come before
+            return  # This server has entered since, or the request was repeated.
         if adopt.manifest is None:
             self._end_with(adopt.cut)
             return

@@ -78,14 +78,14 @@ from paceline.parameter_server.groups.membership import Membership
 from paceline.parameter_server.groups.update_log import Call, LogEntry, Peer, UpdateLog
 
 NEEDS_THE_MODEL = (Push, Pull, PullState, PullBuffers, MixBuffers)
-"""Requests for which a server that is away has to enter first."""
+"""Requests for which an inactive server must enter first."""
 
 ROUNDS_UNACKNOWLEDGED = 4
-"""A peer may owe acknowledgements of so many updates of each bucket. No more are made meanwhile:
-later gradients go into the next updates, which are larger."""
+"""Updates of each bucket that a peer may leave unacknowledged. Until it acknowledges them no more are made: later
+gradients go into the next updates, which are larger."""
 
 AT_ONCE = 0.0
-"""A deadline that has passed."""
+"""A deadline in the past."""
 
 WorkerRequest = tuple[Sender, Request, torch.Tensor | None]
 PeerMessage = tuple[Peer, Sender, Update | Notice | Enter, torch.Tensor | None]
@@ -126,15 +126,15 @@ class GroupServer(Service):
         self.log = UpdateLog(number, incarnation, self._peers)
         self.membership = Membership(local, self._peers, self.log)
         self._out: list[Reply | Ask] = []
-        """What leaves when the event at hand ends."""
+        """Messages to send at the end of the current event."""
         self._request_numbers = itertools.count()
         self._notices_sent, self._last_notice = 0, b""
         self._next_notice: dict[int, int] = {}
         """By server: the number of the next notice of its incarnation."""
         self._peer_requests: list[PeerMessage] = []
-        """Requests of other servers that wait for their turn."""
+        """Other servers' requests that wait for their turn."""
         self._worker_requests: list[WorkerRequest] = []
-        """Requests of workers that are not served yet."""
+        """Workers' requests that are not served yet."""
         self._fault = ""
         self.holds_model = not enters
         if enters and self._peers:
@@ -162,7 +162,7 @@ class GroupServer(Service):
         self.local.shard.now = now
         if worker < self.local.workers:
             self._out += self.local.on_worker_lost(worker, incarnation, now)
-        else:  # the connection of a peer, which sends again what was not answered
+        else:  # a peer's connection; the peer sends unanswered requests again
             lost = worker, incarnation
             self._peer_requests = [r for r in self._peer_requests if r[1][:2] != lost]
         return self._advance()
@@ -215,7 +215,7 @@ class GroupServer(Service):
     ) -> Outputs:
         self.local.shard.now = now
         sender = self._by_name[peer]
-        answered = sender.in_flight.pop(number, None)  # None: it was cancelled
+        answered = sender.in_flight.pop(number, None)  # None if it was cancelled
         try:
             if isinstance(answered, Call):
                 sender.calls.remove(answered)
@@ -394,10 +394,10 @@ class GroupServer(Service):
         """A peer that was started again has another incarnation."""
         incarnation = getattr(message, "incarnation", None)
         if isinstance(message, Update) and message.source != peer.number:
-            return  # that is the incarnation of a server that was lost
+            return  # It names the incarnation of another server, which was lost.
         before = peer.incarnation
         if incarnation is None or (before is not None and incarnation <= before):
-            return  # maybe it sends on what its earlier incarnation has sent
+            return  # The peer may forward messages of its earlier incarnation.
         peer.incarnation = incarnation
         if before is None:
             return
@@ -417,7 +417,7 @@ class GroupServer(Service):
     ) -> None:
         """Answer a peer, now or later. Raises `UsageError` for a request that is rejected."""
         membership = self.membership
-        if isinstance(message, Enter):  # it has given up an earlier one
+        if isinstance(message, Enter):  # the peer has given up an earlier entry
             self._peer_requests = [
                 one
                 for one in self._peer_requests
@@ -439,7 +439,7 @@ class GroupServer(Service):
         try:
             self.membership.cut.on_adopt_state(peer, message)
         except UsageError as error:
-            # This server stays quiesced: tell its workers why.
+            # This server stays quiesced: report the reason to its workers.
             self._give_up(f"what {peer.name} has does not fit: {error}")
             raise
 
@@ -453,13 +453,13 @@ class GroupServer(Service):
             if sequence in blocked or self._must_wait(message):
                 blocked.add(sequence)
                 if isinstance(message, Update) and message.source == peer.number:
-                    # It may be an `Away`, which comes before it enters.
+                    # It may be an `Away`, which must precede its next entry.
                     blocked.add((peer.number, Enter))
                 self._peer_requests.append(request)
                 continue
             try:
                 reply = self._carry_out(request)
-                self._send()  # updates that are in a captured state leave before the reply
+                self._send()  # updates in a captured state must leave before the reply
                 self._out.append(Reply(sender, reply))
             except UsageError as error:
                 self._reject(sender, str(error))

@@ -35,9 +35,9 @@ from paceline.parameter_server.state_machine.store import State
 from paceline.transport.protocol import LARGEST_PAYLOAD_BYTES, describe
 
 ALL_RECEIVED = -1
-"""In place of a part's number: the receiver has all parts, and the snapshot may go."""
+"""Instead of a part's number: the receiver has all parts, and the snapshot can be dropped."""
 Part = tuple[torch.Tensor, list[list[tuple[str, int | float]]]]
-"""A payload, and the entries that describe it where it is optimizer state."""
+"""A payload, and the entries that describe it if it is optimizer state."""
 
 
 class StateSnapshot:

@@ -36,7 +36,7 @@ from paceline.interfaces.server_messages import (
 Stream = tuple[int, int]
 """A server, and one of its incarnations."""
 OnReply = Callable[[ReplyMessage, torch.Tensor | None], None]
-"""Takes the reply to a call, and its payload."""
+"""Receives the reply to a call, and its payload."""
 ReplyKind = TypeVar("ReplyKind")
 
 
@@ -185,11 +185,11 @@ class UpdateLog:
         self, number: int, incarnation: int, peers: Mapping[int, Peer]
     ) -> None:
         self.stream: Stream = number, incarnation
-        """This server's own."""
+        """This server's own stream."""
         self._peers = peers
         self._next: dict[Stream, int] = {}
         self._kept: dict[Stream, list[tuple[LogEntry, int]]] = {}
-        """Entries that some server may lack, each with the server that has sent it."""
+        """Entries that some server may lack, each with the server that sent it."""
 
     # ---- own entries ----
 
@@ -214,7 +214,7 @@ class UpdateLog:
         """The number of the next entry of a stream."""
         return self._next.get(stream, 0)
 
-    # ---- how far peers are ----
+    # ---- progress of peers ----
 
     def to_send(self, peer: Peer) -> list[LogEntry]:
         """The entries that are to be sent to a peer now. From now on they count as sent."""
@@ -283,7 +283,7 @@ class UpdateLog:
         """The most entries that an active peer has not acknowledged."""
         return max((peer.unacknowledged() for peer in self._active()), default=0)
 
-    # ---- entries of others ----
+    # ---- entries of other servers ----
 
     def is_new(self, stream: Stream, number: int) -> bool:
         """Whether this server has yet to apply an entry.
@@ -325,7 +325,7 @@ class UpdateLog:
                     cursor = peer.cursors.setdefault(stream, start)
                     cursor.stop = max(cursor.stop, stop)
 
-    # ---- which peers take part ----
+    # ---- active peers ----
 
     def stop_sending(self, peer: Peer) -> None:
         """Send no update to this peer any more."""

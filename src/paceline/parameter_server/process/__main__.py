@@ -50,7 +50,7 @@ def main() -> int:
     """Serve until the input ends."""
     arguments = _parse()
     log_to_stderr()
-    # Ctrl-C reaches every process of the terminal; the end of the job reaches this one.
+    # Ctrl-C in a terminal reaches every process; this one ends with its job instead.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     token = _first_line(sys.stdin.fileno())
@@ -106,7 +106,7 @@ class Supervised:
             self._service = self.server
         path = None if arguments.enter else arguments.snapshot
         self.step = surviving.begin_or_go_on(self.server, path, arguments.without)
-        """The one that it goes on from."""
+        """The step that it continues from."""
         monitors: list[Monitor] = []
         self._snapshots: snapshot.Snapshotter | None = None
         if arguments.snapshot is not None:
@@ -213,5 +213,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # All is closed. Python would take 0.7 s of a core to unload torch, and the job waits for it.
+    # Everything is closed. A normal exit would take 0.7 s of a core to unload torch, and the job would wait for it.
     os._exit(status)

@@ -47,9 +47,13 @@ from paceline.transport.sessions import Attendance
 log = logging.getLogger(__name__)
 
 Until = Literal["deserted", "departed", "replaced"]
-"""When a service ends: when all workers have said goodbye, or those that came are gone (*deserted*); only
-when all have said goodbye (*departed*); or when, after that, one of them begins another training
-(*replaced*): until then another incarnation of a worker may still come for what was trained."""
+"""When a service ends:
+
+- *deserted*: all workers have left, or all that came are lost;
+- *departed*: all workers have left;
+- *replaced*: all workers have left, and then one of them begins another training. Until then another incarnation of
+  a worker may still ask for the result.
+"""
 
 
 class ServiceEnded(NamedTuple):
@@ -81,11 +85,11 @@ class HostedService:
         self.monitored: MonitoredService | None = None
         self.early: list[RequestArrived] = []
         self.description: Describe | None = None
-        """What it is, without where its peers are: a worker elsewhere may say that in other words."""
+        """Its description without its peers' addresses, which workers on other machines may write differently."""
         self.incarnation = 0
-        """How often this service was started before. Its peers learn it."""
+        """Number of earlier starts of this service; its peers learn it."""
         self.holds_model: bool | None = None
-        """What was last told of it."""
+        """The last reported value of the service's `holds_model`."""
         self.over_is_told = False
 
     @property
@@ -171,8 +175,8 @@ class ServerHost:
                     closing = self._begin_to_close()
                 news, self._news = self._news, []
                 if any(isinstance(one, ServiceEnded) for one in news):
-                    # A state machine's parts know each other, and nothing else makes Python look for
-                    # such cycles in a process that waits.
+                    # The parts of a state machine refer to each other. Python's collector would not
+                    # run in a process that only waits.
                     gc.collect()
                 yield from news
         finally:
@@ -208,7 +212,7 @@ class ServerHost:
         ends = False
         events = self.listener.poll(seconds)
         for key, attendance in self.listener.attendances.items():
-            if key not in self.services:  # a worker has opened it
+            if key not in self.services:  # opened by a worker
                 self._host(key, attendance, "deserted")
         for event in events:
             if isinstance(event, ControlEnded):
@@ -294,7 +298,7 @@ class ServerHost:
         except Exception:
             if hosted.until != "deserted":
                 raise
-            # As text: a handler may keep records, and frames hold the service.
+            # Log it as text: a handler may keep records, whose frames hold the service.
             log.error("a service has failed\n%s", traceback.format_exc())
             if hosted.key in self.services:
                 self._end(hosted.key)
@@ -345,7 +349,7 @@ class ServerHost:
             lost = WorkerLost(hosted.key, words.worker, words.incarnation)
             self._handle(hosted, lost)
 
-    # ---- what a service is ----
+    # ---- description of a service ----
 
     def _on_describe(
         self, hosted: HostedService, event: RequestArrived, description: Describe

@@ -62,7 +62,7 @@ def figures_of(host: ServerHost, snapshot: Path | None = None) -> Figures:
     listener, services = host.listener, list(host.services.values())
     holders = [one for one in map(_parameters_of, services) if one is not None]
     age = None
-    with contextlib.suppress(OSError):  # there is none yet
+    with contextlib.suppress(OSError):  # there may be no snapshot yet
         if snapshot is not None:
             age = time.time() - snapshot.stat().st_mtime
     here = [one.attendance.workers_present for one in services]
@@ -206,4 +206,4 @@ _COUNTED = (
     ),
     ("workers_lost", ("workers lost",), "Incarnations of workers that were lost."),
 )
-"""Counters: what they are called, what a state machine calls that, and what it means."""
+"""Counters: their names in metrics, their names in a state machine, and their meanings."""

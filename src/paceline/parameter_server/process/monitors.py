@@ -37,7 +37,7 @@ from paceline.transport.peers import PeerBack, PeerEvent, PeerLost, PeerReplied
 log = logging.getLogger(__name__)
 
 ServiceEvent = RequestArrived | WorkerLost | PeerEvent | WorkerFinished
-"""What a service sees, beside its timer."""
+"""Events of a service, besides its timer."""
 
 
 class SilentWorker(NamedTuple):
@@ -94,7 +94,7 @@ class MonitoredService:
             case PeerBack(peer):
                 outputs = service.on_peer_back(peer, now)
             case WorkerFinished():
-                # Whoever is replied to may be silent from now on, and not for ever.
+                # A worker that gets a reply here may be silent from now on, within the limit.
                 outputs = service.on_worker_finished(event.worker, now)
         return self._observed(outputs, now)
 
@@ -140,11 +140,11 @@ def _is_due(one: Service | Monitor, now: float) -> bool:
 
 
 SILENT_STEPS = 30
-"""A worker may be silent for as long as so many steps usually take."""
+"""Silence limit of a worker, in usual step times."""
 FIRST_STEP = 10
-"""Before its first step is done a worker may be silent so many times as long: it compiles, say."""
+"""Factor on the silence limit before the first step is done, in which a worker may compile."""
 LOOKS = 20
-"""The monitor is called so often within the least silence: so it knows that it was awake."""
+"""Calls of the monitor within the shortest silence limit, which show that it was awake."""
 
 
 @dataclass
@@ -153,12 +153,12 @@ class _Heard:
 
     incarnation: int
     last: float
-    """When its last message came, or its last answer left."""
+    """When its last message arrived, or the last reply to it was sent."""
     owed: set[tuple[str, int]] = field(default_factory=set)
-    """Its requests that are unanswered: while there are any, it may only wait."""
+    """Its unanswered requests: while there are any, it may be waiting."""
     step: int = -1
     began: float = 0.0
-    """When the first push of *step* came."""
+    """When the first push of *step* arrived."""
     steps: int = 0
 
 
@@ -197,9 +197,9 @@ class SilenceMonitor(Monitor):
         self._looked = 0.0
         """When the monitor was last called."""
         self._awake = 0.0
-        """Since when it has been called as often as it wants to be."""
+        """Since when it has been called as often as required."""
         self._excused = 0.0
-        """When the silence of those whom others judge was last forgotten."""
+        """When the silence of workers that others judge was last reset."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
         self._look_up(now)
@@ -225,7 +225,7 @@ class SilenceMonitor(Monitor):
     def on_reply(self, reply: Reply, now: float) -> None:
         """Until now its worker was waiting for it."""
         to = reply.to
-        if isinstance(reply.message, Joined):  # maybe long after it has asked
+        if isinstance(reply.message, Joined):  # it may come long after the request
             self._heard[to.worker] = _Heard(to.incarnation, now)
         heard = self._heard_of(to)
         if heard is not None:
@@ -240,7 +240,7 @@ class SilenceMonitor(Monitor):
 
     def on_timer(self, now: float) -> Sequence[SilentWorker]:
         self._look_up(now)
-        # Only here: what `next_deadline` says in between may be too early, and costs little.
+        # Only here: a `next_deadline` in between may be too early, which costs little.
         self._limit = self._least
         if self._durations:
             usual = statistics.median(self._durations)
@@ -297,7 +297,7 @@ class MissingWorkerMonitor(Monitor):
     ) -> None:
         self._missing, self._seconds = missing, seconds
         self._due: float | None = None
-        """When to look again; None while nobody is missing."""
+        """When to check again; None while no worker is missing."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
         if isinstance(message, Join | Leave):
@@ -311,7 +311,7 @@ class MissingWorkerMonitor(Monitor):
 
     def on_timer(self, now: float) -> Sequence[SilentWorker]:
         missing = self._missing()
-        if not missing:  # who was waited for is done, which is no message
+        if not missing:  # the worker has finished, which sends no message
             self._due = None
             return ()
         self._seconds *= 2

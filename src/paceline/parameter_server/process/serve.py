@@ -68,7 +68,7 @@ def serve(
         host = ServerHost(listener)
         stack.callback(host.close)
         log.info("serving at %s:%d", bind, listener.port)
-        if made:  # once there is a server that asks for it
+        if made:  # print it once a server accepts it
             print(f"export {TOKEN}={token}", flush=True)
         well = True
         for news in host.serve():

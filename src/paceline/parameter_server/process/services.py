@@ -24,11 +24,11 @@ from paceline.spec import parse
 from paceline.transport import liveness
 
 MOST_SERVICES = 64
-"""A job has no more servers than that which know each other."""
+"""Most servers of a job that communicate with each other."""
 
 Factory = Callable[[Describe, int, UpdatesOnServer | None], Service]
-"""Makes a service as described, for so many workers. The method is the one whose updates it
-applies; None: the first worker names it."""
+"""Makes a service from its description, for so many workers. The method is the one whose updates it applies; None:
+the first worker names it."""
 
 
 def discipline_of(text: str, workers: int) -> Discipline:

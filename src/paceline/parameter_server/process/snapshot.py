@@ -38,9 +38,9 @@ _UNREADABLE = (
     *(zipfile.BadZipFile, pickle.UnpicklingError),
 )
 SECONDS = 30.0
-"""Between two snapshots, where nobody says otherwise."""
+"""Default seconds between two snapshots."""
 SHARE = 100
-"""Copying takes at most one part in so many of the server's time."""
+"""Copying takes at most 1/SHARE of the server's time."""
 
 
 def unfinished(path: Path) -> Path:
@@ -58,10 +58,10 @@ def snapshot_lock(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    # Beside PATH.lock of many tools: files of that name are somebody's.
+    # Not PATH.lock, which other tools use, too.
     lock = path.with_name(f".{path.name}.paceline-lock")
     try:
-        # Whatever it is, nothing in it is changed.
+        # Open it without changing it, in case it belongs to another program.
         held = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UsageError(
@@ -76,7 +76,7 @@ def snapshot_lock(path: Path | None) -> Iterator[None]:
             "name another file for this job, or end that server"
         ) from None
     except OSError:
-        pass  # this file system has no locks
+        pass  # This file system has no locks.
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
     part = unfinished(path)
     try:
         with part.open("wb") as stream:
-            # Whatever goes wrong below torch's writer surfaces as a RuntimeError.
+            # Every error below torch's writer appears as a RuntimeError.
             torch.save({**saved, "format": FORMAT}, stream)
             stream.flush()
             os.fsync(stream.fileno())
@@ -110,7 +110,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
 def read(path: Path) -> dict[str, Any]:
     """What `write` wrote. Raises `UsageError` for anything else."""
     try:
-        # torch reads records without comparing their CRCs.
+        # torch reads records without checking their CRCs.
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()
         saved = None if damaged else torch.load(path, weights_only=True)
@@ -166,16 +166,16 @@ class Snapshotter(Monitor):
         self._seconds = seconds
         self._keep = keep
         self._clock = clock
-        self._due: float | None = None  # from here on, at the next quiet moment
-        self._latest = 0.0  # from here on, at any moment
+        self._due: float | None = None  # from this time on, at the next consistent cut
+        self._latest = 0.0  # from this time on, at any moment
         self._now: float | None = (
-            None  # a quiet moment, as soon as its answers have left
+            None  # a consistent cut, used once its replies have left
         )
         self._versions: list[int] = []
-        """Of the one that was written last."""
+        """Bucket versions in the last written snapshot."""
         self._writer: threading.Thread | None = None
         self._fault: BaseException | None = None
-        """What went wrong in the writer, if that was not the disk."""
+        """An error of the writer other than a disk error."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
         self._raise_fault()
@@ -195,7 +195,7 @@ class Snapshotter(Monitor):
         if moment is not None and self._server.is_quiet():
             self._take(now)
         elif self._due is not None and now >= self._latest:
-            self._latest = now + self._seconds  # where nothing can be taken now
+            self._latest = now + self._seconds  # in case no snapshot is possible now
             self._take(now)
         return ()
 
@@ -225,11 +225,11 @@ class Snapshotter(Monitor):
 
     def _take(self, now: float) -> None:
         if self._writer is not None and self._writer.is_alive():
-            return  # at the first quiet moment after it
+            return  # Try again at the first consistent cut after it.
         start = self._clock()
         saved = self._server.snapshot()
         if not saved:
-            return  # at the next quiet moment
+            return  # Try again at the next consistent cut.
         took = self._clock() - start
         self._wait_until(now + took + max(self._seconds, (SHARE - 1) * took))
         versions = [saved["load"], *saved["store"]["versions"]]

@@ -107,7 +107,7 @@ class SurvivingJob:
         name = f"server at {listener.address}:{listener.port}"
         self.server = make_parameter_server(listener.workers, name)
         self.step = begin_or_go_on(self.server, self.path, without)
-        """The one that it goes on from, 0: from the beginning."""
+        """The step that it continues from, 0: from the beginning."""
         monitors: list[Monitor] = []
         self._snapshots: snapshots.Snapshotter | None = None
         if self.path is not None:
@@ -135,7 +135,7 @@ class SurvivingJob:
             if self._snapshots is not None and not self.attendance.all_have_ended_well:
                 self._snapshots.take_last()
             elif self._snapshots is not None:
-                self._snapshots.finish()  # else it would be there again
+                self._snapshots.finish()  # a running writer would create the file again
                 self._snapshots.path.unlink(missing_ok=True)
         finally:
             log_counts("the server", self.server.counts)

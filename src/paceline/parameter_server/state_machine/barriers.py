@@ -58,11 +58,11 @@ class BarrierEvent(Enum):
 
     NOTHING = auto()
     NOTHING_TO_LOAD = auto()
-    """All are there to load, and nobody has brought anything: the load is complete."""
+    """All workers wait for a load, and none has anything to load: the load is complete."""
     MAY_PULL = auto()
-    """Workers that have just joined may pull now, and the barrier is to be looked at again."""
+    """Workers that have just joined may pull now; then check the barrier again."""
     STEPS_GO_ON = auto()
-    """Steps end without those that wait here: so the discipline's active workers have changed."""
+    """Steps end without the workers that wait here, so the discipline's active workers have changed."""
 
 
 class Barrier:
@@ -74,10 +74,10 @@ class Barrier:
         self.leader: int | None = None
         """The worker that loads now."""
         self.follows = False
-        """Another server decides what pushes wait for: they may be answered without anybody
-        else's."""
+        """Whether another server decides what pushes wait for: then a push may be answered before
+        any other arrives."""
         self.sees_all = True
-        """All workers push to this server: it knows who has trained."""
+        """Whether all workers push to this server, so that it knows which have trained."""
         self._shard = shard
         self._members = shard.members
         self._pushes = pushes
@@ -85,12 +85,12 @@ class Barrier:
         self._arrived: dict[int, tuple[Sender, EnterBarrier]] = {}
         self._members.at_barrier = self._arrived.keys()
         self._pulling: set[int] = set()
-        """Workers that have yet to say that they have taken what was loaded."""
+        """Workers that have not confirmed yet that they pulled the loaded state."""
         self._lets_pull = False
-        """A worker that has joined is given parameters though others have arrived."""
+        """Whether a joining worker gets parameters although others are at the barrier."""
         self._postponed: dict[int, Sender] = {}
         self.admissible: list[Sender] = []
-        """Workers whose joins were postponed, and that may join now."""
+        """Workers with postponed joins that may join now."""
 
     # ---- what happens ----
 
@@ -159,11 +159,11 @@ class Barrier:
         self._shard.loads += 1
         self._pulling = set(self._arrived)
         if self.leader is not None:
-            del self._arrived[self.leader]  # was answered before
+            del self._arrived[self.leader]  # its request was answered before
             self.leader = None
         self._release()
 
-    # ---- who is there ----
+    # ---- workers at the barrier ----
 
     def advance(self, waiting_to_pull: Collection[int]) -> BarrierEvent:
         """Something has changed: see whether all are there. *waiting_to_pull*: the workers that
@@ -178,9 +178,7 @@ class Barrier:
         if missing:
             return self._look_for_mistakes(missing, purposes, waiting_to_pull)
         if not all(self._pushes.owes_nothing(worker) for worker in self._arrived):
-            return (
-                BarrierEvent.NOTHING
-            )  # late units of their last steps are on their way
+            return BarrierEvent.NOTHING  # late units of their last steps are in flight
         if len(purposes) > 1:
             self.give_up(self._different_purposes())
         elif "meet" in purposes:
@@ -196,7 +194,7 @@ class Barrier:
             return True
         member = self._members[worker]
         if member.late_joiner and not member.has_parameters:
-            return False  # it gets its first parameters afterwards
+            return False  # It gets its first parameters after the barrier.
         missed = member.late_joiner and member.first_step >= self.step()
         return not (missed and purposes == {"meet"})
 
@@ -236,7 +234,7 @@ class Barrier:
         self.admissible += self._postponed.values()
         self._postponed = {}
 
-    # ---- who is not there ----
+    # ---- missing workers ----
 
     def _look_for_mistakes(
         self,
@@ -246,7 +244,7 @@ class Barrier:
     ) -> BarrierEvent:
         discipline = self._shard.discipline
         if purposes == {"meet"} and discipline.finishes_without_stragglers:
-            # A step ends without those who are here, so that the others come here too.
+            # A step ends without the workers at the barrier, so that the others reach it, too.
             if self._members.left_out == self._arrived.keys():
                 return BarrierEvent.NOTHING
             self._members.left_out = set(self._arrived)
@@ -260,7 +258,7 @@ class Barrier:
             if purposes == {"meet"}:
                 self._end()
                 return BarrierEvent.NOTHING
-            if not self._lets_pull:  # they may wait for who has joined
+            if not self._lets_pull:  # the others may wait for the joined worker
                 self._lets_pull = True
                 return BarrierEvent.MAY_PULL
             self.give_up(

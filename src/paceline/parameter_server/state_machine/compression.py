@@ -88,7 +88,7 @@ class ServerCompression:
         self._decode_passes = self._pushed.code.memory_passes(1)[1]
         self._answers = check_decodes_per_worker(self._pushed.for_replies())
         self.replicas: dict[tuple[int, int], _WorkerReplica] | None = None
-        """By worker and bucket; None where answers are dense."""
+        """By worker and bucket; None if replies are full."""
         if join.replies == "deltas":
             self.replicas = {}
 
@@ -103,7 +103,7 @@ class ServerCompression:
         if push.late or push.units is not None:
             raise UsageError("push: under compression a bucket is pushed as a whole")
         if payload is not None and stands_in(payload):
-            # Of virtual time alone: it only counts as a code.
+            # Only in virtual time: the tensor represents a compressed gradient by its bytes.
             self._charge(push.bucket, self._decode_passes)
             return store.fitting("push", push.bucket, payload)
         if payload is None or payload.dtype != torch.uint8:
@@ -149,7 +149,7 @@ class ServerCompression:
             bucket, sum(self._answers.memory_passes(1)) + _SUBTRACTED_AND_ADDED
         )
         if self._store.bytes[bucket] != now.numel() * now.element_size():
-            return now.clone(), replica.sequence  # of virtual time alone
+            return now.clone(), replica.sequence  # only in virtual time
         if not replica.is_own:
             replica.values, replica.is_own = replica.values.clone(), True
         units = self._units[bucket]
@@ -179,7 +179,7 @@ class ServerCompression:
 
 
 _SUBTRACTED_AND_ADDED = 6.0
-"""Passes over a bucket: two numbers are read and one is written, twice."""
+"""Passes over a bucket: two reads and one write, for a subtraction and an addition."""
 
 
 @dataclass
@@ -194,14 +194,14 @@ class _WorkerReplica:
     is_own: bool = False
 
 
-# ---- which compression may be used with servers that update ----
+# ---- compression with servers that update ----
 
 
 def spec_of_code(compression: GradientCompression) -> str:
     """What a server makes it from. Raises `UsageError` for one that is not registered as it
     is."""
     spec, _ = nested("compression", keys_of(compression))
-    # A server decodes all steps alike: warm-ups are the workers'.
+    # A server decompresses all steps alike, so only workers apply warm-ups.
     if (
         spec is None
         or spec.name not in COMPRESSORS
@@ -264,7 +264,7 @@ def check_decodes_per_worker(compression: GradientCompression) -> GradientCompre
 
 
 _PROBE = 64, 256
-"""The shape of a tensor that a code is tried on."""
+"""The shape of a tensor on which a compressor is tried."""
 
 
 def check_brings_nearer(compression: GradientCompression) -> None:
@@ -284,7 +284,7 @@ def check_brings_nearer(compression: GradientCompression) -> None:
     state = answers.init_state(tensor, "probe", 0)
     if "steps" in state.get("code", {}).get(
         COMMON, {}
-    ):  # who counts them sends other things in others
+    ):  # a compressor that counts epochs sends other data in later ones
         raise UsageError(
             f"replies=deltas with compression {compression.name!r}: what it sends changes "
             "from step to step, and the answers to a worker are no steps of its own; take "

@@ -10,11 +10,11 @@ from paceline.interfaces import Sender
 from paceline.transport.protocol import TAKEN_FOR_LOST
 
 MOST_STEPS_AHEAD = 100_000
-"""A step that is further ahead of all workers is a mistake, and refused."""
+"""A step further ahead of all workers is an error, and refused."""
 WHOLE_STEPS_KEPT = 2
-"""Late pushes may still come of so many steps whose main pushes are all in. Example: late
-pushes of step 4 have a channel of their own, so they may come after all main pushes of step 5;
-a main push of step 6 is refused before they have come."""
+"""Steps with complete main pushes whose late pushes may still arrive. Example: late pushes of step
+4 have a channel of their own, so they may arrive after all main pushes of step 5. A main push of
+step 6 is refused before they have arrived."""
 
 
 STATES = {
@@ -24,7 +24,7 @@ STATES = {
     "left": "has done all of its steps; is not waited for",
     "gone": "is lost, or ended before it came; another incarnation may join",
 }
-"""What a worker is to its server; `Members.state`."""
+"""State of a worker at its server: see `Members.state`."""
 STATE_CHANGES = (
     ("awaited", "join", "training"),
     ("awaited", "worker finished", "gone"),
@@ -37,7 +37,7 @@ STATE_CHANGES = (
     ("gone", "join", "training"),
     ("gone", "join after it has left", "left"),
 )
-"""State before, event, state after."""
+"""Transitions: state before, event, state after."""
 
 
 @dataclass
@@ -45,9 +45,9 @@ class WholeStep:
     """A step of a worker whose main pushes are all in."""
 
     left: dict[int, list[int]]
-    """By bucket: the units that its main push has left out, until they come late."""
+    """By bucket: the units that its main push left out, until they arrive late."""
     late: set[int] = field(default_factory=set)
-    """Buckets whose late push is in."""
+    """Buckets whose late push has arrived."""
 
 
 @dataclass
@@ -57,20 +57,20 @@ class Member:
     incarnation: int
     joined: bool = False
     late_joiner: bool = False
-    """It has joined a training that goes on."""
+    """Whether it joined a running training."""
     has_parameters: bool = False
-    """It was given parameters."""
+    """Whether it was given parameters."""
     has_buffers: bool = False
-    """The buffers that it sends are made from those that the server had."""
+    """Whether the buffers that it sends are derived from the server's."""
     lost: bool = False
     leaving: bool = False
     first_step: int = 0
     clock: int = 0
-    """The number of its next step: the main pushes of all steps before are in."""
+    """The number of its next step: the main pushes of all earlier steps have arrived."""
     begun: dict[int, list[int]] = field(default_factory=dict)
-    """By bucket whose main push of the next step is in: the units that it leaves out."""
+    """By bucket whose main push of the next step has arrived: the units that it leaves out."""
     whole: dict[int, WholeStep] = field(default_factory=dict)
-    """The last steps before that, by number: their late pushes may still come."""
+    """The last steps before that, by number: their late pushes may still arrive."""
 
     def begins_with(self, step: int) -> None:
         """*step* is its next one, whatever it has done before."""
@@ -97,28 +97,28 @@ class Members:
         self._workers = workers
         self._known: dict[int, Member] = {}
         self.return_from_loss = False
-        """Lost workers come back, each as a new incarnation."""
+        """Whether lost workers come back, each as a new incarnation."""
         self._returning: set[int] = set()
         self._left: set[int] = set()
-        """Workers that have left well, in one incarnation or another."""
+        """Workers that have left without an error, in any incarnation."""
         self._awaited = set(range(workers))
-        """Workers that are to join before the first step, and have not yet."""
+        """Workers that must join before the first step, and have not joined yet."""
         self.left_out: set[int] = set()
         """Those of them without which steps end."""
         self.at_barrier: Collection[int] = ()
         """Workers that wait for all others."""
         self.begin = 0
-        """The first step of the training: later than 0 after a snapshot was restored."""
+        """The first step of the training: later than 0 after a restored snapshot."""
         self._begins: dict[int, int] = {}
         """The first steps of workers that begin later."""
         self.furthest = 0
-        """Nobody has begun this step, nor a later one."""
+        """No worker has begun this step, or a later one."""
         self.most_steps_ahead = MOST_STEPS_AHEAD
 
     def __getitem__(self, worker: int) -> Member:
         return self._known[worker]
 
-    # ---- who is here ----
+    # ---- active workers ----
 
     def is_one(self, worker: int) -> bool:
         """Whether the job has such a worker."""
@@ -245,7 +245,7 @@ class Members:
     def _training(self) -> list[tuple[int, Member]]:
         return [(w, m) for w, m in self._present().items() if not m.leaving]
 
-    # ---- how far they are ----
+    # ---- progress of workers ----
 
     def begin_with(self, step: int, own: Mapping[int, int]) -> None:
         """Begin with *step*, before any worker has joined; workers of which later gradients are in begin each with

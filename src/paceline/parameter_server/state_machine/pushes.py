@@ -68,7 +68,7 @@ class PushOrder:
             applied=shard.store.has_applied(worker, push.step, push.bucket),
         )
 
-    # ---- until they are answered ----
+    # ---- unanswered pushes ----
 
     def give_up(self) -> list[Sender]:
         """No push will be answered any more: the workers that wait."""
@@ -97,7 +97,7 @@ class PushOrder:
             late for to, late in self._shard.unanswered.values() if to.worker == worker
         }
 
-    # ---- whether they make sense ----
+    # ---- validation ----
 
     def _check_sense(self, worker: int, member: Member, push: Push) -> None:
         store = self._shard.store

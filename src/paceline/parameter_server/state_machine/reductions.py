@@ -71,7 +71,7 @@ class _Reduction:
         self.operation = operation
         self.senders: list[Sender] = []
         self.ranks: list[int] = []
-        """Whose tensors are in."""
+        """Ranks whose tensors have arrived."""
         self.added_bytes = 0
         self._like = like.numel(), like.dtype
         self._early: dict[int, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from paceline.parameter_server.state_machine.members import Members
 log = logging.getLogger(__name__)
 
 REFUSALS_LOGGED = 100
-"""Later ones are only counted: a worker may repeat a mistake for ever."""
+"""Refusals that are logged; later ones are only counted, since a worker may repeat an error for ever."""
 
 
 class ReplyQueue:

@@ -173,10 +173,10 @@ TRANSITIONS: dict[type | str, Transition] = {
     ),
     "timer": Transition("on_timer", "The discipline acts.", "`Parameters`, as it says"),
 }
-"""By request, or by what else happens. Other requests are for other kinds of services."""
+"""Handlers by request or other event. Other requests belong to other kinds of services."""
 
 MakeDiscipline = Callable[[str], Discipline | None]
-"""From a method's spec, as the first worker joins with it; None where the server only reduces."""
+"""Makes a discipline from the method's spec when the first worker joins; None if the server only reduces."""
 
 
 class ParameterServer(Service):
@@ -197,7 +197,7 @@ class ParameterServer(Service):
     ) -> None:
         self.workers = workers
         self.counts: Counter[str] = Counter()
-        """What happened, for reports."""
+        """Counts of events, for reports."""
         self.members = Members(workers)
         self.replies = ReplyQueue(name, self.members, self.counts)
         self.shard = ModelShard(self.members, self.counts, self.replies)
@@ -208,12 +208,12 @@ class ParameterServer(Service):
         self.reductions = Reductions(self.members, self.replies)
         self._make_discipline = make_discipline
         self._first_join: Join | None = None
-        """What is trained: as the first worker, or a snapshot, has said it."""
+        """The description of the training, from the first worker or a snapshot."""
         self._restored = False
         self._stopped = False
-        """Whether those that wait were told of a fault."""
+        """Whether waiting workers were informed of a fault."""
         self._pulls: list[tuple[Sender, Pull]] = []
-        """Each with the step that its worker begins with."""
+        """Waiting pulls."""
         self._untrained_pulls: list[tuple[Sender, PullUntrained | PullBuffers]] = []
         self._state_pulls: list[tuple[Sender, PullState]] = []
         self._leaves: list[Sender] = []
@@ -360,7 +360,7 @@ class ParameterServer(Service):
     def _on_push(
         self, sender: Sender, push: Push, payload: torch.Tensor | None
     ) -> None:
-        if not push.late:  # late units may come after their worker
+        if not push.late:  # late units may arrive after their worker is at a barrier
             self.barrier.check_not_there("push", sender.worker)
         taken = self.pushes.accept(sender, push, payload)
         self.shard.on_push(taken)
@@ -387,7 +387,7 @@ class ParameterServer(Service):
     ) -> None:
         member, kept = self.members[sender.worker], self.untrained.buffers
         if member.late_joiner and not member.has_buffers and kept is not None:
-            # Those of a script that begins at its top are not what training has made.
+            # Buffers of a restarted script do not contain any training.
             self.replies.reply(sender, Buffers(), kept)
         else:
             self.replies.reply(sender, Buffers(), self.untrained.mix(mix, payload))
@@ -440,7 +440,7 @@ class ParameterServer(Service):
     ) -> None:
         self.barrier.arrive(sender, arrive)
         if isinstance(self.shard.discipline, GroupServerDiscipline):
-            self.shard.on_change()  # a group may do without who waits for other groups
+            self.shard.on_change()  # a group need not wait for workers at other groups' barriers
 
     def _advance_barrier(self) -> None:
         event = self.barrier.advance(self._waiting_to_pull())
@@ -452,7 +452,7 @@ class ParameterServer(Service):
             self._complete_load()
         elif event is BarrierEvent.STEPS_GO_ON:
             self.shard.on_change()
-        # Steps may have ended without those who are here, or they have met.
+        # Steps may have ended without the workers at the barrier, or the barrier was passed.
         self._grant_pulls()
 
     def _on_load(
@@ -543,7 +543,7 @@ class ParameterServer(Service):
         store, clock = self.shard.store, self.members[sender.worker].clock
         store.check_bucket(pull.bucket)
         store.elements(pull.bucket, pull.units)
-        # A later state waits for pushes that do not come while the worker waits.
+        # A later state would wait for pushes that cannot arrive while the worker waits.
         if self._waits_for_updates(pull) and pull.step > clock + 1:
             raise UsageError(
                 f"pull-state: expected a step up to {clock + 1} of worker {sender.worker}, "
@@ -583,7 +583,7 @@ class ParameterServer(Service):
         for sender, pull in waiting:
             worker = sender.worker
             member = self.members[worker]
-            # A worker that has left takes what there is: it does no step with it.
+            # A worker that has left gets the current parameters: it does no step with them.
             if member.leaving or (
                 shard.is_loaded
                 and self.barrier.may_pull(worker)
@@ -626,7 +626,7 @@ class ParameterServer(Service):
         try:
             entries, payload = self.shard.store.state(pull.bucket, pull.units)
         except UsageError as error:
-            # It has waited, maybe, and the request at hand is another worker's.
+            # The pull may have waited, while the current request is another worker's.
             self.replies.reject(to, str(error))
             return
         self.replies.reply(to, OptimizerState(entries=entries), payload)
@@ -721,7 +721,7 @@ def _without(worker: int, waiting: Sequence[tuple[Sender, Any]]) -> list[Any]:
     return [one for one in waiting if one[0].worker != worker]
 
 
-# ---- what all workers train ----
+# ---- description of the training ----
 
 SAME = (
     *("options", "method", "clip_norm", "servers"),
@@ -730,7 +730,7 @@ SAME = (
 )
 """The fields of `Join` in which all workers agree."""
 LONGEST = 200
-"""More letters of a value are told by a digest."""
+"""Characters of a value in messages; longer values are shown by a digest."""
 
 
 def in_words(join: Join) -> dict[str, str]:

@@ -44,19 +44,19 @@ class ModelShard:
         self.counts = counts
         self.fault = ""
         self.loads = 0
-        """How many loads there were since the first one."""
+        """Number of loads after the first one."""
         self.unanswered: dict[int, tuple[Sender, bool]] = {}
-        """The pushes that were taken and not answered, by number; and whether they are late."""
+        """Pushes that were accepted and not answered, by number; with whether they are late."""
         self.compression: ServerCompression | None = None
-        """Where gradients are compressed."""
+        """Set if gradients are compressed."""
         self.discipline = Discipline()
         self.clipped: ClippedStep | None = None
         self.is_held = False
-        """Whether parameters are held here: then there is a `store`."""
+        """Whether this server holds parameters: then there is a `store`."""
         self._replies = replies
         self._clip_norm = math.inf
 
-    # ---- what is held ----
+    # ---- the model ----
 
     def hold(self, discipline: Discipline, join: Join) -> None:
         """Make room for the model that *join* describes, and begin with this discipline.
@@ -115,7 +115,7 @@ class ModelShard:
         """What was done since this was last called."""
         return self.store.take_work() if self.is_held else Work()
 
-    # ---- what happens to its discipline ----
+    # ---- events of the discipline ----
 
     def on_push(self, push: PushedGradient) -> None:
         """A gradient has come."""
@@ -222,7 +222,7 @@ class ModelShard:
             self.clipped.hold_reply(push, counted)
             return
         if self.fault or push.number not in self.unanswered:
-            return  # it was refused meanwhile, or will be; or its worker is lost
+            return  # The push was, or will be, refused; or its worker is lost.
         sender, _ = self.unanswered.pop(push.number)
         bucket, compression = push.bucket, self.compression
         if compression is None or compression.replicas is None:
@@ -302,7 +302,7 @@ class ModelShard:
             self._note_applied(push)
         whole = _total_weight([push.weight for push in pushes])
         if not whole:
-            self.store.updated(bucket)  # nobody had a sample
+            self.store.updated(bucket)  # no worker had a sample
             return
         mean = _mean(pushes, whole)
         used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
@@ -313,9 +313,9 @@ class ModelShard:
 
     def _note_applied(self, push: PushedGradient) -> None:
         if self.discipline.accepts_partial_pushes:
-            return  # a step of its buckets has several updates, and ends for all workers at once
+            return  # A step has several updates of a bucket, and ends for all workers at once.
         for worker, step in push.of or [(push.worker, push.step)]:
-            if worker >= 0:  # else another server's
+            if worker >= 0:  # negative numbers are other servers
                 self.store.note_applied(worker, step, push.bucket)
 
 
@@ -323,7 +323,7 @@ def _mean(pushes: Sequence[PushedGradient], whole: float) -> torch.Tensor:
     """Made in the first push's gradient; *whole*: the sum of weights."""
     total = pushes[0].gradient
     for push in pushes:
-        # As workers do that weigh before they send, so that the bits are the same.
+        # Round exactly like workers that weight their gradients before sending.
         if push.weight != 1.0:
             push.gradient.mul_(push.weight)
         if push is not pushes[0]:
@@ -393,7 +393,7 @@ class ClippedStep:
         """Do this once the norm of its step is known."""
         before = self._step()
         if before is not None and any(push.step != before for push in update.pushes):
-            self._release()  # nobody is left who could complete the step before
+            self._release()  # no worker is left that could complete the previous step
         self._updates.setdefault(update.bucket, []).append(update)
 
     def hold_reply(self, push: PushedGradient, counted: Sequence[int]) -> None:
@@ -447,7 +447,7 @@ class ClippedStep:
         pushes = [push for update in updates for push in update.pushes]
         whole = _total_weight([push.weight for push in pushes])
         if not whole:
-            return 0.0  # nobody had a sample
+            return 0.0  # no worker had a sample
         total = pushes[0].gradient * pushes[0].weight
         for push in pushes[1:]:
             total.add_(push.gradient, alpha=push.weight)

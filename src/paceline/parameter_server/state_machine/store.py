@@ -21,13 +21,13 @@ from paceline.optim.partitioned import (
 )
 
 OPTIMIZERS = {kind.__name__: kind for kind in (*ELEMENTWISE, *WHOLE_TENSOR)}
-"""What a server can be asked to run, by name."""
+"""The optimizers that a server can run, by name."""
 State = dict[str, torch.Tensor]
-"""What an optimizer keeps of one unit, by name."""
+"""An optimizer's state of one unit, by name."""
 MOST_UNTRAINED_BYTES = 16 << 20
-"""Of frozen parameters and buffers, in one message."""
+"""Largest part of frozen parameters and buffers in one message."""
 MOMENTUM = ("momentum_buffer", "exp_avg")
-"""What torch's optimizers call a running mean of gradients."""
+"""Names of running means of gradients in torch's optimizers."""
 
 
 class Store:
@@ -49,16 +49,15 @@ class Store:
             for units, dtype in zip(join.units, join.dtypes, strict=True)
         ]
         self.buckets = [bucket for bucket, units in enumerate(join.units) if units]
-        """Those of which this server holds a part."""
+        """Buckets of which this server holds a part."""
         self.loaded = [not units for units in join.units]
         self.versions = [0] * len(self.flats)
         self.bytes = [wire_bytes(flat) for flat in self.flats]
-        """What each bucket is on the network."""
+        """Bytes of each bucket on the network."""
         self.applied: dict[int, dict[int, int]] = {}
-        """By worker and bucket: its gradients of all steps before this one are in, or will never
-        come."""
+        """By worker and bucket: its gradients of all steps before this one are applied, or will never arrive."""
         self._news: dict[int, dict[int, int]] = {}
-        """The same by bucket and worker, of what workers have sent here since `take_news`."""
+        """The same by bucket and worker, for gradients that workers have sent here since `take_news`."""
         self._snapshots: list[dict[tuple[int, ...] | None, torch.Tensor]] = [
             {} for _ in self.flats
         ]
@@ -86,7 +85,7 @@ class Store:
             optimizer = OPTIMIZERS[join.optimizer](groups)
         except (TypeError, ValueError) as error:
             raise UsageError(f"{join.optimizer} cannot be made: {error}") from None
-        # Pieces are numbered as groups list their parameters.
+        # Pieces are numbered in the order of the parameters in groups.
         firsts = [0]
         for group in groups:
             firsts.append(firsts[-1] + len(group["params"]))
@@ -146,7 +145,7 @@ class Store:
         """See `Shard.zero_momentum`."""
         for state in self._updater.state(self._pieces[bucket]):
             for name in MOMENTUM:
-                # SGD without momentum keeps None there.
+                # SGD without momentum has None here.
                 if isinstance(state.get(name), torch.Tensor):
                     state[name].zero_()
 
@@ -207,7 +206,7 @@ class Store:
         """All units of a bucket, or these."""
         return range(len(self._pieces[bucket])) if units is None else units
 
-    # ---- whose gradients are in ----
+    # ---- applied gradients ----
 
     def has_applied(self, worker: int, step: int, bucket: int) -> bool:
         """Whether a worker's gradient is in the parameters."""
@@ -222,7 +221,7 @@ class Store:
         """A worker has sent this gradient here, and it is in the parameters now."""
         mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
         for other in self.buckets:
-            # What the worker has not sent of earlier steps does not come any more.
+            # Missing gradients of earlier steps will not arrive any more.
             mine[other] = max(mine[other], step)
         mine[bucket] = max(mine[bucket], step + 1)
         self._news.setdefault(bucket, {})[worker] = mine[bucket]
@@ -247,7 +246,7 @@ class Store:
         `note_applied_elsewhere` takes it."""
         return self._news.pop(bucket, {})
 
-    # ---- what fits ----
+    # ---- validation ----
 
     def check_bucket(self, bucket: int) -> None:
         """Raise `UsageError` unless something of *bucket* is here."""
@@ -275,7 +274,7 @@ class Store:
             )
         return payload
 
-    # ---- what it cost ----
+    # ---- cost ----
 
     def add_work(self, added: int = 0, stepped: int = 0, coded: float = 0) -> None:
         """Count bytes that were summed or copied, stepped, and read or written for compression."""
@@ -289,7 +288,7 @@ class Store:
         work, self._work = self._work, Work()
         return work
 
-    # ---- all of it, for a snapshot ----
+    # ---- snapshots ----
 
     def saved(self) -> dict[str, Any]:
         """Parameters, versions and optimizer state, copied, and whose gradients are in them."""
@@ -429,7 +428,7 @@ class UntrainedTensors:
     def __init__(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.buffers: torch.Tensor | None = None
-        """In double precision; None before the first worker has sent its own."""
+        """In double precision; None before the first worker has sent its buffers."""
 
     def load(self, parts: Sequence[torch.Tensor]) -> None:
         """Take over what a worker has brought, part by part: its buffers are the ones to go
@@ -521,6 +520,6 @@ def _mixed(
         )
     cut = mix.floats
     mine, theirs = kept[:cut], payload[:cut]
-    # An answer may be on its way with what is kept: it is not written to.
+    # A reply in flight may share the kept tensor, so it must not be written to.
     mixed = torch.where(mine == theirs, mine, mine.lerp(theirs, mix.weight))
     return torch.cat([mixed, torch.maximum(kept[cut:], payload[cut:])])

@@ -18,9 +18,9 @@ import msgspec
 INTERFACE = "eth0"
 """The network interface of every host (``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``)."""
 NETWORK = "10.77.0.0/16"
-"""What the hosts' addresses are from; nothing outside an emulated cluster sees them."""
+"""Range of the hosts' addresses; they are not visible outside an emulated cluster."""
 Mode = Literal["root", "user namespace"]
-"""By what right the namespaces were made."""
+"""The privilege with which the namespaces were made."""
 
 _LENGTH = struct.Struct("!I")
 _MAX_DESCRIPTORS = 8
@@ -188,8 +188,8 @@ class ControlChannel:
         return _decode_answer(body), descriptors
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        # Not socket.recv_fds: the descriptors must not leak into processes that other
-        # threads start, so they are closed at exec from the first instant on.
+        # Not socket.recv_fds: descriptors must be close-on-exec from the start. Otherwise they leak into processes
+        # that other threads start.
         item = array.array("i").itemsize
         head, ancillary, _, _ = self._connection.recvmsg(
             _LENGTH.size,
@@ -216,6 +216,6 @@ class ControlChannel:
 
     def close(self) -> None:
         """End the connection for both, also where a forked child still holds a copy."""
-        with contextlib.suppress(OSError):  # the other end is gone already
+        with contextlib.suppress(OSError):  # the other end is already closed
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -367,7 +367,7 @@ def main(connection: int, launcher: int) -> int:
     """The guard: *connection* is the keeper's end to the launcher, *launcher* a
     descriptor of that process."""
     line = ControlChannel(socket.socket(fileno=connection))
-    # Whatever the launcher had done about signals is none of the hosts' business.
+    # Reset the launcher's signal settings, which processes in hosts must not inherit.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
@@ -392,7 +392,7 @@ def main(connection: int, launcher: int) -> int:
     watch.register(os.pidfd_open(keeper), select.POLLIN)
     watch.poll()
     os.kill(keeper, signal.SIGKILL)
-    # Comes back when every process of the namespace is gone.
+    # Returns when every process of the namespace has ended.
     os.waitpid(keeper, 0)
     return 0
 
@@ -402,7 +402,7 @@ class Keeper:
 
     def __init__(self, line: ControlChannel) -> None:
         self._line = line
-        # Opened before another /proc covers it.
+        # Opened before another /proc is mounted over it.
         machine = os.open("/proc", os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
         self._own_proc = namespaces.mount_own_proc()
         self._processes = Processes(Path(f"/proc/self/fd/{machine}"))

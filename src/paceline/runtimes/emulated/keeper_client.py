@@ -35,8 +35,8 @@ from paceline.runtimes.emulated.errors import (
 )
 from paceline.runtimes.emulated.permission import how_to_get_permission
 
-# The package's own __init__ imports torch: three seconds and 200 MB that the keeper has no
-# use for. An empty package stands in for it.
+# The package's own __init__ imports torch, which costs three seconds and 200 MB that the keeper does not need. An
+# empty package replaces it.
 _START = """
 import sys, types
 package = types.ModuleType("paceline")
@@ -81,7 +81,7 @@ class Client:
             self._guard = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",  # nothing from the current directory
+                    "-P",  # import nothing from the current directory
                     "-c",
                     _START,
                     str(Path(__file__).parents[2]),
@@ -300,7 +300,7 @@ class HostProcess:
                     answer = self._client.ask(AskStatus(process=self._number), Status)
                     self.returncode = answer.code
                 except KeeperLostError as error:
-                    # Whatever had not ended then was ended by the kernel.
+                    # The kernel ended all processes that were still running.
                     self.keeper_fault = str(error)
                     self.returncode = -signal.SIGKILL
         return self.returncode

@@ -55,7 +55,7 @@ class Aggregators:
     def start(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Start them, and wait until they listen; the variables by which workers find them.
         Raises `UsageError`."""
-        # Nobody but this job's own processes is on this network.
+        # Only this job's own processes are on this network.
         own = {**environment, TRUSTED: "1"}
         for host in self._network.aggregators:
             command = [
@@ -111,7 +111,7 @@ class Aggregators:
 
 
 PORT = 29500
-"""Where worker 0's store listens: on a host of its own, no port is in use."""
+"""Port of worker 0's store: each host is new, so no port is in use."""
 
 SERVER_PORT = 29600
 
@@ -165,7 +165,7 @@ class EmulatedJob:
                 for timer in self._timers:
                     timer.cancel()
                 with contextlib.suppress(OSError):
-                    reached.shutdown(socket.SHUT_RDWR)  # ends the listener
+                    reached.shutdown(socket.SHUT_RDWR)  # ends the listener thread
                 listener.join()
 
     # ---- workers ----
@@ -182,15 +182,15 @@ class EmulatedJob:
             "TORCHELASTIC_RUN_ID": "emulated",
             RUNTIME_VARIABLE: EmulatedRuntime.name,
         }
-        # Hosts have no names: torch would warn of each connection that it cannot name one.
+        # Hosts have no names: torch would warn at each connection.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         base = quiet | os.environ | shared
         file = Path(scratch) / "cluster.toml"
         file.write_text(cluster_toml(cluster, exact=True))
         base |= replace(self._options, cluster=str(file)).to_environment()
-        # Hosts are no machine of their own, and have no network but this job's.
+        # Hosts share this machine, and only this job's processes are on their network.
         base.setdefault(TOKEN, secrets.token_hex(16))
-        live = base.pop(progress.FILE_VARIABLE, None)  # where worker 0 writes
+        live = base.pop(progress.FILE_VARIABLE, None)  # worker 0's progress file
         base |= self._start_servers(base)
         base |= self._aggregators.start(base)
         for worker, host in enumerate(per_host):
@@ -222,7 +222,7 @@ class EmulatedJob:
         """One parameter server on each host that stands for one; returns the variables by
         which workers find them."""
         cluster = self._network.cluster
-        # Nobody but this job's own processes is on this network.
+        # Only this job's own processes are on this network.
         trusted = {TRUSTED: "1"}
         addresses = []
         for number in range(len(cluster.servers)):
@@ -273,7 +273,7 @@ class EmulatedJob:
         try:
             connection, _ = listener.accept()
         except OSError:
-            return  # the job is over
+            return  # The job is over.
         with connection, connection.makefile("rb") as lines:
             for line in lines:
                 self._reached(int(line))

@@ -24,18 +24,18 @@ from paceline.runtimes.emulated.network import EmulatedNetwork
 from paceline.runtimes.emulated.shaping import UNLIMITED, segment_bytes, wire_rate
 
 TOLERANCE = 0.05
-"""A link that gives more or less than this share of what was asked is off."""
+"""A link is off if its goodput differs from the requested one by more than this share."""
 
 _MOST_STREAMS = 32
 _FULL = 0.999
-"""A link that is loaded to this share of its rate is full."""
+"""A link counts as full from this share of its rate on."""
 _WARM_UP_SECONDS = 0.25
 _SECONDS = 0.5
 _LONGEST_SECONDS = 10.0
 _SEGMENTS = 100
-"""A measurement takes in so many segments at least, which matters below 5 Mbit/s."""
+"""Segments that a measurement has at least, which matters below 5 Mbit/s."""
 _TRIES = 3
-"""A busy machine makes a link look slow; a link that is off is measured again."""
+"""Measurements of a link that is off, since a busy machine makes links look slow."""
 _CONNECT_SECONDS = 5.0
 _CHUNK = bytes(1 << 18)
 _AT_ONCE = struct.pack("ii", 1, 0)
@@ -210,7 +210,7 @@ def _run(network: EmulatedNetwork, load: _Load) -> float:
                     continue
                 count = stream.recv_into(buffer)
                 last = time.perf_counter()
-                # The first bytes after the warm-up open the interval and do not count.
+                # The first bytes after the warm-up start the interval, and do not count.
                 if first:
                     arrived += count
                 elif last >= start:
@@ -229,7 +229,7 @@ def _connect(
         listener.settimeout(_CONNECT_SECONDS)
         sender = stack.enter_context(network.socket(source))
         sender.settimeout(_CONNECT_SECONDS)
-        # At the end throw away what was not sent yet: the next trial wants the link.
+        # Discard unsent data at the end: the next trial needs the link.
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
         try:
             sender.connect((address, listener.getsockname()[1]))

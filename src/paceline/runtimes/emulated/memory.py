@@ -8,11 +8,11 @@ from paceline import units
 from paceline.runtimes.emulated.errors import EmulationError
 
 HOST_BYTES = 400_000
-"""A network namespace, its cable and its queues, in the kernel (measured: 300 kB)."""
+"""Kernel memory of a host: a network namespace, its veth pair and its queues (measured: 300 kB)."""
 NEIGHBOUR_BYTES = 600
-"""What each host's entry for each other host takes."""
+"""Memory of each host's neighbour entry for each other host."""
 WORKER_BYTES = 250_000_000
-"""A worker that has imported torch, without its model (measured)."""
+"""Memory of a worker that has imported torch, without its model (measured)."""
 
 
 def available() -> int:
@@ -24,7 +24,7 @@ def available() -> int:
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit, or none that we can see
+    except (OSError, ValueError):  # no limit, or none that is visible
         return free
     return min(free, max(0, limit - used))
 

@@ -32,7 +32,7 @@ from paceline.runtimes.emulated.shaping import wire_rate
 __all__ = ["INTERFACE", "MAX_HOSTS", "Host", "Plan"]
 
 MAX_HOSTS = 1000
-"""A bridge takes 1023 ports, and one goes to the core."""
+"""A bridge has 1023 ports, and one leads to the core."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class Plan:
         ]
         links: list[LinkPlan | None] = [None] * len(self.capacities)
         for host in self.hosts:
-            # Half of the rack's latency on either side of its switch: a path within the
-            # rack has the whole, one between racks half of each rack's.
+            # Half of the rack's latency on either side of its switch. So a path within the rack has
+            # all of it, and a path between racks has half of each rack's.
             delay = self.cluster.racks[host.rack].latency / 2
             for inwards in (False, True):
                 link = self.host_link(host.number, inwards=inwards)

@@ -19,7 +19,7 @@ from paceline.runtimes.real.runtime import HostClock, RealRuntime
 from paceline.units import show_seconds
 
 BEHIND = 1.25
-"""Times what a pass was to take: longer, and its pace is not kept."""
+"""Factor over the paced time of a pass: if passes take longer, the machine cannot keep the pace."""
 USE = (
     "Use the stand-in, which computes nothing: paceline emulate examples/workload.py with the "
     "same network -- "
@@ -40,8 +40,7 @@ class EmulatedRuntime(RealRuntime):
 
     def __init__(self, options: RunOptions) -> None:
         super().__init__(options)
-        # Hosts are its own, so nobody has to be asked; and scripts may pace before they
-        # connect.
+        # Set the cluster now: the network is this job's own, and scripts may pace before they connect.
         self._learn_cluster()
         tell = progress.step_reporter()
         if tell is not None:

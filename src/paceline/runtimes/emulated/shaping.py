@@ -29,13 +29,12 @@ from typing import Any, Protocol
 from paceline.cluster.cluster import EMULATED_BURST
 
 PAYLOAD_BYTES = 1448
-"""What a full packet carries: an MTU of 1500 less the IP and TCP headers, with time
-stamps, as Linux sends them."""
+"""Payload of a full packet: an MTU of 1500 less the IP and TCP headers, with time stamps, as Linux sends them."""
 FRAME_BYTES = 1514
-"""What a full packet is to the bucket: the MTU and an Ethernet header."""
+"""Bytes of a full packet in the bucket: the MTU and an Ethernet header."""
 UNLIMITED = 4e9
-"""Bytes per second on the wire: more than two processes of one machine exchange, and what
-the bucket's 32 bits hold."""
+"""Bytes per second on the wire: more than two processes of one machine exchange, and within the bucket's 32
+bits."""
 
 _SEGMENT_SECONDS = 1e-3
 _LARGEST_SEGMENT = 65536
@@ -120,8 +119,8 @@ class Shaper:
         """Lose every packet from now on."""
         if self.is_cut:
             return
-        # The bucket's own queue has no handle to delete it by, so another takes its
-        # place first; what is left then is the kernel's no-op, which loses everything.
+        # The bucket's own queue has no handle to delete it by, so another queue replaces it first.
+        # Its removal leaves the kernel's no-op queue, which drops everything.
         queue = {"parent": _BUCKET + 1, "handle": _SCRATCH}
         netlink.tc("add", "pfifo", self.index, **queue, limit=1)
         netlink.tc("del", "pfifo", self.index, **queue)
@@ -130,7 +129,7 @@ class Shaper:
     def repair(self, netlink: Netlink) -> None:
         """Let packets flow again, at the last rate that was set."""
         if self.is_cut:
-            self._bucket(netlink, "change")  # makes a new queue where there is none
+            self._bucket(netlink, "change")  # makes a new queue if there is none
             self.is_cut = False
 
     def _bucket(self, netlink: Netlink, command: str) -> None:

@@ -36,14 +36,14 @@ class WorkerLocation(msgspec.Struct, kw_only=True):
     """Where one worker runs, and the cluster file that it was given."""
 
     name: str
-    """Of the machine, for people."""
+    """Name of the machine in messages."""
     machine: str
-    """Two workers with different ones are on different machines."""
+    """Workers with different values are on different machines."""
     host: str
-    """Two workers with equal ones are on one machine, and share its network."""
+    """Workers with equal values are on one machine, and share its network."""
     file: str = ""
     digest: str = ""
-    """Of what is in the file, if that can be read here."""
+    """Digest of the file's contents, if the file can be read here."""
 
 
 class ClusterDecision(msgspec.Struct, kw_only=True):
@@ -70,7 +70,7 @@ def worker_location(file: str | None = None) -> WorkerLocation:
         mine.file = file
         with contextlib.suppress(
             ClusterError
-        ):  # rank 0's counts, which is judged there
+        ):  # rank 0's file counts, and is checked there
             mine.digest = _digest(load_cluster(file))
     return mine
 

@@ -11,9 +11,9 @@ from paceline.compression import GradientCompression
 from paceline.interfaces import CompressionStage
 
 PASSES_KEPT = 200
-"""For a median of how late they were."""
+"""Passes whose delays are kept, for a median."""
 WARM_UP_PASSES = 2
-"""They carry start-ups."""
+"""Passes that are not counted, since they include start-up costs."""
 
 
 class PacedCompute:
@@ -31,18 +31,18 @@ class PacedCompute:
         self._scale = 1.0
         self._deadline = 0.0
         self._begun = 0.0
-        """Seconds of the forward of tensors that are used now."""
+        """Seconds of the forward pass of the tensors that are used now."""
         self._left = 0.0
-        """Seconds of the forward pass after `_deadline`, where it goes tensor by tensor."""
+        """Seconds of the forward pass after `_deadline`, if it is paced tensor by tensor."""
         self._given_up = False
         self._late = 0.0
-        """How long after its deadline the last gradient was there."""
+        """Seconds from the deadline of the last gradient to the gradient itself."""
         self._pending = False
-        """Whether that is of a pass which is not in `_passes` yet."""
+        """Whether `_late` is of a pass that is not in `_passes` yet."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=PASSES_KEPT)
         self._pass_count = 0
         self._ended_at: float | None = None
-        """When the last step ended; None: within a step."""
+        """End of the last step; None within a step."""
 
     @property
     def asked_and_taken(self) -> tuple[float, float]:
@@ -53,7 +53,7 @@ class PacedCompute:
         return asked, median(asked + late for asked, late in self._passes)
 
     def step_begins(self) -> None:
-        # What the script loads meanwhile passes within it.
+        # The time in which the script loads its batch counts as input time.
         ended_at, self._ended_at = self._ended_at, None
         if ended_at is not None and not self._given_up:
             until = ended_at + self.workload.input / self._speed
@@ -77,7 +77,7 @@ class PacedCompute:
         self._begun = self.workload.forward[index] * self._scale
 
     def usable(self) -> None:
-        # What was waited for is no compute time, and delays all that follows.
+        # Waiting is not compute time, and delays everything that follows.
         self._deadline = max(self._deadline, time.perf_counter())
 
     def gradient(self, index: int) -> None:

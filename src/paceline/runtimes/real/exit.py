@@ -71,8 +71,8 @@ class ExitWatcher:
         self._close = close
         self._leave = leave
         self._process = os.getpid()
-        # The exit status and cause of a bad end, and the number of steps when it was asked
-        # for: a script that catches its SystemExit and trains on has not ended.
+        # The exit status and cause of a bad end, and the number of steps when exit was requested: a script that
+        # catches its SystemExit and continues to train has not ended.
         self._bad_end: tuple[int, str, int] | None = None
         self._watch(matters)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -97,7 +97,7 @@ class ExitWatcher:
             if isinstance(error, PacelineError):
                 traceback = _frames_of_script(traceback)
                 error.__cause__, error.__suppress_context__ = None, True
-            if not unread:  # nobody reads what the script prints: no fault of it
+            if not unread:  # A closed output pipe is not the script's fault.
                 hook(kind, error.with_traceback(traceback), traceback)
 
         @functools.wraps(leave)
@@ -110,7 +110,7 @@ class ExitWatcher:
 
         @functools.wraps(destroy)
         def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-            # In a ``finally`` on the way out of an error nobody is kept company.
+            # In a ``finally`` after an error, do not shadow the others' collectives.
             error = sys.exc_info()[1]
             good = error is None or (isinstance(error, SystemExit) and not error.code)
             if good and (group is None or group is dist.group.WORLD):
@@ -125,7 +125,7 @@ class ExitWatcher:
                 self._replace(place, name, note_exit)
 
     def _replace(self, place: Any, name: str, ours: Any) -> None:
-        # builtins has no exit where Python was started without site
+        # builtins has no exit if Python was started without site.
         self._replaced.append((place, name, getattr(place, name, ours), ours))
         setattr(place, name, ours)
 
@@ -141,7 +141,7 @@ class ExitWatcher:
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
-            return  # a child that was forked off
+            return  # This is a forked child.
         if self._bad_end is not None:
             status, cause, steps = self._bad_end
             if steps == self._steps():
@@ -186,15 +186,15 @@ def write_torchelastic_error(error: BaseException) -> None:
     if not path or not isinstance(error, Exception):
         return
     traceback = "".join(tracebacks.format_exception(error))
-    # torchrun takes the lowest of these, in whole seconds, for the first cause, and dates
-    # a killed worker when it notices: a consequence is put safely after its cause.
+    # torchrun takes the error with the lowest time, in whole seconds, as the first cause. It dates
+    # a killed worker when it notices the end. So a consequence is dated safely after its cause.
     lost_a_peer = isinstance(error, PeerLostError) or is_consequence(str(error))
     timestamp = int(time.time()) + (2 if lost_a_peer else 0)
     details = {"py_callstack": traceback, "timestamp": str(timestamp)}
     if isinstance(error, PacelineError) and not error.restart_helps:
         details["final"] = "1"
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-    # The launcher may end this process meanwhile, and two threads may have bad news.
+    # The launcher may end this process meanwhile, and two threads may report errors.
     unfinished = Path(f"{path}.{threading.get_ident()}.part")
     with contextlib.suppress(OSError):
         unfinished.write_bytes(msgspec.json.encode({"message": message}))

@@ -78,16 +78,14 @@ def exec_as_worker(
     """
     place = place_of(os.environ, server, rank, workers)
     if place.size:
-        environment_of(server, place.rank, place.size)  # which says what cannot be
+        environment_of(server, place.rank, place.size)  # raises for invalid values
     options = job.options
     check(server, os.environ, options.method)
     size = fetch_world_size(server, place.rank, place.size, os.environ)
-    # What else the launcher has said stays, such as LOCAL_RANK.
+    # Keep other variables of the launcher, such as LOCAL_RANK.
     told = replace(place, size=size).to_environment() | os.environ
     environment = told | environment_of(server, place.rank, size)
-    if (
-        options.json
-    ):  # the object alone goes to standard output, all else to standard error
+    if options.json:  # only the JSON object goes to standard output
         sys.stdout.flush()
         kept = os.dup(1)
         os.set_inheritable(kept, True)
@@ -133,7 +131,7 @@ def _said(
         if given is None:
             launchers.check_lone_rank(environment, rank)
         return launchers.Place(rank=rank, size=0)
-    # Workers meet at the server, so nobody needs to know where worker 0 is.
+    # Workers meet at the server, so the address of worker 0 is not needed.
     host = server.rpartition(":")[0]
     return launchers.find({"MASTER_ADDR": host, **environment})
 
@@ -211,7 +209,7 @@ def connect_with_retry(
     said: set[str] = set()
     while True:
         if _wait_until_somebody_listens(name, host, port, rank, waiting):
-            contested = None  # another server, maybe
+            contested = None  # It may be another server.
         try:
             return connect()
         except (PeerLostError, UsageError) as error:
@@ -225,7 +223,7 @@ def connect_with_retry(
                     raise
             elif isinstance(error, UsageError) or now > waiting:
                 raise
-            # It has just ended, or its network has: then it is to be waited for.
+            # The server, or its network, has just failed: wait for it.
             if isinstance(error, PeerLostError) and words not in said:
                 said.add(words)
                 _say(f"worker {rank} tries again: {words}")

@@ -32,16 +32,16 @@ from paceline.timeouts import timeouts
 from paceline.torch_internals import AUTOGRAD, COLLECTIVES, collectives_begun
 
 LOOKS = 10
-"""How often a rank looks at itself in `Timeouts.rank_hang`."""
+"""How often a rank checks itself within `Timeouts.rank_hang`."""
 MOST_NAMED = 4
 MOST_WAITING = 16
-"""Ranks in a sentence."""
+"""Ranks in a message at most."""
 MOST_FRAMES = 8
 PLACE_CHARACTERS, NAME_CHARACTERS = 80, 30
-"""Of each frame. In UTF-8, all frames fit into a line of the hub's."""
+"""Length limits of a frame's parts. All frames in UTF-8 fit into one line of the hub."""
 
 _WAIT_IN = (file_of(COLLECTIVES), process_groups.__file__)
-"""A script that is in these modules waits for other ranks."""
+"""Modules in which a script waits for other ranks."""
 _AUTOGRAD_FILE = file_of(AUTOGRAD)
 _NOT_THE_SCRIPT = (
     "<",
@@ -113,7 +113,7 @@ class HangWatch:
             if frame.file in _WAIT_IN:
                 return frame
         if frames and frames[0].file == _AUTOGRAD_FILE:
-            # On a device, hooks run on a thread of autograd's, and may wait there.
+            # On a device, hooks run on a thread of autograd, and may wait there.
             return next(iter(list(blocked.values())), None)
         return None
 
@@ -127,10 +127,10 @@ class Hangs:
     def __init__(self) -> None:
         self._answers: dict[int, Whereabouts] = {}
         self._until: float | None = None
-        """When the inquiry that is under way ends; None: there is none."""
+        """When the current inquiry ends; None: there is none."""
         self._not_before = 0.0
         self._named: dict[int, int | None] = {}
-        """Of each rank that is named already: `Whereabouts.changes` then."""
+        """By rank that was named already: its `Whereabouts.changes` at that time."""
 
     def hear(self, rank: int, where: Whereabouts, now: float) -> bool:
         """A report, or an answer. Returns whether all other ranks are to be asked now."""
@@ -167,7 +167,7 @@ class Hangs:
             return ""
         self._until = None
         answers = {r: at for r, at in self._answers.items() if r in present}
-        # The last thing that a rank has sent may have come while others waited already.
+        # A rank's last message may have arrived after others had begun to wait.
         hang = {
             rank: at.changes
             for rank, at in answers.items()
@@ -177,7 +177,7 @@ class Hangs:
         fresh = [r for r in sorted(found) if found[r] != self._named.get(r, -1)]
         waiting = {rank: at for rank, at in answers.items() if at.waits}
         if not waiting:
-            return ""  # those who waited have ended meanwhile
+            return ""  # The waiting ranks have continued meanwhile.
         self._named = found
         if not fresh:
             return ""

@@ -45,7 +45,7 @@ from paceline.transport.security import SECRET, derived, is_loopback, job_key
 
 LOOPBACK = "127.0.0.1"
 AT_MASTER = ""
-"""A published address: MASTER_ADDR, as whoever reads this resolves it."""
+"""A published address that means MASTER_ADDR, as each reader resolves it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def on_master(
         else:
             usable = int(local) >= size
     else:
-        # The address of a service, or of a router in front of this machine, is not ours.
+        # The address may belong to a service, or to a router in front of this machine.
         usable = is_own(address)
     if usable:
         return ListenAddress(bind=address, advertise=address)
@@ -114,7 +114,7 @@ def toward_master(environment: Mapping[str, str] | None = None) -> ListenAddress
     environment = os.environ if environment is None else environment
     master = resolve(environment.get("MASTER_ADDR", LOOPBACK))
     with socket.socket(family_of(master), socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # sends nothing: only finds the way
+        probe.connect((master, 1))  # sends nothing: only looks up the route
         address = str(probe.getsockname()[0])
     return ListenAddress(bind=address, advertise=address)
 
@@ -206,7 +206,7 @@ class JobStore:
         self._job = environment.get("MASTER_PORT", "")
         self._key = job_key(environment)
         self._way = way_of(size, environment)
-        self._numbers: dict[str, str] = {}  # by token: what it was derived from
+        self._numbers: dict[str, str] = {}  # by token: its number
         self._files: list[int] = []
 
     def new_token(self) -> str:
@@ -286,7 +286,7 @@ class JobStore:
         if self._way is Way.HERE:
             try:
                 descriptor = _sealed(Sheet(name=self._named(name), address=address))
-            except OSError as error:  # a sandbox may forbid it
+            except OSError as error:  # A sandbox may forbid it.
                 return PublishedAddress(
                     address=Address(
                         fault=f"{name}: its token cannot be handed over here ({error}): "
@@ -367,7 +367,7 @@ def _read_sealed(path: str, name: str) -> Address:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
             raise ValueError(f"it is user {status.st_uid}'s")
-        # Not every file can be asked for seals: OSError then.
+        # Raises OSError for files that cannot be sealed.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise ValueError("it can be changed")
         sheet = msgspec.json.decode(os.pread(descriptor, _LARGEST_BYTES, 0), type=Sheet)

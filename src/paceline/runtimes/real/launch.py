@@ -48,7 +48,7 @@ _PLACEMENT_VARIABLES = tuple(
     "PET_" + option.removeprefix("--").upper().replace("-", "_")
     for option in _PLACEMENT
 )
-"""torchrun takes each option from a variable too, as Kubeflow's trainer gives them."""
+"""Variables of torchrun's options, which Kubeflow's trainer sets."""
 
 
 def torchrun_options() -> dict[str, int]:
@@ -78,24 +78,24 @@ def launch(
         os.environ.get(variable) for variable in _PLACEMENT_VARIABLES
     )
     if not placed:
-        words.append("--standalone")  # a free port of its own: two jobs never meet
+        words.append("--standalone")  # chooses a free port, so jobs do not collide
     if "--rdzv-endpoint" in given and given.isdisjoint(
         ("--rdzv-backend", "--node-rank")
     ):
-        # torchrun's default would take every machine for the first one.
+        # By torchrun's default every machine would be the first one.
         words.append("--rdzv-backend=c10d")
     if "--shutdown-timeout" not in given:
         words.append(f"--shutdown-timeout={timeouts.workers_shutdown:.0f}")
-    # torchrun would set the number of threads too, with a warning each time.
+    # torchrun would also set the number of threads, with a warning each time.
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     variables = threads | job.options.to_environment() | as_launcher()
-    # What its agent says of a failed worker is said below, with the cause.
+    # The agent's message about a failed worker is replaced below, with the cause.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(
         logging.CRITICAL
     )
     with scratch_folder() as scratch, _environment(variables):
         if "--log-dir" not in given:
-            words.append(f"--log-dir={scratch}")  # torchrun's own choice would stay
+            words.append(f"--log-dir={scratch}")  # torchrun would not remove its own
         arguments = torchrun.parse_args([*words, job.script, *job.arguments])
         _tie_workers_to_launcher(arguments)
         try:
@@ -111,13 +111,13 @@ def launch(
             return 128 + error.sigval
         except (
             LauncherInterrupted
-        ) as told:  # before torchrun listened to signals itself
+        ) as told:  # before torchrun installed its signal handlers
             return told.say()
         except (
             RendezvousError,
             RuntimeError,
             ValueError,
-        ) as error:  # a port in use, say
+        ) as error:  # for example a port in use
             print(f"paceline: the job could not start: {error}", file=sys.stderr)
             return 1
     return 0
@@ -126,7 +126,7 @@ def launch(
 def _tie_workers_to_launcher(arguments: argparse.Namespace) -> None:
     """Have torchrun start its workers so that they end with this process."""
     if arguments.run_path or (arguments.no_python and arguments.module):
-        return  # forked from this process; refused by torchrun
+        return  # forked from this process, or refused by torchrun
     command = [arguments.training_script]
     if not arguments.no_python:
         python = os.environ.get("PYTHON_EXEC", sys.executable)
@@ -144,7 +144,7 @@ def _ended_while_torch_waits() -> Iterator[None]:
     Python runs no handler meanwhile. The C part of Python's handlers does run: it writes to a pipe.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # signals come to the main thread alone
+        yield  # only the main thread receives signals
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -153,7 +153,7 @@ def _ended_while_torch_waits() -> Iterator[None]:
     def watch() -> None:
         while came := os.read(reader, 1):
             number = came[0]
-            # torchrun's own handlers stand once it has started workers, and it waits in Python.
+            # Once torchrun has started workers, it waits in Python and handles signals itself.
             if not signals.would_raise(number) or left.wait(timeouts.terminate):
                 continue
             if signals.would_raise(number):  # still

@@ -54,10 +54,10 @@ from paceline.transport.poll_loop import PollLoop
 
 LINE_BYTES = 4096
 STRANGERS = 16
-"""Connections that have not said hello, beyond one for each rank."""
+"""Connections that have not sent a hello, beyond one for each rank."""
 
 KEY = "paceline/liveness"
-"""Of the hub's address."""
+"""Key of the hub's address in the store."""
 
 
 class Hello(msgspec.Struct, kw_only=True):
@@ -77,12 +77,12 @@ class FailureNotice(msgspec.Struct, kw_only=True):
     fault: str | None = None
     training: int | None = None
     place: Place | None = None
-    """The rank goes on, and tells where it is; so many ranks are *present*."""
+    """The rank continues, and reports its place; *present* ranks exist."""
     present: int = 0
     where: Whereabouts | None = None
-    """The rank goes on; it waits for others, or was asked for this."""
+    """The rank continues; it waits for others, or was asked for its position."""
     asks: bool = False
-    """The rank that hears this is to say where it is."""
+    """The receiving rank is asked for its position."""
 
 
 class FailureHub:
@@ -134,7 +134,7 @@ class FailureHub:
             while not self._closing:
                 self._loop.handle(self._hangs.milliseconds(time.monotonic()))
                 self._name_hangs()
-            # Hear what has come already: bad news goes first.
+            # First read what has arrived, so that errors are handled before losses.
             while self._loop.handle(0):
                 pass
             self._tell_all(FailureNotice(rank=0))
@@ -159,7 +159,7 @@ class FailureHub:
             for line in said.lines:
                 self._hear(peer, line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            self._lose(peer)  # not one of ours, or no longer
+            self._lose(peer)  # not a rank, or no longer one
             return
         if said.over:
             self._lose(peer, said.error)
@@ -190,7 +190,7 @@ class FailureHub:
             )
             self._tell_all(words)
         if news.training is not None:
-            self._ranks[peer] = hello  # it goes on, and may end otherwise
+            self._ranks[peer] = hello  # The rank continues, and may end differently.
 
     def _lose(self, peer: socket.socket, error: OSError | None = None) -> None:
         hello = self._ranks.pop(peer, None)
@@ -209,7 +209,7 @@ class FailureHub:
         present = {hello.rank: _process_of(hello) for hello in self._ranks.values()}
         said = self._hangs.conclude(present, time.monotonic())
         if said:
-            # On a thread, once per hang: a terminal that is held up must not hold up the hub.
+            # On a thread, once per hang: a blocked terminal must not block the hub.
             threading.Thread(target=_print, args=(said,), daemon=True).start()
 
     def _tell_all(self, news: FailureNotice, but: socket.socket | None = None) -> None:
@@ -235,7 +235,7 @@ def _process_of(hello: Hello) -> str:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+    with contextlib.suppress(OSError, ValueError):  # the stream may be closed
         print(text, file=sys.stderr, flush=True)
 
 
@@ -277,7 +277,7 @@ class PeerMonitor:
         self._places = places or Places()
         self._watch = watch
         self.hub: FailureHub | None = None
-        """Rank 0's."""
+        """The hub, on rank 0 only."""
         if rank == 0:
             self.hub = make_hub(size, job_store)
         try:
@@ -345,8 +345,8 @@ class PeerMonitor:
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS] if fault else None
                 self._say(FailureNotice(rank=self._rank, fault=brief))
-                self._socket.shutdown(socket.SHUT_RDWR)  # the listener closes it
-        if self.hub is not None:  # also after bad news
+                self._socket.shutdown(socket.SHUT_RDWR)  # the listener thread closes it
+        if self.hub is not None:  # also after a failure notice
             self.hub.close()
 
     def _say(self, words: msgspec.Struct) -> None:
@@ -367,7 +367,7 @@ class PeerMonitor:
                 if news.place is not None:
                     self._places.hear(news.rank, news.place, news.present)
                     continue
-                if news.fault is None:  # rank 0 ends well, and its hub with it
+                if news.fault is None:  # Rank 0 and its hub end without an error.
                     return
                 sentence = f"rank {news.rank} {news.fault}"
                 if news.training is None:
@@ -410,7 +410,7 @@ class PeerMonitor:
         where = self._watch.look()
         if only_long_waits and not (where.waits and where.still >= timeouts.rank_hang):
             return
-        with contextlib.suppress(OSError):  # the hub is lost, which is heard next
+        with contextlib.suppress(OSError):  # the listener reports the loss of the hub
             self._say(FailureNotice(rank=self._rank, where=where))
 
     def _tell(self, sentence: str) -> None:
@@ -435,7 +435,7 @@ def end_after_grace(
 
     *is_blocked*: whether the training waits for others. When it has done so for
     `Timeouts.collective_grace`, or *grace* seconds have passed, the process ends."""
-    # Without a reader of its errors, this worker has to end all the same.
+    # This worker must end even if its standard error is closed.
     with contextlib.suppress(OSError, ValueError):
         words = f"paceline: {sentence}; rank {rank} ends too"
         print(words, file=sys.stderr, flush=True)

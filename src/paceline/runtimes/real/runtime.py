@@ -88,7 +88,7 @@ class RealRuntime:
         self.cluster: Cluster | None = None
         self._records: WorkerRecords | None = None
         if options.records is not None:
-            # Other tools' traces, and those of other machines, are on this clock.
+            # Other tools' traces, and other machines' records, use this clock.
             clock = time.time() - self.clock.now()
             self._records = WorkerRecords(options.records, clock)
         self.recorder = StepRecorder(self.rank, self.clock.now, self._records)
@@ -168,7 +168,7 @@ class RealRuntime:
         if torch.cuda.is_available():
             devices = torch.cuda.device_count()
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % devices)
-            # All ranks of a machine decide alike: NCCL refuses two ranks on one device.
+            # All ranks of a machine choose alike: NCCL refuses two ranks on one device.
             if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices:
                 backend = "cpu:gloo,cuda:nccl"
         variables = os.environ.keys()
@@ -208,7 +208,7 @@ class RealRuntime:
         if isinstance(own, Workload):
             self._paced.append(PacedCompute(own, samples, 1.0))
             return self._paced[-1]
-        return None  # it takes the time it takes
+        return None  # compute takes its real time
 
     @property
     def workload(self) -> Workload | None:
@@ -238,7 +238,7 @@ class RealRuntime:
             return
         self._failure_judged.clear()
         try:
-            # The consequence comes in gloo's words.
+            # This rank's own error comes from gloo, a moment later.
             self._failing.wait(timeouts.collective_grace)
             own = job.broken_by(number)
             if not own or is_consequence(own):
@@ -268,17 +268,17 @@ class RealRuntime:
         if self._liveness is not None:
             self._part_from_others(self._liveness, fault)
         if fault is not None and self._services is not None:
-            # Launchers wait for workers, and not for the servers that these have started.
+            # Launchers wait for workers, but not for the servers that they started.
             self._services.close()
 
     def _part_from_others(self, liveness: PeerMonitor, fault: str | None) -> None:
         if fault is None:
             self._leaving = True
-            # Whether this is a good end, after all: known within these two times.
+            # These two waits decide whether this is a good end after all.
             self._failure_judged.wait(timeouts.collective_grace + self._exit_grace)
         elif is_consequence(fault):
-            # gloo or NCCL was faster: this rank's end is a consequence, and who died is
-            # about to be known. Telling the others of this one would blame it.
+            # gloo or NCCL was faster than the hub: this rank's end is a consequence, and the hub is
+            # about to name the dead rank. Reporting this end would blame this rank.
             self._failing.set()
             self._failure_announced.wait(timeouts.collective_grace)
         liveness.close(fault)
@@ -314,7 +314,7 @@ class RealRuntime:
         if self._records is not None:
             self._records.close()
         if self._broke and dist.is_initialized() and self.size > 1:
-            return  # the others may be elsewhere, and there is no result of them all
+            return  # Other ranks may be elsewhere, and there is no common result.
         if self.options.profile is not None:
             self._write_profile(self.options.profile)
         if self.options.json:
@@ -339,7 +339,7 @@ class RealRuntime:
                 if self.options.result is not None:
                     Path(self.options.result).write_text(result.to_json() + "\n")
                 else:
-                    # In one piece: other workers may write to the same place.
+                    # In one write, since other workers may write to the same stream.
                     sys.stdout.write(result.to_json() + "\n")
                     sys.stdout.flush()
 
@@ -360,7 +360,7 @@ class RealRuntime:
             cores = torch.tensor([workload.cores], device=device)
             dist.all_reduce(cores, dist.ReduceOp.MIN)
             if not cores.item():
-                # Ranks that keep a core busy have taken other times than those that sleep.
+                # Ranks that keep a core busy were timed differently from ranks that sleep.
                 plain = times_of(profiler.workload(""))
                 workload = replace(with_times(workload, plain), cores=0)
             beside = [workload.input, workload.overhead]

@@ -30,16 +30,16 @@ from paceline.transport import liveness
 from paceline.transport.security import SECRET, TOKEN, dedicated_token
 
 ADDRESSES_VARIABLE = "PACELINE_SERVERS"
-"""Where dedicated servers are, HOST:PORT joined by "+"."""
+"""Addresses of dedicated servers, HOST:PORT joined by "+"."""
 SURVIVE_VARIABLE = "PACELINE_SURVIVE"
-"""Set where a supervisor keeps the job alive: workers meet only at their servers."""
+"""Set if a supervisor keeps the job alive: workers then communicate through servers only."""
 INCARNATION_VARIABLE = "PACELINE_INCARNATION"
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
-"""How long a worker may be silent under a server that survives."""
+"""Seconds that a worker may be silent under ``--survive``."""
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # Keep the memory of received chunks, instead of giving it back to the kernel and having
-    # it zeroed again for the next: a tenth of the processor time of moving a gradient.
+    # Keep the memory of received chunks. Otherwise the kernel zeroes it again for the next chunk,
+    # which costs a tenth of the processor time of moving a gradient.
     "MALLOC_MMAP_THRESHOLD_": str(64 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(256 << 20),
     # Under Ray a server runs on a thread, whose own heap would be too small to keep it.
@@ -85,7 +85,7 @@ class ServerProcess:
         liveness.close_in_children(self.process.stdin)
         self._write(self.token.encode())
         self._heard = b""
-        """What it said, beyond its last whole line."""
+        """Output after its last complete line."""
 
     def listens(self) -> int:
         """Wait until its `port` is known; returns the step that it goes on from, 0 without a
@@ -135,7 +135,7 @@ class ServerProcess:
 
     def _write(self, line: bytes) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process may have ended
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
@@ -179,7 +179,7 @@ def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
     addresses = []
     for one in text.split("+"):
         host, _, port = one.rpartition(":")
-        # [::1]:29600, as addresses of IPv6 are written before a port
+        # IPv6 addresses have brackets before a port: [::1]:29600.
         host = host.removeprefix("[").removesuffix("]")
         addresses.append(Address(host=host, port=int(port), token=token))
     return addresses

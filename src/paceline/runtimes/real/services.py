@@ -59,7 +59,7 @@ class RealServices:
         self._rank, self._workers = rank, workers
         self._job_store, self._recorder = job_store, recorder
         self._process: ServerProcess | None = None
-        """With all services that this worker starts."""
+        """The process with all services that this worker starts."""
         self._trainings = 0
 
     def find(
@@ -77,8 +77,7 @@ class RealServices:
         key = f"paceline/services/{number}"
         addresses = self._started(key, placed, environment)
         survives = environment.get(SURVIVE_VARIABLE) == "1"
-        # Under --survive a server process serves one training, and workers share nothing to read
-        # its name from.
+        # Under --survive a server process serves one training, and workers share no store from which to get a name.
         training = 0 if survives else self._training(key)
         ends = [
             self._connect(
@@ -92,7 +91,8 @@ class RealServices:
                 zip(placed, addresses, strict=True)
             )
         ]
-        if not survives:  # there whoever started them knows what they are
+        # Under --survive the process that started the services describes them.
+        if not survives:
             at = [
                 PeerAddress(
                     host=host_to_connect(address.host, environment),

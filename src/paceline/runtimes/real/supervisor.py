@@ -87,11 +87,11 @@ from paceline.timeouts import timeouts
 from paceline.transport.security import TOKEN
 
 RESUME_VARIABLE = "PACELINE_RESUME"
-"""Set to 1 to begin with the snapshot that an earlier job left."""
+"""Set to 1 to continue from the snapshot that an earlier job left."""
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
 _HOST = "127.0.0.1"
 _LOOK_SECONDS = 1.0
-"""At least so often the supervisor looks at all processes, whatever wakes it."""
+"""Longest time between two checks of all processes."""
 
 
 class Supervisor:
@@ -130,7 +130,7 @@ class Supervisor:
         with scratch_folder() as folder:
             records = self._job.options.records
             named = self._servers.snapshot
-            if named is None:  # one that nobody else can name
+            if named is None:  # use a file that no other job can name
                 self._servers.keep_snapshot_in(Path(records or folder))
             with snapshots.snapshot_lock(named):
                 status = self._run(folder)
@@ -179,8 +179,8 @@ class Supervisor:
                 self._workers[evicted.worker].was_evicted(evicted.incarnation)
             for worker in self._workers:
                 worker.kill_if_evicted()
-            # All exits of one turn are judged by the same status: what a worker leaves to the servers'
-            # turn is not forgotten there.
+            # All exits of one turn are judged by the same status, so that servers see what a worker's exit has
+            # changed.
             status = self._servers.status()
             for ended in exits:
                 self._worker_exited(ended, status)
@@ -268,7 +268,7 @@ class Supervisor:
             "only the first training of a script survives that",
             file=sys.stderr,
         )
-        self._servers.close()  # none that waits for the others
+        self._servers.close()  # including servers that wait for the others
         training = [w.process for w in self._workers if w.process and w.last_step]
         wait_for_all(training, timeouts.workers_end)
         self._processes.stop()
@@ -280,7 +280,7 @@ class SupervisedWorker:
     def __init__(self, rank: int, command: Sequence[str], folder: str) -> None:
         self.rank = rank
         self.process: subprocess.Popen[bytes] | None = None
-        """The current incarnation's."""
+        """The current incarnation's process."""
         self.error_file = Path(folder) / f"error-{rank}"
         self._command = command
         self._progress_file = Path(folder) / f"progress-{rank}"
@@ -302,7 +302,7 @@ class SupervisedWorker:
             progress.FILE_VARIABLE: str(self._progress_file),
             ERROR_FILE_VARIABLE: str(self.error_file),
         }
-        # Ctrl-C in a terminal is told to a session's processes: the supervisor ends this one.
+        # A terminal sends Ctrl-C to a whole session; the supervisor ends this process itself.
         self.process = subprocess.Popen(
             ends_with_this(self._command),
             env={**environment, **own},
@@ -507,7 +507,7 @@ class SupervisedServers:
         found = []
         for server in self.each:
             assert server.process is not None
-            # Before its news: of a server that has ended all news are read, then.
+            # Before its news are read: then all news of an ended server are read.
             server.exit_status = server.process.process.poll()
             for news in server.process.news():
                 if isinstance(news, HoldsModel):
@@ -583,7 +583,7 @@ def _groups(options: RunOptions, workers: int) -> int:
     """How many group servers a method has, 0 where one server is alone. Raises `UsageError` for
     a method under which no job survives."""
     if options.method is None:
-        return 0  # the script names it; one that has groups is refused there
+        return 0  # The script names the method; one with groups is refused there.
     text = spec.parse(options.method)
     method, _ = methods.make(text, set(spec.field_types(Settings)))
     methods.check_survives(method)

@@ -14,20 +14,20 @@ from paceline.errors import UsageError
 from paceline.runtimes.processes import WorkerExit, how_it_ended
 
 MAX_RESTARTS = 100
-"""Of one worker: a script that cannot run at all must not be started for ever."""
+"""Restarts of one worker: a script that cannot run must not be restarted for ever."""
 MAX_RESTARTS_WITHOUT_PROGRESS = 3
-"""Deaths of one worker, or of the servers, in a row without a completed step. The last one ends the job."""
+"""Deaths in a row of one worker, or of the servers, without a completed step. The last one ends the job."""
 WRONG_USE = 2
-"""The exit status of a command that was given arguments that it does not know."""
+"""The exit status of a command with unknown arguments."""
 
 
 class WorkerAction(enum.Enum):
     """What follows the exit of a worker."""
 
     IGNORE = enum.auto()
-    """Nothing: its script is done, or a lost server is the cause."""
+    """Do nothing: its script is done, or a lost server is the cause."""
     RESTART = enum.auto()
-    """It is started again, as its next incarnation."""
+    """Restart it as its next incarnation."""
 
 
 class ServersAction(enum.Enum):
@@ -35,15 +35,15 @@ class ServersAction(enum.Enum):
 
     IGNORE = enum.auto()
     RESTART_LOST = enum.auto()
-    """The lost servers are started again, and take over the model of the others."""
+    """Restart the lost servers, which take over the model of the others."""
     RESTART_ALL = enum.auto()
-    """All servers go on from the snapshot."""
+    """Restart all servers from the snapshot."""
     RESTART_TRAINING = enum.auto()
-    """All servers are started again, and the training begins anew: there is no snapshot yet."""
+    """Restart all servers and the training: there is no snapshot yet."""
     NEXT_TRAINING = enum.auto()
-    """All servers are started for the next training, which the running workers have begun."""
+    """Start all servers for the next training, which the running workers have begun."""
     STOP_ALL = enum.auto()
-    """The job has failed: the model is lost, and a script cannot begin its second training at its top."""
+    """Fail the job: the model is lost, and a restarted script would begin with its first training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,9 @@ class SurvivePolicy:
     def __init__(self, workers: int) -> None:
         self.workers = [WorkerRecord() for _ in range(workers)]
         self._trained = False
-        """The first training of the script is over, and another one has begun."""
+        """Whether the script's first training is over, and another one has begun."""
         self._restarts_without_progress = 0
-        """Of servers."""
+        """Restarts of servers in a row without a completed step."""
 
     @property
     def done(self) -> list[int]:

@@ -31,7 +31,7 @@ SUFFIXES = (
     ".safetensors",
 )
 _MOST_LINKS = 40
-"""What Linux follows before it gives up with ELOOP."""
+"""Links that Linux follows before it fails with ELOOP."""
 _RUNNING = ".running-"
 
 
@@ -65,7 +65,7 @@ class Overlay:
         self.lock = threading.RLock()
         self._exempt = [self._folder, os.path.realpath(tempfile.gettempdir())]
         if _is_below(os.path.realpath(os.curdir), self._exempt[1]):
-            del self._exempt[1]  # nothing else is temporary there
+            del self._exempt[1]  # the script works in the temporary folder
         if os.path.isdir(self._folder):
             with _locked(self._folder):
                 _remove_dead(self._folder)
@@ -203,7 +203,7 @@ class Overlay:
             return place
         if there is not None:
             if os.path.isdir(there):
-                return there  # it will be refused
+                return there  # opening it will fail
             if not os.access(there, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         mine = self._new_place(real)
@@ -235,7 +235,7 @@ class Overlay:
         if place is None:
             if self._place(old) is None:
                 raise _missing(source)
-            return False  # it will be refused
+            return False  # the original will fail
         if os.path.isdir(place) and not os.path.islink(place):
             return self._renames_folder(old, new, place)
         if not self.redirects(old) and not self.redirects(new):
@@ -248,7 +248,7 @@ class Overlay:
         self._check_parent(new, target)
         if old == new:
             return True
-        # A file that the simulation wrote under a name that is no checkpoint's is its own.
+        # A file without a checkpoint's name that the simulation wrote is its own.
         entry = self._take(old, place, new, owned=old in self._made_files)
         self._forget(new)
         self._table[new] = entry
@@ -281,7 +281,7 @@ class Overlay:
         self._check_parent(new, new)
         if old == new:
             return True
-        # All that is in a folder which the simulation made is its own.
+        # Everything in a folder that the simulation made is its own.
         entry = self._take(old, place, new, owned=old in self._made_folders)
         self._forget(new)
         for path in self._below(old):
@@ -420,7 +420,7 @@ class Overlay:
                 made.append(Path(to))
         for folder in reversed(self._made_folders):
             with suppress(OSError):
-                os.rmdir(folder)  # where only checkpoints were
+                os.rmdir(folder)  # succeeds if it held only checkpoints
         if self._own:
             shutil.rmtree(self._own)
             os.close(self._lock_file)
@@ -514,6 +514,6 @@ def _remove_dead(folder: str) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(place)
         except OSError:
-            pass  # it runs
+            pass  # its simulation is running
         finally:
             os.close(descriptor)

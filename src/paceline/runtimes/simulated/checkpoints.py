@@ -95,7 +95,7 @@ def _like(path: Any, text: str) -> Any:
     return os.fsencode(text) if isinstance(os.fspath(path), bytes) else text
 
 
-# ---- what is patched ----
+# ---- patched functions ----
 
 _Replacement = Callable[[Any], Any]
 _Choice = Callable[[Overlay, str, tuple[Any, ...], dict[str, Any]], str | None]
@@ -205,7 +205,7 @@ def _open_by_mode(
     overlay: Overlay, path: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> str | None:
     if keywords.get("opener") is not None:
-        return None  # it calls os.open
+        return None  # the opener calls os.open
     mode = arguments[1] if len(arguments) > 1 else "r"
     if not isinstance(mode, str) or not set(mode) & set("wax+"):
         return overlay.reads(path)
@@ -429,7 +429,7 @@ def _patches() -> list[tuple[Any, str, _Replacement]]:
     return patches
 
 
-# ---- what Python tells ----
+# ---- Python's audit events ----
 
 _listening = False
 _EVENTS = frozenset({"open", "os.rename", "os.remove", "os.truncate"})

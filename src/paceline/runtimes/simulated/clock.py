@@ -47,7 +47,7 @@ from paceline.timeouts import timeouts
 from paceline.units import show_seconds
 
 MAX_NAMED = 8
-"""How many workers an error lists before it counts the rest."""
+"""Workers that an error lists; the others are counted."""
 
 
 QUESTION = "Do all workers reach the same collectives, in the same order?"
@@ -83,7 +83,7 @@ class Worker:
         self.time = 0.0
         self.waits_for: Completion | None = None
         self.finished = False
-        self.fault = ""  # what its script has caught, and the others may wait for
+        self.fault = ""  # error that its script caught; others may wait for this worker
         self.turn = threading.Lock()
         self.turn.acquire()
         self.thread: threading.Thread | None = None
@@ -119,17 +119,17 @@ class VirtualClock:
         self._interruption: BaseException | None = None
         self.switches = 0
         self.waits_outside = False
-        """Whether who has the turn waits for something of a real process, which may take long."""
+        """Whether the running worker waits for a real process, which may take long."""
         self.explain: Callable[[], str] = lambda: QUESTION
-        """The last line of a deadlock's text."""
+        """Returns the last line of a deadlock's message."""
         self._on_turn = on_turn
         self._as_worker = as_worker
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self.events = 0  # so far, of which some may be to come
+        self.events = 0  # scheduled so far, including pending ones
         self._runnable: deque[Worker] = deque()
         self._current: Worker | None = None
         self._has_acted = False
-        """Whether process-wide state may be an actor's."""
+        """Whether process-wide state may belong to an `EventContext`."""
         self._over = threading.Event()
         self._alive = len(self.workers)
 
@@ -179,7 +179,7 @@ class VirtualClock:
         finally:
             self._current = before
 
-    # ---- called by the worker that runs ----
+    # ---- called by the running worker ----
 
     @property
     def current(self) -> Worker:
@@ -207,7 +207,7 @@ class VirtualClock:
             if completion.time is None:
                 raise Abandoned
         before = worker.time
-        # Not by adding the wait: rounding could put the worker before the clock.
+        # Not by adding the wait: by rounding, the worker could be earlier than the clock.
         worker.time = max(before, completion.time)
         return worker.time - before
 
@@ -314,7 +314,7 @@ class VirtualClock:
         while self._alive:
             while self._runnable:
                 worker = self._runnable.popleft()
-                # A failure wakes all who wait, also one whose own wait has raised.
+                # A failure wakes all waiting workers, even one whose own wait raised.
                 if not worker.finished:
                     return worker
             try:
@@ -387,7 +387,7 @@ class EventRunner:
             awaited.when_in(self._ready)
 
     def _ready(self) -> None:
-        if self._items:  # it was not closed
+        if self._items:  # not closed
             _, _, earliest = self._items[0]
             time = max(self._clock.now, self._free_at, earliest)
             self._clock.at(time, self._run_first)
@@ -488,7 +488,7 @@ class RuleSchedule:
 
 _LOOK_EVERY = 0.5
 _IDLE_SHARE = 0.02
-"""A worker that computes, or waits for a processor, for a smaller part of the time is blocked."""
+"""A worker with a smaller share of computing, or of waiting for a processor, counts as blocked."""
 
 
 class Watchdog:
@@ -516,7 +516,7 @@ class Watchdog:
         except (KeyboardInterrupt, SystemExit) as told:
             self._clock.interrupt(told)
             if not over.wait(min(self._patience, timeouts.terminate)):
-                # It sleeps, or computes, where nobody can interrupt it.
+                # The worker sleeps or computes, and cannot be interrupted.
                 number = (
                     told.number
                     if isinstance(told, LauncherInterrupted)

@@ -92,7 +92,7 @@ class CollectiveOperation:
         self.phases = phases_of(schedule, play=communicator.play)
         self.first_caller: int | None = None
         self.contributions: dict[int, Any] = dict.fromkeys(positions)
-        self.results: dict[int, Any] = {}  # what one rank computed for all, by index
+        self.results: dict[int, Any] = {}  # computed once for all ranks, by index
         self.delivers: dict[int, Deliver | None] = dict.fromkeys(positions)
         self.called = dict.fromkeys(positions, False)
         self.present = dict.fromkeys(positions, False)
@@ -100,17 +100,17 @@ class CollectiveOperation:
         self.done_count = 0
         self.started = dict.fromkeys(positions, 0.0)
         self.lane = dict.fromkeys(positions, 0)
-        # Each describes this operation, so it is let go of once its rank is done: what
-        # only the cycle collector frees stays for as long as it likes, gradients and all.
+        # Each refers to this operation, so it is released once its rank is done. Otherwise a
+        # reference cycle would hold the gradients until the garbage collector runs.
         self.completions: dict[int, Completion | None] = {
             position: Completion(partial(communicator.describe, self))
             for position in positions
         }
-        # Only for play: what each rank still has to send and receive.
+        # Only for executed operations: the remaining sends and receives of each rank.
         self.play: MessageSimulation | None = None
         self.weights = communicator.weights
         self.unfinished = dict(communicator.weights or {})
-        """Only for play, by representative: how many that it stands for are not done."""
+        """Only for executed operations: by representative, how many of its workers are not done."""
 
     def of_all(self) -> list[Any]:
         """What each rank contributed, in rank order: who does not run contributes what its
@@ -136,7 +136,7 @@ class CollectiveOperation:
 
 
 Deliver = Callable[[CollectiveOperation, int], None]
-"""Writes the result of an operation into the buffers of the rank at a position."""
+"""Writes an operation's result into the buffers of the rank at a position."""
 
 
 class CollectiveGroup:
@@ -162,16 +162,16 @@ class CollectiveGroup:
         self.ranks = ranks
         self.represented_by = represented_by or range(len(ranks))
         self.stands_for: dict[int, list[int]] = {}
-        """With representatives, by position of one: whom it stands for, itself first."""
+        """By position of a representative: the positions that it represents, its own first."""
         if represented_by is not None:
             for position, representative in enumerate(represented_by):
                 self.stands_for.setdefault(representative, []).append(position)
         self.weights: dict[int, int] | None = None
-        """With representatives, by position of one: how many it stands for."""
+        """By position of a representative: how many workers it represents."""
         if represented_by is not None:
             self.weights = {p: len(self.stands_for[p]) for p in sorted(self.stands_for)}
         self.positions: Sequence[int] = sorted(self.stands_for) or range(len(ranks))
-        """Of the ranks that run."""
+        """Positions of the ranks that run."""
         self.clock = clock
         self.links = links
         self.lanes = lanes
@@ -213,7 +213,7 @@ class CollectiveGroup:
                 f"{self.ranks[position]} called {call}; every rank must issue the same "
                 "collectives in the same order"
             )
-            self.clock.fail(error)  # of two workers, not of the one that came second
+            self.clock.fail(error)  # both workers are at fault, not only the later one
             raise error
         operation.called[position] = True
         operation.contributions[position] = contribution
@@ -239,7 +239,7 @@ class CollectiveGroup:
             text += f"; not called by worker {names}{more}"
         return text
 
-    # ---- queues and lanes ----
+    # ---- queues and channels ----
 
     def _enqueue(self, position: int, operation: CollectiveOperation) -> None:
         self._queues[position].append(operation)
@@ -311,10 +311,10 @@ class CollectiveGroup:
         deliver = operation.delivers[position]
         assert deliver is not None
         try:
-            # Whichever worker's thread this is: parameters and inference tensors too.
+            # Inference mode permits writes into parameters and inference tensors on any thread.
             with torch.inference_mode():
                 deliver(operation, position)
-        except Exception as error:  # a buffer of another shape, a mean of whole numbers
+        except Exception as error:  # wrong shape, or a mean of integers
             raise UsageError(
                 f"worker {self.ranks[position]}: the result of {operation.call} does not "
                 f"fit what it was called with: {error}"

@@ -20,7 +20,7 @@ from paceline.torch_internals import Uncopied
 from paceline.units import show_seconds
 
 Shapes = list[list[int]]
-"""Of the tensors that a model is called with, without their first dimension, the samples."""
+"""Shapes of a model's input tensors, without their first dimension, the samples."""
 
 
 class SeenInputs:
@@ -145,19 +145,18 @@ class SimulatedCompute:
         self._rank = rank
         self._speed = speed
         self._spend = spend
-        # A generator of its own per worker: a worker's times do not depend on how many
-        # others there are.
+        # One generator per worker, so that its times do not depend on the number of workers.
         self._random = random.Random(f"{model.seed}/{rank}")
         self._factor = self._draw()
         self._owed = 0.0
         self.inside_forward = False
-        """Whether a forward pass waits for a tensor: what it owes has not run yet."""
+        """Whether a forward pass waits for a tensor: its uncharged compute time has not passed yet."""
         self._models = 0
-        self.workload: Workload | None = None  # of the first model
+        self.workload: Workload | None = None  # the first model's
         self.estimated_compressors: set[str] = set()
-        """Sentences on compressors whose times are estimated: no workload has measured them."""
+        """Messages about compressors whose times are estimated, as no workload has measured them."""
         self.paced_by_script = False
-        self.stand_in = False  # charged by the workload that the model stands for
+        self.stand_in = False  # whether a built-in workload replaces the model's times
 
     def of_model(
         self,
@@ -176,7 +175,7 @@ class SimulatedCompute:
         costs = self.costs
         workload = costs.workload
         if workload is None and own is not None:
-            workload = replace(own, cores=0)  # the script's model sleeps it out
+            workload = replace(own, cores=0)  # the script's model sleeps
         self._models += 1
         try:
             if workload is not None:
@@ -295,7 +294,7 @@ class ModelCompute:
         gradients = len(workload.names) * (workload.passes or 1)
         self._hook_seconds = workload.overhead / gradients
         self._begun = 0.0
-        """Seconds of those tensors' forward that have been used, and not yet charged."""
+        """Forward seconds of tensors that were used, and not charged yet."""
         self._inside_step = False
         """Whether a pass of this step has begun."""
 
@@ -312,7 +311,7 @@ class ModelCompute:
         self._worker.defer_forward(self._workload.forward_seconds * self._scale)
 
     def used(self, index: int) -> None:
-        # A wait that comes now comes after what ran before, and before all else.
+        # Charge earlier compute before a wait that follows now.
         self._worker.inside_forward = True
         self._worker.charge_forward(self._begun)
         self._begun = self._workload.forward[index] * self._scale
@@ -356,7 +355,7 @@ class ModelCompute:
         else:
             whole = times.encode if stage == "encode" else times.after(workers)
             seconds = whole * size / self._bytes
-        # Also where the script says what it computes: it does not know of this.
+        # Also if the script paces itself: its times do not include compression.
         self._worker.flush()
         self._worker.spend(seconds, "coding", 1)
 

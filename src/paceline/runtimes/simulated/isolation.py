@@ -70,7 +70,7 @@ class _WorkerEnviron(Environ[str]):
         if own is None:
             super().__delitem__(key)
         else:
-            self[key]  # raises KeyError where there is nothing to delete
+            self[key]  # raises KeyError if there is nothing to delete
             own[key] = None
 
     def __iter__(self) -> Iterator[str]:
@@ -113,13 +113,14 @@ class RandomStates:
         self._saved: dict[int, tuple[Any, ...]] = {}
         self._seed = seed
         self._seeded: Any = None
-        """Python's state when it has just been seeded, which is every worker's first."""
+        """Python's random state directly after seeding, which is every worker's first."""
         self._python: Any = None
-        """Python's state when its owner got it: one object for all who have not drawn since."""
+        """Python's random state when the current owner got it: one object for all workers that have
+        not drawn since."""
 
     def __enter__(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.init()  # later, a worker could find another one's states there
+            torch.cuda.init()  # otherwise a worker could find another one's states there
         self._before = _get_states()
 
     def __exit__(self, *exception: object) -> None:
@@ -131,8 +132,8 @@ class RandomStates:
             return
         python: Any = None
         if self._owner is not None:
-            # To write Python's state takes longer than all the rest of a hand-over, and it is
-            # 24 KiB of numbers: one object serves all workers that draw nothing from it.
+            # Setting Python's state takes longer than the rest of a hand-over, and it has 24 KiB.
+            # So workers that draw no numbers share one object.
             python, *others = _get_states()
             if python == self._python:
                 python = self._python
@@ -175,7 +176,7 @@ class UndrawnRandomStates:
 def _alike(some: Any, others: Any) -> bool:
     if isinstance(some, torch.Tensor):
         return torch.equal(some, others)
-    if isinstance(some, dict):  # others: numpy may have been loaded meanwhile
+    if isinstance(some, dict):  # numpy may have been loaded into others meanwhile
         return all(_alike(state, others[key]) for key, state in some.items())
     if isinstance(some, list):
         return all(map(_alike, some, others))
@@ -229,8 +230,8 @@ def _get_states() -> tuple[Any, ...]:
 
 
 def _get_numpy_state() -> tuple[Any, Any]:
-    # The generator is an object that can be exchanged: 35 us cheaper than copying its
-    # state back. Beside it numpy may hold a spare normal number, which is rarely there.
+    # Exchanging the generator object is 35 us cheaper than copying its state back. numpy may also
+    # hold a spare normal number, which is rare.
     numpy_random = sys.modules["numpy.random"]
     state = numpy_random.get_state(legacy=False)
     return numpy_random.get_bit_generator(), state if state["has_gauss"] else None
@@ -296,7 +297,7 @@ def _init_process_group(start_group: Callable[..., None]) -> Callable[..., None]
     ) -> None:
         hook = sys.excepthook
         start_group(original, rank=rank, world_size=world_size, timeout=timeout)
-        sys.excepthook = hook  # torch wraps it, once per worker
+        sys.excepthook = hook  # torch replaces it, once per worker
 
     return init_process_group
 
@@ -315,7 +316,7 @@ def _new_group(
 def _monitored_barrier(
     original: Any, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
-    dist.barrier(group)  # the clock itself names who is missing
+    dist.barrier(group)  # the clock itself names missing ranks
 
 
 def _refuse_ddp(original: Any, *arguments: Any, **keywords: Any) -> None:
@@ -383,7 +384,7 @@ class WorkerStream:
             for line in lines:
                 self._put(rank, line)
             if rest:
-                self._begun[rank] = rest.rpartition("\r")[2]  # a bar draws itself anew
+                self._begun[rank] = rest.rpartition("\r")[2]  # progress bars redraw
         return len(text)
 
     def writelines(self, lines: Any) -> None:

@@ -31,7 +31,7 @@ from paceline.torch_internals import ProcessGroupBase, WorkBase, reduce_operatio
 BACKEND = "paceline_virtual"
 
 _ASKING = 1e-6
-"""Seconds that a question for completion takes."""
+"""Seconds that a test for completion takes."""
 
 
 class SimulatedTorchWork(WorkBase):

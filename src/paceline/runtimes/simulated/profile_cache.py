@@ -56,9 +56,9 @@ from paceline.runtimes.simulated.simulation import Simulation, SimulationResult
 _T = TypeVar("_T")
 PROFILED_STEPS = 7
 FEW_WORKERS = 2
-"""Where the number of workers changes nothing that is looked for."""
+"""Enough workers if their number does not change the result."""
 MAX_WORKERS = 32
-"""A larger job is profiled with so many: others would only compute the same once more."""
+"""A larger job is profiled with this many workers: more would repeat the same computation."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _profiled_anew(
 ) -> ComputeModel:
     """*compute* with the script's own times, measured now; of what is *known* only compressors'
     times are. Its checkpoints go to *scratch*."""
-    # Named before the script runs: it may be edited meanwhile.
+    # Make the key before the script runs: its file may be edited meanwhile.
     cached = CachedProfile.of(job, cluster.workers)
     with standard_output_for_result(True), redirect_checkpoints(scratch):
         profile = profile_script(job, cluster, patience=patience)
@@ -167,7 +167,7 @@ def run_or_profile_anew(
         if not isinstance(cause, StaleProfileError):
             raise
         print(f"compute: profiling again: {cause}", file=sys.stderr)
-        # What is known still holds where only a compressor's times are missing.
+        # If only a compressor's times are missing, the known times are still valid.
         known = compute.workload if isinstance(cause, UnmeasuredCodeError) else None
     compute = _profiled_anew(job, cluster, compute, scratch, patience, known)
     return _run(make(compute), job, scratch), compute
@@ -199,7 +199,7 @@ def measure_compressors(
     unknown = [code for code in codes if code not in times]
     if unknown:
         times |= _measure_compressors(job, unknown, cores)
-        with suppress(UsageError):  # for this time, then
+        with suppress(UsageError):  # then they are used only this time
             cached.keep(known)
     return {code: times[code] for code in codes if code in times}
 
@@ -253,7 +253,7 @@ def _paced_workload(job: ScriptJob) -> Workload | None:
         return None
     workload = profilers[0].workload(f"as paced by {Path(job.script).name}")
     steps = steady_steps(list(outcome.recorders[0].steps))
-    # What is paced outside of the passes, before them as a loader's time is.
+    # Paced time outside the passes goes before them, like a data loader's time.
     step = median(step.compute_seconds for step in steps)
     more = max(0.0, step - workload.compute_seconds)
     share = more / len(workload.names) / (workload.passes or 1)
@@ -276,7 +276,7 @@ def _profile(
         f"in {Path(script).name}, CPU, 1 thread",
         idle_counts=False,  # other workers compute while this one waits
     )
-    # Beside passes and updates this thread may have summed for other workers.
+    # Outside passes and updates this thread may have added up for other workers.
     workload = replace(workload, input=0.0, overhead=0.0)
     if len(kept):
         workload = replace(workload, coding=coding_times(profiler.compressors, kept))
@@ -285,7 +285,7 @@ def _profile(
 
 OURS = Path(__file__).resolve().parents[2]
 MAX_AGE_SECONDS = 90 * 86400.0
-"""Older files are removed whenever one is written."""
+"""Age in seconds from which files are removed, whenever one is written."""
 
 
 class _Held(msgspec.Struct, kw_only=True):
@@ -304,7 +304,7 @@ class _Measured(msgspec.Struct, kw_only=True):
 
 
 _CONTENT = 3
-"""What profiles say. It is raised when they say more, and older ones are then made anew."""
+"""Version of the profiles' content. Increase it if they gain a field: older ones are then made again."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +331,7 @@ class CachedFile:
         """Where it is. Raises `UsageError` where no cache folder is known."""
         named = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
-            # A relative path does not count, by the XDG specification.
+            # By the XDG specification a relative path does not count.
             folder = named if named.is_absolute() else Path.home() / ".cache"
         except RuntimeError as error:
             raise UsageError(
@@ -373,7 +373,7 @@ class CachedFile:
         """Replace the file by what *content* writes at a path. Raises `UsageError` where that is
         impossible."""
         path = self.path
-        # Two processes may write at once, and a third one read.
+        # Several processes may write and read at the same time.
         part = path.with_name(f"{os.getpid()}-{path.name}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

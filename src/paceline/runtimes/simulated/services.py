@@ -138,10 +138,10 @@ class SimulatedServer:
         self._peers: dict[str, SimulatedPeer] = {}
         self._waiting: dict[tuple[int, str, int], Receiver] = {}
         self._queue: deque[Callable[[float], Outputs]] = deque()
-        """What is to be handled, each at an instant that it is told."""
+        """Handlers of pending events, each called with its time."""
         self._busy = False
         self._alarm: float | None = None
-        """When the next event is that looks whether a deadline has passed."""
+        """Time of the next event that checks the deadline."""
 
     def meet(self, peers: Sequence[SimulatedServer]) -> None:
         """It may ask these."""
@@ -208,7 +208,7 @@ class SimulatedServer:
 
     def _ring(self, alarm: float) -> None:
         if alarm != self._alarm:
-            return  # an earlier one was set since
+            return  # a later alarm has replaced this one
         self._alarm = None
         deadline = self.server.next_deadline()
         if deadline is not None and deadline <= self.clock.now:
@@ -238,7 +238,7 @@ class SimulatedServer:
             return
         size = HEADER_BYTES
         if answer.payload is not None:
-            # A tensor that stands for a larger one is as large as what it answers.
+            # If the receiving tensor represents a larger one, the reply counts as many bytes.
             into = receiver.into
             stands = into is not None and stands_in(into)
             size += wire_bytes(into if stands and into is not None else answer.payload)
@@ -302,7 +302,7 @@ class SimulatedEndpoint:
     server: SimulatedServer
     recorder: StepRecorder
     _numbers: Counter[str] = field(default_factory=Counter)
-    """By channel: of the next request."""
+    """By channel: the number of the next request."""
 
     @property
     def name(self) -> str:

@@ -81,7 +81,7 @@ from paceline.units import show_seconds
 _T = TypeVar("_T")
 
 ACTORS = -1
-"""Whose random states those of works are that follow results (`Pending.then`)."""
+"""Owner of the random states of callbacks that follow results (`Pending.then`)."""
 
 
 @dataclass
@@ -188,8 +188,7 @@ class Simulation:
         self.mains = MainModules()
         everyone = range(cluster.workers)
         running = list(everyone if self.classes is None else self.classes.weights)
-        # What is of all workers is held once, and not by each: 10,000 workers with 10,000
-        # entries each would need gigabytes.
+        # Shared by all workers: 10,000 workers with 10,000 entries each would need gigabytes.
         self._locations = locations_of(
             [cluster.host_of(worker) for worker in everyone], torch.cuda.device_count()
         )
@@ -323,13 +322,12 @@ class Simulation:
                 **self._locations[rank],
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
-                "TORCH_DIST_INIT_BARRIER": "0",  # would wait in a store, outside the clock
+                "TORCH_DIST_INIT_BARRIER": "0",  # it would wait in a store, outside the clock
                 "TORCHELASTIC_RUN_ID": "simulated",
             }
         )
         torch.set_num_threads(1)
-        # CPU and CUDA backward passes run on the calling thread, hooks included: the
-        # engine's own threads would not have the turn.
+        # Backward passes and hooks must run on the calling thread: the engine's own threads would run out of turn.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 body(rank)
@@ -417,9 +415,9 @@ def check_represented(cluster: Cluster, compute: ComputeModel) -> None:
 
 FEW_ELEMENTS = 2
 BYTES_AN_ELEMENT = 1024 * 1024
-"""Of a tensor that stands for a large one: methods that cut tensors can cut it too."""
+"""Bytes per element of a tensor that represents a large one, so that methods can still cut it."""
 MOST_ELEMENTS = 1024
-"""However large the one is that it stands for."""
+"""Elements of such a tensor at most, however large the represented one is."""
 
 
 class SimulatedRuntime:
@@ -430,12 +428,10 @@ class SimulatedRuntime:
     def __init__(self, simulation: Simulation, rank: int) -> None:
         self._simulation = simulation
         self._service_jobs = 0
-        """How many jobs of services this worker has asked for."""
+        """How many jobs of services this worker has requested."""
         self.server_only = False
         self.registry = TrainingRegistry(simulation.options, self._training_broke)
-        self.registry.keeps_ended = (
-            True  # a plan looks at them when the script has ended
-        )
+        self.registry.keeps_ended = True  # a plan inspects them after the script
         self.registry.places.connect(
             rank, partial(simulation.tell_place, rank), waits=False
         )
@@ -491,7 +487,7 @@ class SimulatedRuntime:
         if self._simulation.profile and own is None:
             if self.rank:
                 return None
-            # Only one worker runs at a time, so the host's clock tells what it computes.
+            # Only one worker runs at a time, so the host's clock measures its computation.
             clock = self.clock.now if self._simulation.paced else time.perf_counter
             profiler = StepProfiler(
                 model,

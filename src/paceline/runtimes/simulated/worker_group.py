@@ -81,7 +81,7 @@ class SimulatedGroup:
     def all_reduce(
         self, buffer: torch.Tensor, operation: ReduceOperation
     ) -> SimulatedWork:
-        # It is the group's until it was waited for, and nobody is done before all have come.
+        # The buffer belongs to the group until wait(), and no rank is done before all have called.
         return self.all_reduce_tensors([buffer], [buffer.detach()], _NAMES[operation])
 
     def all_reduce_tensors(
@@ -152,7 +152,7 @@ class SimulatedGroup:
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> SimulatedWork:
         def deliver(done: CollectiveOperation, position: int) -> None:
-            if 0 not in done.results:  # once for all ranks: n copies, not n * n
+            if 0 not in done.results:  # once for all ranks: n copies instead of n * n
                 flat = [tensors[0].reshape(-1) for tensors in done.of_all()]
                 done.results[0] = torch.cat(flat)
             output.copy_(done.results[0].view(output.shape))
@@ -181,7 +181,7 @@ class SimulatedGroup:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> SimulatedWork:
         """Part r of *inputs* to rank r, from which part r of *outputs* comes."""
-        # Its messages end rank by rank: of a class, some go on earlier than others.
+        # Messages end rank by rank, so ranks of one class may continue at different times.
         self.check_all_run("an exchange among all")
 
         def deliver(done: CollectiveOperation, position: int) -> None:
@@ -235,7 +235,7 @@ class SimulatedGroup:
         unit: float,
         stream: str,
     ) -> SimulatedWork:
-        if stream:  # it has a queue of its own
+        if stream:  # a stream has a queue of its own
             name = f"{self.name}, after {stream}"
             whole = self._groups.end(name, self.shared.ranks, shared=True)
             return whole.perform(schedule, flat, operation, timed, unit, "")
@@ -243,7 +243,7 @@ class SimulatedGroup:
         def deliver(done: CollectiveOperation, position: int) -> None:
             held = done.results.get(0)
             if held is None:
-                # Who has not come yet cannot matter to this rank, which is done.
+                # This rank is done, so ranks that have not called cannot matter to it.
                 held = [
                     torch.zeros_like(flat) if own is None else own[0].clone()
                     for own in done.of_all()
@@ -314,7 +314,7 @@ class SimulatedGroup:
         return self._groups.end(among, members, shared=True).renamed(name)
 
     def has_room(self, kept: int, ranks: Sequence[int]) -> bool:
-        return True  # it costs neither threads nor connections
+        return True  # groups need neither threads nor connections
 
     def close(self) -> None:
         """Nothing is held."""
@@ -365,8 +365,8 @@ class CollectiveGroups:
         """
         rank = self._clock.current.rank
         members = self._members(ranks)
-        # A name can return after its group was destroyed: the n-th time that a worker
-        # makes a group is the n-th time for every other member.
+        # A name can be used again after its group was destroyed. The n-th time that a worker makes
+        # a group is the n-th time for every other member.
         times = self._made.get((rank, name, members), 0)
         if not shared:
             self._made[rank, name, members] = times + 1
@@ -378,7 +378,7 @@ class CollectiveGroups:
     def _members(self, ranks: Sequence[int]) -> Sequence[int]:
         everyone = self._everyone
         if len(ranks) == len(everyone) and all(map(eq, ranks, everyone)):
-            return everyone  # which is hashed at once, and held by nobody
+            return everyone  # shared, and already hashed
         return tuple(ranks)
 
     def _make(self, title: str, members: Sequence[int]) -> CollectiveGroup:
@@ -413,7 +413,7 @@ REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "BOR": torch.Tensor.bitwise_or_,
     "BXOR": torch.Tensor.bitwise_xor_,
 }
-"""Combines a second tensor into a first, by torch's name of the reduction."""
+"""Functions that combine a second tensor into a first, by torch's name of the reduction."""
 
 
 def reduced(
@@ -433,7 +433,7 @@ def reduced(
             result = reduce(REDUCE[name], tensors[1:], tensors[0].clone())
         if name == "AVG":
             whole = not (result.is_floating_point() or result.is_complex())
-            # Of whole numbers as NCCL has it.
+            # Round means of integers like NCCL.
             result.div_(
                 len(operation.represented_by), rounding_mode="trunc" if whole else None
             )

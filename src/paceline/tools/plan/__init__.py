@@ -1,16 +1,15 @@
-"""Which method fits a network and a model: every candidate, predicted in virtual time.
+"""Predicts in virtual time how fast every candidate method is for a network and a model.
 
-`plan` is a pure function of a cluster and a workload: equal arguments, equal plans, to the bit.
-It runs simulations, which take the process for themselves: beside a training it runs in a process
-of its own.
+`plan` is a pure function of a cluster and a workload: equal arguments give bit-equal plans. Its simulations need
+the process for themselves. So beside a training it runs in a process of its own.
 
 - `search`: predicts every candidate; start here.
-- `candidates`: what is worth predicting.
+- `candidates`: the specs to predict.
 - `predict`: one candidate in virtual time; `predictor`: many of them, in several processes.
-- `estimates`: a plan as data, its lower bound, and which methods it recommends.
+- `estimates`: a plan as data, its lower bound, and the recommended methods.
 - `what_if`: break-even links, other ways to gain, more workers and faster links.
-- `script`: what a script trains.
-- `report`: a plan for people, in the terminal, on a page and as JSON.
+- `script`: analyzes a training script.
+- `report`: a plan on the terminal, on a page and as JSON.
 - `switch_upgrades`: ranks racks by the gain of an aggregating switch.
 """
 

@@ -1,16 +1,16 @@
-"""What is worth predicting: method x collective x compressor x bucket rule, from the registries.
+"""The specs that a plan predicts: method x collective x compressor x bucket rule, from the registries.
 
-All combinations would be thousands. `first` has every method as it is by default, and bsp with one
-change: each bucket rule, each collective, each compressor. `crossed` takes the best of each class
-and changes one thing more in it. In both:
+All combinations would be thousands. `first` has every method with its defaults, and bsp with one change: each
+bucket rule, each collective, each compressor. `crossed` takes the best spec of each consistency and changes one
+more setting. In both:
 
-- Methods with parameters on servers have a server on each host, where the cluster has no hosts for
-  servers: a single server would carry all gradients over one link.
-- Collectives that need aggregators are infeasible where no rack has one.
+- If the cluster has no server hosts, methods with servers have a server on each host: a single server would carry
+  all gradients over one link.
+- Collectives that need aggregators are infeasible if no rack has one.
 - The collective ``ring`` is left out: native does the same. So are the compressors of `CONTRIB`.
-- Compressors have their defaults. The best of a class is combined with the `CODES` fastest of bsp.
+- Compressors have their defaults. The best spec of a consistency is combined with bsp's `CODES` fastest ones.
 
-Whether a candidate can run is found out by predicting it: the code that refuses it says why.
+Whether a candidate can run is only known from its prediction: the error says why not.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from paceline.spec import Spec, parse
 from paceline.tools.plan.estimates import DDP, Infeasible
 
 CODES = 2
-"""Compressors that the best of each class is combined with."""
+"""Number of compressors that the best spec of each consistency is combined with."""
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A spec and its class."""
+    """A spec and its consistency."""
 
     spec: str
     consistency: Consistency
 
 
 def candidate(spec: str | Spec) -> Candidate:
-    """The candidate of a spec.
+    """Make the candidate of a spec.
 
     Raises:
-        UsageError: The spec cannot be trained with.
+        UsageError: The spec is not valid for training.
     """
     text = str(spec)
     method, settings = parse_method(text)
@@ -54,14 +54,14 @@ def candidate(spec: str | Spec) -> Candidate:
 
 
 def consistency_of(method: Method, settings: Settings) -> Consistency:
-    """The weakest class of a method, its collective and its compressor."""
+    """The weakest consistency of a method, its collective and its compressor."""
     own: Consistency = getattr(method, "consistency", "asynchronous")
     how: Consistency = getattr(COLLECTIVES[settings.collective], "consistency", "exact")
     return weaker(weaker(own, how), settings.compression.code.consistency)
 
 
 def declared_consistency(text: str) -> Consistency:
-    """The class of a spec, also of one that cannot be trained with."""
+    """The consistency of a spec, even of one that is not valid for training."""
     try:
         return candidate(text).consistency
     except UsageError:
@@ -93,7 +93,8 @@ def summary_line(text: str) -> str:
 
 
 def _with_values(text: str, row: object) -> str:
-    """*text* with a number for each key in backticks that has one; 0 means that it is found out."""
+    """Replace each key in backticks in *text* by its number, if it has one. A number of 0 means
+    that it is tuned."""
 
     def value(key: re.Match[str]) -> str:
         number = getattr(row, key[1], None)
@@ -104,7 +105,7 @@ def _with_values(text: str, row: object) -> str:
 
 
 def first(cluster: Cluster) -> tuple[list[Candidate], list[Infeasible]]:
-    """Candidates and infeasible specs of the first round: bsp first, so that of equal ones it wins."""
+    """Candidates and infeasible specs of the first round: bsp first, so that it wins a tie."""
     names = ["bsp", *(name for name in METHODS if name != "bsp")]
     specs = [
         Spec(name, dict(form))
@@ -133,7 +134,7 @@ def crossed(
     """Candidates and infeasible specs of the second round.
 
     Args:
-        best: The best spec of each class.
+        best: The best spec of each consistency.
         codes: Compressors, the fastest first.
         cluster: The network.
     """
@@ -191,7 +192,7 @@ def _candidates(
 
 
 def _placed(spec: Spec, cluster: Cluster) -> Spec:
-    """The spec with a server on each host, where it has servers and the cluster no hosts for them."""
+    """The spec with a server on each host, if it uses servers and the cluster has no hosts for them."""
     method, settings = parse_method(str(spec))
     served = (
         method.updates_on == "server"

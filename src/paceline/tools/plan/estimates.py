@@ -1,6 +1,6 @@
-"""Predicted step times as data, and which methods they recommend.
+"""Predicted step times as data, and the rule that recommends methods.
 
-`recommend` is the only rule of recommendation: plan, compare, auto and doctor call it.
+`recommend` is the only such rule: plan, compare, auto and doctor call it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 
 DDP = "bsp:buckets=ddp"
-"""What PyTorch's DDP does: the baseline of every comparison."""
+"""The equivalent of PyTorch's DDP: the baseline of every comparison."""
 Fidelity = Literal["full", "short"]
 
 LOSSLESS: tuple[Consistency, ...] = ("exact", "delayed")
-"""Classes in which every gradient is applied unchanged."""
+"""Consistencies that apply every gradient unchanged."""
 GENTLE = 1.2
-"""Times the fastest of its class: so much longer may a step take that sends more of the gradient."""
+"""Factor over the fastest step of its consistency, up to which a method that sends more of the
+gradient is preferred."""
 AS_MUCH = 0.9
-"""Of the most bytes that such methods send: of those that send as much, the fastest is taken."""
+"""Share of the most bytes of such methods: of methods that send at least this share, the fastest is taken."""
 CLEARLY = 1.02
-"""Times as fast as DDP: a method that gains less is not worth a change."""
+"""Speed relative to DDP: a method with a smaller gain is not worth a change."""
 
 
 class Estimate(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,19 +34,19 @@ class Estimate(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         spec: The method, as `paceline.distribute` takes it.
-        consistency: Its class.
+        consistency: Its consistency.
         step_seconds: Time for one global batch in steady state. Workers of an asynchronous
             method have rates of their own: these are added up.
         compute_seconds: The part of it that computes, averaged over workers.
         exposed_seconds: The part of it that waits for communication.
         bytes_sent: By each worker, for each step.
-        buckets: In how many pieces the gradient travels.
+        buckets: Number of buckets.
         fidelity: ``"short"``: of few steps, fewer tensors and without planned buckets.
-        rejected: The short run was too slow in its class for a full one.
+        rejected: The short run was too slow for its consistency to be followed by a full run.
         steady_after: Steps of a training before its steps take this long (0: not known).
         estimated_compression: The compressor's time is derived from bytes, not measured.
         events: Simulated events that the prediction took.
-        notes: What the training logged.
+        notes: Messages that the training logged.
     """
 
     spec: str
@@ -72,13 +73,13 @@ class Infeasible(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Baseline(msgspec.Struct, frozen=True, kw_only=True):
-    """What estimates of one plan are compared with.
+    """The values that estimates of one plan are compared with.
 
     Attributes:
-        workers: How many there are.
+        workers: Number of workers.
         batch: Samples of the global batch (None: not known).
-        single: One machine that computes the same global batch alone, part after part.
-        lower_bound_seconds: No exact average of all gradients makes a step shorter.
+        single: One machine that computes the same global batch alone, sequentially.
+        lower_bound_seconds: The shortest step of any exact average of all gradients.
     """
 
     workers: int
@@ -91,11 +92,11 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
         return self.single.step_seconds / estimate.step_seconds
 
     def samples_per_second(self, estimate: Estimate) -> float | None:
-        """Samples per second; None where nobody knows a batch."""
+        """Samples per second; None if the batch is not known."""
         return None if self.batch is None else self.batch / estimate.step_seconds
 
     def bound_ratio(self, estimate: Estimate) -> float:
-        """The step over `lower_bound_seconds`; below 1 where less than the gradient is sent."""
+        """The step over `lower_bound_seconds`; below 1 if a method sends less than the gradient."""
         return estimate.step_seconds / self.lower_bound_seconds
 
 
@@ -103,12 +104,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Estimates of every candidate on one cluster with one workload.
 
     Attributes:
-        cluster: The network, described.
-        workload: Where the compute times come from.
-        baseline: What estimates are compared with.
+        cluster: Description of the network.
+        workload: Source of the compute times.
+        baseline: The values that estimates are compared with.
         estimates: From the fastest to the slowest.
         infeasible: Candidates that cannot run.
-        skipped: How many candidates were not predicted, as the search had reached its limit.
+        skipped: Number of candidates without a prediction, since the search reached its limit.
         events: Simulated events of all predictions.
     """
 
@@ -122,7 +123,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fastest(self) -> dict[Consistency, Estimate]:
-        """The fastest method of each class that was not rejected, the strongest class first."""
+        """The fastest method of each consistency that was not rejected, the strongest consistency first."""
         return fastest(self.estimates)
 
     @property
@@ -131,15 +132,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return recommend(self.estimates)
 
     def estimate(self, spec: str) -> Estimate | None:
-        """The estimate of that spec."""
+        """The estimate of *spec*."""
         return next((one for one in self.estimates if one.spec == spec), None)
 
 
 def fastest(
     estimates: Sequence[Estimate], allowed: Collection[Consistency] = CONSISTENCIES
 ) -> dict[Consistency, Estimate]:
-    """The fastest estimate of each allowed class, the strongest class first. A rejected one
-    counts only in a class that has no other."""
+    """The fastest estimate of each allowed consistency, the strongest first. A rejected estimate counts only if its
+    consistency has no other."""
     found: dict[Consistency, Estimate] = {}
     for one in sorted(estimates, key=lambda one: (one.rejected, one.step_seconds)):
         found.setdefault(one.consistency, one)
@@ -149,20 +150,20 @@ def fastest(
 def recommend(
     estimates: Sequence[Estimate], allowed: Collection[Consistency] = CONSISTENCIES
 ) -> dict[Consistency, Estimate]:
-    """The method to use in each class, the strongest class first.
+    """The method to use for each consistency, the strongest first.
 
-    - Where no gradient is lost (`LOSSLESS`): the fastest.
-    - In other classes, what is not sent is not learned from. Of the methods whose step takes at
-      most `GENTLE` times the fastest one's, the one that sends most.
-    - DDP's rule stands for its class where that has nothing that is `CLEARLY` faster. Then a
-      weaker class is recommended only if it is clearly faster than DDP.
+    - If every gradient is applied unchanged (`LOSSLESS`): the fastest.
+    - Otherwise gradients that are not sent are lost. Methods compete whose step takes at most `GENTLE` times the
+      fastest one's. The one that sends most is taken.
+    - DDP stands for its consistency if that has no method that is `CLEARLY` faster. Then a weaker consistency is
+      recommended only if it is clearly faster than DDP.
 
     Args:
-        estimates: Of one cluster and workload.
-        allowed: Classes that may be recommended.
+        estimates: Estimates for one cluster and workload.
+        allowed: Consistencies that may be recommended.
 
     Returns:
-        At most one estimate for each allowed class. The first one is of the strongest class.
+        At most one estimate for each allowed consistency, the strongest first.
     """
     found = {
         consistency: best if consistency in LOSSLESS else _sends_most(estimates, best)
@@ -189,7 +190,7 @@ def _sends_most(estimates: Sequence[Estimate], best: Estimate) -> Estimate:
             and one.rejected <= best.rejected
             and one.step_seconds <= GENTLE * best.step_seconds
         ):
-            # Another collective or bucket rule sends the same in another way.
+            # Another collective or bucket rule sends the same bytes.
             spec = parse(one.spec)
             near.setdefault((spec.name, spec.values.get("compression")), one)
     most = max(one.bytes_sent for one in near.values())
@@ -201,10 +202,10 @@ def lower_bound_seconds(cluster: Cluster, workload: Workload) -> float:
 
     The slowest worker computes, and meanwhile
 
-    - every link that parts some workers from the others passes the sum of either side, S bytes;
-    - where only workers add up, they send 2 (n - 1) S in all, over all their links.
+    - every link that separates some workers from the others carries the sum of either side, S bytes;
+    - if only workers add up, they send 2 (n - 1) S in all, over all their links.
 
-    What links let through at once after a pause (`Rack.burst`) takes no time.
+    Bytes that links let through at once after a pause (`Rack.burst`) take no time.
     """
     slowest = workload.compute_seconds / min(cluster.speeds)
     burst = max(rack.burst for rack in cluster.racks)

@@ -1,21 +1,21 @@
-"""One method in virtual time: stand-in tensors, few steps, the figures of steady steps.
+"""Predicts one method in virtual time: with placeholder tensors, few steps, and figures of steady steps.
 
-The planner has no model of any method: the simulated runtime runs the method's own code. This module
+The planner has no performance model of any method: the simulated runtime runs the method's own code. This module
 decides how many steps suffice:
 
-- A training repeats after the period that its method sets (`Run.set_period`). Two periods run after
-  the buckets are planned, if measurements plan them.
+- A training repeats after the period that its method sets (`Run.set_period`). If measurements plan the buckets, two
+  periods run after that.
 - Rounds of more than `SHORTENED` steps run with fewer. Between two rounds a step only computes, so
-  the steps that are left out take as long as those that run.
+  the omitted steps take as long as those that run.
 - Workers of asynchronous methods drift apart until a bound stops them. The second half of a longer
-  run counts, and rates are added up, as workers may do different numbers of steps.
-- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.steady_state`). A note says for how
-  many steps a compressor sends more, and how much.
+  run counts. Rates are added up, as workers may do different numbers of steps.
+- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.steady_state`). A note says for how many steps a
+  compressor sends more, and how much.
 
-A short run also merges the model's tensors (`merge_tensors`), and has DDP's bucket rule where
-measurements plan buckets.
+A short run also merges the model's tensors (`merge_tensors`). It uses DDP's bucket rule in place of planned
+buckets.
 
-Nothing here looks at a clock: equal questions have equal answers, to the bit.
+Nothing here reads a clock: equal questions have bit-equal answers.
 """
 
 from __future__ import annotations
@@ -51,44 +51,44 @@ from paceline.tools.plan.estimates import Estimate, Fidelity, Infeasible
 from paceline.tools.report.timeline import Step, typical_step
 
 SHORTENED, SHORTENED_IN_SHORT = 16, 8
-"""Steps of a round that run, where it has more."""
+"""Steps of a round that run, if it has more."""
 FEW = 16
-"""Tensors of a short run, where the model has more: a step takes longer to simulate with each, and
-hardly changes."""
+"""Tensors of a short run, if the model has more: each makes a step slower to simulate, and hardly changes the
+result."""
 MOST_STEPS = 80
 SETTLED, SETTLED_AT_ONCE = 4, 2
-"""Steady steps at least: of methods that wait for averages in the next forward pass, which fill the
-network first, and of those whose every step is like the one before."""
+"""Fewest steady steps. `SETTLED` is for methods that wait for averages in the next forward pass, which fill the
+network first. `SETTLED_AT_ONCE` is for those whose every step is like the one before."""
 DRIFTING, DRIFTING_IN_SHORT = 24, 6
 """Steps of asynchronous methods..."""
 FEW_DRIFT = 16
-"""...with at most so many workers; with more they run half as many."""
+"""...with at most so many workers; with more workers they run half as many."""
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer where none is named."""
+    """The optimizer if none is named."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """What is trained, and on which network.
+    """A training to predict, and its network.
 
     Attributes:
         cluster: The network and its workers.
         workload: The model's tensors and compute times.
         optimizer: Makes an optimizer like the training's.
         accumulate: Passes of one update (None: as many as the workload's script has, or one).
-        batches: Times the workload's batch that a pass has.
+        batches: Number of the workload's batches in a pass.
         jitter: Relative spread of compute times.
-        seed: Of the jitter.
-        settled: Steady steps at least.
+        seed: Seed of the jitter.
+        settled: Fewest steady steps.
         inputs: By worker, seconds that it waits for a batch before each pass (empty: none).
         trace: Whether runs keep records and spans.
         epoch_steps: Steps of an epoch of the sampler (0: not known).
-        brief: Run what repeats exactly as seldom as possible, instead of as often as a training.
+        brief: Simulate exact repetitions as rarely as possible, instead of as often as a training.
     """
 
     cluster: Cluster
@@ -112,14 +112,14 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class _Run:
-    """A method as it runs.
+    """A method as it is simulated.
 
     Attributes:
-        method: With shorter rounds, and past its warm-up.
+        method: The method with shorter rounds, and without its warm-up.
         missing: By how many steps its rounds are shorter.
-        settings: Past the compressor's warm-up.
+        settings: The settings, without the compressor's warm-up.
         short: Whether few steps are enough.
-        learns_longer: Steps of a training's warm-up that are left out here.
+        learns_longer: Warm-up steps of a training that are omitted here.
     """
 
     method: Method
@@ -140,13 +140,13 @@ def predict(
     """Predict the steady-state step of one method.
 
     Args:
-        job: What is trained, and where.
+        job: The training and its network.
         spec: The method.
         fidelity: ``"short"`` runs few steps of a model with few tensors, and DDP's rule instead of
             planned buckets.
 
     Returns:
-        The estimate; `Infeasible` where the method refuses the job.
+        The estimate; `Infeasible` if the method refuses the job.
     """
     if fidelity == "short":
         job = replace(job, workload=merge_tensors(job.workload))
@@ -155,10 +155,10 @@ def predict(
 
 
 def predict_single(job: TrainingJob) -> Estimate:
-    """One machine, the fastest, that computes the global batch of all workers alone.
+    """Predict the fastest machine when it computes the global batch of all workers alone.
 
     Raises:
-        UsageError: If it cannot run.
+        UsageError: It cannot run.
     """
     fastest = max(job.cluster.speeds)
     rack = Rack(workers=1, link=125e6, latency=0.0, speed=(fastest,))
@@ -210,7 +210,7 @@ def _predicted(
 
 
 def _warm_up(job: TrainingJob, spec: str) -> str:
-    """Bytes of the first steps that the figures leave out."""
+    """A note on the bytes of the first steps, which the figures leave out."""
     compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
@@ -221,7 +221,7 @@ def _warm_up(job: TrainingJob, spec: str) -> str:
 def _of_epochs(
     compression: GradientCompression, job: TrainingJob
 ) -> GradientCompression:
-    """With the epochs of the script's sampler."""
+    """The compressor with the epochs of the script's sampler."""
     return compression.with_epoch(job.epoch_steps) if job.epoch_steps else compression
 
 
@@ -229,11 +229,11 @@ def trace_step(job: TrainingJob, spec: str) -> tuple[Step | None, int]:
     """Trace a typical step of a full run, moment by moment.
 
     Args:
-        job: What is trained, and where.
+        job: The training and its network.
         spec: The method.
 
     Returns:
-        The step (None where the method refuses the job), and the simulated events of the run.
+        The step (None if the method refuses the job), and the simulated events of the run.
     """
     job = replace(job, trace=True)
     try:
@@ -246,7 +246,7 @@ def trace_step(job: TrainingJob, spec: str) -> tuple[Step | None, int]:
 
 
 def _in_the_long_run(method: Method) -> Method:
-    """The method past its warm-up."""
+    """The method without its warm-up."""
     cls: Any = type(method)
     later = getattr(cls, "in_the_long_run", {})
     changed: Method = replace(method, **convert_fields(cls, later))  # type: ignore[type-var]
@@ -271,7 +271,7 @@ def _learns_for(method: Any) -> int:
 
 
 def says_more_in_full(spec: str) -> bool:
-    """Whether a full run can have other figures than a short run of the same tensors."""
+    """Whether a full run can differ from a short run with the same tensors."""
     quick, full = (_as_run(spec, short, brief=True) for short in (True, False))
     method = full.method
     return (
@@ -285,7 +285,7 @@ def says_more_in_full(spec: str) -> bool:
 def _shorter(method: Any, steps: int) -> tuple[Method, int]:
     """The method with rounds of about *steps* steps, and by how many they are shorter.
 
-    Unchanged where rounds are not longer, or a shorter one would be another method."""
+    It is unchanged if rounds are not longer, or if a shorter round would make it another method."""
     whole = getattr(method, "sync_every", 0)
     if whole <= steps or getattr(method, "group_every", 1) > 1:
         return method, 0
@@ -305,8 +305,8 @@ def _shorter(method: Any, steps: int) -> tuple[Method, int]:
 def merge_tensors(workload: Workload, most: int = FEW) -> Workload:
     """Merge a workload's tensors into at most *most*, of about equal bytes.
 
-    Neighbours in ready order become one tensor. Sums of bytes and times stay; a workload of at most
-    *most* tensors is returned as it is.
+    Neighbours in ready order become one tensor. Sums of bytes and times stay. A workload of at most
+    *most* tensors is returned unchanged.
     """
     if len(workload.names) <= most:
         return workload
@@ -318,7 +318,7 @@ def merge_tensors(workload: Workload, most: int = FEW) -> Workload:
             groups.append([])
         groups[-1].append(index)
         done += workload.sizes[index]
-    groups.reverse()  # what is registered last is ready first
+    groups.reverse()  # the tensor registered last is ready first
     return replace(
         workload,
         names=tuple(f"part{number}" for number in range(len(groups))),
@@ -331,10 +331,10 @@ def merge_tensors(workload: Workload, most: int = FEW) -> Workload:
 
 
 def short_run_specs(spec: str) -> tuple[str, ...]:
-    """The specs that stand for *spec* in short runs.
+    """The specs that represent *spec* in short runs.
 
-    Where measurements plan its buckets, these are DDP's rule, which a short run has instead, and a
-    bucket per tensor. Planned buckets are as fast as the faster of them, or a little faster.
+    If measurements plan its buckets, they are DDP's rule, which a short run uses instead, and a bucket per tensor.
+    Planned buckets are as fast as the faster of them, or a little faster.
     """
     read = parse(spec)
     method, settings = parse_method(spec)
@@ -344,7 +344,7 @@ def short_run_specs(spec: str) -> tuple[str, ...]:
 
 
 def _simulate(job: TrainingJob, run: _Run) -> tuple[SimulationResult, int]:
-    """The run, and its simulated events."""
+    """Run the simulation; returns its result and its simulated events."""
 
     def body(rank: int) -> None:
         runtime = join_runtime()
@@ -358,7 +358,7 @@ def _simulate(job: TrainingJob, run: _Run) -> tuple[SimulationResult, int]:
         optimizer = train(TrainingInputs(runtime, model, plain), run.method, settings)
         if run.short:
             runtime.recorder.warm_up_steps = 0
-        # No two workers' gradients are alike, and none is zero.
+        # Gradients must differ between workers and must not be zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
         while not _is_enough(runtime.recorder, run, job):
             optimizer.zero_grad()
@@ -378,7 +378,7 @@ def _simulate(job: TrainingJob, run: _Run) -> tuple[SimulationResult, int]:
         simulation = _simulation(job, run, draws=False)
         outcome = simulation.run(body)
         events = _events(outcome, job)
-        if simulation.drawn:  # a method of the user's own
+        if simulation.drawn:  # a method from the user's code
             outcome = _simulation(job, run, draws=True).run(body)
             events += _events(outcome, job)
     return outcome, events
@@ -391,8 +391,8 @@ def _events(outcome: SimulationResult, job: TrainingJob) -> int:
 
 
 def _charged(job: TrainingJob) -> Workload:
-    """The workload with the input of all batches of a step. A batch of unknown size counts as one
-    sample, so that more batches take longer."""
+    """The workload with the input time of all batches of a step. A batch of unknown size counts as
+    one sample, so that more batches take longer."""
     workload = job.workload
     batches = job.batches * job.passes / (workload.passes or 1)
     return replace(
@@ -401,19 +401,19 @@ def _charged(job: TrainingJob) -> Workload:
 
 
 def _use_gradients(model: torch.nn.Module) -> None:
-    """Read all gradients after backward, as a script does that clips."""
+    """Read all gradients after backward, like a script that clips."""
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.norm()
 
 
 def _few_are_enough(job: TrainingJob, run: _Run) -> bool:
-    """Whether representatives of many workers have the figures of all workers."""
+    """Whether a few representatives of many workers give the figures of all workers."""
     return (
         job.cluster.workers > FEW_DRIFT
         and getattr(run.method, "symmetric", False)
         and COLLECTIVES[run.settings.collective].needs == "nothing"
-        # Some compressors exchange parts message by message, and ranks end at other times.
+        # Some compressors exchange parts message by message, so ranks end at different times.
         and not run.settings.compression.compresses
         and not (job.jitter or job.inputs or job.trace or job.cluster.rules)
     )
@@ -433,9 +433,9 @@ def _simulation(job: TrainingJob, run: _Run, *, draws: bool) -> Simulation:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect cycles once, at the end, and only among objects made within.
+    """Collect reference cycles once at the end, and only among objects made inside.
 
-    Many workers make many objects, so that the collector would take a fifth of the time."""
+    Many workers make many objects: otherwise the collector would take a fifth of the time."""
     if not gc.isenabled() or gc.get_freeze_count():
         yield
         return
@@ -451,7 +451,7 @@ def _no_collection() -> Iterator[None]:
 
 def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
     if job.inputs:
-        # The clock divides by the worker's speed; data loaders do not depend on it.
+        # The clock divides by the worker's speed, but data loaders do not depend on it.
         runtime.clock.charge(
             job.inputs[runtime.rank] * job.cluster.speeds[runtime.rank], "input"
         )
@@ -472,7 +472,7 @@ def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
 
 
 def _drifting_steps(short: bool, workers: int) -> int:
-    """Steps that run of an asynchronous method."""
+    """Number of steps that an asynchronous method runs."""
     steps = DRIFTING_IN_SHORT if short else DRIFTING
     return steps if workers <= FEW_DRIFT else max(DRIFTING_IN_SHORT, steps // 2)
 
@@ -500,10 +500,10 @@ def _figures(recorders: Sequence[StepRecorder], run: _Run) -> Figures:
 def _lengthened(
     recorders: Sequence[StepRecorder], means: Figures, missing: int
 ) -> Figures:
-    """Means over a round that has *missing* more steps, each like most of its steps.
+    """Means over a round with *missing* more steps, each like most of its steps.
 
-    At its end all workers wait for the slowest. So each of these steps takes as long as the slowest
-    worker's, and the others wait for the rest."""
+    At the round's end all workers wait for the slowest. So each of these steps takes as long as the
+    slowest worker's, and the others wait for the rest."""
     period = recorders[0].period
     usual = [
         [median(getattr(step, name) for step in steady_steps(list(recorder.steps))) for name in _FIELDS]
@@ -523,7 +523,7 @@ def _lengthened(
 
 
 def _drifting(recorders: Sequence[StepRecorder]) -> Figures:
-    """Figures of a worker with the mean rate, in the second half of the time in which all train."""
+    """Figures of a worker with the mean rate, in the second half of the time in which all workers train."""
     end = min(recorder.steps[-1].end_seconds for recorder in recorders)
     halves = [_second_half(list(recorder.steps), end) for recorder in recorders]
     rates = [

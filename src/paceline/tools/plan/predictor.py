@@ -1,7 +1,7 @@
-"""Many predictions, in this process or in several: the same answers in the same order.
+"""Makes many predictions in one or several processes, with the same answers in the same order.
 
-What predictions take is counted in simulated events: events of the simulator's clock, plus the
-tensors that the workers' steps handle. Unlike time, that is the same on every machine.
+The cost of predictions is counted in simulated events: events of the simulator's clock, plus the tensors in the
+workers' steps. Unlike time, that is the same on every machine.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.tools.plan.predict import MakeOptimizer, TrainingJob, predict
 from paceline.transport.liveness import end_with_parent, without_interrupts
 
 EVENTS_PER_SECOND = 5_000
-"""Simulated events of a second of one core, from 0.13 to 0.24 ms each. It sets defaults and patience; no
+"""Simulated events in a second of one core; an event takes 0.13 to 0.24 ms. It sets defaults and patience; no
 decision depends on it."""
 USUAL_SECONDS, MORE_SECONDS, FEW_WORKERS = 140.0, 16.0, 16
-"""Of one core, for a plan; and for each worker beyond so many."""
+"""Seconds of one core for a plan, and for each worker beyond so many."""
 IN_FLIGHT = 2
 """Predictions that each process has or will get, so that none waits for work."""
 
@@ -41,8 +41,8 @@ Result = TypeVar("Result")
 
 
 def usual_events(cluster: Cluster) -> int:
-    """Simulated events after which a plan stops by default: enough for all candidates of usual
-    models on up to `FEW_WORKERS` workers."""
+    """The default limit on a plan's simulated events: enough for all candidates of usual models on
+    up to `FEW_WORKERS` workers."""
     more = MORE_SECONDS * max(0, cluster.workers - FEW_WORKERS)
     return round(EVENTS_PER_SECOND * (USUAL_SECONDS + more))
 
@@ -50,15 +50,14 @@ def usual_events(cluster: Cluster) -> int:
 class Predictor:
     """Makes predictions, and counts the simulated events that they take.
 
-    Answers come in the order of the questions, and each counts when its turn comes. So neither the
-    answers nor where `max_events` ends them depends on the number of processes. Other processes end
-    with the ``with`` block.
+    Answers come in the order of the questions, and their events are counted in that order. So
+    neither the answers nor the point where `max_events` ends them depends on the number of
+    processes. Other processes end with the ``with`` block.
 
     Args:
-        processes: Predictions at a time. With 1, this process makes them. It also makes those that
-            others cannot: of an optimizer of the script's own, or of registries to which the
-            script has added rows.
-        max_events: Simulated events after which predictions stop. The last one may exceed them.
+        processes: Simultaneous predictions. With 1, this process makes them. It also makes those that
+            other processes cannot: with the script's own optimizer class, or with registries to which
+            the script has added rows.
 
     Attributes:
         events: Simulated events so far.
@@ -70,7 +69,7 @@ class Predictor:
         self._in_flight = IN_FLIGHT * processes
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
-            # A fork of a process with threads, as torch's autograd engine has, can hang.
+            # A fork of a process with threads, such as torch's autograd engine, can hang.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(
                 processes, mp_context=context, initializer=_begin
@@ -86,7 +85,7 @@ class Predictor:
         traceback: TracebackType | None,
     ) -> None:
         if self._pool is not None:
-            end_pool(self._pool)  # what it still computes is dropped
+            end_pool(self._pool)  # predictions in progress are dropped
 
     @property
     def events_left(self) -> float:
@@ -122,7 +121,7 @@ class Predictor:
         """Call a function with each tuple of arguments.
 
         Args:
-            function: Of a module. It returns a result, and the simulated events that it took.
+            function: A module-level function. It returns a result, and its simulated events.
             asked: Its arguments.
             until: Value of `events` at which to stop (None: `max_events`).
 
@@ -170,9 +169,9 @@ class Predictor:
 
 
 def has_rows_of_others() -> bool:
-    """Whether the script, or what it imports, has added rows to a registry.
+    """Whether the script, or a module that it imports, has added rows to a registry.
 
-    Other processes would not know them.
+    Other processes would not know these rows.
     """
     rows = (*METHODS.values(), *COLLECTIVES.values(), *COMPRESSORS.values())
     ours = __name__.partition(".")[0]
@@ -180,7 +179,7 @@ def has_rows_of_others() -> bool:
 
 
 def _can_travel(asked: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether another process can read the questions: it imports no module of the script's folder."""
+    """Whether another process can unpickle the questions: it cannot import modules of the script's folder."""
     jobs = (part for one in asked for part in one if isinstance(part, TrainingJob))
     if not all(is_known_elsewhere(job.optimizer) for job in jobs):
         return False
@@ -205,6 +204,6 @@ def _predict(
 
 
 def _begin() -> None:
-    """Begin a process of the pool, which ends when its parent is killed."""
+    """Initialize a process of the pool, which ends when its parent is killed."""
     end_with_parent()
     torch.set_num_threads(1)

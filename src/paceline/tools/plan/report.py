@@ -34,19 +34,19 @@ from paceline.tools.report.timeline import Step
 from paceline.units import show_bytes, show_count, show_rate, show_seconds
 
 FASTER = 1.02
-"""Times as fast as one machine: a smaller gain is none."""
+"""Speed relative to one machine: a smaller gain is none."""
 WORTH = 1.1
-"""Times as fast as all stronger classes: a weaker class that gains less is not in the answer."""
+"""Speed relative to all stronger consistencies: a weaker one that gains less is not in the answer."""
 MANY_STEPS = 50
 """A method that needs more steps to become as fast as predicted has a note."""
 VISIBLE = 0.01
-"""Part of a step: less communication is not worth a word."""
+"""Share of a step: less communication is not mentioned."""
 LITTLE = 0.05
-"""Per cent: a gain that is no gain."""
+"""Per cent: a smaller gain is none."""
 MOST_WEAKER = 3
-"""Weaker classes in the answer, which has at most five lines."""
+"""Weaker consistencies in the answer, which has at most five lines."""
 STAND_IN = "examples/workload.py"
-"""Trains a workload's tensors, and sleeps where a model computes."""
+"""A script that trains a workload's tensors, and sleeps instead of computing."""
 EXAMPLE_GOAL = "accuracy=0.95"
 
 CONSISTENCY_MEANS: dict[Consistency, str] = {
@@ -67,17 +67,17 @@ _WITH: dict[Consistency, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What was planned, and how it was asked.
+    """What was planned, and by which command.
 
     Attributes:
         cluster: The network.
         workload: The compute times.
-        script: What trains, and its `arguments`.
+        script: The training script, with its `arguments`.
         command: The command line of the plan.
         network: Options that describe the network (None: it was probed).
         compute: Options that give compute times.
-        stand_in: A workload to emulate in place of the script, where this machine has fewer cores
-            than workers.
+        stand_in: A workload to emulate in place of the script, if this machine has fewer cores than
+            workers.
     """
 
     cluster: Cluster
@@ -90,7 +90,7 @@ class Question:
     stand_in: str | None = None
 
     def __str__(self) -> str:
-        """The network and what a worker computes, in one line."""
+        """The network and a worker's computation, in one line."""
         work = self.workload
         text = (
             f"{self.cluster.describe()}; {show_seconds(work.forward_seconds)} forward + "
@@ -111,13 +111,13 @@ def plan_report(
     points: Sequence[ScalingPoint] = (),
     steps: Sequence[Step] = (),
 ) -> Report:
-    """The report of a plan.
+    """Report a plan.
 
     Args:
         plan: Predictions of all candidates.
         suggestions: Break-even links and other ways to gain.
         question: What was planned.
-        points: More workers and faster links.
+        points: Predictions for more workers and faster links.
         steps: A traced step of some candidates.
     """
     answer, *more = headline(plan, suggestions, question.cluster)
@@ -187,7 +187,7 @@ def headline(
 
 
 def _strongest(plan: Plan) -> tuple[Consistency, Estimate]:
-    """What is recommended of the strongest class."""
+    """The recommended method of the strongest consistency."""
     return next(iter(plan.recommended.items()))
 
 
@@ -217,7 +217,7 @@ def _over_ddp(plan: Plan, estimate: Estimate) -> float:
 
 
 def _weaker(plan: Plan) -> list[Estimate]:
-    """The recommended methods of weaker classes that are `WORTH` it; the fastest ones if many are."""
+    """The recommended methods of weaker consistencies that are `WORTH` it; of many, the fastest."""
     _, best = _strongest(plan)
     found, seconds = [], best.step_seconds
     for one in plan.recommended.values():
@@ -230,7 +230,7 @@ def _weaker(plan: Plan) -> list[Estimate]:
 def _slower_than_one(
     plan: Plan, suggestions: Suggestions | None, cluster: Cluster | None
 ) -> list[str]:
-    """The answer where the strongest class gains nothing over one machine."""
+    """The answer if the strongest consistency gains nothing over one machine."""
     baseline = plan.baseline
     consistency, best = _strongest(plan)
     what = (
@@ -281,12 +281,12 @@ def _or(words: Sequence[str]) -> str:
 
 
 def class_name(consistency: str) -> str:
-    """What tables call a class."""
+    """A consistency's name in tables."""
     return "local updates" if consistency == "local" else consistency
 
 
 def times(factor: float) -> str:
-    """``2.4x``: three significant digits, and two decimals at most."""
+    """Format a factor as ``2.4x``: three significant digits, and two decimals at most."""
     return f"{factor:.2f}x" if factor < 10 else f"{factor:.3g}x"
 
 
@@ -307,8 +307,7 @@ def _slowest_link(cluster: Cluster) -> float:
 
 @dataclass(frozen=True)
 class _Column:
-    """One column of all tables of estimates; *cell* is of a plan's estimate, which JSON has as
-    *key*."""
+    """One column of all tables of estimates; *cell* makes it from a plan's estimate, JSON names it *key*."""
 
     heading: str
     key: str
@@ -376,7 +375,7 @@ LEGEND = (
 
 
 def _columns(plan: Plan, *, brief: bool) -> list[_Column]:
-    """Those that have figures in this plan."""
+    """The columns that have values in this plan."""
     empty = set()
     if plan.estimate(DDP) is None:
         empty.add("vs. DDP")
@@ -400,7 +399,7 @@ class _Footnotes:
 
 
 def _best(plan: Plan, question: Question) -> Table:
-    """One machine, DDP, and the best method of each class."""
+    """One machine, DDP, and the best method of each consistency."""
     columns = _columns(plan, brief=True)
     notes = _Footnotes()
     shown = best_of_each_class(plan)
@@ -430,14 +429,14 @@ def _best(plan: Plan, question: Question) -> Table:
 
 
 def summary_lines(specs: Sequence[str]) -> Text | None:
-    """What each method does that DDP does not, for tables that show it."""
+    """How each method differs from DDP, for tables that show it."""
     lines = [f"{spec}: {line}." for spec in specs if (line := summary_line(spec))]
     return Text(title="Methods", lines=lines, level="summary") if lines else None
 
 
 def best_of_each_class(plan: Plan) -> list[tuple[str, str, Estimate]]:
-    """Class, name and estimate: one machine first, then DDP, then what is recommended of each class.
-    A class in which nothing is recommended is shown with its fastest method."""
+    """Consistency, name and estimate: one machine, then DDP, then the recommended method of each
+    consistency. If none is recommended, its fastest method is shown."""
     found = [("-", "one machine, same global batch", plan.baseline.single)]
     ddp, recommended = plan.estimate(DDP), plan.recommended
     if ddp is not None:
@@ -495,7 +494,7 @@ def _candidates(plan: Plan) -> Table:
 
 
 def counts(plan: Plan) -> str:
-    """How many candidates were predicted, how well, and how many were not."""
+    """Numbers of candidates that were predicted, by quality, and that were not."""
     text = show_count(len(plan.estimates), "candidate") + " predicted"
     if plan.infeasible:
         text += f", {len(plan.infeasible)} infeasible"
@@ -515,7 +514,7 @@ def counts(plan: Plan) -> str:
 
 
 def show_events(events: float) -> str:
-    """A number of simulated events: ``"1.2 million simulated events"``."""
+    """Format a number of simulated events: ``"1.2 million simulated events"``."""
     if events < 1e6:
         return f"{events:,.0f} simulated events"
     return f"{events / 1e6:.2g} million simulated events"
@@ -539,7 +538,7 @@ def _infeasible(plan: Plan) -> Table | None:
 
 
 def bar_chart(plan: Plan) -> BarChart:
-    """Compute and exposed communication of one machine, DDP and the best method of each class."""
+    """Compute and exposed communication of one machine, DDP and the best method of each consistency."""
     baseline = plan.baseline
     bars = []
     for consistency, name, one in best_of_each_class(plan):
@@ -563,7 +562,7 @@ def bar_chart(plan: Plan) -> BarChart:
     )
 
 
-# ---- why, and what else ----
+# ---- reasons and alternatives ----
 
 
 def _why(plan: Plan, cluster: Cluster) -> Text:
@@ -606,7 +605,7 @@ def _break_even(suggestions: Suggestions) -> Text | None:
 
 
 def _also(suggestions: Suggestions) -> Text | None:
-    """Other ways to gain, each kind once."""
+    """Other ways to gain, one of each kind."""
     found = _smallest_of_each_kind(suggestions)
     if found:
         each = ", ".join(f"with {one.what} {times(one.speedup)}" for one in found)
@@ -626,7 +625,7 @@ def _also(suggestions: Suggestions) -> Text | None:
 
 
 def _smallest_of_each_kind(suggestions: Suggestions) -> list[Suggestion]:
-    """Of suggestions that differ in a number only, the smallest change that gains."""
+    """Of suggestions that differ only in a number, the smallest change that gains."""
     found: dict[str, Suggestion] = {}
     for one in suggestions.helps:  # the largest gain first
         found[re.sub(r"\d+", "", one.what)] = one
@@ -656,7 +655,7 @@ def _faster_but_not_recommended(plan: Plan) -> Text | None:
 
 
 def faster_but_not_recommended(plan: Plan) -> str:
-    """Which methods are faster than the recommended one of their class; empty if none is."""
+    """Methods that are faster than the recommended one of their consistency; empty if there are none."""
     recommended = plan.recommended
     faster = [
         f"{one.spec} ({consistency}, {show_seconds(one.step_seconds)})"
@@ -688,7 +687,7 @@ def _timeline(steps: Sequence[Step]) -> TimelineSection | None:
 def commands(
     plan: Plan, script: str, arguments: Sequence[str] = ()
 ) -> dict[Consistency, str]:
-    """The command that trains with the recommended method of each class."""
+    """The command that trains with the recommended method, by consistency."""
     return {
         consistency: command(one.spec, script, arguments)
         for consistency, one in plan.recommended.items()
@@ -737,7 +736,7 @@ def _train_to_compare(plan: Plan, question: Question) -> Text | None:
 
 
 def _trial(plan: Plan, question: Question) -> Text | None:
-    """A run of the recommended method in real processes on this machine."""
+    """A command that tries the recommended method in real processes on this machine."""
     if question.network is None:
         return None
     script, arguments, caption = question.script, question.arguments, ""
@@ -811,7 +810,7 @@ def _panels(
 
 
 def _points(points: Sequence[ScalingPoint]) -> Table:
-    """A row for each class and number of workers, a column for each link."""
+    """A row for each consistency and number of workers, a column for each link."""
     rates = sorted({point.rate for point in points})
     rows: dict[tuple[str, int], dict[float, ScalingPoint]] = {}
     for point in points:
@@ -846,9 +845,9 @@ def to_json(
     question: Question,
     points: Sequence[ScalingPoint] = (),
 ) -> str:
-    """One object: the plan's keys and the suggestions', the `headline`, the `fastest` and
-    `recommended` spec and the `commands` by class, and `scaling`. Estimates also have the columns
-    that compare them with others."""
+    """The plan as a JSON object: the keys of plan and suggestions, the `headline`, the `fastest` and `recommended`
+    spec and the `commands` by consistency, and `scaling`. Estimates also have the columns that compare them with
+    others."""
     content = msgspec.to_builtins(plan) | msgspec.to_builtins(suggestions)
     content["estimates"] = [_with_columns(plan, one) for one in plan.estimates]
     content["headline"] = headline(plan, suggestions, question.cluster)

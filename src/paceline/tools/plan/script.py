@@ -1,6 +1,6 @@
-"""What a script trains: found out by running a few of its steps in virtual time.
+"""Analyzes a training script by running a few of its steps in virtual time.
 
-What is found is cached beside the script's compute times, where it can be written down.
+The result is cached beside the script's compute times, if it can be saved.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from paceline.tools.plan.predictor import has_rows_of_others
 
 OnProgress = Callable[[str, int | None, int | None], None]
 TRIED_STEPS = 3
-"""A script that clips by itself does so in its first step; a scheduler may come after it."""
+"""Steps of a trial: a script that clips does so in its first step, and a scheduler may follow it."""
 
 
 @dataclass(frozen=True)
 class ScriptAnalysis:
-    """What a script trains.
+    """The result of a script's analysis.
 
     Attributes:
         optimizer: Makes an optimizer like the script's.
-        workload: The workload that the model stands for; None: it is a real model.
-        refused: Names of methods under which the script fails, and why, of those that were tried.
+        workload: The workload that the script's model represents; None: it is a real model.
+        refused: Names of tried methods under which the script fails, and why.
         names: Trained tensors.
         sizes: Bytes of each.
         epoch_steps: Steps of an epoch of the script's sampler; 0: it has none.
-        paced: Whether the script says itself what it computes.
-        passes: As `Workload` has them; None: no step has shown it.
-        uses_gradients: As `Workload` has it; None: no step has shown it.
+        paced: Whether the script sets its own compute times.
+        passes: As in `Workload`; None: no step has shown it.
+        uses_gradients: As in `Workload`; None: no step has shown it.
         tried: Names of the methods whose kind was run.
-        file: Where an earlier run cached this; empty: the script ran now.
+        file: The cache file of an earlier run; empty: the script ran now.
     """
 
     optimizer: MakeOptimizer = plain_sgd
@@ -70,7 +70,7 @@ class ScriptAnalysis:
     file: str = ""
 
     def of_script(self, workload: Workload) -> Workload:
-        """*workload* with this script's passes and uses of gradients, whatever script was measured."""
+        """*workload* with this script's passes and uses of gradients, even if another script was measured."""
         passes = workload.passes if self.passes is None else self.passes
         uses = self.uses_gradients
         uses = workload.uses_gradients if uses is None else uses
@@ -87,7 +87,7 @@ class ScriptAnalysis:
         """Check that a workload is of this model.
 
         Raises:
-            UsageError: It is of another one.
+            UsageError: It is of another model.
         """
         workload.check_matches(self.names, self.sizes, what)
 
@@ -99,23 +99,20 @@ def analyze_script(
     allowed: Collection[Consistency] = CONSISTENCIES,
     on_progress: OnProgress = lambda what, number, count: None,
 ) -> ScriptAnalysis:
-    """Run a script for a few steps on two workers, and see what it does.
+    """Run a script for a few steps on two workers, and analyze it.
 
-    It runs under bsp, and under one method of each kind that treats gradients differently: methods of
-    a kind refuse the same scripts. What an earlier call found is cached, and not run again.
-
-    It runs under bsp, and under one method of each kind that treats gradients differently: methods of
-    a kind refuse the same scripts.
+    It runs under bsp, and under one method of each kind that treats gradients differently: methods of a kind refuse
+    the same scripts. Cached results are not run again.
 
     Args:
         script: Its file.
         arguments: Its arguments.
         scratch: Folder for the checkpoints that it writes.
-        allowed: Kinds without a method of these classes are not run.
+        allowed: Kinds without a method of these consistencies are not run.
         on_progress: Called before each run.
 
     Raises:
-        UsageError: It trains nothing. What it raises itself under bsp is raised, too.
+        UsageError: It trains nothing. The script's own errors under bsp are raised, too.
     """
     cached = CachedFile.of(ScriptJob(script, arguments), FEW_WORKERS, "analysis")
     analysis = cached.read(ScriptAnalysis, _decode)
@@ -127,7 +124,7 @@ def analyze_script(
         done, count = 1, count + 1
         on_progress(_run_text(script, 1, count, "bsp"), None, None)
         analysis = _analyzed(script, arguments, scratch)
-    # Once more: the script may have registered methods.
+    # Compute the kinds again, since the script may have registered methods.
     lasts = True
     for number, kind in enumerate(_untried(analysis, allowed), start=done + 1):
         on_progress(_run_text(script, number, max(number, count), kind[0]), None, None)
@@ -138,9 +135,9 @@ def analyze_script(
             refused=analysis.refused | refused,
             tried=(*analysis.tried, *kind),
         )
-    # What a script registers is there only after it has run.
+    # A script's registrations only exist after it has run, so they are not cached.
     if lasts and not has_rows_of_others():
-        with suppress(UsageError, NotImplementedError):  # it runs again, then
+        with suppress(UsageError, NotImplementedError):  # then it runs again
             cached.keep(analysis, _encode)
     return analysis
 
@@ -154,9 +151,9 @@ def _run_text(script: str, number: int, count: int, method: str) -> str:
 def _refusals(
     script: str, arguments: Sequence[str], kind: Sequence[str], scratch: Path
 ) -> tuple[dict[str, str], bool]:
-    """Why the script fails under the methods of a *kind*; empty where it does not.
+    """Why the script fails under the methods of a *kind* (empty if it does not), and whether that is permanent.
 
-    And whether it will fail again: what is no error of paceline's, such as a full disk, may be over."""
+    Errors that are not paceline's, such as a full disk, may not occur again."""
     try:
         _run(script, arguments, kind[0], scratch)
     except PacelineError as error:
@@ -167,7 +164,7 @@ def _refusals(
 
 
 def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAnalysis:
-    """What a run under bsp shows."""
+    """The result of a run under bsp."""
     habits: list[StepHabits] = []
     simulation = _run(script, arguments, "bsp", scratch, habits)
     trainings = simulation.registry_of(0).trainings
@@ -201,7 +198,7 @@ def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAna
 def _untried(
     analysis: ScriptAnalysis | None, allowed: Collection[Consistency]
 ) -> list[list[str]]:
-    """The kinds that have a method of an *allowed* class, and were not run yet."""
+    """The kinds with a method of an *allowed* consistency that were not run yet."""
     tried = () if analysis is None else analysis.tried
     return [
         kind
@@ -212,7 +209,7 @@ def _untried(
 
 
 def _kinds() -> list[list[str]]:
-    """Names of methods, grouped by where a script sees which gradients; without bsp's group."""
+    """Names of methods, grouped by the gradients that a script sees and when; without bsp's group."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, cls in METHODS.items():
         method: Method = cls()
@@ -221,7 +218,7 @@ def _kinds() -> list[list[str]]:
 
 
 def _encode(optimizer: object) -> dict[str, object]:
-    """One of `torch.optim`, as data. Raises `NotImplementedError` for any other."""
+    """Convert an optimizer of `torch.optim` to data. Raises `NotImplementedError` for any other."""
     if not isinstance(optimizer, partial) or not _is_plain(optimizer.keywords.values()):
         raise NotImplementedError
     name = optimizer.func.__name__
@@ -231,7 +228,7 @@ def _encode(optimizer: object) -> dict[str, object]:
 
 
 def _is_plain(values: Iterable[object]) -> bool:
-    """Whether JSON can hold all of them."""
+    """Whether JSON can hold all *values*."""
     return all(
         _is_plain(value)
         if isinstance(value, tuple)
@@ -243,7 +240,7 @@ def _is_plain(values: Iterable[object]) -> bool:
 
 
 def _decode(kind: type, data: Any) -> MakeOptimizer:
-    """What `_encode` wrote."""
+    """Restore the result of `_encode`."""
     values = {
         key: tuple(value) if isinstance(value, list) else value
         for key, value in data["values"].items()
@@ -259,7 +256,7 @@ def _run(
     scratch: Path,
     habits: list[StepHabits] | None = None,
 ) -> Simulation:
-    """Run a few steps. *habits* gets those of worker 0, by training."""
+    """Run a few steps. *habits* receives those of worker 0, by training."""
     simulation = Simulation(
         uniform_cluster(FEW_WORKERS, "10gbit", "50us"),
         options=RunOptions(method=method, steps=TRIED_STEPS, tells=False),
@@ -287,7 +284,7 @@ def _run(
 
 
 def optimizer_like(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
-    """Makes an optimizer of the same class and hyperparameters; plain SGD where that fails."""
+    """Return a factory of optimizers with the same class and hyperparameters; of plain SGD if that fails."""
     real: Any = getattr(optimizer, "unwrapped", optimizer)
     cls: Any = type(real)
     known = inspect.signature(cls).parameters

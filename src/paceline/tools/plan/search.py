@@ -1,14 +1,14 @@
 """The search: predict every candidate, cheap predictions first.
 
 1. The candidates of `first`, in short runs of few tensors.
-2. The best of each class with one more change (`crossed`), in short runs.
-3. Full runs of those whose figures a short run cannot show: a method learns or has other buckets
-   in full, or the model has more tensors. Left out are those that the short run shows as
-   `HOPELESS` in their class.
+2. The best of each consistency with one more change (`crossed`), in short runs.
+3. Full runs of candidates that a short run cannot show completely: a method needs more steps or other buckets, or
+   the model has more tensors. Candidates that their short run shows as `HOPELESS` for their consistency are left
+   out.
 
-In each round classes take turns, so that the limit on simulated events cuts all of them alike.
-What it cuts is judged by its short run, or is counted as skipped. The limit is counted, not timed:
-equal questions have equal answers on every machine.
+In each round consistencies take turns, so that the limit on simulated events affects all alike.
+Candidates beyond the limit are judged by their short run, or counted as skipped. The limit counts
+events instead of time: equal questions have equal answers on every machine.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from paceline.tools.plan.predictor import Predictor, usual_events
 from paceline.tools.report.timeline import Step
 
 HOPELESS = 1.5
-"""Times the best step of its class, in a short run: planned buckets do not make up for that."""
+"""Factor over the best step of its consistency in a short run: planned buckets do not make up for more."""
 NEGLIGIBLE = 0.01
-"""Part of a step: less exposed communication is none."""
+"""Share of a step: less exposed communication counts as none."""
 FIRST, CROSSED = 0.5, 0.6
-"""Parts of the simulated events after which the first, and the second round stop."""
+"""Shares of the simulated events after which the first and the second round stop."""
 IN_FRONT = 1.2
-"""Times the best step of its class: compressors of such methods are measured."""
+"""Factor over the best step of its consistency: compressors of such methods are measured."""
 MOST_COMPRESSORS = 4
-"""Compressors that are measured at a time: each takes up to a second or so."""
+"""Compressors that are measured at a time: each takes up to about a second."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Gets what comes next, its number, and how many there are."""
+"""Receives the name of the next prediction, its number, and the number of all."""
 
 
 def _quiet(what: str, number: int, count: int) -> None:
@@ -98,7 +98,7 @@ def plan(
         on_progress: Called before each prediction.
 
     Returns:
-        The plan. Equal arguments give equal plans, to the bit.
+        The plan. Equal arguments give bit-equal plans.
 
     Raises:
         UsageError: No allowed candidate can run.
@@ -133,9 +133,9 @@ class _Search:
     """Candidates and their predictions so far, by spec.
 
     Attributes:
-        whole: Specs whose figures are those of a full run.
+        whole: Specs whose figures equal those of a full run.
         rejected: Specs that the short run shows as hopeless.
-        skipped: Specs without a prediction, as the limit was reached.
+        skipped: Specs without a prediction, since the limit was reached.
     """
 
     job: TrainingJob
@@ -150,7 +150,7 @@ class _Search:
     skipped: set[str] = field(default_factory=set)
 
     def run(self, refused: Mapping[str, str], most: float) -> None:
-        """All rounds, with *most* simulated events."""
+        """Run all rounds, with *most* simulated events."""
         usable = partial(self._usable, refused)
         begin, cluster = self.predictor.events, self.job.cluster
         among, infeasible = first(cluster)
@@ -165,7 +165,7 @@ class _Search:
         self._predict(usable(among), "short", begin + CROSSED * most)
         hopeful = self._for_a_full_run()
         self._predict(hopeful, "full", begin + most)
-        # The limit has cut those that are neither rejected nor whole.
+        # The limit has cut the specs that are neither rejected nor whole.
         names = {one.spec for one in hopeful}
         self.rejected = self.found.keys() - self.whole - names
 
@@ -194,7 +194,7 @@ class _Search:
     def _predict(
         self, among: Sequence[Candidate], fidelity: Fidelity, until: float
     ) -> None:
-        """Predict candidates, classes in turn; in short runs only those that have no figures."""
+        """Predict candidates, with consistencies in turn; in short runs only those without figures."""
         short = fidelity == "short"
         wanted = _in_turns([c for c in among if not (short and c.spec in self.found)])
         if short:
@@ -221,11 +221,11 @@ class _Search:
             self.whole.add(one.spec)
 
     def seconds(self, spec: str) -> float:
-        """The step of a spec, as far as it is known."""
+        """The step time of a spec, as far as it is known."""
         return self.found[spec].step_seconds
 
     def _best(self) -> dict[Consistency, str]:
-        """The fastest spec of each class so far; of equal ones the first."""
+        """The fastest spec of each consistency so far; of equal ones the first."""
         best: dict[Consistency, str] = {}
         for consistency in CONSISTENCIES:
             mine = [
@@ -236,7 +236,7 @@ class _Search:
         return best
 
     def _waiting(self) -> dict[Consistency, str]:
-        """The best of each class that waits for the network: others have nothing to gain."""
+        """The best spec of each consistency if it waits for the network: others cannot gain."""
         return {
             consistency: spec
             for consistency, spec in self._best().items()
@@ -244,11 +244,10 @@ class _Search:
         }
 
     def _for_a_full_run(self) -> list[Candidate]:
-        """Candidates that are not hopeless and whose short run does not show all, the fastest first.
+        """Candidates that are not hopeless and need a full run, the fastest first.
 
-        Two that are equal to the bit in a short run can differ in full, as it has fewer tensors and
-        no planned buckets. So each runs; but the first of equal ones before the others, should the
-        limit come.
+        Two candidates that are bit-equal in a short run can differ in full, as it has fewer tensors and no planned
+        buckets. So each runs. The first of equal ones runs before the others, in case the limit is reached.
         """
         best = {
             consistency: self.seconds(spec)
@@ -258,7 +257,7 @@ class _Search:
         ranked = []
         for spec in sorted(self.found, key=self.seconds):
             slowest = HOPELESS * best[self.candidates[spec].consistency]
-            # Others are compared with DDP, so it runs in any case.
+            # DDP always runs, since others are compared with it.
             if spec in self.whole or (self.seconds(spec) > slowest and spec != DDP):
                 continue
             key = parse(spec).name, says_more_in_full(spec), _figures(self.found[spec])
@@ -317,7 +316,7 @@ def _figures(one: Estimate) -> tuple[object, ...]:
 
 
 def _in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each class, then the second of each, and so on."""
+    """The first of each consistency, then the second of each, and so on."""
     seen: Counter[Consistency] = Counter()
     ranked = []
     for one in candidates:
@@ -330,13 +329,13 @@ def _in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def compressor_of(spec: str) -> str:
-    """A method's compressor, as workloads name it."""
+    """A method's compressor, by its name in workloads."""
     _, settings = parse_method(spec)
     return full_spec(settings.compression.steady_state())
 
 
 def leading_compressors(plan: Plan) -> list[str]:
-    """Compressors of the fastest methods of each class whose times are estimated."""
+    """Compressors of the fastest methods of each consistency whose times are estimated."""
     best = plan.fastest
     names = [
         compressor_of(one.spec)
@@ -353,18 +352,18 @@ def refine_compression_times(
     times: Mapping[str, CompressorTimes],
     predictor: Predictor | None = None,
 ) -> tuple[Plan, TrainingJob]:
-    """Predict methods again whose compressors have been measured.
+    """Predict methods again after their compressors were measured.
 
     Args:
-        plan: The plan, of estimated times.
-        job: What it was made of.
+        plan: The plan with estimated times.
+        job: The job that it was made from.
         times: Measured times, by compressor (`compressor_of`).
-        predictor: Makes the predictions [default: this process]. An estimate that it has no
-            simulated events left for stays as it is.
+        predictor: Makes the predictions [default: this process]. If it has no simulated events left,
+            an estimate stays unchanged.
 
     Returns:
-        The plan with these estimates, each in a short or a full run as before; and the job with a
-        workload that has the times.
+        The plan with these estimates, each in a short or a full run as before; and the job with the
+        measured times in its workload.
     """
     predictor = predictor or Predictor()
     before = predictor.events
@@ -393,7 +392,7 @@ def refine_compression_times(
     return plan, job
 
 
-# ---- steps to look at ----
+# ---- traced steps ----
 
 
 def trace_steps(
@@ -402,24 +401,24 @@ def trace_steps(
     predictor: Predictor | None = None,
     on_progress: OnProgress = _quiet,
 ) -> list[Step]:
-    """Trace a step of the recommended method of each class and of DDP's rule.
+    """Trace a step of the recommended method of each consistency and of DDP.
 
     Args:
         plan: The plan.
-        job: What it was made of.
+        job: The job that it was made from.
         predictor: Makes the runs [default: this process].
         on_progress: Called before each run.
 
     Returns:
-        The steps, as many as `predictor` has simulated events for. First comes the recommended
-        method of the strongest class, then DDP's rule.
+        The steps, as many as `predictor` has simulated events for. The recommended method of the
+        strongest consistency comes first, then DDP.
     """
     predictor = predictor or Predictor()
     first_spec, *rest = dict.fromkeys(
         [*(o.spec for o in plan.recommended.values()), DDP]
     )
     specs = list(dict.fromkeys([first_spec, DDP, *rest]))
-    if plan.estimate(DDP) is None:  # it was not allowed, or cannot run
+    if plan.estimate(DDP) is None:  # DDP was not allowed, or cannot run
         specs.remove(DDP)
     steps = predictor.map(trace_step, [(job, spec) for spec in specs])
     found = []

@@ -1,13 +1,13 @@
 """Ranks racks by the gain of an aggregating switch, and reports it.
 
-For each collective, switches are upgraded greedily: each time the one that gives the shortest step, of
-equal ones the one that gives the shortest mean of the whole gradient. Tests compare the order with all
-orders of small clusters; that it is the best one is not guaranteed.
+For each collective, switches are upgraded greedily. Each time the switch with the shortest step is chosen; of equal
+ones, the switch with the shortest mean of the whole gradient. The result need not be optimal. Tests compare it with
+all orders on small clusters.
 
-Each collective is priced on the cluster as in the simulated runtime. A step is the gradient in DDP's
-buckets of 25 MB, each sent when it is ready, one after the other, beside backward. Where sums are
-integers, workers agree on a bucket's exponents while buckets before it move. Rounding, and processor
-time of messages in switches, cost nothing.
+Each collective is priced on the cluster as in the simulated runtime. A step is the gradient in
+DDP's buckets of 25 MB. Each bucket is sent when it is ready, one after the other, beside backward.
+If sums are integers, workers agree on a bucket's exponents while earlier buckets are sent.
+Rounding, and processor time of messages in switches, cost nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from paceline.units import show_count, show_seconds
 SMALL, LARGE = 1_000_000, 100_000_000
 """Bytes at which a collective is priced; a line through both prices other sizes."""
 ENOUGH = 0.9
-"""Part of the largest gain that fewer switches should give."""
+"""Share of the largest gain that fewer switches should give."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class CollectiveOption:
     """One collective to compare.
 
     Attributes:
-        name: What the table calls it.
+        name: Its name in tables.
         collective: The algorithm.
         dedicated: Whether it uses the cluster's dedicated server hosts.
     """
@@ -72,13 +72,13 @@ class CollectiveOption:
 
 
 class UpgradeStep(msgspec.Struct, frozen=True, kw_only=True):
-    """A number of aggregating switches, and what they give.
+    """A number of aggregating switches, and the resulting times.
 
     Attributes:
-        switches: How many aggregate.
-        racks: Those, the newest last.
-        step_seconds: Of a training step.
-        gradient_seconds: For the mean of the whole gradient.
+        switches: Number of aggregating switches.
+        racks: Their racks, the newest last.
+        step_seconds: Seconds of a training step.
+        gradient_seconds: Seconds of the mean of the whole gradient.
         throughput: Samples of all workers per second (None: the workload has no batch).
     """
 
@@ -90,13 +90,13 @@ class UpgradeStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpgradePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What each number of upgraded switches gives.
+    """The results for each number of upgraded switches.
 
     Attributes:
-        workers: In the cluster.
-        racks: In the cluster.
+        workers: Number of workers in the cluster.
+        racks: Number of racks in the cluster.
         ready: How many switches aggregate already.
-        compute_seconds: Of a step on the slowest worker; no network makes a step shorter.
+        compute_seconds: Compute time of a step on the slowest worker; no network makes a step shorter.
         options: Steps by collective; one step for a collective that needs no switches.
     """
 
@@ -108,8 +108,8 @@ class UpgradePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Upgrade(NamedTuple):
-    """An upgraded switch: it takes in *rate* bytes per second of all its workers together, and holds
-    *slots* sums of packets (None: no limit)."""
+    """An upgraded switch: it receives *rate* bytes per second from all its workers together, and
+    holds *slots* sums of packets (None: no limit)."""
 
     rate: float | None = None
     slots: int | None = None
@@ -118,7 +118,7 @@ class Upgrade(NamedTuple):
 UNLIMITED = Upgrade()
 
 Told = Callable[[str, int], None]
-"""Gets a collective's name, and how many switches are upgraded."""
+"""Receives a collective's name, and the number of upgraded switches."""
 
 
 def collective_options(cluster: Cluster) -> tuple[CollectiveOption, ...]:
@@ -147,7 +147,7 @@ def plan_upgrades(
     Args:
         cluster: Racks that aggregate already come first, and stay as they are.
         workload: Gradient sizes and compute times.
-        upgrade: What an upgraded switch can do.
+        upgrade: The upgraded switch.
         told: Called before each number of switches.
 
     Raises:
@@ -214,7 +214,7 @@ def _steps(
 
 
 def _different(cluster: Cluster, chosen: Collection[int]) -> list[int]:
-    """The first of each kind of rack that is left: equal racks gain the same."""
+    """The first of each kind of remaining rack: equal racks gain the same."""
     hosts = [server.rack for server in cluster.servers]
     kinds: dict[Hashable, int] = {}
     for number, rack in enumerate(cluster.racks):
@@ -238,7 +238,7 @@ def _upgraded(cluster: Cluster, racks: Collection[int], upgrade: Upgrade) -> Clu
 
 
 def _cost(option: CollectiveOption, cluster: Cluster) -> tuple[AffineCost, float]:
-    """Time of a mean by its bytes, and how much later it begins because workers agree on exponents first."""
+    """Time of a mean by its bytes, and the delay in which workers first agree on exponents."""
     at, row = _placement(option, cluster), option.collective
 
     def whole(size: int) -> float:
@@ -269,7 +269,7 @@ def _without_aggregation(cluster: Cluster) -> Cluster:
 
 @lru_cache(maxsize=16)
 def _agreement_of_ranks(cluster: Cluster) -> AffineCost:
-    """Cached: no switch changes it, and simulating its messages takes seconds for 1,000 workers."""
+    """Cached: no switch changes it, and it takes seconds to simulate with 1,000 workers."""
     count = cluster.workers
     return _line(lambda size: seconds(agreement_of_ranks(size // 4, count), cluster))
 
@@ -305,9 +305,9 @@ def upgrade_report(
 
 
 def advice(plan: UpgradePlan) -> list[str]:
-    """The fastest collective without upgrades, then what switches give each of the others."""
+    """The fastest collective without upgrades, then the gains of the others by switches."""
     starts = {name: steps[0].step_seconds for name, steps in plan.options.items()}
-    start = min(starts, key=starts.__getitem__)  # of equal ones the one without servers
+    start = min(starts, key=starts.__getitem__)  # on a tie the first, without servers
     now = starts[start]
     lines = [f"Without upgrades {start} is the fastest: {show_seconds(now)} per step."]
     for name, steps in plan.options.items():
@@ -387,7 +387,7 @@ def _unit(plan: UpgradePlan) -> str:
 
 
 def _with(steps: Sequence[UpgradeStep], switches: int) -> UpgradeStep:
-    """The step with that many switches; a collective that needs none has the same with all."""
+    """The step with that many switches; a collective without switches has the same step for any number."""
     return next((one for one in steps if one.switches == switches), steps[0])
 
 

@@ -1,11 +1,10 @@
-"""What else would make a training faster: other links, batches and numbers of workers.
+"""Predicts what else would make a training faster: other links, batches and numbers of workers.
 
 - `break_even_links`: the link at which all workers are as fast as one machine.
 - `suggestions`: gradient accumulation, larger batches, fewer workers.
 - `scaling_grid`: more workers and faster links.
 
-Each figure is a prediction. Samples per second are compared; whether a larger batch trains as well
-is for people to judge.
+Each figure is a prediction, in samples per second. It does not say whether a larger batch trains as well.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from paceline.tools.plan.search import NEGLIGIBLE
 from paceline.units import show_rate
 
 PASSES = (4, 16)
-"""Passes of an update, or times the batch, that are suggested."""
+"""Passes of an update, or batch multiples, that are suggested."""
 HELPS = 1.02
-"""Times the samples per second: a smaller gain is none."""
+"""Factor of samples per second: a smaller gain is none."""
 MANY = 16
 """Workers: with more, suggestions are predicted with merged tensors."""
 MOST_SCALE = 1024.0
-"""Break-even links are at most so many times as fast, or as slow, as the links are."""
+"""Break-even links are at most this factor faster or slower than the links."""
 PRECISION = 1.02
-"""Of a break-even link."""
+"""Relative precision of a break-even link."""
 ASIDE = PRECISION**0.45
-"""Both sides of a guessed link are predicted, so far from it: a right guess ends the search."""
+"""Factor to both sides of a guessed link at which predictions are made: a right guess ends the search."""
 GUESSED = 4
-"""Rounds in which links are guessed; later ones halve what is left."""
+"""Rounds in which links are guessed; later rounds bisect."""
 WORKERS = (1, 2, 4, 8, 16, 32, 64)
 RATES = (12.5e6, 125e6, 312.5e6, 1.25e9, 3.125e9)
 """0.1, 1, 2.5, 10 and 25 Gbit/s."""
 EACH = 2
-"""Methods of each class that a scaling grid predicts: the best one may differ from point to point."""
+"""Methods of each consistency that a scaling grid predicts: the best one may differ from point to point."""
 
 
 # ---- break-even ----
@@ -71,18 +70,17 @@ def break_even_links(
 ) -> list[BreakEven]:
     """Find the links at which all workers are as fast as one machine, within 2 %.
 
-    A step takes about ``a + b / link``: communication that is exposed takes twice as long with half
-    the link. So links just above and just below the intersection with one machine are predicted
-    next, in short runs.
+    A step takes about ``a + b / link``: exposed communication takes twice as long with half the link. So links just
+    above and just below the intersection with one machine are predicted next, in short runs.
 
     Args:
-        job: What is trained. All links of its cluster change by one factor.
-        specs: Methods; each is there once.
+        job: The training. All links of its cluster change by one factor.
+        specs: Methods, each once.
         single_seconds: One worker's batch on one machine.
         predictor: Makes the predictions [default: this process].
 
     Returns:
-        A link for each method, without methods for which `predictor` has no simulated events left.
+        A link for each method for which `predictor` has simulated events left.
     """
     predictor = predictor or Predictor()
     target = job.cluster.workers * single_seconds
@@ -118,15 +116,15 @@ def _step_seconds(answer: Estimate | Infeasible) -> float:
 
 @dataclass
 class _LinkSearch:
-    """The search for one break-even link, as a factor of what links are.
+    """The search for one break-even link, as a factor on the present links.
 
     Attributes:
         spec: The method.
         target: Seconds of one machine with the global batch.
-        single: Seconds of one machine with one worker's batch: of a step without any link.
+        single: Seconds of one machine with one worker's batch: a step without communication.
         low: A factor with which a step takes `low_seconds`, more than `target`.
         high: A factor with which a step takes `high_seconds`, at most `target`.
-        rounds: So far.
+        rounds: Rounds so far.
         seen: Seconds of a step, by factor.
     """
 
@@ -162,7 +160,7 @@ class _LinkSearch:
         return sorted(inside) or [math.sqrt(self.low * self.high)]
 
     def _guess(self) -> float:
-        """Where ``a + b / factor`` through the two nearest predictions meets the target."""
+        """The factor at which ``a + b / factor`` through the two nearest predictions meets the target."""
         near = [(self.high, self.high_seconds), (self.low, self.low_seconds)]
         if not self.low or self.high == math.inf:
             looks = sorted(
@@ -180,7 +178,7 @@ class _LinkSearch:
         return share / (self.target - start) if self.target > start else math.inf
 
     def learn(self, scale: float, seconds: float) -> None:
-        """A step takes *seconds* with links of *scale*."""
+        """Record that a step takes *seconds* with links of *scale*."""
         self.seen[scale] = seconds
         if seconds <= self.target:
             if scale < self.high:
@@ -190,7 +188,7 @@ class _LinkSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether the factor is known well enough, or beyond `MOST_SCALE`."""
+        """Whether the factor is precise enough, or beyond `MOST_SCALE`."""
         return (
             self.low >= MOST_SCALE
             or self.high <= 1 / MOST_SCALE
@@ -198,7 +196,7 @@ class _LinkSearch:
         )
 
     def found(self, slowest: float) -> BreakEven:
-        """The result, where the slowest link has *slowest* bytes per second."""
+        """The result, if the slowest link has *slowest* bytes per second."""
         words, rate = "no link makes it as fast as one machine", None
         if self.high <= 1 / MOST_SCALE:
             words = f"faster than one machine even at {show_rate(slowest / MOST_SCALE)}"
@@ -234,7 +232,7 @@ class Suggestion(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         what: The change.
-        spec: The method that it is predicted with.
+        spec: The method of the prediction.
         step_seconds: Time of a step with it.
         speedup: Samples per second relative to one machine.
     """
@@ -252,7 +250,7 @@ class Suggestions(msgspec.Struct, frozen=True, kw_only=True):
         break_even: Links at which all workers are as fast as one machine.
         helps: Changes that gain, the largest gain first.
         tried: How many changes were predicted.
-        untried: How many were not, as no simulated events were left.
+        untried: How many were not, since no simulated events were left.
     """
 
     break_even: tuple[BreakEven, ...]
@@ -266,12 +264,12 @@ def suggestions(
 ) -> Suggestions:
     """Find break-even links and other ways to gain.
 
-    Changes are predicted with the recommended method of the strongest class; links also with DDP's
-    rule. With more than `MANY` workers, predictions merge tensors.
+    Changes are predicted with the recommended method of the strongest consistency; links also with
+    DDP. With more than `MANY` workers, predictions merge tensors.
 
     Args:
         plan: The plan. With one worker there is nothing to suggest.
-        job: What it was made of.
+        job: The job that it was made from.
         predictor: Makes the predictions [default: this process].
     """
     if not plan.recommended:
@@ -336,7 +334,7 @@ def _fewer_workers(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def fastest_first(cluster: Cluster) -> list[int]:
-    """Hosts by their links, then by their speeds; equal ones in their order."""
+    """Hosts by their links, then by their speeds; equal hosts in their order."""
     return sorted(
         range(cluster.hosts),
         key=lambda host: _speed_of_host(cluster, host),
@@ -352,7 +350,7 @@ def _speed_of_host(cluster: Cluster, host: int) -> tuple[float, float]:
 
 
 def with_hosts(cluster: Cluster, hosts: list[int]) -> Cluster:
-    """The cluster of these hosts: without rules, and with the servers of the racks that are left."""
+    """The cluster of these hosts, without rules, and with the servers of the remaining racks."""
     racks: list[Rack] = []
     kept: dict[int, int] = {}
     first = 0
@@ -388,17 +386,17 @@ def with_hosts(cluster: Cluster, hosts: list[int]) -> Cluster:
 
 
 class ScalingPoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The best method of a class with some number of workers on one switch.
+    """The best method of a consistency with some number of workers on one switch.
 
     Attributes:
-        workers: How many there are.
+        workers: Number of workers.
         rate: Bytes per second of each worker's link.
-        consistency: The class.
+        consistency: The consistency.
         spec: The method.
         step_seconds: Time of a step.
         speedup: Samples per second relative to one worker.
         efficiency: `speedup` over `workers`.
-        samples_per_second: None where the batch is not known.
+        samples_per_second: None if the batch is not known.
     """
 
     workers: int
@@ -419,18 +417,18 @@ def scaling_grid(
     predictor: Predictor | None = None,
     on_progress: Callable[[str, int, int], None] = lambda what, number, count: None,
 ) -> list[ScalingPoint]:
-    """Predict the best method of each class with more workers and faster links, in short runs.
+    """Predict the best method of each consistency with more workers and faster links, in short runs.
 
-    Workers are in one rack. Its latency is the first rack's, and its speed the fastest worker's. A
-    method that hardly gains by a faster link is not predicted with yet faster ones.
+    Workers are in one rack. Its latency is the first rack's, and its speed the fastest worker's. If a method hardly
+    gains by a faster link, yet faster ones are not predicted.
 
     Args:
         plan: The plan.
-        job: What it was made of.
+        job: The job that it was made from.
         workers: Numbers of workers.
         rates: Links, bytes per second.
-        predictor: Makes the predictions, however many they are [default: this process].
-        on_progress: Called before each point with what it is, its number, and how many there are.
+        predictor: Makes the predictions, without a limit on their number [default: this process].
+        on_progress: Called before each point with its name, its number, and the number of all.
     """
     predictor = predictor or Predictor()
     named = {
@@ -455,7 +453,7 @@ def scaling_grid(
 
 
 def shortlist(plan: Plan) -> dict[Consistency, list[str]]:
-    """The fastest specs of each class that differ in method or compressor."""
+    """The fastest specs of each consistency that differ in method or compressor."""
     found: dict[Consistency, dict[tuple[str, object], str]] = {}
     estimates = [
         *plan.recommended.values(),
@@ -489,7 +487,7 @@ Curve = list[tuple[float, float]]
 def _extend(
     predictor: Predictor, job: TrainingJob, rate: float, curves: Mapping[str, Curve]
 ) -> None:
-    """Predict one point more of each curve that is not flat."""
+    """Predict one more point of each curve that is not flat."""
     specs = [spec for spec, curve in curves.items() if not _is_flat(curve)]
     asked = [(job, spec) for spec in specs]
     answers = predictor.predict(asked, "short", until=math.inf)
@@ -501,8 +499,8 @@ def _extend(
 def _is_flat(curve: Curve) -> bool:
     """Whether no link makes the step shorter by more than `NEGLIGIBLE`.
 
-    A step is a convex function of the time of a byte. So it falls to zero bytes at most as steeply
-    as between the last two links."""
+    A step is a convex function of the time per byte. So towards zero it falls at most as steeply as
+    between the last two links."""
     if len(curve) < 2:
         return False
     (slow, before), (fast, after) = curve[-2:]

@@ -1,4 +1,4 @@
-"""Results for people and programs: reports, charts, records and traces of runs.
+"""Output of results: reports, charts, records and traces of runs.
 
 - `model`: a report as plain data; start here.
 - `html`: a report as one HTML file.

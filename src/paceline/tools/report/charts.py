@@ -1,6 +1,6 @@
-"""Charts of a report, drawn by matplotlib: one SVG for light and one for dark ground.
+"""Charts of a report, drawn by matplotlib: one SVG for light and one for dark background.
 
-Equal data make equal text, whatever the user's own settings of matplotlib are.
+Equal data give equal files, whatever the user's own matplotlib settings are.
 """
 
 from __future__ import annotations
@@ -36,36 +36,36 @@ from paceline.tools.report.model import (
 
 Theme = Literal["light", "dark"]
 THEMES: tuple[Theme, ...] = ("light", "dark")
-MARKERS = "os^DvPX*<"  # not as many as colours: their pairs do not repeat soon
+MARKERS = "os^DvPX*<"  # fewer than colours, so that pairs rarely repeat
 HATCHED = "exposed"
 """The part of a bar that is hatched."""
 
-_WIDTH = 5.0  # inches: letters can still be read on a telephone's screen
+_WIDTH = 5.0  # inches: text stays readable on a phone
 _LINE_OF_TEXT = 0.19  # inches
-_LETTER = 0.075  # inches, of a usual one
-_LETTERS = 52  # that fit in the width
-_LETTERS_OF_LEGEND = 46  # that fit beside a line's sample
+_LETTER = 0.075  # inches, of an average letter
+_LETTERS = 52  # letters in the chart's width
+_LETTERS_OF_LEGEND = 46  # letters beside a line's sample
 _LETTERS_OF_AXIS = 36
 _MOST_TICKS = 8
 _DECADES = 3
-"""A logarithmic axis that spans more has powers of ten, else powers of two."""
+"""Decades from which a logarithmic axis has powers of ten, else powers of two."""
 
 
 def svg_of(chart: BarChart | LineChart, theme: Theme) -> str:
     """The chart as an SVG document."""
     with house_style(theme):
         figure = draw(chart, theme)
-        # The salt makes ids that are equal in every run.
+        # A fixed salt gives equal ids in every run.
         with mpl.rc_context({"svg.hashsalt": f"{theme} {chart.title}"}):
             text = io.StringIO()
-            # No date: equal data make equal files.
+            # Without a date, equal data give equal files.
             none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
             figure.savefig(text, format="svg", metadata=none)
     return text.getvalue()
 
 
 def draw(chart: BarChart | LineChart, theme: Theme = "light") -> Figure:
-    """The chart as a figure, to be called and saved within `house_style`."""
+    """The chart as a figure, to be made and saved within `house_style`."""
     if isinstance(chart, BarChart):
         return _bars(chart, theme)
     return _lines(chart, theme)
@@ -73,7 +73,7 @@ def draw(chart: BarChart | LineChart, theme: Theme = "light") -> Figure:
 
 @contextmanager
 def house_style(theme: Theme = "light") -> Iterator[None]:
-    """matplotlib's defaults and ours, whatever the user's own settings are."""
+    """matplotlib's defaults and paceline's style, whatever the user's own settings are."""
     place = THEMES.index(theme)
     ink = INK[place]
     style: dict[str, object] = {
@@ -88,7 +88,7 @@ def house_style(theme: Theme = "light") -> Iterator[None]:
         "figure.facecolor": GROUND[place],
         "axes.facecolor": "none",
         "font.family": ["sans-serif"],
-        "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: equal everywhere
+        "font.sans-serif": ["DejaVu Sans"],  # part of matplotlib, so always the same
         "font.size": 9.0,
         "grid.color": GRID[place],
         "grid.linewidth": 0.6,
@@ -96,13 +96,13 @@ def house_style(theme: Theme = "light") -> Iterator[None]:
         "legend.frameon": False,
         "lines.linewidth": 1.6,
         "lines.markersize": 4.5,
-        "svg.fonttype": "none",  # text stays text, and the file small
+        "svg.fonttype": "none",  # keeps text as text, and files small
         "text.color": ink,
-        "text.parse_math": False,  # names may hold dollar signs
+        "text.parse_math": False,  # names may contain dollar signs
         "xtick.color": ink,
         "ytick.color": ink,
     }
-    # Letters that the font lacks are left to the browser; matplotlib warns of each.
+    # Browsers replace glyphs that the font lacks; matplotlib would warn of each.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         with matplotlib.style.context(["default", style]):
@@ -118,7 +118,7 @@ def colour_of(number: int, theme: Theme) -> str:
 
 
 def _bars(chart: BarChart, theme: Theme) -> Figure:
-    """A name, and its bar below it with a text at its end."""
+    """A name, and below it its bar with a text at the end."""
     names = [_wrapped(row.name, _LETTERS) for row in chart.rows]
     bar = 1.3  # heights in lines of text
     heights = [len(name) + bar + 0.7 for name in names]
@@ -131,7 +131,7 @@ def _bars(chart: BarChart, theme: Theme) -> Figure:
     ends = [sum(map(_length, row.values)) for row in chart.rows]
     most = max([*ends, chart.limit or 0.0])
     scale, unit = unit_of(most)
-    # Letters stay readable where the line of the limit passes.
+    # Keep text readable where the limit's line crosses it.
     ground = {"facecolor": GROUND[THEMES.index(theme)], "edgecolor": "none", "pad": 0.5}
     box = None if chart.limit is None else ground
     top = 0.0
@@ -190,7 +190,7 @@ def _hatch_or_fill(part: str, colour: str) -> dict[str, object]:
 
 
 def _keys_of(chart: BarChart, theme: Theme) -> list[Artist]:
-    """A key for each part where there are several, and one for the limit."""
+    """A legend entry for each of several parts, and one for the limit."""
     ink = INK[THEMES.index(theme)]
     by_part = all(row.colour is None for row in chart.rows)
     keys: list[Artist] = []
@@ -232,7 +232,7 @@ def _lines(chart: LineChart, theme: Theme) -> Figure:
         axes.set_axis_off()
     _scales(places[0], chart)
     for axes in places[len(chart.panels) - columns : len(chart.panels)]:
-        axes.tick_params(labelbottom=True)  # also where the row below has no panel
+        axes.tick_params(labelbottom=True)  # also above an empty place
         axes.set_xlabel(_plain(chart.x))
     figure.supylabel(_shortened(chart.y), fontsize="medium")
     figure.legend(handles=keys, loc="outside lower left", ncols=width)
@@ -264,8 +264,8 @@ def _look(one: Series, theme: Theme) -> dict[str, object]:
 
 
 def _marked(one: Series, place: int) -> list[int]:
-    """Where a line shows its marker: at every point where there are few, else at some,
-    elsewhere than the lines beside it; and at points that no line leads to."""
+    """Points with a marker: all if there are few, else some at other places than the neighbouring lines', and all
+    isolated points."""
     count = len(one.ys)
     if count <= 12:
         return list(range(count))
@@ -279,7 +279,7 @@ def _marked(one: Series, place: int) -> list[int]:
 
 
 def _scales(axes: Axes, chart: LineChart) -> None:
-    """Both axes of all panels: they are shared."""
+    """Set both axes, which all panels share."""
     every = [
         pair
         for panel in chart.panels
@@ -315,7 +315,7 @@ def _number(value: float, _place: int | None = None) -> str:
 
 
 def _names_of(chart: LineChart, theme: Theme) -> tuple[list[Artist], int, int]:
-    """A key for each line, in how many columns they stand, and how many lines of text."""
+    """A legend entry for each line, the number of columns, and the number of text lines."""
     series = {one.name: one for panel in chart.panels for one in panel.series}
     names = ["\n".join(_wrapped(name, _LETTERS_OF_LEGEND)) for name in series]
     keys: list[Artist] = [
@@ -323,18 +323,18 @@ def _names_of(chart: LineChart, theme: Theme) -> tuple[list[Artist], int, int]:
         for name, one in zip(names, series.values(), strict=True)
     ]
     longest = max((len(name) for name in series), default=1)
-    # A name's line and the gaps take half an inch.
+    # A legend entry's line sample and gaps take half an inch.
     columns = max(1, min(len(names), int(_WIDTH / (0.5 + longest * _LETTER))))
     per_column = [names[i::columns] for i in range(columns)]
     lines = max(sum(text.count("\n") + 1 for text in one) for one in per_column)
     return keys, columns, lines
 
 
-# ---- texts ----
+# ---- text ----
 
 
 def unit_of(most: float) -> tuple[float, str]:
-    """The unit of an axis that reaches to *most* seconds, and its number in a second."""
+    """The unit of an axis up to *most* seconds, and its number in a second."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if most >= size:
             return 1 / size, name
@@ -342,8 +342,7 @@ def unit_of(most: float) -> tuple[float, str]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """*text* in lines of at most *width* letters, broken after what separates a spec's
-    parts where that is possible."""
+    """*text* in lines of at most *width* letters, broken between a spec's parts if possible."""
     lines = [""]
     for part in re.findall(r"[^,:+ ]*[,:+ ]?", _plain(text)):
         if len(lines[-1]) + len(part) > width and lines[-1]:
@@ -360,5 +359,5 @@ def _shortened(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """*text* without what XML forbids or a line cannot show."""
+    """*text* without characters that XML forbids or a line cannot show."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

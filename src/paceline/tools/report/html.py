@@ -1,8 +1,7 @@
-"""Writes a report as one HTML file: no request leaves it, and only its own script runs.
+"""Writes a report as one HTML file, which makes no requests and runs only its own script.
 
-`paceline.tools.report.model` is what a report holds, ``page.html`` its markup, ``page.css`` its
-style; ``page.js`` and ``timeline.js`` sort tables, copy commands and draw timelines. Tables and
-charts are there without any script.
+`paceline.tools.report.model` defines reports, ``page.html`` is the markup, ``page.css`` the style. ``page.js`` and
+``timeline.js`` sort tables, copy commands and draw timelines. Tables and charts also work without scripts.
 """
 
 from __future__ import annotations
@@ -38,12 +37,11 @@ from paceline.units import show_seconds
 
 NAME = "index.html"
 _DARKEST = 45.0
-"""Per cent of colour in a matrix's worst cell: its figures stay readable."""
+"""Per cent of colour in a matrix's worst cell, so that figures stay readable."""
 
 
 def write_page(path: Path, page: Report) -> Path:
-    """Write *page* to *path*, and return that. Raises `UsageError` where it cannot be
-    written."""
+    """Write *page* to *path*, and return the path. Raises `UsageError` if that fails."""
     make_folder(str(path.parent), "the page")
     claim(str(path.parent), path.name)
     try:
@@ -54,7 +52,7 @@ def write_page(path: Path, page: Report) -> Path:
 
 
 def text_of(page: Report) -> str:
-    """The page's text."""
+    """The page's HTML."""
     script = _file("page.js") + _file("timeline.js")
     digest = hashlib.sha256(script.encode()).digest()
     return _template("page.html", escape=True).render(
@@ -67,7 +65,7 @@ def text_of(page: Report) -> str:
         picture_of=_picture,
         figures_of=_figures_of,
         shades_of=_shades,
-        comma=Markup(",<wbr>"),  # where long specs are best broken
+        comma=Markup(",<wbr>"),  # allows line breaks in long specs
     )
 
 
@@ -93,7 +91,7 @@ def _kind_of(section: Section) -> str:
 
 
 def _data_of(section: TimelineSection) -> Markup:
-    """JSON that stays inside its element, whatever names there are: no ``<`` is in it."""
+    """JSON for an HTML element: it contains no ``<``, whatever the names are."""
     text = msgspec.json.encode(section.steps).decode()
     for letter in "<>&\u2028\u2029":
         text = text.replace(letter, f"\\u{ord(letter):04x}")
@@ -104,8 +102,8 @@ def _data_of(section: TimelineSection) -> Markup:
 
 
 def _picture(chart: BarChart | LineChart) -> Markup:
-    """The chart for both themes: the browser takes the one that suits the reader's."""
-    from paceline.tools.report import charts  # matplotlib takes a second to import
+    """The chart for both themes; the browser shows the reader's."""
+    from paceline.tools.report import charts  # slow: it imports matplotlib
 
     light, dark = (_data_url(charts.svg_of(chart, theme)) for theme in charts.THEMES)
     return Markup(
@@ -119,7 +117,7 @@ def _data_url(svg: str) -> str:
 
 
 def _in_words(chart: BarChart | LineChart) -> list[str]:
-    """What the chart shows, for people who do not see it."""
+    """The chart's content as text, for readers who cannot see it."""
     if isinstance(chart, BarChart):
         return [f"{row.name}: {row.text}" for row in chart.rows]
     return [
@@ -136,7 +134,7 @@ def _ends(one: Series) -> str:
 
 
 def _figures_of(chart: BarChart | LineChart) -> Table | None:
-    """The chart's figures as a table, if they are few enough for one."""
+    """The chart's figures as a table, if they are few enough."""
     if isinstance(chart, LineChart):
         return chart.table
     return Table(
@@ -153,7 +151,7 @@ def _figures_of(chart: BarChart | LineChart) -> Table | None:
 
 
 def _shades(matrix: Matrix) -> list[list[str]]:
-    """Per cent of colour of each cell: the worst has most."""
+    """Per cent of colour of each cell, most for the worst."""
     values = [
         number.value
         for row in matrix.cells

@@ -1,7 +1,7 @@
 """A report as plain data: an answer, and sections of text, tables and charts.
 
 `paceline.tools.report.html` shows it as a page and `paceline.tools.report.terminal` on a terminal.
-Nothing here draws, and nothing here is markup: all texts are escaped where they are shown.
+Nothing here draws, and nothing here is markup: all texts are escaped when they are shown.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ COLOURS = (
     ("#56b4e9", "#b3e0ff"),
     ("#6b7078", "#b4bac2"),
 )
-"""On light and on dark ground: Okabe and Ito's colours, which people who see fewer colours
-can tell apart, without yellow (too pale on white) and with grey for black. A consistency's colour
-is its number in `CONSISTENCIES`."""
+"""Colours on light and on dark background: Okabe and Ito's, which colour-blind readers can tell
+apart, without yellow (too pale on white) and with grey for black. A consistency's colour is its
+number in `CONSISTENCIES`."""
 
 GREY = len(COLOURS) - 1
-"""The colour of what has no consistency, such as one machine."""
+"""The colour of rows without a consistency, such as one machine."""
 
 INK, GRID, GROUND = (
     ("#24292f", "#e6e9ed"),
     ("#d8dee4", "#3a414a"),
     ("#ffffff", "#14181d"),
 )
-"""Text and axes, grid lines, and what is below them: on light and on dark ground."""
+"""Text and axes, grid lines, and background: for light and for dark."""
 
 
 class Number(NamedTuple):
-    """A figure: sorted by *value*, shown as *text*. *bad*: marked, by a sign as well as by its
-    colour; *title* says more."""
+    """A figure: sorted by *value*, shown as *text*. *bad*: it is marked by a sign and a colour; *title* explains
+    it."""
 
     value: float | None
     text: str
@@ -53,8 +53,8 @@ Level = Literal["summary", "details"]
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Sentences: a list, a numbered one whose items have a head and more lines, paragraphs, or
-    lines of *code*, each of which can be copied."""
+    """Sentences, as one of: a list, a numbered list whose items have a title and more lines,
+    paragraphs, or lines of *code*, each with a copy button."""
 
     title: str
     lines: Sequence[str]
@@ -65,7 +65,7 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Files beside the page: what they are called, and where."""
+    """Files beside the page: their names and paths."""
 
     title: str
     files: Sequence[tuple[str, str]]
@@ -77,8 +77,8 @@ class Links:
 class Table:
     """Rows that can be sorted by any column.
 
-    They come sorted by column number *sort*, or in no order. *colours*: of each row the number of its
-    colour, shown beside its first cell. *notes* are numbered. *folded*: shown on demand."""
+    They are sorted by column number *sort*, or unsorted. *colours*: by row, the number of the
+    colour beside its first cell. *notes* are numbered. *folded*: shown on demand."""
 
     title: str
     headings: Sequence[str]
@@ -91,7 +91,7 @@ class Table:
     level: Level = "details"
 
     def number_columns(self) -> frozenset[int]:
-        """Columns that hold numbers and no words."""
+        """Columns that hold only numbers."""
         return frozenset(
             column
             for column in range(len(self.headings))
@@ -102,8 +102,8 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Seconds for each part, and a *text* behind it. *colour*: the number of its own one, for all
-    parts; else each part has one."""
+    """Seconds for each part, and a *text* after the bar. *colour*: the number of one colour for all
+    parts; otherwise each part has its own."""
 
     name: str
     values: Sequence[float]
@@ -113,8 +113,8 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Stacked bars of seconds. A part that is called *exposed* is hatched. *limit*: seconds at
-    which a line stands, called *limit_name*."""
+    """Stacked bars of seconds. A part with the name *exposed* is hatched. *limit*: seconds of a
+    vertical line with the name *limit_name*."""
 
     title: str
     parts: Sequence[str]
@@ -127,8 +127,8 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A figure for each pair, shaded from the best to the worst; *least*: what differs by less
-    than that hardly differs in shade (None: half of the largest)."""
+    """A figure for each pair, shaded from the best to the worst. *least*: smaller differences are hardly visible as
+    shades (None: half of the largest)."""
 
     title: str
     rows: Sequence[str]
@@ -152,7 +152,7 @@ class Series(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A small chart. *dotted*: a line to compare with."""
+    """A small chart. *dotted*: a line for comparison."""
 
     title: str
     series: Sequence[Series]
@@ -161,9 +161,8 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Small charts of one kind side by side, on equal axes; their figures as a *table* too.
-    *x*, *y* name the axes; *log*: which of them are logarithmic. *top*: where the vertical axis
-    ends."""
+    """Small charts of one kind side by side, on equal axes, with their figures as a *table*. *x*,
+    *y* name the axes; *log*: the logarithmic ones. *top*: the end of the vertical axis."""
 
     title: str
     panels: Sequence[Panel]
@@ -178,8 +177,8 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineSection:
-    """Steps of several runs, of which two are shown at a time, on one scale; *first* are their
-    numbers."""
+    """Steps of several runs, of which two are shown at a time, on one scale. *first*: the numbers
+    of the two that are shown first."""
 
     title: str
     steps: Sequence[Step]
@@ -193,8 +192,7 @@ Section = Text | Links | Table | BarChart | Matrix | LineChart | TimelineSection
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """*answer* is the sentence that people came for; *details* follow it. *notes*: named
-    lines, such as the network."""
+    """*answer* is the main result; *details* follow it. *notes*: named lines, such as the network."""
 
     title: str
     answer: str

@@ -1,4 +1,4 @@
-"""A folder of records: per-step JSON lines and a trace, by each worker or for all."""
+"""A folder of records: JSON lines per step, and a trace, by each worker or for all."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _PIECE = 1 << 16
 
 
 class WorkerRecords:
-    """A real worker's `RecordListener`: a file in *folder* for the launcher to merge.
+    """A real worker's `RecordListener`: writes a file in *folder* that the launcher merges.
 
-    JSON lines as they come, an object for a step and an array for a span: all that a step
-    took is in the file when it has ended. Only the last line of a killed worker's may be
-    incomplete; what the worker's next incarnation writes comes after the last whole one. *clock*:
-    what to add to a span's times to have seconds since 1970.
+    The file has JSON lines: an object for a step and an array for a span. All records of a step are
+    in the file at its end. Only the last line of a killed worker may be incomplete; the worker's
+    next incarnation continues after the last complete line. *clock*: added to a span's times to get
+    seconds since 1970.
     """
 
     def __init__(self, folder: str, clock: float = 0.0) -> None:
@@ -48,7 +48,7 @@ class WorkerRecords:
             self._write(span.worker)
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Write the last records and close the file."""
         if self._file is not None:
             self._write(0)
             self._file.close()
@@ -58,7 +58,7 @@ class WorkerRecords:
             self._lines += msgspec.json.encode(line) + b"\n"
 
     def _write(self, worker: int) -> None:
-        """What has come until now, in one piece; a training outlives a full disk."""
+        """Write the records so far at once; a full disk does not end the training."""
         if self._broken:
             return
         try:
@@ -77,7 +77,7 @@ class WorkerRecords:
 
 
 def _open_after_whole_lines(path: Path) -> BinaryIO:
-    """To go on writing behind the last line that is complete; unbuffered."""
+    """Open a file to continue after its last complete line; unbuffered."""
     path.touch()
     with path.open("rb") as before:
         whole = sum(len(line) for line in before if line.endswith(b"\n"))
@@ -96,8 +96,8 @@ def _steps_of(path: Path) -> Iterator[StepRecord]:
 
 
 def merge_workers(folder: str, name: str) -> None:
-    """Write ``NAME.jsonl`` and ``NAME.trace.json`` of what all real workers have left in
-    *folder*, which is removed. However much it is: it is read as it is written."""
+    """Write ``NAME.jsonl`` and ``NAME.trace.json`` from all real workers' files in *folder*, and remove these. They
+    are read while the result is written, so their size does not matter."""
     paths = sorted(Path(folder).glob(_WORKERS))
 
     def spans() -> Iterator[Span]:
@@ -111,7 +111,7 @@ def merge_workers(folder: str, name: str) -> None:
 
 
 def forget_workers(folder: str) -> None:
-    """Remove what workers of an earlier run, that was killed, have left in *folder*."""
+    """Remove files in *folder* that workers of an earlier, killed run left."""
     for path in make_folder(folder).glob(_WORKERS):
         path.unlink()
 
@@ -139,8 +139,8 @@ _CLAIMED = ".paceline-files"
 
 
 def claim(folder: str, *names: str) -> None:
-    """Note that the files with these *names* in *folder* are about to be made, so that
-    `clear` may remove them. A folder that is there already stays somebody else's."""
+    """Record that files with these *names* in *folder* are about to be made, so that `clear` may
+    remove them. A folder that exists already is never claimed."""
     path = make_folder(folder)
     known = _claimed(path)
     fresh = [n for n in names if n not in known and not (path / n).is_dir()]
@@ -148,7 +148,7 @@ def claim(folder: str, *names: str) -> None:
 
 
 def clear(folder: str) -> None:
-    """Remove from *folder* what was claimed there, and nothing else."""
+    """Remove claimed files from *folder*, and nothing else."""
     path = make_folder(folder)
     for name in _claimed(path):
         if (path / name).is_dir() and not (path / name).is_symlink():
@@ -167,8 +167,8 @@ def _claimed(path: Path) -> list[str]:
 
 
 def make_folder(folder: str, what: str = "records") -> Path:
-    """Make *folder* if need be; raises `UsageError` where nothing can be written there,
-    *what* was to be."""
+    """Make *folder* if necessary. Raises `UsageError` if it is not writable; *what* names its content in the
+    error."""
     path = Path(folder)
     probe = path / f".paceline-probe-{os.getpid()}"
     try:

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from paceline.cluster.profiling import CompressorCost, NotApplicable
 
 _WIDTH_OF_FILES = 120
-"""Columns where standard output is no terminal: nothing needs to be folded there."""
+"""Columns if standard output is not a terminal: lines need no folding there."""
 ADDS_UP = 0.005
-"""To this part of a step its figures are seen to add up."""
+"""Share of a step to which its figures must add up."""
 _SHORT = 16
-"""Letters of a word that is not broken into lines, such as a class of consistency."""
+"""Letters up to which a word is not broken into lines, such as a consistency."""
 
 
 def print_result(result: RunResult) -> None:
-    """Print the figures of one run, and below them what they were measured with."""
+    """Print the figures of one run, and below them how they were measured."""
     console = console_for_tables()
     _print_table(console, _table_of(result))
     for note in result.notes:
@@ -80,7 +80,7 @@ def _table_of(result: RunResult) -> model.Table:
 
 
 def parts_of_step(results: Sequence[RunResult]) -> str:
-    """What a step is made of, for a table's legend."""
+    """The parts of a step, for a table's legend."""
     text = "step = compute + exposed communication"
     for one in results:
         step, compute = one.step_seconds, one.compute_seconds
@@ -97,7 +97,7 @@ def _seconds(value: float | None) -> model.Number | None:
 
 
 def print_workload(workload: Workload, rows: int = 12) -> None:
-    """A workload's sums, and the tensors whose backward pass takes longest."""
+    """Print a workload's sums, and the tensors with the longest backward pass."""
     ready = dict(zip(workload.order, workload.ready_seconds, strict=True))
     count = len(workload.names)
     longest = sorted(range(count), key=workload.backward.__getitem__, reverse=True)
@@ -144,7 +144,7 @@ def print_report(report: model.Report, *, everything: bool = False) -> None:
     """Print a report's answer, its details and the summary sections.
 
     Args:
-        report: What to print. Charts and timelines have no form in a terminal.
+        report: The report. Charts and timelines are not shown on a terminal.
         everything: Print the tables and texts of the other sections too.
     """
     console = console_for_tables()
@@ -186,7 +186,7 @@ def _print_text(console: Console, section: model.Text) -> None:
     for number, line in enumerate(section.lines, start=1):
         first = f"{number}. " if section.kind == "numbered" else "  "
         indented = line.replace("\n", "\n   ")
-        # A command that is broken into lines cannot be copied.
+        # Do not wrap commands, so that they can be copied.
         console.print(Text(first + indented), soft_wrap=section.kind == "code")
     if section.caption:
         console.print(Text(section.caption))
@@ -197,7 +197,7 @@ def _print_table(console: Console, section: model.Table) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     rows = [[_cell(one) for one in row] for row in section.rows]
     for column, heading in enumerate(section.headings):
-        # A heading may be broken into lines; a number, or a name from a list, may not.
+        # A heading may be wrapped; a number, or a name from a list, may not.
         width = max((len(row[column]) for row in rows), default=0)
         if column in numbers:
             table.add_column(heading, justify="right", min_width=width)
@@ -236,7 +236,7 @@ def _cell(cell: model.Cell) -> str:
 def print_compressor_costs(
     rows: Sequence[CompressorCost | NotApplicable], workers: int
 ) -> None:
-    """A row for each compressor that suits the model, and the reason of each that does not."""
+    """A row for each compressor that works for the model, and the reason for each that does not."""
     from paceline.cluster.profiling import CompressorCost, NotApplicable
 
     measured = [row for row in rows if isinstance(row, CompressorCost)]
@@ -286,8 +286,8 @@ def _cells_of(row: CompressorCost) -> list[model.Cell]:
 
 
 def console_for_tables() -> Console:
-    """Standard output, wide enough where that is a file. Names of metrics, tensors and files are shown as
-    they are: ``acc[val]`` is no markup."""
+    """Standard output, wide enough if it is a file. Names of metrics, tensors and files are shown literally:
+    ``acc[val]`` is not markup."""
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES

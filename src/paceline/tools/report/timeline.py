@@ -1,7 +1,7 @@
-"""One step of a run, cut out of its spans: what a few workers did, moment by moment.
+"""One step of a run from its spans: the activities of a few workers over time.
 
-Its size is bounded, however many workers, tensors and messages there are: of the workers four
-are kept, of a worker the busiest rows, and neighbours that are too short to be seen are joined.
+Its size is bounded, whatever the numbers of workers, tensors and messages. It has four workers, the busiest rows of
+each, and joins neighbouring spans that are too short to be seen.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from paceline.units import show_seconds
 
 MOST_WORKERS = 4
 MOST_ROWS = 12
-"""Of a worker."""
+"""Rows of a worker."""
 MOST_SPANS = 4000
-"""Of a step."""
+"""Spans of a step."""
 LOOKED_AT = 32
 """Steps at a run's end among which one is chosen."""
 TICKS = 100_000
-"""Into so many a step is divided: times are whole numbers of them."""
+"""Time units of a step: times are whole numbers of them."""
 SEEN = TICKS / 2000
-"""What is shorter than this is less than a pixel."""
+"""A shorter span is less than a pixel."""
 
 Kind = Literal["compute", "message", "wait"]
 Spans = Callable[[], Iterable[Span]]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What one worker did of one kind. *spans*: for each the ticks since the one before began,
-    its length in ticks, and the number of its name, one after the other."""
+    """One worker's activities of one kind. *spans* has three numbers for each, in sequence: the
+    ticks since the start of the previous one, the length in ticks, and the number of the name."""
 
     name: str
     kind: Kind
@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Worker(msgspec.Struct, frozen=True):
-    """A worker's rows, and the seconds of the step that it computed and waited."""
+    """A worker's rows, and its compute and wait seconds in the step."""
 
     name: str
     compute_seconds: float
@@ -53,7 +53,7 @@ class Worker(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A step of the run *name*: *what* says which one, *names* are those of all spans."""
+    """A step of the run *name*: *what* identifies the step, *names* are those of all spans."""
 
     name: str
     what: str
@@ -69,12 +69,12 @@ def typical_step(
 
     Args:
         name: The run.
-        spans: Returns all spans of the run, each time that it is called.
+        spans: Returns all spans of the run, on each call.
         records: Its steps.
         most: Spans of the result at most.
 
     Returns:
-        The step, between the ends of worker 0's; None where no trace has it.
+        The step, between the ends of worker 0's steps; None if no trace contains it.
     """
     first = min((record.worker for record in records), default=0)
     mine = [record for record in records if record.worker == first]
@@ -110,9 +110,10 @@ def typical_step(
 
 
 def typical_record(records: Sequence[StepRecord]) -> StepRecord:
-    """Choose a typical step of one worker: the median of its late steps that send as much as most.
+    """Choose a typical step of one worker: the median of the late steps with the most common number of bytes.
 
-    They are steady steps where it has any; the very last one is left out."""
+    They are steady steps if there are any; the last step is left out.
+    """
     records = steady_steps(records)
     count = max(3, min(LOOKED_AT, len(records) // 2))
     late = list(records[-count:-1])
@@ -156,8 +157,8 @@ def _within(
 
 
 def _chosen_workers(by_worker: dict[int, list[tuple[Span, Kind]]]) -> list[int]:
-    """The first, the one who waits least (for whom the others may be waiting), the one who waits
-    most, and the last."""
+    """The first worker, the one that waits least (the others may wait for it), the one that waits most, and the
+    last."""
     workers = sorted(by_worker)
     if len(workers) <= MOST_WORKERS:
         return workers
@@ -188,7 +189,7 @@ def _worker(
         mine.sort(key=lambda span: (span.start, span.end))
     waits = rows.get(("wait", "wait"), [])
     if ("compute", "compute") not in rows:
-        # A real worker tells when it waits; it computes in between.
+        # A real worker records its waits; it computes in between.
         rows["compute", "compute"] = _between(waits, number, start, end)
     scale = TICKS / (end - start)
     laid = []
@@ -227,7 +228,7 @@ def _between(
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Seconds in which at least one of them is under way; sorted by their starts."""
+    """Seconds covered by at least one of the *spans*, which are sorted by start."""
     total, until = 0.0, float("-inf")
     for span in spans:
         total += max(0.0, span.end - max(span.start, until))
@@ -236,7 +237,7 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _side_by_side(spans: Sequence[Span], least: float) -> list[list[Span]]:
-    """What overlaps, by more than the *least* seconds, goes into lines of its own."""
+    """Put spans that overlap by more than *least* seconds into separate lines."""
     lines: list[list[Span]] = []
     for span in spans:
         for line in lines:
@@ -265,7 +266,7 @@ _GROUPS = {"world": "channel", "after": "chained channel"}
 
 
 def row_name(row: str) -> str:
-    """``training 0, after training 0 lane 1`` is ``chained channel 1``: a step is of one training."""
+    """Format ``training 0, after training 0 lane 1`` as ``chained channel 1``: a step has one training."""
     text = _TRAINING.sub("", row) or row
     found = _LANE.fullmatch(text)
     if found is None:
@@ -275,7 +276,7 @@ def row_name(row: str) -> str:
 
 
 def called(name: str) -> str:
-    """``all_reduce(SUM, float32[8]), 32 B sent`` is ``all-reduce, 32 B``."""
+    """Format ``all_reduce(SUM, float32[8]), 32 B sent`` as ``all-reduce, 32 B``."""
     found = _CALL.fullmatch(name)
     if found is None:
         return name
@@ -286,8 +287,8 @@ def called(name: str) -> str:
 def _joined(
     rows: list[list[Ticks]], names: dict[str, int], most: int
 ) -> list[list[Ticks]]:
-    """With neighbours joined that cannot be told apart, and then more of them until there are at
-    most so many in all (or one in each row)."""
+    """Join neighbours that look the same, and then more of them, until there are at most *most* in
+    all (or one in each row)."""
     shortest = SEEN / 8
     while sum(map(len, rows)) > most and shortest < TICKS:
         shortest *= 2

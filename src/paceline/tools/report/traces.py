@@ -1,7 +1,7 @@
 """Spans as a Chrome trace: open it in Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-A process row per worker; in it a row for its steps, one for computing, one for waiting, and one
-per lane of each communicator. An event stands on a line: traces may be longer than memory.
+Each worker has a process with a row for its steps, one for computing, one for waiting, and one per channel of each
+communicator. Each event is one line, since traces may be larger than memory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _OPENS, _CLOSES = b'{"traceEvents":[', b'],"displayTimeUnit":"ms"}'
 
 
 def chrome_trace(spans: Callable[[], Iterable[Span]]) -> Iterator[bytes]:
-    """The trace event format's JSON object, in pieces; times in microseconds from the first
-    span. *spans* gives them all, each time that it is called."""
+    """Return a JSON object in the trace event format, in pieces; times are in microseconds from the first span.
+    *spans* returns all spans, on each call."""
     origin = min((span.start for span in spans()), default=0.0)
     encode = msgspec.json.Encoder().encode
     yield _OPENS
@@ -32,7 +32,7 @@ def chrome_trace(spans: Callable[[], Iterable[Span]]) -> Iterator[bytes]:
 
 
 class _Event(msgspec.Struct):
-    """A line of a trace, as far as it is a span's."""
+    """A line of a trace, with the fields of a span."""
 
     ph: str
     pid: int
@@ -43,7 +43,7 @@ class _Event(msgspec.Struct):
 
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """The spans of a trace that `chrome_trace` has made; seconds from the first one."""
+    """The spans of a trace made by `chrome_trace`; times are in seconds from the first one."""
     decode = msgspec.json.Decoder(_Event).decode
     with path.open("rb") as lines:
         for line in lines:
