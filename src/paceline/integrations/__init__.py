@@ -15,6 +15,6 @@ and passes the plain model to `paceline.distribute`.
 
 - `fabric`, `lightning`: strategies of Fabric and Lightning, their workers and shares of samples.
 - `accelerate`, `transformers`: Accelerate, and `Trainer` over it.
-- `ray`: jobs on Ray, and the room that they need; `ray_job`: server, workers, and who coordinates them.
+- `ray`: jobs on Ray, and their resources; `ray_job`: server, workers and coordinator.
 - `common`: versions, options and checks that all of them share.
 """

@@ -210,7 +210,7 @@ class _Actors:
         self._made: list[Any] = []
 
     def beside(self, kind: type, *arguments: Any) -> Any:
-        """Create an actor on this process's node, which ends with that node."""
+        """Create an actor on this process's node, which ends with this process."""
         node = ray.get_runtime_context().get_node_id()
         how = {
             "num_cpus": 0,

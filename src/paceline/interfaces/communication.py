@@ -232,7 +232,7 @@ class Comm(Protocol):
         """Replace *buffer* by what rank *source* has sent.
 
         Args:
-            buffer: Contiguous, of the type and size of what was sent.
+            buffer: Contiguous, of the type and size of the sent tensor.
             source: A rank of this group.
 
         Returns:

@@ -314,8 +314,11 @@ class TrainingRegistry:
         return (pair for pair in enumerate(self.trainings) if not pair[1].released)
 
     def drop_unheld(self) -> None:
-        """Release trainings that the script can no longer reach (`StartedTraining.released`). All workers
-        that have run the same code do so at the same point, and not when memory happens to be collected."""
+        """Release trainings that the script can no longer reach (`StartedTraining.released`).
+
+        Workers that run the same code then release them at the same point, whenever Python's garbage
+        collector would run.
+        """
         if any(isinstance(begun.training, EndedTraining) for begun in self.trainings):
             gc.collect()
 

@@ -281,7 +281,7 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
     )
 
 
-# ---- what their variables mean ----
+# ---- values of launchers' variables ----
 
 
 def _only_node(size: int, local_size: int) -> int | None:

@@ -320,7 +320,7 @@ def _plain(name: str, value: Any) -> Any:
     )
 
 
-# ---- where buckets are cut ----
+# ---- partition of buckets ----
 
 
 def split_buckets(

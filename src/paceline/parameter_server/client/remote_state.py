@@ -120,7 +120,7 @@ class RemoteBuffers:
         partition = self._partition
         return partition.endpoints[partition.home[partition.untrained_shard]]
 
-    # ---- all of it ----
+    # ---- the whole state ----
 
     def load(self, servers: Collection[int]) -> None:
         """Send what this worker holds to those of these servers that have it."""

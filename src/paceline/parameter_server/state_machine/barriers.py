@@ -92,7 +92,7 @@ class Barrier:
         self.admissible: list[Sender] = []
         """Workers with postponed joins that may join now."""
 
-    # ---- what happens ----
+    # ---- events ----
 
     def arrive(self, sender: Sender, arrive: EnterBarrier) -> None:
         """A worker is there. Raises `UsageError` in mid-step, and for one that takes a load at
@@ -337,7 +337,7 @@ class PendingLoad:
         self._states: dict[int, list[State]] = {}
         self._parts: list[torch.Tensor] = []
 
-    # ---- what comes ----
+    # ---- loads ----
 
     def take_parameters(
         self, worker: int, load: Load, payload: torch.Tensor | None
@@ -398,7 +398,7 @@ class PendingLoad:
         if worker == self._worker:
             self._clear()
 
-    # ---- all of it ----
+    # ---- a complete load ----
 
     def apply(self) -> None:
         """Let all loaded state take effect. Active workers are at the barrier, and have nothing under way: gradients

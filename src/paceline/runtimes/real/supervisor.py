@@ -478,7 +478,7 @@ class SupervisedServers:
         """Of all that were started."""
         return (s.process for s in self.each if s.process is not None)
 
-    # ---- what they are told, and say ----
+    # ---- messages to and from servers ----
 
     @property
     def addresses(self) -> str:

@@ -70,7 +70,7 @@ class Overlay:
             with _locked(self._folder):
                 _remove_dead(self._folder)
 
-    # ---- where things are ----
+    # ---- lookup of paths ----
 
     def redirects(self, path: str) -> bool:
         """Whether *path* is a checkpoint, or below a folder with an entry."""
@@ -402,7 +402,7 @@ class Overlay:
             ) from error
         self._own = own
 
-    # ---- the end ----
+    # ---- end of the simulation ----
 
     def end(self) -> list[Path]:
         """Put the simulation's checkpoints into the folder under their names; returns

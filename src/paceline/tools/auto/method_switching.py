@@ -183,7 +183,7 @@ class MethodSwitcher:
         )
         return Controller(self._measurements, self._agreement, FIRST, log)
 
-    # ---- what training calls ----
+    # ---- calls from the training ----
 
     @property
     def spec(self) -> str:

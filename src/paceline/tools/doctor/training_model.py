@@ -84,7 +84,7 @@ class TrainingModel:
         """The training as it was measured.
 
         Raises:
-            UsageError: There are fewer than two hosts, paths that nobody measured, or different
+            UsageError: There are fewer than two hosts, paths without a measurement, or different
                 numbers of workers on hosts.
         """
         return _measured(network)

@@ -72,8 +72,10 @@ def declared_consistency(text: str) -> Consistency:
 
 
 def summary_line(text: str) -> str:
-    """What a spec's method does that DDP does not: whom it waits for and what it sends, by the registries;
-    empty where they say nothing."""
+    """How a spec differs from DDP, from the registries' summaries: what it waits for, and what it sends.
+
+    Empty without a summary.
+    """
     try:
         method, settings = parse_method(text)
     except UsageError:
