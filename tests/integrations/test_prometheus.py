@@ -174,7 +174,7 @@ def test_what_is_no_address(address):
 def test_without_the_library_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with (
-        pytest.raises(UsageError, match=r"pip install 'paceline\[prometheus\]'"),
+        pytest.raises(UsageError, match=r"pip install prometheus-client"),
         serve_metrics("127.0.0.1:0", lambda: None),
     ):
         raise AssertionError("it is not installed")

@@ -9,7 +9,7 @@ Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression
     a = g + e;  send C(a);  e = a - decoded C(a)
 
 So at every step the sum of all results plus the sum of all residuals e is the sum of all
-gradients: what is sent late is not lost. docs/reference/compressors.md says how this differs from the
+gradients: an error is sent later, and not lost. docs/reference/compressors.md says how this differs from the
 paper.
 
 With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for

@@ -388,7 +388,7 @@ def _check_servers_update_all(
         raise UsageError(
             f"parameter {missing[0]!r}{more} requires a gradient, but the optimizer does "
             f"not have it: under {method.name} servers update what the optimizer has, and "
-            "nobody averages the rest. Freeze it (requires_grad_(False)), give it to the "
+            "the rest is not averaged. Freeze it (requires_grad_(False)), give it to the "
             "optimizer, or use bsp, which averages every gradient"
         )
 

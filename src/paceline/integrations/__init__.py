@@ -3,11 +3,11 @@
 ========================  ==================================  ==============================
 module                    provides                            extra
 ========================  ==================================  ==============================
-``lightning``             ``Trainer(strategy="paceline")``    ``pip install paceline[lightning]``
+``lightning``             ``Trainer(strategy="paceline")``    ``pip install -e .[lightning]``
 ``fabric``                ``Fabric(strategy=FabricStrategy())``  the same
-``transformers``          ``attach(trainer, method=...)``     ``pip install paceline[transformers]``
+``transformers``          ``attach(trainer, method=...)``     ``pip install -e .[transformers]``
 ``accelerate``            ``prepare(accelerator, ...)``       the same
-``ray``                   ``run(loop, workers=...)``          ``pip install paceline[ray]``
+``ray``                   ``run(loop, workers=...)``          ``pip install -e .[ray]``
 ========================  ==================================  ==============================
 
 None of them averages gradients itself: each keeps its trainer from wrapping the model in DistributedDataParallel,

@@ -18,7 +18,7 @@ import torch
 
 from paceline.integrations import common
 
-common.require("accelerate", "1.10", "2", "transformers")
+common.require("accelerate", "1.10", "2")
 
 # Check before Accelerator() is made: it would wait for workers that no longer exist.
 common.check_meets_all("Accelerate", os.environ)

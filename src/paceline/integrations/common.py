@@ -45,13 +45,13 @@ _WRAPPING = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 """Packages whose optimizers are wrappers of a trainer."""
 
 
-def require(package: str, first: str, before: str, extra: str) -> None:
+def require(package: str, first: str, before: str) -> None:
     """Raise `UsageError` unless *package* is installed, from version *first* on and below *before*."""
     try:
         found = version(package)
     except PackageNotFoundError:
         raise UsageError(
-            f"{package} is not installed: pip install 'paceline[{extra}]'"
+            f"{package} is not installed: pip install '{package}>={first},<{before}'"
         ) from None
     if not _numbers(first) <= _numbers(found) < _numbers(before):
         raise UsageError(

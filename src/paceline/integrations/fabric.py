@@ -19,7 +19,7 @@ import torch
 
 from paceline.integrations.common import require
 
-require("lightning", "2.5", "2.7", "lightning")
+require("lightning", "2.5", "2.7")
 
 from lightning.fabric.plugins.environments import ClusterEnvironment  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
@@ -208,7 +208,7 @@ class FabricStrategy(LaunchedWorkers, DDPStrategy):
         found = self._averaged.get(id(parameter), ())
         if not any(p() is parameter and by() is not None for p, by in found):
             raise UsageError(
-                f"{name!r} has a gradient, and nobody averages it: its model was set up without an "
+                f"{name!r} has a gradient that is not averaged: its model was set up without an "
                 "optimizer. model, optimizer = fabric.setup(model, optimizer); or, where it is "
                 "not to be trained, model.requires_grad_(False) before fabric.setup(model)"
             )

@@ -32,7 +32,7 @@ from paceline.parameter_server.process import snapshot as snapshots
 from paceline.run_options import RunOptions
 from paceline.timeouts import timeouts
 
-require("ray", "2.60", "3", "ray")
+require("ray", "2.60", "3")
 
 import ray  # noqa: E402
 from ray._private import state  # noqa: E402

@@ -14,7 +14,7 @@ import torch
 from paceline.integrations.common import require
 
 # The parts of Trainer that attach changes exist since 5.3.
-require("transformers", "5.3", "6", "transformers")
+require("transformers", "5.3", "6")
 
 from transformers import Trainer  # noqa: E402
 

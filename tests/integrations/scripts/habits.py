@@ -87,7 +87,7 @@ def of_fabric():
     alone = fabric.setup(net())
     with torch.no_grad():
         alone(torch.ones(2, 20))
-    with refused("nobody averages it: its model was set up without an optimizer"):
+    with refused("is not averaged: its model was set up without an optimizer"):
         fabric.backward(alone(torch.ones(2, 20)).sum())
     model = net()
     fabric.setup(model)

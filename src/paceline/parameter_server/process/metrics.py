@@ -6,7 +6,7 @@ may be of different moments. Whoever reaches the address may read figures, and e
 holds a thread. So the address is loopback unless another one is named. Figures contain nothing of the
 model.
 
-Needs `prometheus_client`, an extra: ``pip install paceline[prometheus]``.
+Needs `prometheus_client`, an extra: ``pip install -e .[prometheus]``.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def serve_metrics(
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
         raise UsageError(
-            "--metrics needs prometheus_client: pip install 'paceline[prometheus]'"
+            "--metrics needs prometheus_client: pip install prometheus-client"
         ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(figures))
