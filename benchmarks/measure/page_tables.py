@@ -93,6 +93,35 @@ def agreement_beyond() -> list[str]:
     return [*agreement.HEAD.splitlines(), *map(agreement.row_text, rows)]
 
 
+OSP_KEYS = "budget=constant,buckets=ddp,order=importance"
+OSP_CELLS = {
+    "by all-reduce": (
+        ("layers-8-1000", "bsp:buckets=ddp"),
+        ("osp-8-1000", f"osp:collective=native,{OSP_KEYS}"),
+    ),
+    "over a server": (
+        ("server-8-1000", "bsp:collective=parameter-server,buckets=ddp"),
+        ("osp-server-1000", f"osp:{OSP_KEYS}"),
+    ),
+}
+"""Cells of bsp and of osp over the same network."""
+
+
+def osp_emulated() -> list[str]:
+    """Steps of osp and of bsp between emulated hosts, and the predicted speed-up."""
+    rows = {(row["cell"], row["method"]): row for row in rows_of(("main",))}
+
+    def cells(name: str) -> list[str]:
+        base, ours = (rows[cell] for cell in OSP_CELLS[name])
+        seconds = [base["measured_seconds"], ours["measured_seconds"]]
+        predicted = base["predicted_seconds"] / ours["predicted_seconds"]
+        texts = [f"{one:.3f}" for one in seconds]
+        return [name, *texts, f"{seconds[0] / seconds[1]:.2f}", f"{predicted:.2f}"]
+
+    heads = ("1 Gbit/s", "bsp, DDP's buckets, s", "osp, s", "speed-up", "predicted")
+    return markdown(heads, map(cells, OSP_CELLS))
+
+
 # ---- compression ----
 
 MODELS = (*compression.LARGE, *compression.SMALL)
@@ -156,6 +185,7 @@ def regret_between_processes() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "agreement summary": agreement_summary,
     "agreement beyond 10 percent": agreement_beyond,
+    "osp emulated": osp_emulated,
     "compression 0.1 Gbit": compression_gains(0.1),
     "compression 1 Gbit": compression_gains(1),
     "compression 10 Gbit": compression_gains(10),
