@@ -90,88 +90,100 @@ class Transition(NamedTuple):
 TRANSITIONS: dict[type | str, Transition] = {
     Join: Transition(
         "_on_join",
-        "The worker takes part, from the step that the discipline names and after its gradients "
-        "that were applied. An older incarnation of it is lost.",
-        "`Joined`, at once or after the barrier that is under way; `Rejected` where it trains "
-        "something else than the first worker",
+        "The worker becomes active. It begins with the step that the discipline names, or after "
+        "its last applied gradient if that is later. Its older incarnation counts as lost.",
+        "`Joined`, at once or after a barrier in progress; `Rejected` if its model or options "
+        "differ from the first worker's",
     ),
     EnterBarrier: Transition(
         "_on_enter_barrier",
-        "The worker sends nothing until all others that train are there, too.",
-        "`BarrierPassed`, when all are there and the load is here; earlier to the worker that "
-        "leads the load; `Rejected` where the others will not come",
+        "The worker sends nothing until all other active workers have entered.",
+        "`BarrierPassed`, when all have entered and a load is complete; the leader of the load "
+        "gets it before it loads; `Rejected` if the other workers cannot enter",
     ),
     Load: Transition(
         "_on_load",
-        "With the last bucket's parameters all of the load takes effect. The discipline begins "
-        "anew, pulls and the barrier go on.",
-        "`Done`; `Rejected` to others than the leader, once loaded",
+        "The load takes effect as a whole, with the parameters of the last bucket. A new "
+        "discipline starts; waiting pulls and the barrier continue.",
+        "`Done`; after the first load, `Rejected` if the sender does not lead the load",
         on_parameters=True,
     ),
     LoadState: Transition(
-        "_on_load_state", "As for parameters.", "as `Load`", on_parameters=True
+        "_on_load_state", "As `Load`.", "as `Load`", on_parameters=True
     ),
     LoadUntrained: Transition(
-        "_on_load_untrained", "As for parameters.", "as `Load`", on_parameters=True
+        "_on_load_untrained", "As `Load`.", "as `Load`", on_parameters=True
     ),
     Pull: Transition(
         "_on_pull",
-        "A worker that was let in later elsewhere begins with that step.",
-        "`Parameters`, once loaded, when the discipline allows all buckets",
+        "If another server admitted the worker at a later step, it begins with that step.",
+        "`Parameters`, after the first load, when the discipline allows all buckets",
         on_parameters=True,
     ),
     PullUntrained: Transition(
-        "_on_pull_untrained", "-", "`Untrained`, once loaded", on_parameters=True
+        "_on_pull_untrained",
+        "-",
+        "`Untrained`, after the first load",
+        on_parameters=True,
     ),
     PullBuffers: Transition(
-        "_on_pull_buffers", "-", "`Buffers`, once loaded", on_parameters=True
+        "_on_pull_buffers", "-", "`Buffers`, after the first load", on_parameters=True
     ),
     PullState: Transition(
         "_on_pull_state",
         "-",
-        "`OptimizerState`; of units, once all updates before the step are in them; `Rejected` "
-        "beyond the worker's next step",
+        "`OptimizerState`; for a pull of units, after all updates before the step; `Rejected` "
+        "for a step after the worker's next one",
         on_parameters=True,
     ),
     Push: Transition(
         "_on_push",
-        "The discipline takes it, once per worker, incarnation, step, bucket, main or late. The "
-        "step's last main push moves the worker's clock.",
-        "`Parameters`, when the discipline says so; `Rejected` out of order, and where nothing "
-        "can take what it brings",
+        "The discipline gets the gradient, once per worker, incarnation, step, bucket, and main or late "
+        "push. The step's last main push moves the worker's clock.",
+        "`Parameters`, when the discipline decides; `Rejected` if it is out of order, or if the "
+        "server cannot apply its content",
         on_parameters=True,
     ),
     Decide: Transition(
         "_on_decide",
-        "The discipline is told which workers count for a step: server 0 has decided it.",
+        "The discipline learns which workers count in a step, as server 0 has decided.",
         "`Done`",
         on_parameters=True,
     ),
-    MixBuffers: Transition("_on_mix_buffers", "The buffers are mixed.", "`Buffers`"),
+    MixBuffers: Transition(
+        "_on_mix_buffers",
+        "The server mixes the worker's buffers into its own.",
+        "`Buffers`",
+    ),
     Reduce: Transition(
         "_on_reduce",
-        "The part is added, in rank order.",
-        "`Reduced`, to all, with the last part",
+        "The server adds the worker's part, in rank order.",
+        "`Reduced`, to all workers, after the last part",
     ),
     KeepAlive: Transition(
         "_on_keep_alive",
-        "The worker is alive. One that joined at a later step elsewhere begins with that here.",
+        "The worker counts as alive. If it joined another server at a later step, it begins with "
+        "that step here, too.",
         "`Done`",
     ),
     Leave: Transition(
         "_on_leave",
         "Other workers stop waiting for its gradients.",
-        "`Done`, once all workers have left; `Rejected` in mid-step",
+        "`Done`, when all workers have left; `Rejected` in the middle of a step",
     ),
     "worker lost": Transition(
         "on_worker_lost",
-        "Other workers stop waiting for its gradients; those that have arrived still count.",
+        "Other workers stop waiting for its gradients. Gradients that have arrived still count.",
         "-",
     ),
     "worker finished": Transition(
-        "on_worker_finished", "If it is not here, it does not come back.", "-"
+        "on_worker_finished",
+        "The worker's script has ended well, so the server waits for no restart of it.",
+        "-",
     ),
-    "timer": Transition("on_timer", "The discipline acts.", "`Parameters`, as it says"),
+    "timer": Transition(
+        "on_timer", "The discipline acts.", "`Parameters`, when the discipline decides"
+    ),
 }
 """Handlers by request or other event. Other requests belong to other kinds of services."""
 
