@@ -329,6 +329,7 @@ class WritesMemoryAsItLies(FP16):
                 part.as_strided((part.numel(),), (1,)).copy_(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compressor", "law"),
     [

@@ -146,6 +146,7 @@ class KeepsTheFirstRate(OSP):
         return worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "law"),
     [

@@ -88,13 +88,17 @@ def check(spec, workers, seeds):
     check_server_method(make, (workers,), LAWS[spec], seeds)
 
 
-def cases(workers):
-    return [(s, w) for s in LAWS for w in workers if "wait_for" not in s or w > 2]
-
-
-@pytest.mark.parametrize(("spec", "workers"), cases((1, 2, 3)))
+@pytest.mark.parametrize(
+    ("spec", "workers"),
+    [
+        (spec, workers)
+        for spec in LAWS
+        for workers in (1, 2, 3)
+        if "wait_for" not in spec or workers > 2
+    ],
+)
 def test_a_method_keeps_its_servers_laws(spec, workers):
-    check(spec, workers, range(12 if workers == 2 else 6))
+    check(spec, workers, range(2 * workers))
 
 
 DEFER_LITTLE = ("osp:defer=nothing", "osp:budget=constant,most=1")
@@ -104,6 +108,8 @@ DEFER_LITTLE = ("osp:defer=nothing", "osp:budget=constant,most=1")
 @pytest.mark.parametrize("spec", [spec for spec in LAWS if spec not in DEFER_LITTLE])
 def test_a_method_keeps_its_servers_laws_at_length(spec):
     check(spec, 4, range(examples(30)))
+    if "wait_for" not in spec:
+        check(spec, 2, range(examples(12)))
 
 
 @pytest.mark.parametrize(
@@ -327,6 +333,7 @@ class SkipsSteps(AsynchronousUpdates):
         shard.reply(push)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "laws", "law", "words"),
     [
@@ -394,6 +401,7 @@ def loses_a_request(trial, worker, deliver=ServerTrial.deliver_request):
     deliver(trial, worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "spec", "law", "words"),
     [

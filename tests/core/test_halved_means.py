@@ -17,6 +17,7 @@ from paceline.interfaces import Pending, ReduceScatter
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
 from paceline.testing.problems import Counting
+from tests.support.tables import sampled
 from tests.support.training import simulate
 
 
@@ -105,7 +106,7 @@ def halves_train_as_the_whole() -> None:
                 assert also_sent == sent
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", sampled(2, [2, 4]))
 def test_halves_train_as_the_whole_on_more_and_fewer_workers(workers):
     simulate(workers, lambda rank: halves_train_as_the_whole())
 

@@ -9,7 +9,7 @@ from tests.golden.make import FILE
 from tests.golden.trainings import Behaviour, behaviour_of, runs
 
 RUNS = list(runs())
-SAMPLED = 11
+SAMPLED = 22
 """Every so manieth run is fast. A row has 5: every other one gets one, of changing kinds."""
 
 MEANING = {

@@ -472,9 +472,7 @@ def scenes(draw: st.DrawFn, deadly: bool) -> Scene:
 
 
 QUICK = settings(max_examples=examples(60))
-
-
-DEEP = settings(QUICK, max_examples=examples(600))
+DEEP = settings(QUICK, max_examples=examples(200))
 
 
 @pytest.mark.parametrize(

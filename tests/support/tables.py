@@ -9,6 +9,17 @@ from typing import Any
 import pytest
 
 
+def sampled(fast: int, rows: Iterable[Any]) -> list[Any]:
+    """Rows for `pytest.mark.parametrize`, of which the fast tests try one in *fast*."""
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            marks=pytest.mark.slow if number % fast else [],
+        )
+        for number, row in enumerate(rows)
+    ]
+
+
 def crossed(fast: int, *dimensions: Iterable[Any]) -> list[Any]:
     """All rows that have one value of each dimension, for `pytest.mark.parametrize`. Of them one
     in *fast* is tried by the fast tests: a diagonal, on which each value of each dimension is,

@@ -64,41 +64,36 @@ def test_skips():
 """
 
 
-def run_suite(folder, reason, profile="fast"):
-    (folder / "test_it.py").write_text(SUITE.format(reason=reason))
+def run_suite(folder):
+    """A run of two files, of which one skips a test for no good reason."""
+    folder.mkdir()
     (folder / "conftest.py").write_text(
         "from tests.support import profiles\nprofiles.load()\n"
     )
-    return subprocess.run(
+    for name, reason in ("lazy", "no time today"), ("lacking", "needs a CUDA device"):
+        (folder / f"test_{name}.py").write_text(SUITE.format(reason=reason))
+    done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "-p", "tests.conftest", folder],
         env={
             "PATH": "",
-            "HYPOTHESIS_PROFILE": profile,
+            "HYPOTHESIS_PROFILE": "fast",
             "PYTHONPATH": str(TESTS.parent),
         },
         cwd=folder,
         capture_output=True,
         text=True,
     )
-
-
-def test_only_an_allowed_reason_skips_a_test(tmp_path):
-    done = run_suite(tmp_path, "no time today")
     assert done.returncode == 1, done.stdout
-    assert "1 failed" in done.stdout
-    assert "no time today" in done.stdout
-    done = run_suite(tmp_path, "needs a CUDA device")
-    assert done.returncode == 0, done.stdout
-    assert "1 skipped" in done.stdout
+    return done.stdout
 
 
-def test_fast_runs_draw_the_same_examples(tmp_path):
-    lines = [
-        re.search("DRAWN .*", run_suite(tmp_path, "needs /proc").stdout).group()
-        for _ in range(2)
-    ]
-    assert lines[0] == lines[1]
-    assert 5 < len(lines[0].split(",")) <= 25
+def test_only_an_allowed_reason_skips_a_test_and_fast_runs_draw_the_same(tmp_path):
+    one, two = (run_suite(tmp_path / name) for name in ("one", "two"))
+    assert "1 failed, 4 passed, 1 skipped" in one
+    assert "no time today" in one
+    drawn = re.findall("DRAWN .*", one)
+    assert drawn == re.findall("DRAWN .*", two)
+    assert [5 < len(line.split(",")) <= 25 for line in drawn] == [True] * 2
 
 
 @pytest.mark.parametrize("needed", ["", "namespaces", "trainers site"])

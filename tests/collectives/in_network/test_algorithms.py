@@ -31,6 +31,7 @@ from paceline.runtimes.join import join_runtime
 from tests.collectives.in_network.test_pricing import LAYOUTS, cluster_of, placed
 from tests.support.profiles import examples
 from tests.support.simulations import run
+from tests.support.tables import sampled
 
 ROWS = ("rina", "switchml")
 
@@ -257,7 +258,7 @@ def trained(spec, layout):
     return run(cluster_of(layout), body)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", sampled(3, SPECS))
 def test_trainings_are_native_s_up_to_rounding(spec):
     mine = trained(spec, LAYOUT)
     assert all(torch.equal(one, mine[0]) for one in mine)

@@ -19,6 +19,7 @@ from tests.packaging.test_structure import (
     PARTS,
 )
 from tests.support import forked
+from tests.support.tables import crossed
 
 FILES = sorted((Path(__file__).parent / "toys").glob("[!_]*.py"))
 MOST_LINES = 75
@@ -58,8 +59,11 @@ def test_the_laws_of_compressors(toy):
     check_compressor(GradientCompression(toy.what(), error_feedback=True))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
+@pytest.mark.parametrize(
+    ("toy", "workers"),
+    crossed(3, TOYS, [1, 2, 3]),
+    ids=lambda value: getattr(value, "name", None),
+)
 def test_a_sample_of_the_kit_in_virtual_time(toy, workers):
     with registered():
         for trial in chosen(workers, every=19):

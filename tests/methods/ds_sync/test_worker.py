@@ -20,7 +20,7 @@ from paceline.testing import CASES, Case, inspect
 from paceline.testing.cases import cluster_of
 from paceline.testing.method_checks import CHECKS, final_parameters
 from tests.support import forked
-from tests.support.tables import crossed
+from tests.support.tables import crossed, sampled
 from tests.support.training import simulate, train
 from tests.tools.auto.cases import changing
 
@@ -249,6 +249,7 @@ def test_the_average_of_weights_counts_the_last_step(overlap, workers):
         assert ends(walk(method, 2, 3)) == [-2.5] * 2  # to -1 under bsp, -2 and -3
 
 
+@pytest.mark.slow
 def test_averages_over_time_go_on_in_a_job_of_another_size(tmp_path):
     """Nothing is counted after the load: the end is the mean of what was counted before."""
     folder = tmp_path / "saved"
@@ -263,7 +264,9 @@ def test_averages_over_time_go_on_in_a_job_of_another_size(tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "buckets"),
-    [("groups=digits", "wfbp"), ("size=4", "ddp"), ("groups=auto", "single")],
+    sampled(
+        3, [("groups=digits", "wfbp"), ("size=4", "ddp"), ("groups=auto", "single")]
+    ),
 )
 def test_waiting_in_the_forward_pass_changes_no_bit(more, buckets):
     plain, ahead = (
@@ -545,6 +548,7 @@ def test_workers_that_end_earlier_take_part_until_they_are_gone(steps):
     plans_of(THROTTLED, steps=steps)
 
 
+@pytest.mark.slow
 def test_what_was_told_before_a_restart_is_used_after_it(tmp_path):
     cluster = two_racks(throttle(f"worker {SLOW}", LINK / 8, at=0.0))
     straight, _ = plans_of(cluster, steps=30)

@@ -77,6 +77,7 @@ def test_what_a_slow_network_wants():
     assert found.lower_bound > 0
 
 
+@pytest.mark.slow
 def test_a_refused_method_is_not_proposed():
     refused = {"priority": "not here", "dear": "nor this"}
     found = answer(question(refused=refused, max_events=2000))

@@ -100,6 +100,7 @@ def test_with_a_cause_its_symptoms_are_fixed(cause, symptom):
     assert fixed == replace(expected, inputs=fixed.inputs)
 
 
+@pytest.mark.slow
 def test_a_wrong_interface_of_all_hosts_is_named_where_two_have_a_slow_path():
     fast = ETHERNET.rate * 10
     made = site(link=ETHERNET.rate / 10, paths={(1, 2): 0.4, (2, 1): 0.4})
@@ -356,6 +357,7 @@ def _marked(page):
     ]
 
 
+@pytest.mark.slow
 def test_a_bound_is_never_above_what_is_measured(monkeypatch):
     """And where no other method helps, faster links are advised."""
     monkeypatch.setattr(faults, "plan", no_candidate)
@@ -421,6 +423,7 @@ def test_equal_evidence_has_equal_diagnoses_to_the_bit():
     assert msgspec.json.decode(one, type=Diagnosis).to_json() == one
 
 
+@pytest.mark.slow
 def test_without_a_script_links_and_machines_are_judged():
     made = site()
     MAKERS["slow-link"](made, 2)

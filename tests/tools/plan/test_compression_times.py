@@ -38,6 +38,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_slow_code_falls_behind_once_it_is_measured():
     job = TrainingJob(cluster=cluster(2), workload=layers(1))
     plan_ = plan(job.cluster, job.workload, allowed=("lossy",), max_events=10_000)

@@ -16,6 +16,7 @@ from paceline.tools.plan.predict import (
     merge_tensors,
     predict,
 )
+from tests.support.tables import sampled
 from tests.tools.plan.helpers import cluster, layers
 
 
@@ -88,14 +89,17 @@ def test_rounds_that_are_run_with_fewer_steps_are_as_whole_ones(every):
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        "local-sgd:sync_every=48",
-        "diloco:sync_every=40",
-        "slowmo",
-        "sparse-loco",
-        "streaming-diloco",
-        "daso:group=2",
-    ],
+    sampled(
+        3,
+        [
+            "local-sgd:sync_every=48",
+            "diloco:sync_every=40",
+            "slowmo",
+            "sparse-loco",
+            "streaming-diloco",
+            "daso:group=2",
+        ],
+    ),
 )
 def test_at_the_end_of_a_long_round_all_wait_for_the_slowest(spec):
     """A round that is run with fewer steps is as one that is run whole."""

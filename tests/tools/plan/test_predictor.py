@@ -23,6 +23,7 @@ from paceline.tools.plan.estimates import Infeasible
 from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.predictor import IN_FLIGHT, Predictor
 from tests.support.processes import python_path
+from tests.support.tables import sampled
 from tests.tools.plan.helpers import FakePredictor, cluster, layers, row
 
 PLANS = """
@@ -166,7 +167,7 @@ def test_an_optimizer_of_the_scripts_own_is_predicted_here(optimizer):
     assert said.step_seconds > 0
 
 
-@pytest.mark.parametrize("spec", ["bsp", "dear", "local-sgd:sync_every=4"])
+@pytest.mark.parametrize("spec", sampled(3, ["dear", "bsp", "local-sgd:sync_every=4"]))
 def test_representatives_of_many_workers_have_the_figures_of_all(spec, monkeypatch):
     load = Workload(
         names=("a", "b", "c"),

@@ -18,6 +18,7 @@ from paceline.tools.auto.measurements import with_all_compute
 from paceline.tools.plan.estimates import Estimate, lower_bound_seconds
 from paceline.tools.plan.predict import TrainingJob, predict, predict_single
 from paceline.tools.plan.script import analyze_script
+from tests.support.tables import crossed, sampled
 from tests.tools.plan.helpers import cluster, layers
 
 SCRIPT = """
@@ -54,14 +55,17 @@ def script(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("passes", "clips", "uses"),
-    [
-        (1, "no", False),
-        (3, "no", False),
-        (1, "by hand", True),
-        (2, "clip_norm", True),
-        (1, "check", True),
-        (1, "log", False),
-    ],
+    sampled(
+        3,
+        [
+            (3, "no", False),
+            (1, "no", False),
+            (1, "by hand", True),
+            (2, "clip_norm", True),
+            (1, "check", True),
+            (1, "log", False),
+        ],
+    ),
 )
 def test_passes_and_uses_of_gradients_are_found_out(
     passes, clips, uses, script, tmp_path
@@ -76,13 +80,16 @@ def test_passes_and_uses_of_gradients_are_found_out(
     assert ("gradients" in made.source) == uses
 
 
-@pytest.mark.parametrize("spec", ["bsp:buckets=ddp", "dear"])
 @pytest.mark.parametrize(
-    ("passes", "clips"), [(1, "no"), (2, "no"), (1, "by hand"), (2, "clip_norm")]
+    ("way", "spec"),
+    crossed(
+        4,
+        [(2, "clip_norm"), (1, "no"), (2, "no"), (1, "by hand")],
+        ["bsp:buckets=ddp", "dear"],
+    ),
 )
-def test_a_prediction_is_what_the_script_itself_takes(
-    passes, clips, spec, script, tmp_path
-):
+def test_a_prediction_is_what_the_script_itself_takes(way, spec, script, tmp_path):
+    passes, clips = way
     facts = analyze_script(script, [str(passes), clips], tmp_path)
     spread = Workload.spread(facts.names, facts.sizes, 0.02, 0.04)
     slow = uniform_cluster(4, "10mbit", "50us")

@@ -130,6 +130,7 @@ def test_only_allowed_classes_are_looked_at():
     assert {one.consistency for one in found.infeasible} <= {"delayed"}
 
 
+@pytest.mark.slow
 def test_methods_that_the_script_forbids_are_left_out_with_the_reason():
     found = plan(
         cluster(2),
@@ -160,6 +161,7 @@ def fake(spec, fidelity):
     return row(spec, candidate(spec).consistency)
 
 
+@pytest.mark.slow
 def test_a_small_limit_looks_at_less_and_says_so(whole):
     small = plan(cluster(2), layers(2), max_events=whole.events / 20)
     assert small.skipped

@@ -31,6 +31,7 @@ def test_the_break_even_link_is_where_one_bucket_takes_as_long():
     assert "as fast as one machine at" in found.words
 
 
+@pytest.mark.slow
 def test_a_link_search_that_the_limit_ends_has_no_answer():
     """And one that it does not end has the same as without a limit."""
     job = TrainingJob(cluster=cluster(4, latency="0s"), workload=layers(1))
@@ -111,6 +112,7 @@ def test_what_would_help_is_told_of_the_strongest_class_that_is_allowed():
     assert "16x larger batches" in [one.what for one in found.helps]
 
 
+@pytest.mark.slow
 def test_a_script_that_accumulates_is_not_told_to_accumulate_as_much():
     work = replace(layers(1), passes=4)
     found = suggestions(
@@ -159,6 +161,7 @@ def test_a_faster_link_gives_what_it_would_give():
         assert by_place[2, rate].speedup == pytest.approx(2 * 0.09 / seconds)
 
 
+@pytest.mark.slow
 def test_what_waits_for_nothing_is_not_run_with_faster_links():
     """Its figures would be the same; and so no slower link makes anything faster."""
     plan_ = made(row("bsp:compression=powersgd", "lossy"), row("local-sgd", "local"))
