@@ -104,6 +104,7 @@ def test_a_plan_is_equal_wherever_it_is_made(whole):
     assert msgspec.json.decode(msgspec.json.encode(whole), type=Plan) == whole
 
 
+@pytest.mark.slow
 def test_the_best_of_each_class_is_the_fastest_of_it(whole):
     assert list(whole.fastest) == list(CONSISTENCIES)
     seconds = [row.step_seconds for row in whole.estimates]
