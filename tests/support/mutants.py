@@ -1,6 +1,7 @@
 """Runs the tests against random mutants of the source: a measure of the suite.
 
     make mutants N=200 SEED=0 JOBS=2
+    python -m tests.support.mutants --step own  # no run of the whole suite
 
 1. A mutant meets the fast tests of the folder that mirrors its module, until one fails.
 2. One run of the fast suite, kept in ``build/mutants``, finds which tests execute the
@@ -10,7 +11,7 @@
 
 A row of ``benchmarks/results/mutants.jsonl`` is one mutant; rows are not run again. After
 reading a survivor, write its `verdict` there: ``equivalent: why``, ``message: why`` or
-``gap: the test that kills it now``.
+``gap: the test that kills it now``. `by` is ``reading`` if no test has met the mutant.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from tests.support.mutant_runs import SCRATCH, clone, run_tests
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 SURVIVOR_SECONDS = 300.0
 """Most seconds of tests that a survivor meets: its fastest tests."""
+STEPS = ("own", "covering")
+"""Tests that a mutant meets, one step after the other."""
 FAST = ("-m", "not slow")
 WHOLE = ("tests/conformance", "tests/golden")
 """Tests of whole trainings."""
@@ -220,6 +223,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=60, help="of own tests, at most"
     )
+    parser.add_argument("--step", choices=STEPS, help="only this one")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch.distributed.run  # noqa: F401 - once for all forks
@@ -227,7 +231,7 @@ def main() -> None:
     SCRATCH.mkdir(parents=True, exist_ok=True)
     mutants = list(draw(options.number, options.seed))
     gc.freeze()
-    for step in ("own", "covering"):
+    for step in [options.step] if options.step else STEPS:
         left = [one for one in mutants if is_open(known().get(one["key"]))]
         found = find_tests(left) if left and step == "covering" else None
         children = []
@@ -238,7 +242,8 @@ def main() -> None:
                 os._exit(0)
         for child in children:
             os.waitpid(child, 0)
-    print(table([known()[one["key"]] for one in mutants]))
+    rows = known()
+    print(table([rows[one["key"]] for one in mutants if one["key"] in rows]))
 
 
 if __name__ == "__main__":
