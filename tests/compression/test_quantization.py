@@ -63,6 +63,13 @@ def test_a_bucket_is_as_few_bytes_as_blocks_make_it():
     assert blocks_of([(1000,)], 1, 32, grain).block == 32
 
 
+def test_an_accelerator_works_on_all_blocks_at_once():
+    shapes = [(4 * ELEMENTS_AT_ONCE,)]
+    for device, at_once in (("cpu", False), ("cuda", True)):
+        blocks = blocks_of(shapes, 1, 256, Int8.quantizer, device)
+        assert (blocks.at_once >= blocks.count) == at_once
+
+
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("code", "byte"),

@@ -108,6 +108,13 @@ def test_rows_are_under_their_names():
     assert all(name == cls().name for name, cls in COMPRESSORS.items())
 
 
+def test_a_compressor_needs_a_name():
+    others = dict.fromkeys(Compressor.__abstractmethods__ - {"name"})
+    with pytest.raises(TypeError, match="abstract method name"):
+        type("Nameless", (Compressor,), others)()
+    assert type("Named", (Compressor,), others | {"name": "named"})().name == "named"
+
+
 def test_contrib_is_a_folder():
     folder = Path(contrib.__file__).parent
     files = {path.stem for path in folder.glob("*.py")} - {"__init__"}

@@ -37,9 +37,23 @@ class NotesWorker(BSPWorker):
         self.method.calls.append(("after_update", self.run.active))
 
 
-def alone(make, loss, steps, buckets="wfbp"):
-    """What `Notes` has noted on one worker, in each step."""
-    notes = Notes()
+class Reads(Notes):
+    """Reads all parameters before each use."""
+
+    def start(self, run):
+        return ReadingWorker(run, self)
+
+
+class ReadingWorker(NotesWorker):
+    def before_use(self, bucket):
+        super().before_use(bucket)
+        for parameter in self.run.parameters:
+            parameter.sum()
+
+
+def alone(make, loss, steps, buckets="wfbp", method=Notes):
+    """What *method* has noted on one worker, in each step."""
+    notes = method()
 
     def body(rank):
         model = make()
@@ -68,7 +82,10 @@ def uses(calls):
     return [names for what, *names in calls if what == "before_use"]
 
 
-def test_parameters_are_announced_once_a_step_before_their_module_runs():
+@pytest.mark.parametrize("method", [Notes, Reads])
+def test_parameters_are_announced_once_a_step_before_their_module_runs(method):
+    """A method's own reads announce nothing."""
+
     def make():
         return nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
 
@@ -77,7 +94,7 @@ def test_parameters_are_announced_once_a_step_before_their_module_runs():
         assert uses(notes.calls) == [["0.weight"]]
         return model(x).sum()
 
-    *steps, evaluation = alone(make, loss, 3)[0]
+    *steps, evaluation = alone(make, loss, 3, method=method)[0]
     every = [["0.weight"], ["1.weight"], ["2.weight"]]
     assert all(uses(step) == every for step in steps)
     assert uses(evaluation) == every

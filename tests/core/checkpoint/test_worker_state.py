@@ -15,6 +15,7 @@ from paceline.compression.quantization import Int8
 from paceline.core.checkpoint import files, worker_state
 from paceline.core.checkpoint import folder as folders
 from paceline.core.checkpoint.worker_state import ResidualState
+from paceline.core.random_state import random_states, set_random_states
 from paceline.errors import UsageError
 from paceline.interfaces import redistribute_nothing
 from tests.core.checkpoint.test_save_load import begin
@@ -154,6 +155,20 @@ def test_random_states_are_each_workers_own(tmp_path):
     found = simulate(2, body)
     assert [first for first, _ in found] == [second for _, second in found]
     assert found[0] != found[1]
+
+
+def test_a_gpus_state_counts_where_one_is_in_use(monkeypatch):
+    """A GPU's checkpoint is loaded without one, and one without a GPU's state on a GPU."""
+    given, states = [], random_states()
+    monkeypatch.setattr(torch.cuda, "set_rng_state", given.append)
+    for used, more, expected in (
+        (False, {"cuda": "state"}, []),
+        (True, {}, []),
+        (True, {"cuda": "state"}, ["state"]),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda used=used: used)
+        set_random_states(states | more)
+        assert given == expected
 
 
 # ---- more of them, or fewer ----

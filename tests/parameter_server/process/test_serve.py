@@ -1,8 +1,11 @@
 """``paceline serve``: trainings that follow each other on one address."""
 
 import contextlib
+import os
+import signal
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -103,6 +106,19 @@ def both_free():
                 socket.create_server(("127.0.0.1", port + 1)),
             ):
                 return port
+
+
+def test_the_first_of_several_signals_is_the_exit_status():
+    def run(stop):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+        assert os.read(stop, 1) == b""
+        yield
+
+    attendance = SimpleNamespace(all_have_ended_well=False, all_have_departed=False)
+    with pytest.raises(SystemExit) as end:
+        serve._survive_one(SimpleNamespace(run=run, attendance=attendance))
+    assert end.value.code == 128 + signal.SIGTERM
 
 
 @pytest.fixture

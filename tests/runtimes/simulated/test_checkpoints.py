@@ -246,6 +246,12 @@ def test_reading_sets_nothing_aside() -> None:
     assert os.stat("ckpt.pt").st_ino == number
 
 
+def test_a_call_without_a_path_fails_as_it_would_outside() -> None:
+    write("w", REAL)
+    with redirect_checkpoints(Path("scratch")), pytest.raises(TypeError):
+        open(mode="w")  # type: ignore[call-overload]  # noqa: SIM115
+
+
 def test_all_is_put_back_after_an_error_and_nothing_is_seen_afterwards() -> None:
     write("ckpt.pt", REAL)
     save = torch.save

@@ -147,7 +147,6 @@ def test_the_text_has_a_line_for_each_fact():
         next=Predicted(spec="bsp:compression=int8", consistency="lossy", seconds=0.35),
         candidates=40,
         lower_bound=0.65,
-        one_machine=0.3,
     )
     headline, facts = facts_of(DECISION, answer, CLUSTER, "paceline-auto.json")
     assert "from bsp to osp: 1 s -> 720 ms" in headline

@@ -138,8 +138,6 @@ _LOOPBACK = 1
 _CORE = "core"
 _CONGESTION_CONTROL = "cubic"
 _PERMANENT = 0x80
-ETHERNET_MTU = 1500
-ETHERNET_HEADER = 14
 
 
 @contextlib.contextmanager
@@ -191,7 +189,7 @@ class NetworkBuilder:
             with self._netlink_of(link) as netlink:
                 index = self._index(netlink, link.device)
                 delay = link.delay if delayed else 0.0
-                shaper = Shaper(index, link.rate, delay, ETHERNET_MTU + ETHERNET_HEADER)
+                shaper = Shaper(index, link.rate, delay)
                 with needs("tbf"):
                     shaper.install(netlink)
                 _limit_segments(netlink, index, link.rate)

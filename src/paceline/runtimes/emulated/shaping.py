@@ -73,9 +73,9 @@ class Bucket:
     limit: int
 
     @staticmethod
-    def of(rate: float, packet: int = FRAME_BYTES) -> Bucket:
-        """The bucket for a wire *rate* and packets of so many bytes."""
-        burst = max(2 * segment_bytes(rate), 2 * packet, rate * EMULATED_BURST)
+    def of(rate: float) -> Bucket:
+        """The bucket for a wire *rate*."""
+        burst = max(2 * segment_bytes(rate), rate * EMULATED_BURST)
         limit = max(rate * _QUEUE_SECONDS, _SMALLEST_QUEUE)
         return Bucket(rate=math.ceil(rate), burst=math.ceil(burst), limit=int(limit))
 
@@ -83,11 +83,8 @@ class Bucket:
 class Shaper:
     """The shaping of one device's egress."""
 
-    def __init__(
-        self, index: int, rate: float, delay: float, packet: int = FRAME_BYTES
-    ) -> None:
-        """*packet*: bytes of the largest, with its Ethernet header."""
-        self.index, self._packet = index, packet
+    def __init__(self, index: int, rate: float, delay: float) -> None:
+        self.index = index
         self.is_cut = False
         self._rate = rate
         self._delay = delay
@@ -133,7 +130,7 @@ class Shaper:
             self.is_cut = False
 
     def _bucket(self, netlink: Netlink, command: str) -> None:
-        bucket = Bucket.of(self._rate, self._packet)
+        bucket = Bucket.of(self._rate)
         netlink.tc(
             command,
             "tbf",

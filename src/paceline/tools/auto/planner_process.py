@@ -88,7 +88,6 @@ class Answer(msgspec.Struct, kw_only=True, frozen=True):
         next: The best method of the next weaker consistency, which was not allowed.
         candidates: How many were predicted.
         lower_bound: Seconds of the shortest step of any exact method.
-        one_machine: Seconds of the global batch on one machine.
         fault: Why nothing could be predicted.
     """
 
@@ -97,7 +96,6 @@ class Answer(msgspec.Struct, kw_only=True, frozen=True):
     next: Predicted | None = None
     candidates: int = 0
     lower_bound: float = 0.0
-    one_machine: float = 0.0
     fault: str = ""
 
 
@@ -269,7 +267,6 @@ def answer(question: Question) -> Answer:
         else None,
         candidates=len(made.estimates),
         lower_bound=made.baseline.lower_bound_seconds,
-        one_machine=made.baseline.single.step_seconds,
     )
 
 

@@ -463,7 +463,7 @@ def main() -> None:
     """Join the job, run the script if there is one, and let rank 0 write the evidence."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seconds-per-pair", type=float, default=0.1)
+    parser.add_argument("--seconds-per-pair", type=float, required=True)
     parser.add_argument("script", nargs="?")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
