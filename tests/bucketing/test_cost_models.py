@@ -16,6 +16,7 @@ from paceline.bucketing.cost_models import (
     Cost,
     MeasuredCost,
     fit,
+    lines_below,
     many,
     overlappable_startup,
 )
@@ -36,6 +37,16 @@ def test_affine_is_a_start_up_and_a_price_per_byte() -> None:
     assert overlappable_startup(cost) == 2.0
     assert overlappable_startup(AffineCost(2.0, 0.5, 0.75)) == 0.75
     assert overlappable_startup(AffineCost(2.0, 0.5, 0.0)) == 0.0
+
+
+@pytest.mark.parametrize("overlap", [None, 0.0, 0.75])
+def test_the_largest_lower_bound_of_an_affine_cost_is_the_wires_time(
+    overlap: float | None,
+) -> None:
+    cost = AffineCost(2.0, 0.5, overlap)
+    for size in (0, 5, 10):
+        found = max(line(size) for line in lines_below(cost, 10))
+        assert found == pytest.approx(cost(size) - overlappable_startup(cost))
 
 
 @pytest.mark.parametrize(
