@@ -20,7 +20,7 @@ def print_findings(findings: ProbeResult) -> None:
     leaders = sorted({findings.hosts.index(host) for host in findings.hosts})
     for title, matrix, show in (
         ("goodput, from row to column", findings.goodput, show_rate),
-        ("latency, one way", findings.latency, show_seconds),
+        ("one-way time of an empty message", findings.latency, show_seconds),
     ):
         console.print(_matrix(title, leaders[:MAX_COLUMNS], matrix, show))
     if len(leaders) > MAX_COLUMNS:
