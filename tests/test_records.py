@@ -192,7 +192,7 @@ def test_steady_is_what_comes_after_tuning_warm_ups_and_changes(name: str) -> No
             case "plan", bool(settled):
                 recorder.planned(2, settled=settled)
             case "learns", int(count):
-                recorder.warm_up_steps = count
+                recorder.warmup_steps = count
             case "decides", bool(active):
                 recorder.selecting = active
             case "change", str(spec):
@@ -248,7 +248,7 @@ def test_a_record_has_the_phase_that_the_recorder_set() -> None:
     recorder = training.recorder
     training.steps(2, 1.0)
     recorder.planned(2, settled=True)
-    recorder.warm_up_steps = 2
+    recorder.warmup_steps = 2
     recorder.selecting = True
     training.steps(4, 1.0)
     assert (recorder.steady_after, recorder.steady_from) == (5, 0)

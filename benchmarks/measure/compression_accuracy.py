@@ -94,14 +94,14 @@ DEFAULTS = {
     "qsgd": "qsgd",
     "ef-sign": "ef-sign",
     "top-k": "top-k",
-    "dgc": f"dgc:warm_up_steps={SOON}",
+    "dgc": f"dgc:warmup_steps={SOON}",
     "gd-top-k": f"gd-top-k:epoch_steps={EPOCH}",
     "ef21": "ef21",
     "powersgd": "powersgd",
 }
 TENTHS = {
     "top-k, a tenth": "top-k:density=0.001",
-    "dgc, a tenth": f"dgc:warm_up_steps={SOON},density=0.0001",
+    "dgc, a tenth": f"dgc:warmup_steps={SOON},density=0.0001",
     "ef21, a tenth": "ef21:density=0.001",
     "powersgd, a quarter (rank 1)": "powersgd:rank=1",
 }

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
-from paceline.core.step_loggers import Told, report
+from paceline.core.step_loggers import StepCallback, report
 from paceline.errors import UsageError
 from paceline.interfaces import Runtime, current_runtime
 from paceline.interfaces.trainings import TrainingRegistry
@@ -194,7 +194,7 @@ def on_step(callback: Callable[[StepRecord], None]) -> None:
     """
     runtime = join_runtime()
     runtime.connect()
-    runtime.recorder.subscribe(Told(callback), figures=True)
+    runtime.recorder.subscribe(StepCallback(callback), figures=True)
 
 
 def report_to(where: str) -> None:

@@ -204,7 +204,7 @@ class StepRecorder:
         self.buckets = 0
         self.tuned_after = 0
         """After which step buckets are as they will be, as a usual step sees it; 0: not yet."""
-        self.warm_up_steps = 0
+        self.warmup_steps = 0
         """Steps that the method takes after that, until it does what it will: a budget, first steps
         without compression."""
         self.selecting = False
@@ -255,7 +255,7 @@ class StepRecorder:
         """From the next step on training goes by another spec: what a usual step takes is found
         out anew."""
         self.method, self.brief = method, brief
-        self.tuned_after, self.warm_up_steps, self.period = 0, 0, 1
+        self.tuned_after, self.warmup_steps, self.period = 0, 0, 1
         self.steady_from = 0
         while self.methods and self.methods[-1][0] == self.step_count:
             self.methods.pop()  # no step was done by it
@@ -274,7 +274,7 @@ class StepRecorder:
     @property
     def steady_after(self) -> int:
         """After which step the present method does what it will; 0: nobody knows yet."""
-        return self.tuned_after and self.tuned_after + self.warm_up_steps
+        return self.tuned_after and self.tuned_after + self.warmup_steps
 
     def _phase_of(self, step: int) -> Phase:
         if step == 1:

@@ -10,6 +10,7 @@ from paceline.compression import (
     BF16,
     COMPRESSORS,
     CONTRIB,
+    DGC,
     FP16,
     QSGD,
     Compressor,
@@ -90,7 +91,8 @@ def test_make(text, expected):
         ("top-k:bits=8", "bits: 2 32 8"),
         ("top-k:chunk=-1", "chunk: 0 -1"),
         ("dgc:momentum=1", "momentum: 1.0"),
-        ("dgc:warm_up_steps=-1", "warm_up_steps: 0 -1"),
+        ("dgc:warmup_steps=-1", "warmup_steps: 0 -1"),
+        ("dgc:warm_up_steps=1", "unknown key 'warm_up_steps' warmup_steps"),
         ("dgc:small=-1", "small: 0 -1"),
         ("dgc:error_feedback=true", "'dgc' error_feedback=true"),
         ("gd-top-k:epoch_steps=-1", "epoch_steps: 0 -1"),
@@ -102,6 +104,13 @@ def test_what_is_unknown_is_refused_with_key_and_value(text, words):
         make(text)
     for word in words.split():
         assert word in str(caught.value)
+
+
+def test_dgc_has_one_warmup():
+    """Its own: the shared one, of uncompressed steps, would have the same name."""
+    assert keys_of(make("dgc:warmup_steps=9"))["compression.warmup_steps"] == "9"
+    with pytest.raises(UsageError, match="own warm-up"):
+        GradientCompression(DGC(), warmup_steps=9)
 
 
 def test_rows_are_under_their_names():

@@ -283,7 +283,7 @@ def owed(spec, key, steps=20, workers=3):
     ("spec", "key"),
     [
         ("dgc:momentum=0", "velocity"),
-        ("dgc:momentum=0,warm_up_steps=0,small=0", "velocity"),
+        ("dgc:momentum=0,warmup_steps=0,small=0", "velocity"),
     ],
 )
 @pytest.mark.parametrize("workers", [1, 3])
@@ -363,7 +363,7 @@ def test_a_gradient_that_stays_is_approached_step_by_step():
     [
         ("top-k:density=0.05", "residual"),
         ("top-k:density=0.05,chunk=100", "residual"),
-        ("dgc:density=0.05,momentum=0,warm_up_steps=0", "velocity"),
+        ("dgc:density=0.05,momentum=0,warmup_steps=0", "velocity"),
     ],
 )
 def test_residuals_drain_where_nothing_new_comes(spec, key):
@@ -418,7 +418,7 @@ def test_top_k_without_residuals_stays_away():
     assert optimized("ef21", 0.1) < 1e-6
     far, near = (optimized("top-k:chunk=0", rate) for rate in (0.08, 0.02))
     assert 0 < near < far / 2 < 1
-    assert optimized("dgc:warm_up_steps=0,momentum=0", 0.02) < 0.5
+    assert optimized("dgc:warmup_steps=0,momentum=0", 0.02) < 0.5
 
 
 # ---- law 18: bytes ----
@@ -431,7 +431,7 @@ def test_top_k_without_residuals_stays_away():
         ("top-k:density=0.001", 4 + 2),
         ("top-k:chunk=256,density=0.125", (4 * 32 + 22) * (4 + 1)),
         ("top-k:bits=2,density=0.1", 4 * 4 + 120 // 4 + 120 * 2),
-        ("dgc:warm_up_steps=0", 4 + 2),
+        ("dgc:warmup_steps=0", 4 + 2),
         ("gd-top-k:speed=slowest", 1 + 18 * (4 + 2)),
         ("ef21", 12 * (4 + 2)),
     ],
@@ -451,7 +451,7 @@ def test_bytes_of_a_code(spec, size):
 )
 def test_dgc_sends_less_in_each_stage_of_its_warm_up(steps, count):
     given = gradients(2, shapes=((30, 40),))
-    dgc = Workers(make("dgc:warm_up_steps=50"), given[0], 2)
+    dgc = Workers(make("dgc:warmup_steps=50"), given[0], 2)
     for states in dgc.states:
         states[0]["code"]["common"]["steps"] = steps
     assert dgc.mean(given).legs[0].size == count * 6

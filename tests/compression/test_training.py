@@ -20,7 +20,7 @@ from paceline.compression import (
     Int8,
     full_spec,
     make,
-    warm_up_message,
+    warmup_message,
 )
 from paceline.compression.gd_top_k import EPOCH_STEPS
 from paceline.core.settings import Settings, parse_method
@@ -490,7 +490,7 @@ def test_who_says_how_many_steps_an_epoch_has_is_heeded(capsys):
     assert "first 12 steps" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("code", ["gd-top-k", "dgc,compression.warm_up_steps=10"])
+@pytest.mark.parametrize("code", ["gd-top-k", "dgc,compression.warmup_steps=10"])
 def test_stand_ins_send_in_first_steps_what_real_gradients_do(code):
     """On the mean of an epoch's steps, where codes take turns."""
     spec = f"bsp:compression={code},buckets=single"
@@ -508,17 +508,17 @@ def test_what_is_said_of_first_steps_is_what_is_sent():
     early, late = (
         sum(leg.size for leg in legs)
         for legs in (
-            code.code.warm_up_wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS)[0][1],
+            code.code.warmup_wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS)[0][1],
             code.code.wire_bytes([(SIDE, SIDE)], torch.float32, WORKERS),
         )
     )
-    said = warm_up_message(code, [(SIDE, SIDE)], torch.float32, WORKERS)
+    said = warmup_message(code, [(SIDE, SIDE)], torch.float32, WORKERS)
     assert f"{late / DENSE:.1%} later" in said
     assert early > 2 * late
     settled = code.steady_state()
-    assert not warm_up_message(settled, [(SIDE, SIDE)], torch.float32, WORKERS)
-    assert warm_up_message(make("dgc"), [(SIDE, SIDE)], torch.float32, WORKERS)
-    assert not warm_up_message(make("top-k"), [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert not warmup_message(settled, [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert warmup_message(make("dgc"), [(SIDE, SIDE)], torch.float32, WORKERS)
+    assert not warmup_message(make("top-k"), [(SIDE, SIDE)], torch.float32, WORKERS)
 
 
 def test_how_long_an_epoch_is_makes_no_other_code_of_it():

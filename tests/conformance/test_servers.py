@@ -337,15 +337,15 @@ class SkipsSteps(AsynchronousUpdates):
 @pytest.mark.parametrize(
     ("mutant", "laws", "law", "words"),
     [
-        (AppliesAgain, ANY, "faults_of_all_kinds", r"is 2\.000 times"),
-        (Forgets, ANY, "without_faults", r"is 0\.000 times"),
-        (CompletesTooMuch, ANY, "faults_of_all_kinds", r"is 0\.000 times"),
-        (WritesTornSnapshots, ANY, "faults_of_all_kinds", r"is 0\.000 times"),
-        (ForgetsTheDead, ANY, "workers_that_die", r"is 0\.000 times"),
-        (rounds_that_drop, ANY, "without_faults", "is to leave out|0.000 times"),
-        (SkipsSteps, ANY, "without_faults", "is to leave out steps"),
-        (AnswersTooEarly, ServerLaws(1), "without_faults", "may be 1 ahead at most"),
-        (AdmitsTooEarly, ServerLaws(1), "faults_of_all_kinds", "may be 1 ahead"),
+        (AppliesAgain, ANY, "faults_of_all_kinds", r"2\.000 times"),
+        (Forgets, ANY, "without_faults", r"0\.000 times"),
+        (CompletesTooMuch, ANY, "faults_of_all_kinds", r"0\.000 times"),
+        (WritesTornSnapshots, ANY, "faults_of_all_kinds", r"0\.000 times"),
+        (ForgetsTheDead, ANY, "workers_that_die", r"0\.000 times"),
+        (rounds_that_drop, ANY, "without_faults", "is to skip|0.000 times"),
+        (SkipsSteps, ANY, "without_faults", "is to skip steps"),
+        (AnswersTooEarly, ServerLaws(1), "without_faults", "expected at most 1 ahead"),
+        (AdmitsTooEarly, ServerLaws(1), "faults_of_all_kinds", "at most 1 ahead"),
         (AsynchronousUpdates, ServerLaws(2), "without_faults", "2 ahead|3 without"),
         (
             AppliesAfterItsReply,
@@ -354,14 +354,14 @@ class SkipsSteps(AsynchronousUpdates):
             "starts step 1 without",
         ),
         (AdmitsTooFar, ANY, "faults_of_all_kinds", "is to begin with step"),
-        (NeverAnswers, ANY, "without_faults", "waits for ever"),
-        (WaitsForTheDead, ANY, "without_faults", "waits for ever"),
+        (NeverAnswers, ANY, "without_faults", "waits forever"),
+        (WaitsForTheDead, ANY, "without_faults", "waits forever"),
         (CountsWhatItRefuses, ANY, "refused_changes_nothing", "a refused Push"),
         (IgnoresOrder, TWO_STAGES, "without_faults", "starts step . with"),
         (ForgetsWhatIsLate, TWO_STAGES, "without_faults", "without|0.000 times"),
         (WaitsForNoSecondStage, TWO_STAGES, "all_kinds", "without|0.000 times"),
         (LetsInTooEarly, TWO_STAGES, "all_kinds", "starts step . without"),
-        (WaitsForTheDeadsUnits, TWO_STAGES, "all_kinds", "waits for ever"),
+        (WaitsForTheDeadsUnits, TWO_STAGES, "all_kinds", "waits forever"),
         (ForgetsTheDeadsUnits, TWO_STAGES, "all_kinds", "without|0.000 times"),
         (SaysNoMaskAtFirst, TWO_STAGES, "all_kinds", "must be equal|refuses"),
         (SaysAnotherMask, TWO_STAGES, "without_faults", "must be equal"),
@@ -408,23 +408,23 @@ def loses_a_request(trial, worker, deliver=ServerTrial.deliver_request):
         *[
             (ParameterServer, "on_worker_lost", hears_of_no_loss, spec, *what)
             for spec in ("ssp:staleness=0", "ssp:staleness=1", "backup", ALL_LATE)
-            for what in [("workers_that_die", "waits for ever")]
+            for what in [("workers_that_die", "waits forever")]
         ],
-        (Store, "has_applied", has_applied_nothing, "asp", "all_kinds", "is 2.000"),
+        (Store, "has_applied", has_applied_nothing, "asp", "all_kinds", "2.000 times"),
         (
             Store,
             "parameters",
             parameters_themselves,
             "asp",
             "without_faults",
-            "written",
+            "has changed the payload",
         ),
         *(
-            (PushOrder, name, lambda *_: None, ALL_LATE, "refused", "is answered with")
+            (PushOrder, name, lambda *_: None, ALL_LATE, "refused", "expected Rejected")
             for name in ("_check_is_left", "check_late_units")
         ),
         (ServerTrial, "deliver_request", delivers_twice, "asp", "", "refuses"),
-        (ServerTrial, "deliver_request", loses_a_request, "asp", "", "waits for ever"),
+        (ServerTrial, "deliver_request", loses_a_request, "asp", "", "waits forever"),
     ],
 )
 def test_a_network_or_server_that_breaks_a_law_is_caught(

@@ -187,7 +187,7 @@ def test_a_load_between_backward_and_step_is_refused() -> None:
         model.load_state_dict(optimum())
         optimizer.step()
 
-    with pytest.raises(WorkerFailedError, match="load after step"):
+    with pytest.raises(WorkerFailedError, match="Load after step"):
         simulate(WORKERS, script)
 
 

@@ -236,8 +236,8 @@ def test_who_ends_a_script_says_where_and_what_is_not_run(capsys):
     line = five_steps.__code__.co_firstlineno + 9
     assert said == (
         "paceline: ended after 3 steps, as --steps asked, in optimizer.step() at "
-        f"{__file__}:{line}; what stands after the training loop was not run "
-        "(for batch in paceline.steps(loader): that loop ends by itself)\n"
+        f"{__file__}:{line}; code after the training loop was not run "
+        "(a loop `for batch in paceline.steps(loader)` ends by itself)\n"
     )
 
 
@@ -290,7 +290,7 @@ def test_a_loop_of_another_kind_within_is_left_as_ever(capsys):
             return "left"
 
     assert run(2, body, options=RunOptions(steps=2)) == ["left", "left"]
-    assert "; what stands after the training loop was" in capsys.readouterr().err
+    assert "; code after the training loop was" in capsys.readouterr().err
 
 
 def test_without_anything_to_go_through_steps_are_counted():

@@ -528,7 +528,7 @@ class KeepsCompanyAtServers(EveryFourth):
     [
         (WaitsTooEarly(), "before the last bucket"),
         (MeansTooEarly(), "round is held in after_update"),
-        (KeepsCompanyAtServers(), "nobody waits"),
+        (KeepsCompanyAtServers(), "none waits"),
     ],
 )
 def test_what_no_round_is_for_is_refused(method, words):

@@ -226,7 +226,7 @@ def test_a_pass_may_be_chosen_and_goes_on_after_a_load():
 def test_shares_do_not_go_round():
     def body(rank):
         paceline.init()
-        with pytest.raises(UsageError, match="leave one"):
+        with pytest.raises(UsageError, match="Leave one"):
             paceline.Sampler(range(40), 8, shares=[1, 2], rotate=True)
 
     simulate(2, body)

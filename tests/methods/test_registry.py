@@ -57,7 +57,7 @@ def test_a_collective_with_servers_takes_its_servers():
     key = "servers"
     spec = f"bsp:collective=parameter-server,{key}={OF_SERVERS[key]}"
     assert getattr(parse_method(spec)[1], key) == OF_SERVERS[key]
-    with pytest.raises(UsageError, match=f"{key}={OF_SERVERS[key]} means nothing"):
+    with pytest.raises(UsageError, match=f"{key}={OF_SERVERS[key]} does not apply"):
         parse_method(spec.replace("parameter-server", "ring"))
 
 

@@ -30,9 +30,9 @@ class Native:
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
         purpose="torch.distributed's own all-reduce; the default.",
         source="PyTorch; NCCL; gloo",
-        formed_by="torch.distributed, by its backend's algorithm (gloo and NCCL: a ring for large buffers)",
+        formed_by="torch.distributed, with its backend's algorithm (gloo and NCCL: a ring for large buffers)",
         sends="2 (n - 1) / n of the buffer per rank",
-        good_for="most networks; CUDA under NCCL, which takes a tree where that is faster",
+        good_for="most networks; CUDA under NCCL, which uses a tree if that is faster",
     )
     needs: ClassVar[Needs] = "nothing"
 
@@ -69,10 +69,10 @@ class ParameterServer(Scheduled):
 
     name: ClassVar[str] = "parameter-server"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        purpose="Parameter servers add up the buffers; workers keep their optimizers.",
-        formed_by="servers, each of which adds up its part of the buffer in rank order",
-        sends="the buffer once per rank, and as often back from the servers",
-        good_for="servers with links of their own, or sums whose bits follow rank order",
+        purpose="Parameter servers add up the buffers; workers update.",
+        formed_by="servers, each of which adds up one part of the buffer in rank order",
+        sends="the buffer once per rank to the servers, and once back",
+        good_for="servers with separate links, or sums that must be formed in rank order",
         limits=(
             "Compressors must be linear (`bf16`, `fp16`, `powersgd`): servers only add.",
         ),
@@ -92,7 +92,7 @@ class Ring(Scheduled):
 
     name: ClassVar[str] = "ring"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        purpose="A ring of all ranks.",
+        purpose="A ring all-reduce over all ranks.",
         source="Patarasuk and Yuan (JPDC 2009)",
         formed_by="a ring of all ranks",
         sends="2 (n - 1) / n of the buffer per rank, in 2 (n - 1) messages",
@@ -108,10 +108,10 @@ class Tree(Scheduled):
 
     name: ClassVar[str] = "tree"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        purpose="A binomial tree to rank 0 and back.",
-        formed_by="a binomial tree to rank 0 and back",
-        sends="the whole buffer once to a parent, and once to each child",
-        good_for="small buffers, whose time is latency",
+        purpose="A binomial tree: a reduce to rank 0, then a broadcast.",
+        formed_by="a binomial tree: a reduce to rank 0, then a broadcast",
+        sends="the whole buffer once to the parent, and once to each child",
+        good_for="small buffers, whose time is mostly latency",
     )
 
     def schedule(self, size: int, at: Placement) -> Schedule:
@@ -127,8 +127,8 @@ class HalvingDoubling(Scheduled):
         purpose="Recursive halving and doubling: a ring's bytes in fewer messages.",
         source="Thakur, Rabenseifner and Gropp (IJHPCA 2005)",
         formed_by="recursive halving and doubling",
-        sends="the bytes of a ring in 2 log2 n messages, and one buffer more where n is no power of two",
-        good_for="large buffers on networks with high latency, with a switch that never limits",
+        sends="the bytes of a ring in 2 log2 n messages, and one buffer more if n is no power of two",
+        good_for="large buffers on networks with high latency and a non-blocking switch",
     )
 
     def schedule(self, size: int, at: Placement) -> Schedule:
@@ -140,21 +140,21 @@ class Hierarchical(Scheduled):
 
     name: ClassVar[str] = "hierarchical"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        purpose="Reduces inside each rack first, so that little crosses the uplinks.",
+        purpose="Reduces inside each rack first, so that few bytes cross the uplinks.",
         source="Mikami et al., ImageNet/ResNet-50 Training in a Flash (2018)",
         formed_by=(
             "rings: a reduce-scatter in each rack, all-reduces across racks among the ranks that hold "
             "the same part, an all-gather in each rack"
         ),
         sends=(
-            "in the rack 2 (g - 1) / g of the buffer per rank, for g ranks in it; over its uplink 2 "
-            "(r - 1) / r of the buffer for r racks, for any number of ranks in it"
+            "inside a rack of g ranks 2 (g - 1) / g of the buffer per rank; over each uplink 2 (r - "
+            "1) / r of the buffer for r racks, however many ranks a rack has"
         ),
-        good_for="racks whose uplink has less than about half of one host's link",
+        good_for="racks whose uplink has less than about half the bandwidth of one host's link",
         limits=(
-            "Without a cluster file racks are rows of about the square root of n ranks.",
-            "A group inside one rack is a ring.",
-            "Under NCCL it is `native`; a message says so when training begins.",
+            "Without a cluster file each rack is a row of about the square root of n ranks.",
+            "A group inside one rack uses a ring.",
+            "Under NCCL it is `native`; a message reports that when training begins.",
         ),
     )
 

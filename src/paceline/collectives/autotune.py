@@ -59,14 +59,16 @@ CANDIDATES: Mapping[str, AllReduceAlgorithm] = {
 }
 
 MARGIN = 0.05
-"""The part of native's time that another algorithm must save to be chosen. The backend's own
-algorithm moves the same bytes with less processor time."""
+"""Share of native's time that another algorithm must save to be chosen.
+
+The backend's own algorithm moves the same bytes with less processor time.
+"""
 
 MEASURED = (1024, 16 * 1024, 256 * 1024, 4 * 1024 * 1024)
 """Bytes at which candidates are timed."""
 REPEATS = 3
 MOST_SECONDS = 1.0
-"""A limit for the time of measuring: a size that would probably take longer is not measured."""
+"""Limit of the time for measurements: a size that would probably take longer is not measured."""
 
 SHOWN = tuple(1024 * 4**i for i in range(9))
 
@@ -76,19 +78,19 @@ class Auto:
 
     name: ClassVar[str] = "auto"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        purpose="Picks the cheapest collective for each message size.",
+        purpose="Uses the fastest collective for each message size.",
         formed_by=(
-            "the cheapest of `native`, `tree`, `halving-doubling` and `hierarchical` for the size of "
-            "the message, and `rina` where switches add up float32"
+            "the fastest of `native`, `tree`, `halving-doubling` and `hierarchical` for the size of "
+            "the message, and `rina` if switches add up float32"
         ),
-        sends="what the chosen one sends",
+        sends="the same as the chosen collective",
         good_for="messages of different sizes, and networks that you have not measured",
         limits=(
             (
                 "Without a cluster file it measures for about a second when training begins. The choice, "
-                "and so the last bits, may differ between runs."
+                "and so the rounding of sums, may differ between runs."
             ),
-            "`native` stays unless another one is more than 5 % cheaper, and always under NCCL.",
+            "`native` stays unless another one is more than 5 % faster, and always under NCCL.",
         ),
     )
     needs: ClassVar[Needs] = "nothing"
@@ -123,7 +125,7 @@ class Auto:
         """The name of the algorithm for a message of *size* bytes.
 
         *at_switches*: whether switches can sum this buffer. Sizes are rounded up to a power of two,
-        so that few choices are worked out.
+        so that few choices are computed.
         """
         size = 1 << max(0, size - 1).bit_length()
         switches = self._adds_up and at_switches

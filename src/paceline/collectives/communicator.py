@@ -411,9 +411,9 @@ def placement_of(runtime: Runtime) -> Placement:
     cluster = runtime.cluster
     if cluster is not None and cluster.workers != runtime.size:
         raise UsageError(
-            f"the cluster that is described has room for {cluster.workers} workers, and this "
-            f"job has {runtime.size}: give the description of this job's hosts, with a worker "
-            "for each rank"
+            f"the cluster file describes {cluster.workers} workers, and this job has "
+            f"{runtime.size}: expected one for each rank. Give the cluster file of this job's "
+            "hosts"
         )
     known = None if cluster is None else cluster.racks_of_workers
     aggregating, found = aggregating_racks(cluster), aggregators_of(runtime)
@@ -502,18 +502,18 @@ class ConnectionlessGroup(Communicator):
 
     def _make_channel(self, name: str) -> NoReturn:
         raise UsageError(
-            f"channel {name!r} of a group without connections of its own: take the group "
+            f"channel {name!r} of a group that shares its parent's connections: use a group "
             f"of a channel instead, comm.channel({name!r}).group(...)"
         )
 
     def group(self, ranks: Sequence[int]) -> Communicator:
         raise UsageError(
-            "a group of a group without connections of its own: take a group of the "
-            "communicator that this one is of"
+            "a group of a group that shares its parent's connections: make the group from "
+            "the parent communicator"
         )
 
     def _make_round(self, issuer: ContinuationChain) -> NoReturn:
-        raise AssertionError("whatever is sent here is told apart by tags")
+        raise AssertionError("tags distinguish all messages here")
 
     def close(self) -> None:
         self._let_go()

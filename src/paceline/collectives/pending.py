@@ -55,9 +55,9 @@ def check_may_wait() -> None:
     """Raise `UsageError` if a continuation runs on this thread: it may not wait."""
     if getattr(_here, "working", False):
         raise UsageError(
-            "wait() in a work that follows a result (Pending.then): it would hold up all "
-            "that come after it. Return the Pending, or chain what needs its result: "
-            "return pending.then(...)"
+            "wait() inside a function given to Pending.then: it would block all later ones. "
+            "Return the Pending, or chain the work that needs its result: return "
+            "pending.then(...)"
         )
 
 
@@ -65,9 +65,8 @@ def check_may_make(what: str) -> None:
     """Raise `UsageError` if a continuation runs on this thread: it may not make groups or channels."""
     if getattr(_here, "working", False):
         raise UsageError(
-            f"{what} in a work that follows a result (Pending.then): groups and channels "
-            "are made by all their members together; ask for it before, for example when "
-            "the method begins"
+            f"{what} inside a function given to Pending.then: all members must make groups "
+            "and channels together. Ask for it before, for example in start(run)"
         )
 
 
@@ -150,7 +149,7 @@ class ContinuationChain:
         """Drop works that have not run; waiting for one of them raises `UsageError`."""
         if self._broken is None:
             self._broken = UsageError(
-                "the communicator was closed before this result was in: wait for it first"
+                "the communicator was closed before this result had arrived: wait for it first"
             )
         for other in self._others.values():
             other.close()
@@ -216,9 +215,9 @@ def check_issued_here(issued_in: ContinuationChain | None) -> None:
     """Raise `UsageError` if another chain has issued the operation."""
     if current() is not issued_in:
         raise UsageError(
-            "Pending.then: this operation was issued elsewhere (by another work, or outside "
-            "of this one), so the order of what follows it would differ between ranks. Call "
-            "then() where the operation is issued"
+            "Pending.then: this operation was issued elsewhere (by another continuation, or "
+            "outside of this one), so the order of its continuations would differ between "
+            "ranks. Call then() where the operation is issued"
         )
 
 
@@ -263,8 +262,8 @@ def awaited(pending: Pending) -> Awaited:
     own."""
     if not isinstance(pending, Awaited):
         raise UsageError(
-            "what follows a result (Pending.then) returned a "
-            f"{type(pending).__name__}; expected None or a Pending of a Comm"
+            "the function given to Pending.then returned a "
+            f"{type(pending).__name__}: expected None or a Pending of a Comm"
         )
     return pending
 

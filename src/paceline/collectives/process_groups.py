@@ -102,7 +102,7 @@ class PollingStore(dist.Store):  # type: ignore[name-defined] # C++ has it
             if time.monotonic() > deadline:
                 missing = [key for key in keys if not self.check([key])]
                 raise dist.DistStoreError(
-                    f"nobody has put {', '.join(missing)} into the job's store within "
+                    f"no process has set {', '.join(missing)} in the job's store within "
                     f"{limit}"
                 )
             time.sleep(pause)
@@ -150,6 +150,6 @@ def meet(
             if not store.check([key])
         ]
         raise UsageError(
-            f"{what}: rank {missing} has not asked for it within {timeout}; all "
-            "members ask for the same groups and channels, in the same order"
+            f"{what}: rank {missing} has not asked for it within {timeout}. All members "
+            "must ask for the same groups and channels, in the same order"
         ) from error

@@ -45,8 +45,9 @@ def reduce_scatter(
     """
     if not isinstance(comm, Communicator) or isinstance(comm, ServerCommunicator):
         raise UsageError(
-            "a reduce-scatter where workers meet only at servers: expected a collective "
-            "among workers; use collective='native' or 'ring', without --survive"
+            "a reduce-scatter in a job whose workers communicate only through servers: "
+            "expected a collective between workers. Use collective='native' or 'ring', "
+            "without --survive"
         )
     on_cuda = buffer.is_cuda and not comm.is_virtual
     if on_cuda and comm.size > 1:
@@ -70,8 +71,8 @@ def _check_on_cuda(comm: Communicator) -> None:
     row = comm.collective
     if not comm.follows_streams:
         raise UsageError(
-            "a reduce-scatter of a tensor on CUDA over gloo, whose sends are from the host's "
-            "memory: use NCCL, or a method that sends whole means"
+            "a reduce-scatter of a tensor on CUDA over gloo, which sends from host memory: "
+            "use NCCL, or a method that sends whole averages"
         )
     if not isinstance(row, Native | Auto | None):
         raise UsageError(

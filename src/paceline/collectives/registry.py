@@ -73,7 +73,7 @@ def attach(
     if isinstance(collective, Hierarchical) and on_streams and comm.size > 1:
         comm.log(
             "collective=hierarchical is native under NCCL, which performs no schedules and "
-            "picks an algorithm for the topology by itself"
+            "chooses an algorithm for the topology itself"
         )
         return comm
     made = Communicator(

@@ -92,9 +92,9 @@ class ServerCommunicator(Communicator):
 
     def group(self, ranks: Sequence[int]) -> NoReturn:
         raise UsageError(
-            f"group {tuple(ranks)} under collective=parameter-server: its servers add up "
-            "what all workers send. Use another collective with this method, "
-            "collective=native for example"
+            f"group {tuple(ranks)} under collective=parameter-server: its servers only sum "
+            "over all workers. Use another collective with this method, such as "
+            "collective=native"
         )
 
     def _make_round(self, issuer: ContinuationChain) -> Communicator:
@@ -218,6 +218,6 @@ class NoCollectives:
 
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
-            f"{what} under --survive: workers meet only at their servers, so that the death "
-            "of one stops no other; leave out --survive for what needs collectives"
+            f"{what} under --survive: workers communicate only through servers, so that the "
+            "death of one stops no other. Leave out --survive, or use no collective"
         )

@@ -130,8 +130,8 @@ class TorchGroup:
     ) -> Job:
         if not schedule.performable:
             raise UsageError(
-                "a schedule with nodes that are no ranks is performed in virtual time "
-                "only: elsewhere programs do what these do (`paceline aggregate`)"
+                "a schedule with nodes that are not ranks can only be performed in virtual "
+                "time: in other runtimes `paceline aggregate` is such a node"
             )
         if stream not in self._lanes:
             self._lanes[stream] = ScheduleThreads(f"{self.name}{stream}")

@@ -1,13 +1,13 @@
 """Compression of gradients: the registry of compressors, and the specs that name them.
 
 `make` turns a spec such as ``"int8:error_feedback=true"`` into a `GradientCompression`: a compressor
-of `COMPRESSORS`, with error feedback and uncompressed first steps where it has them.
+of `COMPRESSORS`, with error feedback and uncompressed first steps if the spec or its defaults say so.
 
 - `base`: `Compressor` and its base classes; a bucket as one flat tensor.
 - `error_feedback`: `GradientCompression`.
 - `casts`: bf16 and fp16.
 - `quantization`: int8 and int4.
-- `top_k`, `gd_top_k`, `dgc`: the largest elements; `sparse`: how these are selected and encoded.
+- `top_k`, `gd_top_k`, `dgc`: the largest elements; `sparse`: selects and encodes them.
 - `powersgd`: products of thin factors.
 - `contrib`: compressors that researchers compare with.
 """
@@ -96,7 +96,7 @@ __all__ = [
     "keys_of",
     "make",
     "shared_keys",
-    "warm_up_message",
+    "warmup_message",
 ]
 
 COMPRESSORS: dict[str, type[Compressor]] = {
@@ -115,16 +115,21 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 }
 
 CONTRIB = frozenset({EF21.name, EFSign.name, QSGD.name})
-"""Compressors to compare with, which no measurement recommends: `plan` and `auto` do not search them."""
+"""Compressors for comparison, which no measurement recommends: `plan` and `auto` do not search them."""
 
 ERROR_FEEDBACK, DECAY, WARMUP_STEPS = "error_feedback", "decay", "warmup_steps"
 
 
 def shared_keys(cls: Any) -> dict[str, str]:
-    """The keys that a registered class takes beside its own fields, with their defaults."""
+    """The keys that a registered class takes besides its own fields, with their defaults.
+
+    A class with a field ``warmup_steps``, such as DGC, has its own warm-up instead of the shared one.
+    """
     if cls is NoCompression:
         return {}
-    keys = {WARMUP_STEPS: str(cls.warmup_steps_by_default)}
+    keys = {}
+    if not hasattr(cls, WARMUP_STEPS):
+        keys[WARMUP_STEPS] = str(cls.warmup_steps_by_default)
     if cls.takes_error_feedback:
         keys |= {
             ERROR_FEEDBACK: str(cls.error_feedback_by_default).lower(),
@@ -151,39 +156,39 @@ def make(spec: str | Spec) -> GradientCompression:
     for key in own:
         if key in (ERROR_FEEDBACK, DECAY) and cls is not NoCompression:
             raise UsageError(
-                f"{owner}: {key}={own[key]}, but it takes no error feedback, since it has a "
-                "memory of its own or is unbiased. Leave that key out"
+                f"{owner}: {key}={own[key]}, but it takes no error feedback, since it keeps "
+                "its own memory of errors or is unbiased. Leave that key out"
             )
         if key not in known:
             raise UsageError(f"{owner}: {unknown('key', key, known)}")
-    values = shared | spec.values
+    shared_values = {key: spec.values.get(key, text) for key, text in shared.items()}
     try:
         return GradientCompression(
             cls(**convert_fields(cls, own)),
-            convert(ERROR_FEEDBACK, values.get(ERROR_FEEDBACK, "false"), bool),
-            convert(DECAY, values.get(DECAY, "1.0"), float),
-            convert(WARMUP_STEPS, values.get(WARMUP_STEPS, "0"), int),
+            convert(ERROR_FEEDBACK, shared_values.get(ERROR_FEEDBACK, "false"), bool),
+            convert(DECAY, shared_values.get(DECAY, "1.0"), float),
+            convert(WARMUP_STEPS, shared_values.get(WARMUP_STEPS, "0"), int),
         )
     except UsageError as error:
         raise UsageError(f"{owner}: {error}") from None
 
 
 def full_spec(compression: GradientCompression) -> str:
-    """Return a spec with every key, by which what compression takes is measured and looked up.
+    """Return a spec with every key: measured compression times are stored under it.
 
-    First steps and the length of an epoch are no part of it: times are those in the middle of an
-    epoch, in steady state.
+    Warm-up and the length of an epoch are no part of it: times are those of steady state, in the
+    middle of an epoch.
     """
     code = compression.code.steady_state().with_epoch(None)
     shared = _shared_values(compression)
-    del shared[WARMUP_STEPS]
+    shared.pop(WARMUP_STEPS, None)
     if shared.get(ERROR_FEEDBACK) == "false":
         del shared[DECAY]
     return str(Spec(code.name, spec_of(code.name, code).values | shared))
 
 
 def keys_of(compression: GradientCompression) -> dict[str, str]:
-    """Return the keys of a method's spec that name the compression and what is not as by default.
+    """Return the keys of a method's spec that name the compression, and its values that differ from defaults.
 
     Empty without compression.
     """
@@ -199,18 +204,18 @@ def keys_of(compression: GradientCompression) -> dict[str, str]:
     return {"compression": code.name} | nested
 
 
-def warm_up_message(
+def warmup_message(
     compression: GradientCompression,
     shapes: Sequence[Shape],
     dtype: torch.dtype,
     workers: int,
 ) -> str:
-    """Say how much more is sent in the first steps, of gradients of these *shapes*.
+    """Return a sentence on the bytes of the first steps, for gradients with these *shapes*.
 
-    Empty where it is no more than later.
+    Empty if the first steps send no more than later ones.
     """
     code = compression.code
-    stages = code.warm_up_wire_bytes(shapes, dtype, workers)
+    stages = code.warmup_wire_bytes(shapes, dtype, workers)
     steps = sum(count for count, _ in stages)
     whole = sum(map(math.prod, shapes)) * dtype.itemsize
     if not steps or not whole:
@@ -225,10 +230,9 @@ def warm_up_message(
 
 def _shared_values(compression: GradientCompression) -> dict[str, str]:
     """The values of the keys that compressors share."""
-    values = {WARMUP_STEPS: str(compression.warmup_steps)}
-    if ERROR_FEEDBACK in shared_keys(type(compression.code)):
-        values |= {
-            ERROR_FEEDBACK: str(compression.error_feedback).lower(),
-            DECAY: str(compression.decay),
-        }
-    return values
+    values = {
+        WARMUP_STEPS: str(compression.warmup_steps),
+        ERROR_FEEDBACK: str(compression.error_feedback).lower(),
+        DECAY: str(compression.decay),
+    }
+    return {key: values[key] for key in shared_keys(type(compression.code))}

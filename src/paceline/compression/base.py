@@ -1,12 +1,13 @@
-"""What a compressor is: `Compressor`, its base classes, and how buckets become flat codes.
+"""The interface of compressors: `Compressor`, its base classes, and buckets as flat tensors.
 
 - `Compressor`: forms the average of a bucket, as a generator of collectives.
-- `PerWorkerCompressor`: one worker's code can be decoded by itself, as servers do.
-- `GatheredCompressor`: workers gather all codes, and decode and add them up.
-- `NoCompression`: sends tensors as they are.
+- `PerWorkerCompressor`: one worker's compressed gradient can be decompressed by itself, as servers do.
+- `GatheredCompressor`: workers gather all compressed gradients, decompress them, and add them up.
+- `NoCompression`: sends tensors uncompressed.
 
-A compressor yields `Sum`, `Gather` or `AllToAll` of a code; whoever drives the generator performs
-that collective and sends back its result. So the compressor never learns which algorithm runs.
+A compressor yields a `Sum`, `Gather` or `AllToAll` of a compressed tensor, its *code*. The caller
+performs that collective and sends back its result. So a compressor does not depend on the collective
+algorithm.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import Consistency, SpeedClass
 
-# ---- what is sent ----
+# ---- requests for collectives ----
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Asks for the sum of *code* over workers. It comes back in *code*'s own memory."""
+    """Requests the sum of *code* over workers. The result is in *code*'s own memory."""
 
     code: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Gather:
-    r"""Asks for the *code* of every worker.
+    r"""Requests the *code* of every worker.
 
-    A tensor of shape (workers, \*code.shape) comes back, in the order of ranks.
+    The result is a tensor of shape (workers, \*code.shape), in the order of ranks.
     """
 
     code: torch.Tensor
@@ -44,11 +45,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Asks that each rank gets one row of *code*.
+    """Requests that each rank gets one row of every worker's *code*.
 
-    *code* has as many equal rows as there are workers, one after the other; row i goes to rank
-    i. The rows of all workers for this one come back: a tensor of shape (workers, elements of a
-    row), in the order of ranks.
+    *code* is flat. It consists of as many equal rows as there are workers; row i goes to rank i. The
+    result has all workers' rows for this rank: a tensor of shape (workers, elements of a row), in
+    the order of ranks.
     """
 
     code: torch.Tensor
@@ -57,12 +58,12 @@ class AllToAll:
 Request = Sum | Gather | AllToAll
 
 Rounds = Generator[Request, torch.Tensor, None]
-"""The average of one bucket: yields requests, is sent the results of the collectives, and ends."""
+"""The average of one bucket: a generator that yields requests and gets the collectives' results."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Which worker encodes: *rank* among *workers*."""
+    """The worker that compresses: *rank* among *workers*."""
 
     rank: int
     workers: int
@@ -70,23 +71,29 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Leg:
-    """One collective of a bucket's average: *size* is the bytes of one worker's whole code."""
+    """One collective of a bucket's average. *size*: bytes of one worker's compressed tensor."""
 
     kind: Literal["sum", "gather", "all-to-all"]
     size: float
 
 
 Shape = Sequence[int]
-"""A tensor's."""
+"""The shape of a tensor."""
 
 StateKind = Literal["none", "own", "common"]
-"""What a compressor keeps between steps: nothing, something of each worker's own (and perhaps
-something common beside it), something equal on all workers."""
+"""The state that a compressor has between steps.
+
+- ``"none"``: no state.
+- ``"own"``: state that differs between workers; it may also have common state.
+- ``"common"``: state that is equal on all workers.
+"""
 
 State = dict[str, Any]
-"""What is kept of one tensor: tensors on that tensor's device, numbers, texts, and dicts of
-those; empty where nothing is. What is equal on all workers is under the key `COMMON`, at any
-depth. Example: ``{"residual": e, "code": {"common": {"steps": 3}}}``."""
+"""The state of one tensor: tensors on that tensor's device, numbers, strings, and dicts of them.
+
+It is empty without state. State that is equal on all workers is under the key `COMMON`, at any
+depth. Example: ``{"residual": e, "code": {"common": {"steps": 3}}}``.
+"""
 
 COMMON = "common"
 
@@ -112,7 +119,7 @@ class CompressorSummary(NamedTuple):
 
 
 def require_at_least(least: int, key: str, value: int) -> None:
-    """Raise `UsageError` where the number under *key* is below *least*."""
+    """Raise `UsageError` if the *value* of a *key* is below *least*."""
     if value < least:
         raise UsageError(f"{key}: expected {least} or more, got {value}")
 
@@ -121,22 +128,22 @@ def require_at_least(least: int, key: str, value: int) -> None:
 
 
 class Compressor(ABC):
-    """Encodes the tensors of an average: a frozen dataclass of hyperparameters.
+    """Compresses the tensors of an average: a frozen dataclass of hyperparameters.
 
-    It holds no state of its own: all that changes between steps is in the `State` of each
-    tensor. Subclasses define `name`, `memory_passes`, `wire_bytes` and `average`; the other
-    members have defaults, for a compressor without state whose results are biased.
+    It never changes: all mutable state is in the `State` of each tensor. Subclasses define `name`,
+    `memory_passes`, `wire_bytes` and `average`. The other members have defaults, for a biased
+    compressor without state.
 
     Laws, which `paceline.testing.check_compressor` checks:
 
-    - Zeros stay zeros. A worker whose tensors are zero changes no other worker's result.
-    - All workers end with the same bits.
-    - A number that is not finite on any worker is not finite in the result.
+    - Zeros stay zeros. A worker whose tensors are zero does not change the others' result.
+    - All workers get bit-equal results.
+    - If an element is not finite on any worker, it is not finite in the result.
     - Shapes and types stay.
-    - Compressed sizes depend on shapes, types and common state, and never on numbers.
+    - Compressed sizes depend on shapes, types and common state, and never on values.
 
     Example:
-        The part of a cast to 16 bits that encodes; `paceline.compression` has whole ones::
+        `average` of a cast to 16 bits; `paceline.compression` has complete compressors::
 
             def average(self, parts, states, place, sent=None):
                 code = torch.cat([part.reshape(-1) for part in parts]).to(torch.bfloat16)
@@ -146,13 +153,13 @@ class Compressor(ABC):
     """
 
     consistency: ClassVar[Consistency] = "lossy"
-    """The consistency of averages that are compressed so."""
+    """The consistency of compressed averages."""
 
     error_feedback_by_default: ClassVar[bool] = False
-    """Whether it has error feedback where the user does not say."""
+    """Whether it has error feedback by default."""
 
     warmup_steps_by_default: ClassVar[int] = 0
-    """In how many first steps gradients are sent uncompressed where the user does not say."""
+    """Number of first steps in which gradients are sent uncompressed, by default."""
 
     @property
     @abstractmethod
@@ -163,17 +170,17 @@ class Compressor(ABC):
     def takes_error_feedback(self) -> bool:
         """Whether error feedback may be added to it.
 
-        False where it has a memory of its own, or needs none; then a class attribute where that
-        holds for all compressors of a class.
+        False if the compressor keeps its own memory of errors, or is unbiased. Make it a class
+        attribute if it holds for all compressors of a class.
         """
         return True
 
     @property
     def linear(self) -> bool:
-        """Whether it yields `Sum` only.
+        """Whether it only yields `Sum`.
 
-        Then the compressed sum is the sum of compressed gradients, so that a ring, a server or a switch may add them
-        up on the way.
+        Then the sum of compressed gradients is the compressed sum, so a ring, a server or a switch
+        can add them.
         """
         return False
 
@@ -184,99 +191,99 @@ class Compressor(ABC):
 
     @property
     def rounds(self) -> int:
-        """How many collectives follow each other in one bucket, in `steady_state`.
+        """Number of successive collectives of one bucket, in `steady_state`.
 
-        A bucket whose tensors are all sent in one way may take fewer.
+        A bucket may need fewer, for example if all its tensors are sent uncompressed.
         """
         return 1
 
     @property
     def state(self) -> StateKind:
-        """What it keeps between steps."""
+        """The kind of state that it has between steps."""
         return "none"
 
     @property
     def contributes_without_data(self) -> bool:
-        """Whether a worker that is out of data, and sends zeros, goes on with its own state.
+        """Whether a worker that is out of data still compresses with its own state.
 
-        True where results have a share of what it sent before. Else it sends nothing of its
-        state.
+        True if results contain a part of its earlier gradients. Otherwise it contributes zeros, and
+        nothing of its state.
         """
         return False
 
     @property
     def modifies_gradients(self) -> bool:
-        """Whether it does more to gradients than to send less of them, such as momentum.
+        """Whether it changes gradients beyond compression, for example by momentum.
 
-        Then one worker by itself uses it, too.
+        Then a single worker uses it, too.
         """
         return False
 
     @abstractmethod
     def memory_passes(self, workers: int) -> tuple[float, float]:
-        """Estimate what encoding and decoding cost, in passes over the tensors' memory.
+        """Estimate the cost of compression and decompression, in passes over the tensors' memory.
 
-        Virtual time charges it where nobody has measured the compressor.
+        Virtual time uses it if the compressor was not measured.
 
         Args:
             workers: Number of workers that average.
 
         Returns:
-            The time until the first code is there, and the time of all that follows; each
-            over the time in which the tensors' bytes are read or written once.
+            The time until the first message is ready, and the time of everything after it. The unit
+            is the time in which the tensors' bytes are read or written once.
         """
 
     @abstractmethod
     def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
-        """Say which collectives the average of a bucket takes, in `steady_state`.
+        """Return the collectives that average a bucket, in `steady_state`.
 
         Args:
-            shapes: Of the bucket's tensors.
+            shapes: Shapes of the bucket's tensors.
             dtype: Their type.
             workers: Number of workers that average.
 
         Returns:
-            The collectives, one after the other, with sizes in bytes. Where codes take turns,
-            the mean of them.
+            The successive collectives, with sizes in bytes. If sizes alternate between steps, their
+            mean.
         """
 
-    def warm_up_wire_bytes(
+    def warmup_wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[tuple[int, Sequence[Leg]]]:
-        """Say what the first steps send where that is more than `wire_bytes`.
+        """Return the collectives of the first steps, if they send more than `wire_bytes`.
 
         Args:
-            shapes: Of the bucket's tensors.
+            shapes: Shapes of the bucket's tensors.
             dtype: Their type.
             workers: Number of workers that average.
 
         Returns:
-            Stage by stage, for how many steps, and the collectives of each of them as `wire_bytes`
-            has them. Empty where there are no such steps.
+            For each stage the number of its steps, and the collectives of one step as in
+            `wire_bytes`. Empty if there are no such steps.
         """
         return ()
 
     def with_epoch(self, steps: int | None) -> Compressor:
-        """Return this compressor for a training whose sampler's epoch has so many *steps*.
+        """Return this compressor for a training whose epochs have *steps* steps.
 
-        It differs where what is sent depends on epochs, and the user has not set their length.
+        It differs if the compressor depends on epochs and the user has not set their length.
 
         Args:
-            steps: Steps of an epoch; None where neither is known.
+            steps: Steps of an epoch of the sampler; None if unknown.
         """
         return self
 
     def steady_state(self) -> Compressor:
-        """Return this compressor without first steps in which more is sent."""
+        """Return this compressor without its warm-up, in which it sends more."""
         return self
 
     def for_speed(self, speed: SpeedClass) -> Compressor:
-        """Return this compressor for a worker whose group is of a speed class.
+        """Return this compressor for a worker whose group has a speed class.
 
-        It differs where what is sent depends on the class. A decoder need not know the class,
-        and states go on.
+        It differs if the sent size depends on the class. Decompression does not depend on the class,
+        and states continue.
 
         Args:
             speed: The class of the worker's group.
@@ -286,24 +293,24 @@ class Compressor(ABC):
     def for_replies(self) -> Compressor:
         """Return the compressor of servers' replies (``replies=deltas``), which workers decode.
 
-        It encodes alike in all steps and speed classes, since a reply belongs to no step of
-        its worker.
+        It compresses alike in all steps and speed classes, since a reply does not belong to a step
+        of its worker.
         """
         return self
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that its results are for that *optimizer*.
+        """Check that *optimizer* can use its results.
 
         Raises:
-            UsageError: They are not.
+            UsageError: It cannot.
         """
         return
 
     def check_differences(self) -> None:
-        """Check that it encodes what local updates have moved, and not gradients alone.
+        """Check that it can compress parameter changes of local updates, and not only gradients.
 
         Raises:
-            UsageError: It encodes gradients alone.
+            UsageError: It can only compress gradients.
         """
         return
 
@@ -311,12 +318,12 @@ class Compressor(ABC):
         """Make the state of one tensor, before its first average.
 
         Args:
-            like: A tensor of its shape, type and device.
-            name: Unique, and the same on all workers.
-            rank: This worker's, for state that is to differ between workers.
+            like: A tensor with its shape, type and device.
+            name: The tensor's name: unique, and equal on all workers.
+            rank: This worker's rank, for state that must differ between workers.
 
         Returns:
-            The state; empty where nothing is kept.
+            The state; empty if the tensor needs none.
         """
         return {}
 
@@ -328,32 +335,32 @@ class Compressor(ABC):
         place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Rounds:
-        """Average the tensors of one bucket, among ``place.workers``.
+        """Average the tensors of one bucket over ``place.workers`` workers.
 
-        Codes are flat and contiguous, and never empty: where there is nothing to send nothing is
-        yielded. A code belongs to the driver of the generator until it is resumed.
+        Yielded tensors are flat, contiguous and not empty; without anything to send it yields
+        nothing. Until the generator resumes, a yielded tensor belongs to the caller.
 
         Args:
             parts: Tensors of one type, on one device, with any strides. They hold this worker's
-                share of the mean: its gradient times its weight. Once the generator has ended
-                they hold the sum of all workers' shares.
-            states: Of each of *parts*; change in place.
-            place: This worker's rank, and how many workers average.
-            sent: Tensors like *parts*, where the caller wants to know what this worker's codes
-                stand for; once the generator has ended they hold that. The sum of all workers'
-                *sent* is the result.
+                share of the mean: its gradient times its weight. When the generator has ended, they
+                hold the sum of all workers' shares.
+            states: The states of *parts*, which change in place.
+            place: This worker's rank, and the number of workers that average.
+            sent: Tensors like *parts*, if the caller needs this worker's decompressed contribution,
+                for example for error feedback. When the generator has ended, they hold it. The sum
+                of all workers' *sent* is the result.
 
         Yields:
-            `Sum`, `Gather` or `AllToAll` of a code; each resumes with its result.
+            `Sum`, `Gather` or `AllToAll` of a compressed tensor. Each resumes with its result.
         """
 
     def inherit_state(
         self, state: State, former: Sequence[State], workers: int
     ) -> None:
-        """Take over the states of a job that had another number of workers.
+        """Continue from the states of a job with another number of workers.
 
         Args:
-            state: Fresh from `init_state`; changes in place.
+            state: A new state from `init_state`; changes in place.
             former: The states of this tensor on all former workers, in the order of ranks.
             workers: Number of workers from now on.
         """
@@ -362,10 +369,10 @@ class Compressor(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class SkipsSmallTensors(Compressor):
-    """Sends small tensors, and those of one dimension, as they are: compression would save too little.
+    """Sends small tensors, and those of one dimension, uncompressed: compression would save too little.
 
     Attributes:
-        small: Tensors with fewer elements, and those of one dimension, are sent as they are; 0: none.
+        small: Tensors with fewer elements, and those of one dimension, are sent uncompressed; 0: none.
     """
 
     small: int = 1024
@@ -376,18 +383,19 @@ class SkipsSmallTensors(Compressor):
 
     @property
     def rounds(self) -> int:
-        """One for codes, and one for what is sent as it is."""
+        """One for compressed tensors, and one for uncompressed ones."""
         return 2 if self.small else 1
 
 
 class PerWorkerCompressor(Compressor):
-    """A compressor whose codes mean the same to every decoder: what a worker pushes to a server.
+    """A compressor whose output can be decompressed per worker, as servers do with pushes.
 
-    Codes are flat tensors of bytes, whose size depends on shapes and common state alone.
+    A compressed gradient is a flat tensor of bytes. Its size depends only on shapes and common
+    state.
 
-    Subclasses write `_encode`, `_decode`, `_size` and `average`. The first three get real tensors
-    of floating point that are neither empty nor, where they have a field *small*, small. Small
-    tensors, and those of which nothing may be lost, stand as they are in front of the code.
+    Subclasses write `_encode`, `_decode`, `_size` and `average`. The first three get real
+    floating-point tensors that are not empty and, with a field *small*, not small. Small tensors,
+    and those that allow no loss, precede the compressed ones without compression.
     """
 
     small: int = 0
@@ -396,7 +404,7 @@ class PerWorkerCompressor(Compressor):
     def _encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
-        """A flat code of bytes, of `_size`."""
+        """Compress *parts* into a flat tensor of `_size` bytes."""
 
     @abstractmethod
     def _decode(
@@ -406,22 +414,22 @@ class PerWorkerCompressor(Compressor):
         dtype: torch.dtype,
         add: bool,
     ) -> None:
-        """Decode *code* into *parts*, or add it to them.
+        """Decompress *code* into *parts*, or *add* it to them.
 
-        *parts* have the shapes of what was encoded, whose type was *dtype*; their own may be wider.
-        Raises `UsageError` where *code* is too short or too long (`Reader` does), or where a
-        number in it cannot be, such as an index outside of a tensor.
+        *parts* have the shapes of the compressed tensors, whose type was *dtype*; their own type may
+        be wider. Raises `UsageError` if *code* is too short or too long (`Reader` does that), or if
+        it holds an impossible number, such as an index outside of a tensor.
         """
 
     @abstractmethod
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        """The bytes of a code."""
+        """Bytes of the compressed tensors."""
 
     def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        """Return the bytes of one code, in `steady_state`.
+        """Return the size of one compressed gradient in bytes, in `steady_state`.
 
         Args:
-            shapes: Of the tensors that are encoded together.
+            shapes: Shapes of the tensors that are compressed together.
             dtype: Their type.
         """
         kept, kind = real_type(shapes, dtype)
@@ -432,14 +440,14 @@ class PerWorkerCompressor(Compressor):
     def encode(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> torch.Tensor:
-        """Encode tensors by themselves.
+        """Compress this worker's tensors.
 
         Args:
-            parts: Stay as they are.
-            states: Of each of *parts*; change in place.
+            parts: The tensors; they do not change.
+            states: The states of *parts*, which change in place.
 
         Returns:
-            One code, in bytes.
+            The compressed gradient, as a flat tensor of bytes.
         """
         plain, large, own = self._split(parts, states)
         codes = [to_bytes(*plain)] if plain else []
@@ -450,15 +458,15 @@ class PerWorkerCompressor(Compressor):
     def decode(
         self, code: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool = False
     ) -> None:
-        """Decode *code* into *parts*.
+        """Decompress *code* into *parts*.
 
         Args:
-            code: May come from a network.
-            parts: Have the shapes and types of what was encoded; overwritten.
+            code: A compressed gradient. It may come from a network.
+            parts: Tensors with the shapes and types of the compressed ones; overwritten.
             add: Add to *parts* instead.
 
         Raises:
-            UsageError: *code* is no code of such parts.
+            UsageError: *code* is no compressed gradient of such tensors.
         """
         plain, large, _ = self._split(parts, [{}] * len(parts))
         reader = Reader(code)
@@ -473,7 +481,7 @@ class PerWorkerCompressor(Compressor):
     def _split(
         self, parts: Sequence[torch.Tensor], states: Sequence[State]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[State]]:
-        """What is sent as it is, what is encoded, and the states of that."""
+        """Divide into uncompressed tensors, compressed tensors, and the states of the latter."""
         kept = [s for part, s in zip(parts, states, strict=True) if part.numel()]
         plain, large, own = [], [], []
         for part, state in zip(reals(parts), kept, strict=True):
@@ -486,10 +494,10 @@ class PerWorkerCompressor(Compressor):
 
 
 class GatheredCompressor(PerWorkerCompressor):
-    """Averages by gathering: every worker decodes all workers' codes and adds them up.
+    """Averages by gathering: every worker decompresses all workers' gradients and adds them up.
 
-    It adds in the order of ranks, so that all workers end with the same bits. Small tensors, and
-    those of which nothing may be lost, are summed as they are.
+    It adds in the order of ranks, so that results are bit-equal on all workers. Small tensors, and
+    those that allow no loss, are summed uncompressed.
     """
 
     def wire_bytes(
@@ -511,7 +519,7 @@ class GatheredCompressor(PerWorkerCompressor):
         plain_sent, large_sent = (None, None)
         if sent is not None:
             plain_sent, large_sent, _ = self._split(sent, states)
-        # Encoding comes before the first wait, beside the backward pass.
+        # Compress before the first wait, while the backward pass still runs.
         code = self._encode(large, own) if large else None
         if code is not None and large_sent is not None:
             self._decode(code, large_sent, large[0].dtype, add=False)
@@ -521,7 +529,7 @@ class GatheredCompressor(PerWorkerCompressor):
             self._add_up(everyone, large)
 
     def _add_up(self, everyone: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """All workers' codes, decoded, and added up in at least 32 bits."""
+        """Decompress all workers' gradients, and add them up in at least 32 bits."""
         dtype, wide = parts[0].dtype, list(parts)
         if dtype.itemsize < 4:
             count = elements([part.shape for part in parts])
@@ -535,7 +543,7 @@ class GatheredCompressor(PerWorkerCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class NoCompression(Compressor):
-    """Tensors are summed as they are, whatever their type."""
+    """Sums tensors of any type uncompressed."""
 
     name: ClassVar[str] = "none"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
@@ -571,7 +579,7 @@ class NoCompression(Compressor):
 def sum_uncompressed(
     parts: Sequence[torch.Tensor], sent: Sequence[torch.Tensor] | None
 ) -> Rounds:
-    """One sum of *parts* as they are. They are real, and not empty; see `reals`."""
+    """Sum *parts* uncompressed, in one collective. They are real and not empty, see `reals`."""
     if not parts:
         return
     whole = flat(parts)
@@ -584,13 +592,17 @@ def sum_uncompressed(
 # ---- a bucket as one flat tensor, and as bytes ----
 
 CPU_CHUNK = 2**16
-"""Elements that are worked on at a time on a CPU: what is made in between stays in its
-caches, and in memory that it has already."""
+"""Elements that are processed at a time on a CPU.
+
+Intermediate results then stay in its caches, and need no new memory.
+"""
 
 
 def extremes(part: torch.Tensor) -> torch.Tensor:
-    """The smallest and the largest real number in *part*, in a tensor of shape (2,): not a
-    number where one element is none, 0 where there are no elements."""
+    """The smallest and the largest real number in *part*, as a tensor of shape (2,).
+
+    They are NaN if an element is NaN, and 0 without elements.
+    """
     if not part.numel():
         return torch.zeros(2, dtype=part.dtype, device=part.device)
     real = torch.view_as_real(part) if part.is_complex() else part
@@ -598,8 +610,7 @@ def extremes(part: torch.Tensor) -> torch.Tensor:
 
 
 def reals(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """*parts* without those that are empty; complex ones as views on pairs of real
-    numbers."""
+    """*parts* without empty tensors; complex ones as views on pairs of real numbers."""
     return [
         torch.view_as_real(part) if part.is_complex() else part
         for part in parts
@@ -608,20 +619,22 @@ def reals(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def flat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements of *parts* (not empty, of one type) in one flat tensor: a view where they
-    lie side by side, as in a bucket, else a copy."""
+    """All elements of *parts* (not empty, of one type) as one flat tensor.
+
+    It is a view if they are neighbours in memory, as in a bucket; else a copy.
+    """
     view = _side_by_side(parts)
     return torch.cat([part.reshape(-1) for part in parts]) if view is None else view
 
 
 def views_of(code: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views on the flat *code* with the shapes of *parts*."""
+    """Views on the flat tensor *code* with the shapes of *parts*."""
     pieces = code.split([part.numel() for part in parts])
     return [p.view(part.shape) for p, part in zip(pieces, parts, strict=True)]
 
 
 def put(code: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Write the flat *code* into *parts*, in their type."""
+    """Copy the flat tensor *code* into *parts*, in their type."""
     view = _side_by_side(parts)
     if view is None:
         for part, place in zip(parts, views_of(code, parts), strict=True):
@@ -631,53 +644,56 @@ def put(code: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
 
 
 def is_small(shape: Shape, small: int) -> bool:
-    """Whether a tensor of this *shape* is sent as it is, by a code that leaves alone what has
-    one dimension or none, or fewer than *small* elements; nothing is where that is 0."""
+    """Whether a tensor of this *shape* is sent uncompressed by a compressor with the key *small*.
+
+    It is if it has at most one dimension, or fewer than *small* elements. With *small* = 0 no tensor
+    is small.
+    """
     return small > 0 and (len(shape) <= 1 or math.prod(shape) < small)
 
 
 def is_lossy(dtype: torch.dtype) -> bool:
-    """Whether codes may lose anything of tensors of this type: whole numbers, and those of 8
-    bits or fewer, are summed as they are."""
+    """Whether tensors of this type may be compressed.
+
+    Integers, and floating-point types of 8 bits or fewer, are summed uncompressed.
+    """
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def is_encoded(shape: Shape, dtype: torch.dtype, small: int) -> bool:
-    """Whether a compressor encodes such a tensor; it sums small ones and whole numbers as they
-    are."""
+    """Whether a tensor is compressed. Small tensors and integers are summed uncompressed."""
     return is_lossy(dtype) and not is_small(shape, small)
 
 
 def split_shapes(
     kept: Sequence[Shape], dtype: torch.dtype, small: int
 ) -> tuple[list[Shape], list[Shape]]:
-    """Shapes, from `real_type`, of the tensors that are sent as they are, and of the encoded
-    ones."""
+    """Divide shapes from `real_type` into those of uncompressed and of compressed tensors."""
     plain = [shape for shape in kept if not is_encoded(shape, dtype, small)]
     return plain, [shape for shape in kept if is_encoded(shape, dtype, small)]
 
 
 def flat_zeros(like: torch.Tensor) -> torch.Tensor:
-    """Zeros for the real elements of *like*, flat, in a type in which many can be added up."""
+    """Zeros for the real elements of *like*: a flat tensor of at least 32 bits."""
     real = torch.view_as_real(like) if like.is_complex() else like
     wide = at_least_float32(real.dtype)
     return torch.zeros(real.numel(), dtype=wide, device=real.device)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: 16 bits would lose what is small beside what it is added to."""
+    """The type to compute in: with 16 bits, small numbers would be lost when added to large ones."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def elements(shapes: Sequence[Shape]) -> int:
-    """Of all tensors of these *shapes*."""
+    """Number of elements of all tensors with these *shapes*."""
     return sum(math.prod(shape) for shape in shapes)
 
 
 def real_type(
     shapes: Sequence[Shape], dtype: torch.dtype
 ) -> tuple[list[Shape], torch.dtype]:
-    """What `reals` makes of tensors of these *shapes*, and of this type."""
+    """Shapes and type of the result of `reals`, for tensors with these *shapes* and this type."""
     kept: list[Shape] = [shape for shape in shapes if math.prod(shape)]
     if not dtype.is_complex:
         return kept, dtype
@@ -685,7 +701,7 @@ def real_type(
 
 
 def dense(shapes: Sequence[Shape], dtype: torch.dtype) -> tuple[Leg, ...]:
-    """The traffic of tensors that are summed as they are."""
+    """The collectives of tensors that are summed uncompressed."""
     size = elements(shapes) * dtype.itemsize
     return (Leg("sum", size),) if size else ()
 
@@ -697,43 +713,42 @@ def to_bytes(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 class Reader:
-    """Takes from a code what `to_bytes` has put there."""
+    """Reads tensors from bytes that `to_bytes` has written."""
 
     def __init__(self, code: torch.Tensor) -> None:
         self._code, self._position = code, 0
 
     def take(self, dtype: torch.dtype, count: int) -> torch.Tensor:
-        """The next *count* elements of type *dtype*. Raises `UsageError` where the code is
-        too short."""
+        """The next *count* elements of type *dtype*. Raises `UsageError` if the bytes end before."""
         start, stop = self._position, self._position + count * dtype.itemsize
         if stop > self._code.numel():
             raise UsageError(
-                f"a code of {self._code.numel()} bytes ends before byte {stop}: expected "
-                "one of tensors of the same shapes, made with the same options"
+                f"a compressed gradient of {self._code.numel()} bytes ends before byte {stop}: "
+                "expected one of tensors with the same shapes, and with the same options"
             )
         self._position = stop
         part = self._code[start:stop]
         if part.data_ptr() % dtype.itemsize:
-            part = part.clone()  # numbers lie at multiples of their size
+            part = part.clone()  # numbers must be aligned to their size
         return part.view(dtype)
 
     def rest(self) -> torch.Tensor:
-        """All that has not been taken, as bytes."""
+        """All remaining bytes."""
         start, self._position = self._position, self._code.numel()
         return self._code[start:]
 
     def end(self) -> None:
-        """Raise `UsageError` unless all has been taken."""
+        """Raise `UsageError` if bytes remain."""
         left = self._code.numel() - self._position
         if left:
             raise UsageError(
-                f"a code of {self._code.numel()} bytes has {left} too many: expected one of "
-                "tensors of the same shapes, made with the same options"
+                f"a compressed gradient of {self._code.numel()} bytes has {left} too many: "
+                "expected one of tensors with the same shapes, and with the same options"
             )
 
 
 def _side_by_side(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat view on *parts*, if they are neighbours in one storage."""
+    """One flat view on *parts*, if they are neighbours in one storage; else None."""
     first = parts[0]
     start = position = first.storage_offset()
     storage = first.untyped_storage().data_ptr()

@@ -1,12 +1,13 @@
-"""Casts to 16 bits: half of what a float32 gradient is on the network.
+"""Casts to 16 bits: half the bytes of a float32 gradient.
 
-What PyTorch's `bf16_compress_hook` and `fp16_compress_hook` do (torch.distributed's DDP
-communication hooks), with two differences. A gradient is divided before it is cast: it is
-this worker's share of the mean already, so that a sum of many cannot overflow where the
-mean does not. And every backend may be used: PyTorch's bf16 hook wants NCCL.
+The same as PyTorch's DDP communication hooks `bf16_compress_hook` and `fp16_compress_hook`, with
+two differences:
 
-Means are summed in 16 bits on the way. What is pushed is decoded by itself, and added up in
-whatever type it is added to.
+- A gradient is already divided when it is cast: it is this worker's share of the mean. So the sum
+  overflows only if the mean does.
+- Every backend can be used: PyTorch's bf16 hook needs NCCL.
+
+Collectives sum in 16 bits. Servers decompress each push, and add it in their own type.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ from paceline.compression.base import (
 
 
 class Cast(PerWorkerCompressor):
-    """Subclasses say to which type."""
+    """A cast to a type of 16 bits, which subclasses define."""
 
     to: ClassVar[torch.dtype]
 
     linear: ClassVar[bool] = True
 
     def memory_passes(self, workers: int) -> tuple[float, float]:
-        # Of a float32 gradient's bytes: 1 is read and 0.5 written for a code, 0.5 read and 1
-        # written for a result.
+        # In units of a float32 gradient's bytes: compression reads 1 and writes 0.5,
+        # decompression reads 0.5 and writes 1.
         return 1.5, 1.5
 
     def wire_bytes(
@@ -76,11 +77,11 @@ class Cast(PerWorkerCompressor):
         put(total, parts)
 
     def _type(self, dtype: torch.dtype) -> torch.dtype:
-        """In which tensors of type *dtype* are sent."""
+        """The type on the network of tensors of type *dtype*."""
         is_cast = dtype.is_floating_point and dtype.itemsize > self.to.itemsize
         return self.to if is_cast else dtype
 
-    # ---- one worker's code ----
+    # ---- compression of one worker's gradient ----
 
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
         return elements(shapes) * self._type(dtype).itemsize
@@ -111,8 +112,9 @@ class Cast(PerWorkerCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(Cast):
-    """Tensors are cast to bfloat16, and summed in it. Those of 16 bits or fewer, and whole
-    numbers, are summed as they are.
+    """Casts tensors to bfloat16, and sums them in it.
+
+    Tensors of 16 bits or fewer, and integers, are summed uncompressed.
     """
 
     name: ClassVar[str] = "bf16"
@@ -132,12 +134,11 @@ class BF16(Cast):
 
 @dataclass(frozen=True, kw_only=True)
 class FP16(Cast):
-    """Tensors are cast to float16, and summed in it. Those of 16 bits or fewer, and whole
-    numbers, are summed as they are.
+    """Casts tensors to float16, and sums them in it.
 
-    An element of the mean above 65,504 becomes infinite, which `check_finite` and a
-    GradScaler see; one below 6e-8 becomes zero, which nobody sees: scale the loss, or take
-    bf16.
+    Tensors of 16 bits or fewer, and integers, are summed uncompressed. An element of the mean above
+    65,504 becomes infinite, which `check_finite` and a GradScaler detect. One below 6e-8 becomes
+    zero without notice: scale the loss, or use bf16.
     """
 
     name: ClassVar[str] = "fp16"

@@ -1,23 +1,23 @@
-"""Deep gradient compression (DGC): top-k of a velocity, with momentum before it is sent.
+"""Deep gradient compression (DGC): sends the top-k of a velocity, which includes momentum.
 
 Lin et al., "Deep gradient compression" (ICLR 2018), algorithm 1, with corrections of sections
 3.2 and 3.3. Per tensor, with g this worker's share of the mean:
 
     u = m u + g;  v = v + u;  send top-k of v;  v = u = 0 where it was sent
 
-A small tensor, or one of one dimension, is summed as it is, and its momentum follows: u = m u + the
-sum, equal on all workers. So the optimizer has no momentum of its own; its weight decay is
-added to what has come in, and none of it is compressed.
+A small tensor, or one of one dimension, is summed uncompressed. Its momentum follows: u = m u + the
+sum, equal on all workers. So the optimizer must have no momentum. Its weight decay is added to the
+averaged gradients, and is not compressed.
 
-Differs from the paper and its published code in that:
+Differences from the paper and its published code:
 
-- of v what was sent is subtracted, so that what a value of 16 bits has lost by rounding is kept;
-- exactly k elements are sent, the largest; the code cuts at a sampled threshold, and removes an
-  excess by index;
-- gradients are not clipped;
-- a tensor whose gradient is zero in every element sends nothing and keeps u and v: it was not used
-  in this step, or its worker is out of data. Where a result is not finite they stay as they
-  were, too, on all workers, since a GradScaler skips that step.
+- The sent value is subtracted from v, so that the rounding error of a 16-bit value is kept.
+- Exactly the k largest elements are sent. The published code uses a sampled threshold, and removes
+  an excess by index.
+- Gradients are not clipped.
+- A tensor whose gradient is zero in every element sends nothing and keeps u and v: it was unused in
+  this step, or its worker is out of data. If a result is not finite, all workers keep u and v, too,
+  since a GradScaler skips that step.
 """
 
 from __future__ import annotations
@@ -67,25 +67,26 @@ from paceline.compression.sparse import (
 from paceline.errors import UsageError
 
 STAGES = 5
-"""Of the warm-up: the paper's epochs."""
+"""Stages of the warm-up: the paper's epochs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DGC(SkipsSmallTensors):
-    """The largest elements of each tensor's velocity, which is what its momentum adds up to.
+    """Sends the largest elements of each tensor's velocity, the accumulated momentum.
 
-    Small tensors, those of one dimension, and whole numbers are summed as they are. One worker by itself keeps
-    nothing back. Use an optimizer without momentum: `momentum` replaces it. A worker keeps two numbers an element.
+    Small tensors, those of one dimension, and integers are summed uncompressed. A single worker
+    sends all elements. Use an optimizer without momentum: `momentum` replaces it. A worker keeps two
+    numbers per element.
 
     Attributes:
         density: Share of a tensor's elements that is sent, after the warm-up.
-        warm_up_steps: Steps in which the density falls from its sixth root to itself, in five stages.
-        momentum: Momentum of the velocity. An element that was sent loses it. At density 1 that is plain SGD.
+        warmup_steps: Steps in which the density falls from its sixth root to itself, in five stages.
+        momentum: Momentum of the velocity. A sent element loses it. At density 1 that is plain SGD.
     """
 
     density: float = 0.001
 
-    warm_up_steps: int = 500
+    warmup_steps: int = 500
 
     momentum: float = 0.9
 
@@ -96,7 +97,7 @@ class DGC(SkipsSmallTensors):
         use_when="links are below 1 Gbit/s, workers are few, and training is long",
         sends=(
             "the share `density` of the elements, the largest, each in its own type, and 1 to 4 bytes "
-            "for its index, to every other worker; more in the first `warm_up_steps`"
+            "for its index, to every other worker; more in the first `warmup_steps`"
         ),
         loses="nothing for good; an element that is not sent waits in the velocity",
         limits=(
@@ -121,7 +122,7 @@ class DGC(SkipsSmallTensors):
             raise UsageError(
                 f"momentum: expected 0 or more and below 1, got {self.momentum}"
             )
-        require_at_least(0, "warm_up_steps", self.warm_up_steps)
+        require_at_least(0, "warmup_steps", self.warmup_steps)
 
     @property
     def modifies_gradients(self) -> bool:
@@ -131,14 +132,14 @@ class DGC(SkipsSmallTensors):
         return 28.0, 8.0 + passes_of_gathered(self.density, workers)
 
     def steady_state(self) -> DGC:
-        return replace(self, warm_up_steps=0)
+        return replace(self, warmup_steps=0)
 
-    def warm_up_wire_bytes(
+    def warmup_wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[tuple[int, Sequence[Leg]]]:
         if workers == 1:
             return ()
-        densities = Counter(map(self._density, range(self.warm_up_steps)))
+        densities = Counter(map(self._density, range(self.warmup_steps)))
         return [
             (steps, sparse_wire_bytes(shapes, dtype, self.small, density))
             for density, steps in densities.items()
@@ -159,8 +160,8 @@ class DGC(SkipsSmallTensors):
     def check_differences(self) -> None:
         if self.momentum:
             raise UsageError(
-                f"compression 'dgc' with momentum={self.momentum} under local updates: its momentum is one "
-                "of gradients, and each worker's optimizer applies that already. Use top-k, or "
+                f"compression 'dgc' with momentum={self.momentum} under local updates: it is a momentum of "
+                "gradients, and each worker's optimizer already applies one. Use top-k, or "
                 "compression.momentum=0"
             )
 
@@ -193,7 +194,7 @@ class DGC(SkipsSmallTensors):
         large: list[TensorRow] = []
         for row in rows_of(parts, states, sent):
             (large if "velocity" in row.state else plain).append(row)
-        if large:  # first: it is coded beside the backward pass then
+        if large:  # first, so that the backward pass still runs during compression
             yield from self._sparse(large, place)
         if plain:
             yield from self._dense(plain, place)
@@ -201,8 +202,10 @@ class DGC(SkipsSmallTensors):
     def inherit_state(
         self, state: State, former: Sequence[State], workers: int
     ) -> None:
-        """The sums of all momenta and velocities stay what they were: each worker has an equal
-        part. What is common goes on."""
+        """Preserve the sums of momenta and of velocities: each worker gets an equal part.
+
+        Common state continues.
+        """
         for key, kept in state.get(COMMON, {}).items():
             old = former[0][COMMON][key]
             state[COMMON][key] = old.to(kept) if isinstance(old, torch.Tensor) else old
@@ -211,14 +214,14 @@ class DGC(SkipsSmallTensors):
                 state[key].add_(old[key].to(state[key]) / workers)
 
     def _density(self, steps: int) -> float:
-        """After so many steps: the paper's exponential warm-up."""
-        if steps >= self.warm_up_steps:
+        """The density after *steps* steps, by the paper's exponential warm-up."""
+        if steps >= self.warmup_steps:
             return self.density
-        stage = steps * STAGES // self.warm_up_steps
+        stage = steps * STAGES // self.warmup_steps
         return math.pow(self.density, (stage + 1) / (STAGES + 1))
 
     def _dense(self, rows: Sequence[TensorRow], place: RankInfo) -> Rounds:
-        """A sum of whole tensors, and then their momentum."""
+        """Sum tensors uncompressed, then apply momentum."""
         parts = [part for part, _, _ in rows]
         yield from sum_uncompressed(parts, owns_of(rows))
         for part, state, own in rows:
@@ -236,7 +239,7 @@ class DGC(SkipsSmallTensors):
             common["momentum"] = torch.where(speaks & bounds.isfinite().all(), new, old)
 
     def _sparse(self, rows: Sequence[TensorRow], place: RankInfo) -> Rounds:
-        """Everybody's largest elements of v, added up."""
+        """Add up the largest elements of all workers' v."""
         top_ks, tries = [], []
         for part, state, _ in rows:
             steps = state[COMMON]["steps"]
@@ -250,7 +253,9 @@ class DGC(SkipsSmallTensors):
             if own is not None:
                 add_at(own, indices, values, add=False)
         parts = [part for part, _, _ in rows]
-        totals = [part.zero_().to(wide) for part in parts]  # itself, where it is wide
+        totals = [
+            part.zero_().to(wide) for part in parts
+        ]  # no copy if it is wide already
         yield from sum_gathered(selected, top_ks, totals)
         for part, total in zip(parts, totals, strict=True):
             part.copy_(total)
@@ -260,7 +265,7 @@ class DGC(SkipsSmallTensors):
 
 
 class _Step:
-    """What momentum and velocity of one tensor become, if the step counts."""
+    """The new momentum and velocity of one tensor, which are stored if the step counts."""
 
     def __init__(
         self, method: DGC, part: torch.Tensor, state: State, place: RankInfo
@@ -277,7 +282,7 @@ class _Step:
         self.velocity = state["velocity"] + self.momentum  # v = v + u
 
     def take(self, of: TopKShape, dtype: torch.dtype) -> IndicesAndValues:
-        """Places and values that are sent, which are nought where the tensor is silent."""
+        """The indices and values to send. Values are zero if the tensor's gradient is zero."""
         indices = select(self.velocity, of)
         values = (self.velocity[indices] * self._speaks).to(dtype)
         self.velocity[indices] -= values.to(self.velocity.dtype)
@@ -286,7 +291,7 @@ class _Step:
         return indices, values
 
     def keep(self, finite: torch.Tensor) -> None:
-        """Go on with them, where all that was sent is *finite*."""
+        """Store momentum and velocity if the result is *finite*."""
         counts = finite & self._speaks
         keep_where(counts, self._state, "velocity", self.velocity)
         if self.momentum is not None:

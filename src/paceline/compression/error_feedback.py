@@ -4,22 +4,22 @@ Error feedback
 --------------
 Seide et al., "1-bit stochastic gradient descent" (Interspeech 2014); analysed by
 Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes"
-(ICML 2019), algorithm 2. Per tensor, with g this worker's share of the mean and C its code:
+(ICML 2019), algorithm 2. Per tensor, with g this worker's share of the mean and C the compressor:
 
-    a = g + e;  send C(a);  e = a - decoded C(a)
+    a = g + e;  send C(a);  e = a - decompressed C(a)
 
 So at every step the sum of all results plus the sum of all residuals e is the sum of all
-gradients: an error is sent later, and not lost. docs/reference/compressors.md says how this differs from the
-paper.
+gradients: an error is not lost, but sent later. docs/reference/compressors.md lists the differences
+from the paper.
 
-With a *decay* below 1 the residual fades, e = decay * (a - decoded C(a)), as where it stands in for
-momentum (local updates with sparse differences): then the sums above no longer agree.
+With a *decay* below 1 the residual fades: e = decay * (a - decompressed C(a)). Local updates with
+sparse differences use it in place of momentum. Then the sums above no longer agree.
 
 Uncompressed first steps
 ------------------------
 Published compressors start late: torch's PowerSGD hook after 1,000 steps, deep gradient
 compression after a warm-up of epochs. Early gradients are large and change their direction
-quickly, and what a code leaves out of them comes back at a learning rate that has grown.
+quickly. Their compression error would be sent later, when the learning rate has grown.
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ from paceline.errors import UsageError
 from paceline.interfaces import SpeedClass
 
 _FEEDBACK_PASSES = 10.0
-"""Of error feedback, when a bucket is encoded and again when it is decoded: measured on one core of
-a CPU, beside a copy of a tensor (2 passes)."""
+"""Passes over memory that error feedback adds to compression, and again to decompression.
+
+Measured on one core of a CPU, relative to a copy of a tensor (2 passes).
+"""
 
 
 @dataclass(frozen=True)
 class GradientCompression:
     """A compressor, with error feedback and uncompressed first steps.
 
-    Each tensor's state has the compressor's own under ``"code"``, the compression error where there is error
-    feedback, and the number of sums where the first ones are uncompressed.
+    Each tensor's state has the compressor's state under ``"code"``. With error feedback it also has
+    the compression error, and with uncompressed first steps the number of sums.
 
     Args:
         code: The compressor.
-        error_feedback: Add the compression error of a tensor to its next gradient. It takes memory for as
-            many elements as the model has, in float32 at least.
+        error_feedback: Add the compression error of a tensor to its next gradient. It takes memory for
+            as many elements as the model has, in float32 at least.
         decay: Factor on the error from one step to the next, 0 to 1.
-        warmup_steps: First sums of a tensor that are uncompressed.
+        warmup_steps: Number of a tensor's first sums that are uncompressed.
 
     Raises:
         UsageError: A value is out of range, or the compressor takes no error feedback.
@@ -86,18 +88,23 @@ class GradientCompression:
             raise UsageError(f"decay: expected a factor from 0 to 1, got {self.decay}")
         if self.error_feedback and not self.code.takes_error_feedback:
             raise UsageError(
-                f"error_feedback: {self.code.name!r} takes none, since it has a memory of its own or is "
-                "unbiased. Use error_feedback=false"
+                f"error_feedback: {self.code.name!r} takes none, since it keeps its own memory of "
+                "errors or is unbiased. Use error_feedback=false"
             )
         if self.decay != 1.0 and not self.error_feedback:
             raise UsageError(
                 f"decay={self.decay} has no effect without error feedback. Add error_feedback=true"
             )
         require_at_least(0, "warmup_steps", self.warmup_steps)
+        if self.warmup_steps and hasattr(self.code, "warmup_steps"):
+            raise UsageError(
+                f"warmup_steps={self.warmup_steps}: {self.code.name!r} has its own warm-up. "
+                "Set the compressor's warmup_steps instead"
+            )
 
     @classmethod
     def by_default(cls, code: Compressor) -> GradientCompression:
-        """Return a compressor with the error feedback and first steps that its name has."""
+        """Return a compressor with its default error feedback and first steps."""
         return cls(
             code,
             code.error_feedback_by_default and code.takes_error_feedback,
@@ -121,12 +128,12 @@ class GradientCompression:
 
     @property
     def decodes_per_worker(self) -> bool:
-        """Whether one worker's code can be decoded by itself, from the first step on."""
+        """Whether each worker's compressed gradient can be decompressed alone, from the first step on."""
         return isinstance(self.code, PerWorkerCompressor) and not self.warmup_steps
 
     @property
     def state(self) -> StateKind:
-        """What is kept between steps."""
+        """The kind of state between steps."""
         if self.error_feedback:
             return "own"
         if self.warmup_steps and self.code.state == "none":
@@ -148,11 +155,11 @@ class GradientCompression:
         return replace(self, code=self.code.for_speed(speed))
 
     def for_replies(self) -> GradientCompression:
-        """See `Compressor.for_replies`: replies need no error feedback, and have no first steps."""
+        """See `Compressor.for_replies`: replies need no error feedback and no warm-up."""
         return GradientCompression(self.code.for_replies())
 
     def steady_state(self) -> GradientCompression:
-        """Return it without first steps in which more is sent."""
+        """Return it without its warm-up, in which more is sent."""
         return replace(self, code=self.code.steady_state(), warmup_steps=0)
 
     def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:
@@ -162,7 +169,7 @@ class GradientCompression:
         if code:
             state["code"] = code
         if self.error_feedback and (like.is_floating_point() or like.is_complex()):
-            # Residuals are small beside what they are added to: 16 bits would lose them.
+            # Residuals are small compared with gradients: a sum in 16 bits would lose them.
             state["residual"] = torch.zeros_like(
                 like,
                 dtype=at_least_float32(like.dtype),
@@ -177,8 +184,7 @@ class GradientCompression:
     ) -> None:
         """See `Compressor.inherit_state`.
 
-        The sum of all residuals stays what it was: each worker has an equal part. First steps go
-        on.
+        The sum of all residuals is preserved: each worker gets an equal part. The warm-up continues.
         """
         codes = [_of_code(old) for old in former]
         self.code.inherit_state(_of_code(state), codes, workers)
@@ -218,7 +224,7 @@ class GradientCompression:
         yield from self.code.average(parts, codes, place, sent)  # C(a)
         corrected.keep(sent, parts, self.decay)
 
-    # ---- one worker's code ----
+    # ---- compression of one worker's gradient ----
 
     def code_bytes(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
         """See `PerWorkerCompressor.code_bytes`."""
@@ -261,7 +267,7 @@ def _chosen(values: Sequence[Any], which: Sequence[bool]) -> list[Any]:
 
 
 class _Corrected:
-    """*parts* (g) become what is to be sent (a = g + e).
+    """Adds residuals to gradients: *parts* change from g to a = g + e.
 
     A tensor whose gradient is zero in every element sends nothing and keeps its residual.
     """
@@ -286,10 +292,10 @@ class _Corrected:
         results: Sequence[torch.Tensor],
         decay: float,
     ) -> None:
-        """Keep what is left after *sent*: e = a - decoded C(a).
+        """Store the new residuals: e = a - *sent*, times *decay*.
 
-        Of an unused tensor (a = e) something may have been sent all the same: an owner's rounding.
-        Where a result is not finite residuals stay as they were.
+        An unused tensor (a = e) may have sent something nevertheless: the second rounding of the
+        owner of a part. If a result is not finite, residuals stay as they were.
         """
         if not self._rows:
             return
@@ -315,5 +321,5 @@ _Truth = bool | torch.Tensor
 
 
 def _truth(value: torch.Tensor) -> _Truth:
-    """*value* for Python to decide by, where nobody waits for a device then."""
+    """*value* as a bool if it is in host memory. Otherwise the tensor, so that no device is waited for."""
     return bool(value) if value.device.type == "cpu" else value

@@ -1,24 +1,24 @@
-"""GDTopK, group-differentiated top-k: how much is sent depends on how fast a worker's group is.
+"""GDTopK, group-differentiated top-k: faster groups of workers send fewer elements.
 
 Sun et al., "GSSP: eliminating stragglers through grouping synchronous for distributed deep
-learning in heterogeneous cluster" (IEEE TCC 2022), from its published code, since the paper's
-text says less. Per tensor, with e this worker's residual and r the ratio of its speed class in
-this epoch:
+learning in heterogeneous cluster" (IEEE TCC 2022), after its published code, which says more than
+the paper. Per tensor, with e this worker's residual and r the ratio of its speed class in this
+epoch:
 
     e = e + g;  send top-r of e, and e = 0 there;  at the end of an epoch send all of e
 
-The ratios fall from 0.35 in the first epoch to what the class keeps from the fifth on. The
-fastest workers send least: they push more often, and what they send in a second is then about
-what the slowest do.
+The ratios fall from 0.35 in the first epoch to the class's own ratio from the fifth epoch on. The
+fastest workers send least per push. They push more often, so all send about equally much per
+second.
 
-Differs from the code in that:
+Differences from the published code:
 
-- momentum stays with the optimizer, as there, and so does clipping: there the residual is clipped;
-- exactly the largest are sent, of those above a sampled threshold; the code repairs a threshold up
-  to ten times, and removes an excess by index, or sends less;
-- epochs are counted in steps, each tensor's own: as many as the sampler's have that `distribute`
-  was given, else `EPOCH_STEPS`, unless `epoch_steps` says how many;
-- an index is a whole number of 1 to 4 bytes, and not a float32.
+- Clipping stays with the optimizer, as momentum does in both; the published code clips the residual.
+- Exactly the largest elements are sent. The published code corrects a sampled threshold up to ten
+  times, and then removes an excess by index, or sends less.
+- Epochs are counted in steps, for each tensor: `epoch_steps` if it is set, else the sampler's steps
+  (`distribute(sampler=...)`), else `EPOCH_STEPS`.
+- An index is an integer of 1 to 4 bytes, not a float32.
 """
 
 from __future__ import annotations
@@ -74,31 +74,33 @@ RATIOS: dict[SpeedClass, Sequence[float]] = {
     "middle": (0.35, 0.30, 0.09, 0.027, 0.0081),
     "slowest": (0.35, 0.35, 0.1225, 0.042875, 0.015),
 }
-"""By speed class: in the first epochs, and from the last of these on."""
+"""By speed class: the ratios of the first epochs. The last one also holds for all later epochs."""
 
 EPOCH_STEPS = 100
-"""Of an epoch, where nobody says how many it has: as in a stage of DGC's warm-up here."""
+"""Steps of an epoch of unknown length: as many as a stage of DGC's default warm-up."""
 
 _ALL = 1.0
 _EVERY_RATIO = sorted({_ALL}.union(*RATIOS.values()))
-"""A tensor's code begins with its ratio's number in here: whoever decodes it, as a server that has
-groups of all classes, need not know which worker it is from."""
+"""All ratios. Each compressed tensor begins with the index of its ratio in this list.
+
+So a server with groups of all classes can decompress it without knowing the worker.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GDTopK(SkipsSmallTensors, GatheredCompressor):
-    """The largest elements of each tensor, fewer in each of the first five epochs.
+    """Sends the largest elements of each tensor, fewer in each of the first five epochs.
 
-    In the step that ends an epoch all of them are sent. Small tensors, those of one dimension, and whole numbers
-    are summed as they are.
+    The last step of an epoch sends all elements. Small tensors, those of one dimension, and integers
+    are summed uncompressed.
 
-    Where a method finds groups of workers with a server each, `speed` follows the class of a worker's group;
-    states do not hold it. Replies that are deltas have no epochs: they are `top-k` of the ratio that `speed` has
-    from the fifth epoch on, for all classes.
+    Methods that form groups of workers with a server each set `speed` to the class of a worker's
+    group; states do not hold it. Delta replies have no epochs: for all classes they are `top-k` with
+    the ratio that `speed` has from the fifth epoch on.
 
     Attributes:
-        speed: Speed class of this worker's group, until a method with groups has found it. Workers that
-            average together have the same.
+        speed: Speed class of this worker's group, until a method with groups determines it. It must
+            be equal on workers that average together.
         epoch_steps: Steps of an epoch; 0: those of the sampler that `distribute` is given, else 100.
     """
 
@@ -133,7 +135,7 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     state: ClassVar[StateKind] = "common"
     error_feedback_by_default: ClassVar[bool] = True
     epochs_before: ClassVar[int] = 0
-    """Epochs of training before the first average."""
+    """Number of epochs before the first average."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -159,11 +161,11 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     def wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[Leg]:
-        """Over an epoch, the mean of a step."""
+        """The mean of an epoch's steps."""
         within = super().wire_bytes(shapes, dtype, workers)
         return self._over_epoch(shapes, dtype, within)
 
-    def warm_up_wire_bytes(
+    def warmup_wire_bytes(
         self, shapes: Sequence[Shape], dtype: torch.dtype, workers: int
     ) -> Sequence[tuple[int, Sequence[Leg]]]:
         epochs = [
@@ -177,7 +179,7 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     def _over_epoch(
         self, shapes: Sequence[Shape], dtype: torch.dtype, within: Sequence[Leg]
     ) -> Sequence[Leg]:
-        """Of an epoch's steps the mean: *within* it, and at its end."""
+        """The mean of an epoch's steps: those *within* it, and the last one."""
         kept, kind = real_type(shapes, dtype)
         if not is_lossy(kind):
             return dense(kept, kind)
@@ -200,7 +202,10 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
         place: RankInfo,
         sent: Sequence[torch.Tensor] | None = None,
     ) -> Rounds:
-        """What ends its epoch is summed uncompressed, and not gathered: much less, among many workers."""
+        """As for gathered compressors, but tensors at the end of an epoch are summed uncompressed.
+
+        Among many workers that sends much less than a gather.
+        """
         ending: list[TensorRow] = []
         others: list[TensorRow] = []
         for row in rows_of(parts, states, sent):
@@ -219,7 +224,7 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     def inherit_state(
         self, state: State, former: Sequence[State], workers: int
     ) -> None:
-        """Epochs go on."""
+        """Continue the epochs."""
         if state:
             state[COMMON]["steps"] = former[0][COMMON]["steps"]
 
@@ -229,11 +234,11 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
 
     @property
     def _ratios(self) -> Sequence[float]:
-        """Of this class, epoch by epoch."""
+        """The ratios of this class, epoch by epoch."""
         return RATIOS[self.speed]
 
     def _ratio(self, state: State) -> float:
-        """Of the next step."""
+        """The ratio of the next step."""
         steps = state[COMMON]["steps"]
         if (steps + 1) % self._epoch == 0:
             return _ALL
@@ -249,7 +254,7 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
         ]
 
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
-        """In the middle of a late epoch."""
+        """Bytes in the middle of a late epoch."""
         ratios = [self._ratios[-1]] * len(shapes)
         return len(shapes) + sparse_bytes(self._cuts(shapes, ratios), dtype)
 
@@ -275,8 +280,8 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
         numbers = reader.take(torch.uint8, len(parts)).tolist()
         if max(numbers) >= len(_EVERY_RATIO):
             raise UsageError(
-                f"a code of gd-top-k with ratio number {max(numbers)}: expected one below "
-                f"{len(_EVERY_RATIO)}; take the same version everywhere"
+                f"gd-top-k: received ratio number {max(numbers)}, expected one below "
+                f"{len(_EVERY_RATIO)}. Use the same version of paceline on all machines"
             )
         ratios = [_EVERY_RATIO[number] for number in numbers]
         top_ks = self._cuts([part.shape for part in parts], ratios)
@@ -288,6 +293,6 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _SteadyGDTopK(GDTopK):
-    """GDTopK of a training that is past its warm-up."""
+    """GDTopK after its warm-up."""
 
     epochs_before: ClassVar[int] = len(RATIOS["middle"]) - 1

@@ -1,4 +1,4 @@
-"""PowerSGD: a gradient's matrices as products of two thin factors, one of them in each step.
+"""PowerSGD: a gradient's matrices as products of two thin factors, of which each step sends one.
 
 Zhang et al., "Evaluation and optimization of gradient compression for distributed deep
 learning" (ACP-SGD, ICDCS 2023): the alternating form of Vogels, Karimireddy, Jaggi, "PowerSGD:
@@ -9,24 +9,27 @@ worker, and orth(X) has orthonormal columns that span X's.
     in odd steps   P_i = M_i orth(Q);  P = sum P_i;  result = P orth(Q)'
     in even steps  Q_i = M_i' orth(P);  Q = sum Q_i;  result = orth(P) Q'
 
-It is linear: factors are summed. A worker's own code stands for its own factor times the common
-one: error feedback subtracts that. Factors are kept from step to step, so that they turn towards
-the gradients' large directions (warm start). The two-sided form of 2019 sends both factors in each
-step: at equal bytes (half the rank) trainings end as well, and its second sum waits for the first.
+It is linear: factors are summed. A worker's own contribution is its factor times the common one,
+and error feedback subtracts that. Factors are kept from step to step, so that they turn towards the
+gradients' large directions (warm start). The two-sided form of 2019 sends both factors in each step.
+At equal bytes (half the rank) trainings end as well, but its second sum waits for the first.
 
-Differs from the papers in that residuals are each worker's own (with the mean subtracted,
-as in algorithm 2 and in torch's hook, they take up the differences between workers and never
-lose them; the updates are the same). Each matrix is normalised by itself, also where those of
-one shape are worked on together. A column that is zero, or depends on the others, becomes
-some other orthonormal one. Of a column that has become zero its former self is kept: nothing is
-divided by zero, and no direction is lost for good. Factors are computed in
-float32 where gradients have 16 bits. Tensors of which too little would be saved are sent as
-they are, in the same sum. In the first `warmup_steps` steps gradients are sent uncompressed. With 10
-of them trainings of 192 steps ended a little better; the 1,000 of torch's hook are more than many
-trainings have.
+Differences from the papers:
 
-Bits are equal on all workers where their processors and libraries are of one kind; where they
-are not models differ by roundings, as the same training does on another machine.
+- A residual subtracts the worker's own contribution. Algorithm 2 and torch's hook subtract the mean:
+  then residuals take up the differences between workers and never lose them. The updates are the
+  same.
+- Each matrix is orthonormalized by itself, even if matrices of one shape are processed together. A
+  column that is zero, or depends on the others, is replaced by another orthonormal one. A column
+  that has become zero keeps its former value. So nothing is divided by zero, and no direction is
+  lost for good.
+- Factors are computed in float32 for gradients of 16 bits.
+- Tensors whose compression would save too little are sent uncompressed, in the same sum.
+- In the first `warmup_steps` steps gradients are sent uncompressed. With 10 of them trainings of 192
+  steps ended a little better. The 1,000 of torch's hook are more than many trainings have.
+
+Results are bit-equal on all workers if their processors and libraries are of one kind. Otherwise
+models differ by rounding, as the same training does on another machine.
 """
 
 from __future__ import annotations
@@ -64,12 +67,13 @@ from paceline.compression.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(SkipsSmallTensors):
-    """Matrices become products of two factors with *rank* columns.
+    """Approximates matrices by products of two factors with *rank* columns.
 
-    Tensors of which too little would be saved, those of 8 bits or fewer, and whole numbers are summed as they are.
+    Tensors whose compression would save too little, those of 8 bits or fewer, and integers are summed
+    uncompressed.
 
     Attributes:
-        rank: Columns of a factor. Matrices with fewer rows or columns are sent as they are.
+        rank: Columns of a factor. Matrices with fewer rows or columns are sent uncompressed.
     """
 
     rank: int = 4
@@ -99,14 +103,14 @@ class PowerSGD(SkipsSmallTensors):
     error_feedback_by_default: ClassVar[bool] = True
     warmup_steps_by_default: ClassVar[int] = 10
     min_rate: ClassVar[float] = 2.0
-    """Matrices whose bytes are not as many times their code's are sent as they are."""
+    """Matrices with a lower compression rate are sent uncompressed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(1, "rank", self.rank)
 
     def memory_passes(self, workers: int) -> tuple[float, float]:
-        # Measured on one core of a CPU, at rank 4, beside a copy of a tensor (2 passes).
+        # Measured on one core of a CPU, at rank 4, relative to a copy of a tensor (2 passes).
         return 2.7, 3.7
 
     def wire_bytes(
@@ -152,7 +156,7 @@ class PowerSGD(SkipsSmallTensors):
         bucket = _Bucket(parts, sent, is_matrix, sides, bases)
         code = bucket.encode()
         own = bucket.own_factors(code)
-        total = yield Sum(code)  # as soon as can be: large products wait
+        total = yield Sum(code)  # as early as possible: large products follow
         factors = bucket.decode(total, own)
         for common, side, factor in zip(commons, sides, factors, strict=True):
             common["steps"] += 1
@@ -161,14 +165,14 @@ class PowerSGD(SkipsSmallTensors):
     def inherit_state(
         self, state: State, former: Sequence[State], workers: int
     ) -> None:
-        """Factors go on as they were."""
+        """Continue with the same factors."""
         if former and COMMON in state:
             for key, value in former[0][COMMON].items():
                 is_tensor = isinstance(value, torch.Tensor)
                 state[COMMON][key] = value.clone() if is_tensor else value
 
     def _size(self, shape: Shape) -> tuple[int, int] | None:
-        """The rows and columns of a tensor that is coded; None of any other."""
+        """The rows and columns of a tensor that is compressed; None for other tensors."""
         if not len(shape) or is_small(shape, self.small):
             return None
         rows, columns = shape[0], math.prod(shape[1:])
@@ -182,11 +186,11 @@ _NAMES = "left", "right"
 
 
 class _Bucket:
-    """One bucket's matrices in one step, and the plain tensors beside them, in one code.
+    """One bucket's matrices in one step, and its uncompressed tensors, in one message.
 
     A matrix is left' right. Each has a *side* that is computed in this step, and a *basis* of the
-    other side. Factors are kept by rows, each of which is a column of the papers': it lies in one
-    piece, and products with large matrices are two to five times as fast on a CPU.
+    other side. Factors are stored by rows; a row is a column in the papers. A row is contiguous, so
+    products with large matrices are two to five times as fast on a CPU.
     """
 
     def __init__(
@@ -207,7 +211,7 @@ class _Bucket:
         self._sizes += [part.numel() for part in self._plain]
 
     def encode(self) -> torch.Tensor:
-        """This worker's factors: of what its matrices make of the bases."""
+        """This worker's message: the products of its matrices with their bases, and plain tensors."""
         device = self._matrices[0].device
         code = torch.empty(sum(self._sizes), dtype=self._wire, device=device)
         pieces = iter(code.split(self._sizes))
@@ -225,8 +229,10 @@ class _Bucket:
         return code
 
     def own_factors(self, code: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of this worker's factors in its *code*, whose memory the sum takes; none where
-        nobody asks what it sent."""
+        """Copies of this worker's factors in *code*, whose memory the sum will overwrite.
+
+        Empty if the caller does not need its contribution.
+        """
         if not self._sent:
             return []
         return [factor.clone() for factor in self._opened(code, self._plain_sent)]
@@ -234,7 +240,7 @@ class _Bucket:
     def decode(
         self, total: torch.Tensor, own: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Write the sum of all workers, and what this one sent; return the summed factors."""
+        """Write the sum over workers, and this worker's contribution; return the summed factors."""
         if self._sent:
             self._multiply(own, self._sent)
         factors = self._opened(total, self._plain)
@@ -244,7 +250,7 @@ class _Bucket:
     def _opened(
         self, code: torch.Tensor, plain: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The factors in *code*; what it has of plain tensors goes into *plain*."""
+        """The factors in *code*. Its uncompressed tensors are copied into *plain*."""
         pieces = code.split(self._sizes)
         factors = [
             piece.view(len(basis), -1).to(self._precise)
@@ -257,7 +263,7 @@ class _Bucket:
     def _multiply(
         self, factors: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> None:
-        """left' right, into *targets*."""
+        """Write the products left' right into *targets*."""
         rows = zip(factors, self._bases, self._sides, targets, strict=True)
         for factor, basis, side, target in rows:
             left, right = (factor, basis) if side == LEFT else (basis, factor)
@@ -268,12 +274,12 @@ class _Bucket:
 
 
 def orthonormal(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Rows of length 1, orthogonal to each other, that span at least what each factor's rows
-    span, of which there are no more than columns. Those of one shape are worked on together,
-    each by itself.
+    """Orthonormalize the rows of each factor: the new rows span at least the old rows' span.
 
-    By Householder's reflections, which divide by nothing that can be zero: a row that is
-    zero or depends on those before it becomes another one.
+    A factor has no more rows than columns. Factors of one shape are processed together.
+
+    The QR decomposition by Householder reflections never divides by zero. It replaces a row that is
+    zero, or depends on earlier rows, by another one.
     """
     alike: dict[torch.Size, list[int]] = {}
     for number, factor in enumerate(factors):
@@ -287,36 +293,38 @@ def orthonormal(factors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _keep(factor: torch.Tensor, known: torch.Tensor) -> None:
-    """*known* becomes *factor*, but for rows that say nothing."""
+    """Copy *factor* into *known*, except for rows that are zero or not finite."""
     largest = factor.abs().amax(1, keepdim=True)
     torch.where((largest > 0) & (largest < torch.inf), factor, known, out=known)
 
 
 def _random(name: str, side: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Numbers of a normal distribution, equal on all workers."""
+    """Draw from a normal distribution, equally on all workers."""
     seed = _number(f"{_number(f'0 {name}')} 0 {side}")
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def _number(text: str) -> int:
-    """A number that *text* stands for."""
+    """A number derived from *text*, equal on all workers."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
 
 def _divided(
     parts: Sequence[torch.Tensor], is_coded: Sequence[bool]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that are coded, and the others."""
+    """Divide into compressed and uncompressed tensors."""
     pairs = list(zip(parts, is_coded, strict=True))
     return [p for p, coded in pairs if coded], [p for p, coded in pairs if not coded]
 
 
 def _matrix(part: torch.Tensor) -> torch.Tensor:
-    """The first dimension by all others."""
+    """A view of *part* as a matrix: the first dimension by all others."""
     return part.reshape(len(part), -1)
 
 
 def _on_the_wire(dtype: torch.dtype) -> torch.dtype:
-    """In which they travel, where tensors are of type *dtype*. float16 has not the range: a
-    factor's elements are as large as a whole row of the matrix."""
+    """The type of factors on the network, for tensors of type *dtype*.
+
+    The range of float16 is too small: a factor's elements are as large as a row of the matrix.
+    """
     return torch.float32 if dtype == torch.float16 else dtype

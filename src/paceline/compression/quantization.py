@@ -1,24 +1,28 @@
-"""int8 and int4: blocks of elements as whole numbers times a scale, added up by their owners.
+"""int8 and int4: blocks of elements as integers times a scale, which their owners add up.
 
-Per block, with s = max|a| / 127 (int4: 7): send round(a / s), and s. Block by block as in
-ZeRO++ (Wang et al., 2023), whose qgZ is the same collective: codes do not add up, so workers
-add up what they stand for, each its own part of a bucket. An all-to-all takes everybody's
-codes of a part to the part's owner, who decodes them, adds them up in float32 (float64, where
-gradients are), and codes the sum; these codes are gathered. Among n workers each sends
-2 (n - 1) / n codes of a bucket, as a ring does.
+Per block, with s = max|a| / 127 (int4: 7): send round(a / s), and s. The blocks and the collective
+are those of qgZ in ZeRO++ (Wang et al., 2023). Quantized numbers cannot be added, so each worker
+owns a part of a bucket and adds it up:
 
-All workers, owners too, end with what the second codes stand for, so with the same bits. What
-an owner's second rounding has lost counts as not sent by the owner: its residual holds it.
+1. An all-to-all sends all workers' quantized parts to their owners.
+2. Each owner dequantizes them, adds them in float32 (float64 for float64 gradients), and quantizes
+   the sum.
+3. The quantized sums are gathered.
 
-With stochastic rounding this is QSGD's quantizer (Alistarh et al., NeurIPS 2017, section 3.1)
-with the maximum for the norm, as the paper's section 4 does in practice; without Elias coding.
+Among n workers each sends 2 (n - 1) / n of a quantized bucket, as a ring does.
 
-Differs from qgZ in that numbers are rounded to the nearest, that there is one exchange and not
-one in a host and one between hosts, and that tensors of all shapes are coded.
+All workers, including owners, use the quantized sums, so their results are bit-equal. The owner's
+residual gets the error of the second quantization.
 
-- `Int8`, `Int4`: the compressors, and `BlockCompressor`, what they share with QSGD.
-- `Blocks`: where a bucket's blocks lie, and how they are encoded, decoded and added up.
-- `Quantizer`: a block as whole numbers times a scale.
+With stochastic rounding this is QSGD's quantizer (Alistarh et al., NeurIPS 2017, section 3.1), with
+the maximum as the norm, as in practice in the paper's section 4, and without Elias coding.
+
+Differences from qgZ: numbers are rounded to the nearest. There is one exchange, instead of one
+within hosts and one between hosts. Tensors of all shapes are quantized.
+
+- `Int8`, `Int4`: the compressors; `BlockCompressor`: their base class, shared with QSGD.
+- `Blocks`: the layout of a bucket's blocks; encodes, decodes and adds them up.
+- `Quantizer`: a block as integers times a scale.
 - `CounterRng`: random numbers for stochastic rounding.
 """
 
@@ -55,7 +59,7 @@ from paceline.compression.base import (
     sum_uncompressed,
 )
 
-# ---- whole numbers times a scale ----
+# ---- integers times a scale ----
 
 SCALE = 4
 """Bytes of a scale: a float32."""
@@ -65,22 +69,24 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How finely a block is rounded: whole numbers from minus *levels* to *levels*, of so
-    many *bits*; the largest stands for the block's *norm*. All tensors are of shape (rows, blocks,
-    elements), scales without the last."""
+    """The precision of a block: integers from -*levels* to *levels*, of *bits* bits each.
+
+    *levels* stands for the block's *norm*. All tensors have the shape (rows, blocks, elements);
+    scales have the shape (rows, blocks).
+    """
 
     levels: int
     bits: Literal[4, 8]
     norm: Literal["largest", "euclidean"]
 
     def bytes(self, block: int) -> int:
-        """Of a code of one block."""
+        """Bytes of one encoded block of *block* elements."""
         return SCALE + block * self.bits // 8
 
     def scale(
         self, values: torch.Tensor, levels: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """*scales* of blocks of *values*, and *levels*: values over scales."""
+        """Compute the *scales* of blocks of *values*, and *levels*: values over scales."""
         if self.norm == "largest":
             norms = torch.abs(values, out=levels).amax(-1)
         else:  # squares of float32 overflow
@@ -95,14 +101,14 @@ class Quantizer:
         rng: CounterRng | None,
         begin: int,
     ) -> None:
-        """*levels* as whole *numbers*."""
+        """Round *levels* to integers, in *numbers*: stochastically with *rng*, else to the nearest."""
         if rng is None:
             levels.round_()
         else:
             rng.add_to(levels, begin)
             most = self.levels
             levels.floor_().clamp_(-most, most)
-        if self.bits == 4:  # of each two one is the upper half of a byte
+        if self.bits == 4:  # one of each two is the upper half of a byte
             low, high = levels.chunk(2, -1)
             levels = low.add_(high, alpha=16)
         numbers.copy_(levels)
@@ -110,7 +116,7 @@ class Quantizer:
     def read(
         self, numbers: torch.Tensor, scales: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """*values*: numbers times scales."""
+        """Compute *values*: numbers times scales."""
         if self.bits == 4:
             low, high = values.chunk(2, -1)
             low.copy_(numbers)
@@ -122,33 +128,34 @@ class Quantizer:
 
 
 def propagate_nan(scales: torch.Tensor) -> None:
-    """What is infinite is not a number from now on: 0 times it is none either."""
+    """Turn infinite scales into NaN, so that all elements of such a block become NaN."""
     scales.add_(scales * 0)
 
 
 # ---- blocks of a bucket ----
 
-# Every tensor begins a block, and its last one is filled up with zeros. With a scale shared across
-# a border small elements beside large ones would be lost: of ResNet-50's gradients one
-# BatchNorm's would err by 12 % in int8, instead of 0.6 %. That costs 0.02 % of its bytes. Where
-# tensors are tiny blocks are shorter, so that a bucket is as few bytes as may be. Blocks depend on
-# shapes alone, so that a number that is sent is the same among however many workers.
+# Every tensor begins a new block, and its last block is padded with zeros. If tensors shared a
+# scale, small elements beside large ones would be lost: in ResNet-50, a BatchNorm's gradient would
+# have an error of 12 % in int8, instead of 0.6 %. The padding costs 0.02 % of its bytes. Blocks are
+# shorter for tiny tensors, so that a bucket has as few bytes as possible. Blocks depend only on
+# shapes, so quantized numbers do not depend on the number of workers.
 #
-# All blocks of a bucket lie in a number of *rows* of equally many (one for each worker that
-# adds up, filled up with blocks of zeros). A row's code is all of its scales, then all of its
-# numbers. Work is done in spans of as many blocks as stay in a CPU's caches.
+# The blocks of a bucket are divided into *rows* with equally many blocks, one row for each worker
+# that adds up; the last one is padded with blocks of zeros. An encoded row consists of all of its
+# scales, then all of its numbers. Spans of as many blocks as fit a CPU's caches are processed at a
+# time.
 #
-# A block with an element that is not finite has a scale that is not a number, and so has none of
-# its elements, on whoever decodes it.
+# A block with an element that is not finite has the scale NaN, so all of its elements are decoded
+# as NaN.
 
 SMALLEST = 16
-"""Of a block, in elements."""
+"""Smallest block, in elements."""
 ELEMENTS_AT_ONCE = 2**18
-"""Elements that are worked on at a time on a CPU."""
+"""Elements that are processed at a time on a CPU."""
 
 
 class TensorSlice(NamedTuple):
-    """Elements that lie side by side in a tensor, and in a span."""
+    """Elements that are contiguous in a tensor and in a span."""
 
     tensor: int
     start: int
@@ -158,8 +165,11 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """Some blocks of some rows: all blocks, or of one row. *shape*: rows, blocks, elements;
-    *begin*: the number of its first element, padding counted; *slices*: what is not padding."""
+    """Blocks that are processed together: all blocks of several rows, or some of one row.
+
+    *shape*: rows, blocks, elements. *begin*: the index of the first element, including padding.
+    *slices*: everything except padding.
+    """
 
     shape: tuple[int, int, int]
     begin: int
@@ -176,8 +186,10 @@ class BlockSpan:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of *block* elements of tensors of *sizes* (none of them 0), in so many
-    *rows*, of which *at_once* are worked on at a time."""
+    """The blocks of tensors with these *sizes* (none is 0): *block* elements each, in *rows* rows.
+
+    *at_once* blocks are processed at a time.
+    """
 
     sizes: tuple[int, ...]
     rows: int
@@ -192,13 +204,13 @@ class Blocks:
 
     @property
     def row(self) -> int:
-        """Bytes of a row's code."""
+        """Bytes of an encoded row."""
         return self.count * self.quantizer.bytes(self.block)
 
     def encode(
         self, parts: Sequence[torch.Tensor], rng: CounterRng | None = None
     ) -> torch.Tensor:
-        """The flat code of *parts*, row by row: rounded to the nearest, or by numbers of *rng*."""
+        """Encode *parts*, row by row, as a flat tensor. Rounds stochastically with *rng*, else to the nearest."""
         device, wide = parts[0].device, at_least_float32(parts[0].dtype)
         code = torch.empty(self.rows * self.row, dtype=torch.uint8, device=device)
         scales, numbers = self._scales_and_numbers(code, self.rows)
@@ -215,8 +227,10 @@ class Blocks:
     def decode(
         self, code: torch.Tensor, parts: Sequence[torch.Tensor], add: bool = False
     ) -> None:
-        """Write what the flat *code* stands for into *parts*, or *add* it to them. Raises
-        `UsageError` where it is none of such parts."""
+        """Decode the flat *code* into *parts*, or *add* it to them.
+
+        Raises `UsageError` if its size does not fit.
+        """
         reader = Reader(code)
         code = reader.take(torch.uint8, self.rows * self.row)
         reader.end()
@@ -242,9 +256,10 @@ class Blocks:
         rng: CounterRng | None = None,
         keep: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The code of the sum of *codes*, which everybody has of this *row* of tensors of type
-        *dtype*, in the order of ranks; and, if somebody is to *keep* it, what that code stands
-        for, less the sum."""
+        """Add up all workers' encoded *row* of tensors of type *dtype*, in the order of ranks.
+
+        Returns the encoded sum and, with *keep*, its rounding error: the decoded sum minus the sum.
+        """
         (workers, _), device, wide = codes.shape, codes.device, at_least_float32(dtype)
         scales, numbers = self._scales_and_numbers(codes, workers)
         code = torch.empty(self.row, dtype=torch.uint8, device=device)
@@ -274,20 +289,20 @@ class Blocks:
         return code, more
 
     def add(self, more: torch.Tensor, row: int, parts: Sequence[torch.Tensor]) -> None:
-        """Add *more* (flat, padding counted) to the elements of *row* in *parts*."""
+        """Add *more* (flat, including padding) to the elements of *row* in *parts*."""
         flats = [part.reshape(-1) for part in parts]
         span = self._span(row, 1, 0, self.count)
         _scatter_out(more.view(span.shape), flats, span, add=True)
         _copy_back(flats, parts)
 
-    # ---- where things are ----
+    # ---- layout ----
 
     def _scales_and_numbers(
         self, code: torch.Tensor, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A code's scales (rows, blocks) and numbers (rows, blocks, bytes)."""
+        """Views of the scales (rows, blocks) and numbers (rows, blocks, bytes) in *code*."""
         if code.data_ptr() % SCALE or code.storage_offset() % SCALE:
-            code = code.clone()  # float32 numbers begin at such addresses only
+            code = code.clone()  # float32 numbers must be aligned
         whole = code.view(rows, self.row)
         head = self.count * SCALE
         scales = whole[:, :head].view(torch.float32)
@@ -311,12 +326,12 @@ class Blocks:
 
     @cached_property
     def _rows_at_once(self) -> int:
-        """More than one where they are short."""
+        """Rows that are processed together: more than one if they are short."""
         return max(1, self.at_once // (8 * self.count))
 
     @cached_property
     def _spans(self) -> list[list[BlockSpan]]:
-        """Row by row, or some rows in one span."""
+        """The spans row by row; a span may have several rows."""
         step = self._rows_at_once
         if step > 1:
             return [
@@ -333,8 +348,10 @@ class Blocks:
         ]
 
     def _borders(self, row: int) -> list[int]:
-        """Blocks of a row where whole blocks of a large tensor begin or end: a span of these
-        alone can be read where it lies."""
+        """Blocks of a row at which the whole blocks of a large tensor begin or end.
+
+        A span of such blocks alone is contiguous in the tensor, and needs no copy.
+        """
         borders = {0, self.count}
         for size, start in zip(self.sizes, self._starts, strict=True):
             whole = size // self.block
@@ -358,7 +375,7 @@ class Blocks:
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Of tensors, padding counted."""
+        """The first index of each tensor, including padding."""
         blocks = (-(-size // self.block) for size in self.sizes)
         return [0, *(self.block * number for number in accumulate(blocks))][:-1]
 
@@ -370,8 +387,10 @@ def blocks_of(
     quantizer: Quantizer,
     device: str = "cpu",
 ) -> Blocks:
-    """Tensors of *shapes* (none of them empty) in blocks of at most *block* elements: of as
-    many as make the fewest bytes."""
+    """Blocks for tensors with these *shapes* (none is empty), of at most *block* elements.
+
+    The size of blocks is the one with the fewest bytes.
+    """
     return _blocks_of(tuple(map(math.prod, shapes)), rows, block, quantizer, device)
 
 
@@ -402,7 +421,7 @@ def _bytes(sizes: Sequence[int], block: int, quantizer: Quantizer) -> int:
 def _view_in_place(
     flats: Sequence[torch.Tensor], span: BlockSpan, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The elements of *span* as they lie in one tensor, if they do."""
+    """A view of the elements of *span*, if they are contiguous in one tensor; else None."""
     if len(span.slices) != 1 or span.padded:
         return None
     one = span.slices[0]
@@ -413,7 +432,7 @@ def _view_in_place(
 def _gather_in(
     flats: Sequence[torch.Tensor], span: BlockSpan, workspace: torch.Tensor
 ) -> torch.Tensor:
-    """The elements of *span*, flat: in *workspace*, if they do not lie in one tensor."""
+    """The elements of *span* as a flat tensor. It is in *workspace* unless one tensor holds them."""
     place = _view_in_place(flats, span, workspace.dtype)
     if place is not None:
         return place
@@ -429,7 +448,7 @@ def _gather_in(
 def _scatter_out(
     values: torch.Tensor, flats: Sequence[torch.Tensor], span: BlockSpan, add: bool
 ) -> None:
-    """Write *values* to where the elements of *span* lie, or *add* them."""
+    """Write *values* into the elements of *span*, or *add* them."""
     flat = values.view(-1)
     for one in span.slices:
         target = flats[one.tensor].narrow(0, one.start, one.length)
@@ -441,7 +460,7 @@ def _scatter_out(
 
 
 def _copy_back(flats: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
-    """Tensors that have no flat view were worked on in copies."""
+    """Copy results back into tensors without a flat view, for which copies were used."""
     for flat, part in zip(flats, parts, strict=True):
         if not part.is_contiguous():
             part.copy_(flat.view(part.shape))
@@ -449,29 +468,31 @@ def _copy_back(flats: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> 
 
 # ---- random numbers ----
 
-# The n-th number is a function of a key and n, so nothing lives on but a count, and nobody else's
-# random numbers change: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number
-# generators", OOPSLA 2014, figure 16) of key + n times the golden ratio. The same on every device.
+# The n-th number is a function of a key and n: SplitMix64 (Steele, Lea and Flood, "Fast splittable
+# pseudorandom number generators", OOPSLA 2014, figure 16) of key + n times the golden ratio. So the
+# only state is a count, other random generators are not used, and all devices draw the same.
 #
-# Each tensor has a stream of keys of its own on each worker, and one that all workers share,
-# and counts what was drawn. A bucket draws from its first tensor's.
+# Each tensor has two streams of keys, one for each worker and one that all workers share, and counts
+# its draws. A bucket draws from the streams of its first tensor.
 
 SEED = 0
-"""Of all streams."""
+"""Seed of all streams."""
 
 A_WORD = 4
-"""Numbers that are made of one word of 64 bits."""
+"""Random numbers per 64-bit word."""
 
 
 @dataclass(frozen=True)
 class CounterRng:
-    """Numbers between 0 and 1, in steps of 2^-16; *key* has 64 bits, with a sign."""
+    """Random numbers between 0 and 1, in steps of 2^-16. *key* is a signed 64-bit integer."""
 
     key: int
 
     def add_to(self, values: torch.Tensor, begin: int) -> None:
-        """Add a number of its own to each of *values* (contiguous): those from the one with
-        number *begin* on. That and how many there are divide by `A_WORD`."""
+        """Add a random number to each of *values* (contiguous), from random number *begin* on.
+
+        *begin* and the number of values are multiples of `A_WORD`.
+        """
         steps = _steps(values.numel() // A_WORD, values.device)
         z = steps + _signed(self.key + begin // A_WORD * _GOLDEN)
         shifted = torch.empty_like(z)
@@ -486,13 +507,13 @@ class CounterRng:
 
 
 def new_streams(name: str, rank: int) -> State:
-    """What a tensor keeps so that nothing is drawn twice."""
+    """A tensor's new streams: its state, with which no number is drawn twice."""
     common = {"stream": _key(SEED, name), "draws": 0}
     return {"stream": _key(SEED, name, rank), COMMON: common}
 
 
 def next_streams(states: Sequence[State]) -> tuple[CounterRng, CounterRng]:
-    """A bucket's next numbers: this worker's own, and those that all workers share."""
+    """A bucket's next random numbers: this worker's own, and those that all workers share."""
     first = states[0]
     own, common = first["stream"], first[COMMON]
     draws = common["draws"]
@@ -502,19 +523,19 @@ def next_streams(states: Sequence[State]) -> tuple[CounterRng, CounterRng]:
 
 
 def resume_streams(state: State, former: Sequence[State]) -> None:
-    """Numbers that *former* workers have drawn are not drawn again."""
+    """Continue after the draws of *former* workers."""
     if former:
         state[COMMON]["draws"] = max(old[COMMON]["draws"] for old in former)
 
 
 def _key(*what: int | str) -> int:
-    """64 bits, with a sign."""
+    """A signed 64-bit hash of *what*."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def _signed(number: int) -> int:
-    """Its lowest 64 bits, as torch has them."""
+    """The lowest 64 bits of *number* as a signed integer, torch's int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -540,19 +561,19 @@ _SECOND = _signed(0x94D049BB133111EB)
 
 
 class BlockCompressor(PerWorkerCompressor):
-    """Encodes blocks of elements; subclasses say how, and how workers average.
+    """Encodes blocks of elements. Subclasses define the quantizer, and how workers average.
 
-    A tensor's state has its streams of random numbers, where rounding is stochastic.
+    With stochastic rounding, a tensor's state has its streams of random numbers.
     """
 
     quantizer: ClassVar[Quantizer]
     block: ClassVar[int]
-    """Elements with one scale, at most: a power of two."""
+    """Largest number of elements with one scale: a power of two."""
 
     def inherit_state(
         self, state: State, former: Sequence[State], workers: int
     ) -> None:
-        """Numbers that were drawn are not drawn again."""
+        """Continue after the random numbers that were drawn."""
         if state:
             resume_streams(state, former)
 
@@ -581,15 +602,15 @@ class BlockCompressor(PerWorkerCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(BlockCompressor):
-    """Blocks of elements become 8-bit whole numbers times a scale, and are added up by their owners.
+    """Quantizes blocks of elements to 8-bit integers times a scale, which their owners add up.
 
-    Tensors of 8 bits or fewer, and whole numbers, are summed as they are. A block with a number that is not finite
-    becomes NaN in the result.
+    Tensors of 8 bits or fewer, and integers, are summed uncompressed. A block with a number that is
+    not finite becomes NaN in the result.
 
     Attributes:
-        rounding: ``nearest`` sends elements below 1/254 of a block's largest (int4: 1/14) as zero in every step,
-            unless there is error feedback. ``stochastic`` rounds up or down at random, so that the expected
-            result is exact.
+        rounding: ``nearest`` sends elements below 1/254 of a block's largest (int4: 1/14) as zero in
+            every step, unless there is error feedback. ``stochastic`` rounds up or down at random, so
+            that the expected result is exact.
     """
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -626,7 +647,7 @@ class Int8(BlockCompressor):
         return "own" if self.rounding == "stochastic" else "none"
 
     def memory_passes(self, workers: int) -> tuple[float, float]:
-        # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
+        # Measured on one core of a CPU, relative to a copy of a tensor (2 passes).
         first, second = (5.0, 3.0) if self.rounding == "nearest" else (16.0, 11.0)
         return first, self.decoding + second / workers
 
@@ -679,7 +700,7 @@ class Int8(BlockCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Int4(Int8):
-    """As int8, in 4 bits: whole numbers from -7 to 7, two in a byte."""
+    """As int8, with 4 bits: integers from -7 to 7, two in a byte."""
 
     name: ClassVar[str] = "int4"
     summary: ClassVar[CompressorSummary] = CompressorSummary(

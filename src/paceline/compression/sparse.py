@@ -1,13 +1,13 @@
-"""Sparse codes: the largest elements of each tensor, and where they lie.
+"""Sparse tensors: the largest elements of each tensor, with their indices.
 
 - `select`: the indices of the largest elements, exactly as many as `TopKShape` says.
-- `encode_sparse`, `decode_sparse`: values, and then their indices, in as many bytes as the largest
-  index takes; values in their own type or in 2 bits.
-- `sum_gathered`: gathers all workers' codes and adds them up.
+- `encode_sparse`, `decode_sparse`: values in their own type or in 2 bits, then indices. An index has
+  as many bytes as the largest one needs.
+- `sum_gathered`: gathers all workers' sparse tensors and adds them up.
 
-Elements are compared by the bits of their magnitudes, in which infinity is above all numbers, and
-what is not a number above that: so it is selected, and seen. Of equal ones the first are selected, so
-that a replay selects the same.
+Elements are compared by the bits of their magnitudes. In this order infinity is above all numbers,
+and NaN above infinity: so both are selected, and show in the result. Of equal elements the first
+ones are selected, so that a replay selects the same.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class TopKShape:
-    """How much of one tensor is sent: of every *chunk* of its *elements* the largest *each*,
-    and of what is over after the last whole chunk as large a part; *count* in all."""
+    """The number of a tensor's elements that are sent.
+
+    Of each chunk of *chunk* elements, the *each* largest are sent, and the same share of the
+    elements after the last whole chunk: *count* of all *elements*.
+    """
 
     elements: int
     chunk: int
@@ -54,7 +57,7 @@ class TopKShape:
 
     @property
     def width(self) -> int:
-        """Bytes of an index, counted from its chunk's start; 0 where all are sent."""
+        """Bytes of an index, which counts from its chunk's start; 0 if all elements are sent."""
         if self.count == self.elements:
             return 0
         return ((self.chunk - 1).bit_length() + 7) // 8
@@ -62,8 +65,10 @@ class TopKShape:
 
 @cache
 def top_k_shape(elements: int, density: float, chunk: int = 0) -> TopKShape:
-    """Of a tensor of so many *elements* the part *density* is sent, at least one element; of
-    each *chunk*, if there are any."""
+    """The shape for a tensor of *elements* elements, of which the share *density* is sent.
+
+    At least one element of the tensor is sent, or of each *chunk* (0: no chunks).
+    """
     chunk = min(chunk, elements) or elements
     each = _part(chunk, density)
     count = elements // chunk * each
@@ -77,16 +82,16 @@ def _part(elements: int, density: float) -> int:
 
 
 def require_density(density: float) -> None:
-    """Raise `UsageError` for what is no part of a tensor."""
+    """Raise `UsageError` for a *density* that is not above 0 and up to 1."""
     if not 0 < density <= 1:
         raise UsageError(
-            f"density: expected the part of a tensor's elements that is sent, above 0 and up "
+            f"density: expected the share of a tensor's elements that is sent, above 0 and up "
             f"to 1, got {density}"
         )
 
 
 def select(values: torch.Tensor, of: TopKShape) -> torch.Tensor:
-    """The indices in the flat *values* that are sent: int64, from low to high."""
+    """Select the indices in the flat *values* that are sent: int64, ascending."""
     if of.count == of.elements:
         return torch.arange(of.elements, device=values.device)
     if of.chunk == of.elements:
@@ -106,7 +111,7 @@ def select(values: torch.Tensor, of: TopKShape) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the *count* largest elements of the flat *values*, from low to high."""
+    """The indices of the *count* largest elements of the flat *values*, ascending."""
     if values.device.type == "cpu":
         likely = _likely(values, count)
         if likely is not None:
@@ -118,7 +123,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _first(magnitudes: torch.Tensor, each: int) -> torch.Tensor:
-    """The columns of the *each* largest in every row, from low to high."""
+    """The columns of the *each* largest elements in every row, ascending."""
     least = magnitudes.topk(each, dim=1, sorted=False).values.amin(1, keepdim=True)
     enough = magnitudes >= least
     rows, columns = magnitudes.shape
@@ -135,16 +140,17 @@ def _first(magnitudes: torch.Tensor, each: int) -> torch.Tensor:
 
 
 _STRIDE = 61
-"""Every so manieth element is looked at for a threshold: a prime, so that all rows and columns of
-a matrix have a part in it."""
+"""The distance of sampled elements: a prime, so that the sample covers all rows and columns of a matrix."""
 
 
 def _likely(values: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Places of somewhat more than *count* elements, with all of the largest among them: those
-    above a threshold that a sample gives. None where it would be no quicker."""
+    """Indices of somewhat more than *count* elements, which include the largest *count*.
+
+    These are the elements above a threshold from a sample. None if that would not be faster.
+    """
     sample = _magnitudes(values[::_STRIDE])
     expected = count / _STRIDE
-    # As many of the sample as are there by chance at most in one of 30,000 tensors.
+    # By chance, more of the sample are among the largest only in one of 30,000 tensors.
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 4)
     if rank > sample.numel() // 4:
         return None
@@ -158,7 +164,7 @@ def _likely(values: torch.Tensor, count: int) -> torch.Tensor | None:
 
 
 def _true_indices(values: torch.Tensor) -> torch.Tensor:
-    """Where the flat *values*, on a CPU, are true: numpy finds it in a third of the time."""
+    """The indices of true elements of the flat *values* on a CPU. numpy takes a third of torch's time."""
     return torch.from_numpy(np.flatnonzero(values.numpy()))
 
 
@@ -166,17 +172,19 @@ _WHOLE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _magnitudes(values: torch.Tensor) -> torch.Tensor:
-    """Whole numbers in the order of the elements' magnitudes."""
+    """Integers with the order of the elements' magnitudes."""
     whole = values.contiguous().view(_WHOLE[values.itemsize])
     return whole & torch.iinfo(whole.dtype).max
 
 
-# ---- codes ----
+# ---- sparse tensors as bytes ----
 
 
 class TensorRow(NamedTuple):
-    """One tensor of a bucket: a real *part*, its *state*, and where what is sent of it is
-    wanted, if anywhere."""
+    """One tensor of a bucket: a real *part*, its *state*, and the tensor *own* for the sent values.
+
+    *own* is None if the caller does not need these.
+    """
 
     part: torch.Tensor
     state: State
@@ -188,25 +196,25 @@ def rows_of(
     states: Sequence[State],
     sent: Sequence[torch.Tensor] | None,
 ) -> list[TensorRow]:
-    """What `Compressor.average` is given, by tensor, without those that are empty."""
+    """The arguments of `Compressor.average` by tensor, without empty tensors."""
     kept = [s for part, s in zip(parts, states, strict=True) if part.numel()]
     owns = [None] * len(kept) if sent is None else reals(sent)
     return [TensorRow(*row) for row in zip(reals(parts), kept, owns, strict=True)]
 
 
 def owns_of(rows: Sequence[TensorRow]) -> list[torch.Tensor] | None:
-    """Where to write what is sent of each of *rows*; None where nobody wants it."""
+    """The tensors *own* of *rows*; None if the caller does not need the sent values."""
     return [row.own for row in rows if row.own is not None] or None
 
 
 IndicesAndValues = tuple[torch.Tensor, torch.Tensor]
-"""Of one tensor flat indices, and the values there."""
+"""Flat indices in one tensor, and the values there."""
 
 
 def select_largest(
     parts: Sequence[torch.Tensor], top_ks: Sequence[TopKShape]
 ) -> list[IndicesAndValues]:
-    """The largest elements of each of *parts*, in its own type."""
+    """Select the largest elements of each of *parts*, in its own type."""
     selected = []
     for part, of in zip(parts, top_ks, strict=True):
         values = part.reshape(-1)
@@ -218,7 +226,7 @@ def select_largest(
 def sparse_bytes(
     top_ks: Sequence[TopKShape], dtype: torch.dtype, bits: int = 32
 ) -> int:
-    """The bytes of a code of tensors of this type. *bits*: see `encode_values`."""
+    """Bytes of sparse tensors of this type. *bits*: see `encode_values`."""
     return sum(
         size_of_values(one.count, dtype, bits) + one.count * one.width for one in top_ks
     )
@@ -229,7 +237,7 @@ def encode_sparse(
     top_ks: Sequence[TopKShape],
     bits: int = 32,
 ) -> torch.Tensor:
-    """The code of what was *selected*: of each tensor indices, and the values there."""
+    """Encode *selected* indices and values of each tensor as bytes."""
     pieces = []
     for (indices, values), of in zip(selected, top_ks, strict=True):
         pieces += encode_values(values, bits)
@@ -241,8 +249,10 @@ def encode_sparse(
 def decode_sparse(
     code: torch.Tensor, top_ks: Sequence[TopKShape], dtype: torch.dtype, bits: int = 32
 ) -> list[IndicesAndValues]:
-    """Places and values of each tensor. Raises `UsageError` where *code* has another size than
-    it should, or an index that is outside."""
+    """Decode indices and values of each tensor.
+
+    Raises `UsageError` if *code* has a wrong size, or an index is outside of its tensor.
+    """
     reader, selected = Reader(code), []
     for of in top_ks:
         values = decode_values(reader, of.count, dtype, bits)
@@ -254,7 +264,7 @@ def decode_sparse(
 def add_at(
     part: torch.Tensor, indices: torch.Tensor, values: torch.Tensor, add: bool = True
 ) -> None:
-    """Add *values* to *part* at flat *indices*; or to zeros, where not *add*."""
+    """Add *values* to *part* at flat *indices*. Without *add*, *part* is set to zero before."""
     whole = part.view(-1) if part.is_contiguous() else part.reshape(-1).clone()
     if not add:
         whole.zero_()
@@ -284,8 +294,8 @@ def _bytes_to_indices(
         indices = within + rows * of.chunk
     if bool((within >= of.chunk).any() | (indices >= of.elements).any()):
         raise UsageError(
-            f"a code has an index outside of its tensor of {of.elements:,} elements: expected "
-            "one of tensors of the same shapes, made with the same options"
+            f"a compressed gradient has an index outside of its tensor of {of.elements:,} "
+            "elements: expected one of tensors with the same shapes, and with the same options"
         )
     return indices
 
@@ -293,7 +303,7 @@ def _bytes_to_indices(
 def sparse_wire_bytes(
     shapes: Sequence[Shape], dtype: torch.dtype, small: int, density: float
 ) -> Sequence[Leg]:
-    """A sum of what is *small*, and everybody's largest elements of all else."""
+    """The collectives of sparse averages: a sum of *small* tensors, and a gather for the others."""
     kept, kind = real_type(shapes, dtype)
     plain, large = split_shapes(kept, kind, small)
     top_ks = [top_k_shape(math.prod(shape), density) for shape in large]
@@ -306,7 +316,7 @@ def sum_gathered(
     top_ks: Sequence[TopKShape],
     totals: Sequence[torch.Tensor],
 ) -> Rounds:
-    """What all workers have *selected*, added to *totals* in the order of ranks."""
+    """Add the *selected* elements of all workers to *totals*, in the order of ranks."""
     dtype = selected[0][1].dtype
     everyone = yield Gather(encode_sparse(selected, top_ks))
     for code in everyone:
@@ -316,14 +326,18 @@ def sum_gathered(
 
 
 def passes_of_gathered(density: float, workers: int) -> float:
-    """What it takes to add up so many *workers*' codes, beside a copy (2 passes): measured on one
-    core of a CPU, where an element at any index costs as much as many side by side."""
+    """Passes over memory to add up the sparse tensors of *workers* workers; a copy takes 2 passes.
+
+    Measured on one core of a CPU, where a scattered element costs as much as many neighbours.
+    """
     return 1.0 + 180.0 * density * workers
 
 
 def keep_where(counts: torch.Tensor, state: State, key: str, new: torch.Tensor) -> None:
-    """What *state* has under *key* becomes *new*, if that *counts* (a truth value). On a CPU,
-    where it costs nothing to look, nothing is copied."""
+    """Set the *key* of *state* to *new* if *counts*, a tensor of one bool, is true.
+
+    On a CPU, where reading it costs nothing, nothing is copied.
+    """
     if counts.device.type != "cpu":
         torch.where(counts, new, state[key], out=state[key])
     elif counts:
@@ -331,36 +345,38 @@ def keep_where(counts: torch.Tensor, state: State, key: str, new: torch.Tensor) 
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether every number in *tensors* is finite: a tensor of one truth value."""
+    """Whether every number in *tensors* is finite, as a tensor of one bool."""
     return torch.stack([extremes(tensor) for tensor in tensors]).isfinite().all()
 
 
 # ---- values in 2 bits ----
 
-# Four bins around the values' mean, whose own means are sent beside the bins' numbers: what
-# SparseLoCo's published code does with the elements that top-k keeps (arXiv 2508.15706), and
-# hivemind with whole tensors. Bins lie over six standard deviations around the mean; a value
-# becomes the mean of its bin. So less is left of each bin's values than there was of them.
+# There are four bins around the values' mean. Each value is replaced by the mean of its bin: the
+# four means are sent, and each value's bin number. SparseLoCo's published code does so with the
+# elements that top-k selects (arXiv 2508.15706), hivemind with whole tensors. The bins cover six
+# standard deviations around the mean. The error of each bin is smaller than its values.
 
 WHOLE = 32
-"""Says that values travel in their own type, whatever that is."""
+"""Value of the key *bits* for values in their own type, of any size."""
 BITS = 2
 BINS = 1 << BITS
 TOGETHER = 8 // BITS
-"""Numbers of bins in a byte."""
+"""Bin numbers in a byte."""
 SPREAD = 6.0
 """Standard deviations that all bins cover together."""
 
 
 def require_bits(bits: int) -> None:
-    """Raise `UsageError` for what `encode_values` does not take."""
+    """Raise `UsageError` for a number of *bits* that `encode_values` does not support."""
     if bits not in (BITS, WHOLE):
         raise UsageError(f"bits: expected {BITS} or {WHOLE} a value, got {bits}")
 
 
 def encode_values(values: torch.Tensor, bits: int) -> list[torch.Tensor]:
-    """The bytes of *values* (flat, not empty) in pieces. *bits*: 32 for their own type, whatever
-    that is; 2 for bins."""
+    """Encode *values* (flat, not empty) as pieces of bytes.
+
+    *bits*: 32 for values in their own type, of any size; 2 for bins.
+    """
     if bits == WHOLE:
         return [to_bytes(values)]
     book, numbers = _binned(values.to(at_least_float32(values.dtype)))
@@ -370,8 +386,10 @@ def encode_values(values: torch.Tensor, bits: int) -> list[torch.Tensor]:
 def decode_values(
     reader: Reader, count: int, dtype: torch.dtype, bits: int
 ) -> torch.Tensor:
-    """*count* values of what was of type *dtype*, in the type in which they travelled. Raises
-    `UsageError` where the code is too short."""
+    """Decode *count* values, which had the type *dtype*, in the type in which they were sent.
+
+    Raises `UsageError` if the bytes end before.
+    """
     if bits == WHOLE:
         return reader.take(dtype, count)
     book = reader.take(at_least_float32(dtype), BINS)
@@ -380,20 +398,20 @@ def decode_values(
 
 
 def size_of_values(count: int, dtype: torch.dtype, bits: int) -> int:
-    """Bytes of so many encoded values."""
+    """Bytes of *count* encoded values."""
     if bits == WHOLE:
         return count * dtype.itemsize
     return BINS * at_least_float32(dtype).itemsize + _packed_size(count)
 
 
 def _binned(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bins' means, and the number of each value's bin."""
+    """The means of the bins, and the bin number of each value."""
     mean = values.mean()
     wide = (values - mean).square().mean().sqrt() * (SPREAD / BINS)
     wide = torch.where(wide > 0, wide, torch.ones_like(wide))
     numbers = ((values - mean) / wide).round_().add_(BINS // 2)
     numbers = numbers.nan_to_num_(0).clamp_(0, BINS - 1).to(torch.uint8)
-    # Bin by bin, and not by adding to indices: the order of a sum is the same in a replay. What
+    # Sum bin by bin, not by index_add: the order of additions is the same in a replay. A value that
     # is not finite makes all bins not finite.
     means = []
     for number in range(BINS):
@@ -403,7 +421,7 @@ def _binned(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed(numbers: torch.Tensor) -> torch.Tensor:
-    """Numbers of bins, four in each byte."""
+    """Bin numbers, four in each byte."""
     padded = torch.nn.functional.pad(numbers, (0, -numbers.numel() % TOGETHER))
     rows = padded.view(-1, TOGETHER)
     packed = rows[:, 0].clone()

@@ -1,13 +1,13 @@
 """Top-k: the largest elements of each tensor, with their indices.
 
-Aji and Heafield, "Sparse communication for distributed gradient descent" (EMNLP 2017); with
-residuals analysed by Stich et al., "Sparsified SGD with memory" (NeurIPS 2018). Per tensor:
+Aji and Heafield, "Sparse communication for distributed gradient descent" (EMNLP 2017); with error
+feedback analysed by Stich et al., "Sparsified SGD with memory" (NeurIPS 2018). Per tensor:
 
     send the k elements of the largest magnitude, k = density * elements, and their indices
 
-Differs from the papers in that the result is the sum over all workers (of shares of a mean),
-also where an element was sent by few of them. In chunks, with 2 bits a value, it is what
-SparseLoCo sends (arXiv 2508.15706).
+Unlike in the papers, the result is the sum over all workers (of shares of a mean), even if few of
+them have sent an element. In chunks, with 2 bits per value, it is the compressor of SparseLoCo
+(arXiv 2508.15706).
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ from paceline.compression.sparse import (
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(SkipsSmallTensors, GatheredCompressor):
-    """The largest elements of each tensor, or of each chunk of it: at least one.
+    """Sends the largest elements of each tensor, or of each chunk of it: at least one.
 
-    Small tensors, those of one dimension, and whole numbers are summed as they are. Compressed gradients are
-    gathered: that sends fewer bytes than a dense ring where density is below about 1 over the number of workers.
+    Small tensors, those of one dimension, and integers are summed uncompressed. Compressed gradients
+    are gathered: that sends fewer bytes than a dense ring if the density is below about 1 over the
+    number of workers.
 
     Attributes:
         density: Share of a tensor's elements that is sent.
-        chunk: Elements that are selected from as if they were a tensor; 0: whole tensors.
-        bits: Bits of a value: 32 for its own type, 2 for the mean of one of four bins around the tensor's mean.
+        chunk: Size of the chunks from each of which elements are selected; 0: whole tensors.
+        bits: Bits of a value: 32 for its own type, 2 for the mean of one of four bins around the
+            tensor's mean.
     """
 
     density: float = 0.01

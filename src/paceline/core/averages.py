@@ -17,8 +17,10 @@ from paceline.interfaces.buckets import Bucket, stand_alike
 
 
 class Averages:
-    """Forms averages over all workers or a group, round by round: `Run.mean`, `Run.scatter_mean`
-    and `Run.average`. *compression*: what gradients are compressed with, if they are."""
+    """Forms averages over all workers or a group: `Run.mean`, `Run.scatter_mean` and `Run.average`.
+
+    *compression* compresses gradients; None sends them uncompressed.
+    """
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Averages:
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients are compressed, and so sent in whole buckets."""
+        """Whether gradients are compressed. They are sent in whole buckets then."""
         return self._compression is not None
 
     def mean(
@@ -70,7 +72,7 @@ class Averages:
         """See `Run.scatter_mean`."""
         if self._compression is not None:
             raise UsageError(
-                "a mean in two halves, and compression: halves are sent as they are; leave "
+                "run.scatter_mean, a mean in two halves, cannot be compressed. Leave "
                 "compression out, or use bsp"
             )
         buffer = gradients
@@ -83,8 +85,8 @@ class Averages:
             if participation.gradient_factor != 1.0:
                 buffer.mul_(participation.gradient_factor)
             return reduce_scatter(self._comm, buffer, "sum")
-        # After the first half, only one rank holds the element with the question and its
-        # answer. The others get it with the second half.
+        # The exchange of active workers travels in one element. After the first half only one
+        # rank holds it; the others get it with the second half.
         asks = (of is None or of.last) and participation.can_attach(buffer)
         if asks:
             participation.attach(buffer)
@@ -123,7 +125,7 @@ class Averages:
         if self._context.workers.counts:
             tensor.mul_(1 / comm.size)
         else:
-            kept = tensor.clone()  # the value that stays if no worker takes part
+            kept = tensor.clone()  # the result if no worker is active
             tensor.zero_()
         return self._sum(
             comm, tensor, None, named, not channel, equally=True, kept=kept
@@ -144,17 +146,17 @@ class Averages:
         equally: bool = False,
         kept: torch.Tensor | None = None,
     ) -> Pending:
-        """The sum of *buffer* among all workers, scaled to an average once active workers are known.
+        """Sum *buffer* over all workers, and scale it to an average once active workers are known.
 
-        If no worker is active it is *kept*. *carries*: it may carry the exchange of active workers. *equally*: each
-        active worker counts once, not by its weight.
+        *kept* is the result if no worker is active. *carries*: the sum may carry the exchange of
+        active workers. *equally*: each active worker has weight 1 instead of its own weight.
         """
         participation = self._participation
         self._require_round()
         if participation.is_resolved:
-            if kept is not None and participation.nobody_takes_part:
+            if kept is not None and participation.none_are_active:
                 buffer.copy_(kept)
-                return DonePending()  # all ranks know that no worker takes part
+                return DonePending()  # all ranks know that no worker is active
             factor = participation.factor(equally)
             if factor != 1.0:
                 buffer.mul_(factor)
@@ -170,9 +172,9 @@ class Averages:
     def _require_round(self) -> None:
         if self._participation.is_later:
             raise UsageError(
-                f"a mean among all workers before the update, with rounds of every="
-                f"{self._context.rounds.every} steps: their round is held in after_update. Ask "
-                "there, where run.is_round"
+                f"a mean over all workers before the update, with Rounds(every="
+                f"{self._context.rounds.every}): the round is held in after_update. Ask for "
+                "the mean there, if run.is_round"
             )
 
     def _send(
@@ -184,8 +186,11 @@ class Averages:
         *,
         counts: bool = False,
     ) -> Pending:
-        """The sum of *buffer*, which is that of *bucket*, or consists of what is *named*: compressed,
-        unless it has no name. *counts*: this worker does, out of data or not."""
+        """Sum *buffer* over *comm*, compressed if its tensors have names.
+
+        The names are those of *bucket*, or the keys of *named*. *counts*: this worker's values
+        count, even if it is out of data.
+        """
         compression = self._compression
         if compression is None or not (named or bucket):
             return comm.all_reduce(buffer, "sum")
@@ -199,7 +204,7 @@ class Averages:
         return pending or DonePending()
 
     def benchmark(self, buffer: torch.Tensor, *, in_halves: bool = False) -> Pending:
-        """An unused sum of a gradient, as `mean` forms it, or `scatter_mean` and then its gather: to be timed."""
+        """Sum a buffer as `mean` does, or as `scatter_mean` and its gather do, only to time it."""
         if in_halves:
             return reduce_scatter(self._comm, buffer, "sum").gather()
         if self._compression is None or self._comm.size == 1:
@@ -208,18 +213,20 @@ class Averages:
 
 
 class DonePending:
-    """The `Pending` of what sends nothing."""
+    """The `Pending` of an operation that sends nothing."""
 
     def wait(self) -> None:
-        """It is there."""
+        """Return at once."""
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
         return work() or self
 
 
 class _ScatteredMean:
-    """The `ReduceScatter` of a sum whose other half becomes a mean once it is known who takes part;
-    *asks*: that travels in it."""
+    """The `ReduceScatter` of a sum that its gather scales to a mean over active workers.
+
+    *asks*: the exchange of active workers travels in it.
+    """
 
     def __init__(
         self,
@@ -235,8 +242,8 @@ class _ScatteredMean:
     def gather(self) -> Pending:
         if self._gathered:
             raise UsageError(
-                "gather() of a mean was called before: a mean is gathered once; wait for the "
-                "Pending that the first call gave"
+                "gather() of a mean was called twice: expected one call. Wait for the "
+                "Pending that the first call returned"
             )
         self._gathered = True
         pending = self._scattered.gather()
@@ -246,7 +253,7 @@ class _ScatteredMean:
 
 
 class _GroupMean:
-    """The `Pending` of a sum within a group, and then the mean of those of it who train."""
+    """The `Pending` of a sum within a group, scaled to the mean over its active workers."""
 
     __slots__ = ("_buffer", "_pending", "_vote")
 
@@ -260,7 +267,7 @@ class _GroupMean:
         if not self._vote.is_sent:
             raise UsageError(
                 "a mean within a group was waited for before the last bucket of its step "
-                "was delivered: who takes part in it is known only then. Wait in "
+                "was delivered: its active workers are known only then. Wait in "
                 "backward_ended, or later"
             )
         pending, self._pending = self._pending, None
@@ -270,18 +277,18 @@ class _GroupMean:
             self._buffer.mul_(self._vote.factor)
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
-        """Refused, as for a mean of all."""
+        """Refused, as for a mean over all workers."""
         raise UsageError(_THEN)
 
 
 _THEN = (
-    "then() of a mean: who takes part in it is known only when the backward pass has "
-    "ended; wait for it, or chain sums of `Run.comm`"
+    "then() of a mean: its active workers are known only when the backward pass has "
+    "ended. Wait for the mean, or chain sums of `Run.comm`"
 )
 
 
 class ScaledPending:
-    """The `Pending` of a sum that becomes a mean once its participants are known."""
+    """The `Pending` of a sum that is scaled to a mean once active workers are known."""
 
     __slots__ = ("_buffer", "_equally", "_kept", "_participation", "_pending")
 
@@ -304,7 +311,7 @@ class ScaledPending:
         self._pending = None
         participation = self._participation
         participation.resolve()
-        if self._kept is not None and participation.nobody_takes_part:
+        if self._kept is not None and participation.none_are_active:
             self._buffer.copy_(self._kept)
             return
         factor = participation.factor(self._equally)
@@ -312,5 +319,5 @@ class ScaledPending:
             self._buffer.mul_(factor)
 
     def then(self, work: Callable[[], Pending | None]) -> Pending:
-        """Refused: a mean is whole only once all of its round is in."""
+        """Refused: the mean needs the round's active workers, which are known later."""
         raise UsageError(_THEN)

@@ -14,12 +14,12 @@ from paceline.interfaces import Comm, Runtime
 from paceline.interfaces.buckets import by_kind, flatten, unflatten_into
 
 MOST_GATHERED = 64 * 1024 * 1024
-"""Bytes that a rank tells all others in one piece."""
+"""Largest number of bytes that a rank may send to all others in one message."""
 
 T = TypeVar("T")
 
 PIECE_BYTES = 25 * 1024 * 1024
-"""Tensors travel in pieces of about this size: bounds the copy's memory."""
+"""Tensors are sent in pieces of about this size, in bytes: this bounds the copy's memory."""
 
 
 def broadcast_tensors(
@@ -50,9 +50,10 @@ def average_tensors(
 
 
 def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
-    """Every rank's bytes, in rank order: data, where torch's object collectives would
-    unpickle what comes. Collective over the default group. Raises `UsageError`, on all ranks, where
-    one has more than `MOST_GATHERED`: others would have to make room for it.
+    """Gather every rank's bytes, in rank order. Collective over the default group.
+
+    Unlike torch's object collectives it unpickles nothing. Raises `UsageError` on all ranks if one
+    has more than `MOST_GATHERED` bytes: the others would have to allocate memory for them.
     """
     ranks = dist.get_world_size()
     sizes = torch.empty(ranks, dtype=torch.int64, device=device)
@@ -60,7 +61,7 @@ def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
     longest = int(sizes.max())
     if longest > MOST_GATHERED or int(sizes.min()) < 0:
         raise UsageError(
-            f"rank {int(sizes.argmax())} has {longest} bytes to tell all others: expected at "
+            f"rank {int(sizes.argmax())} sends {longest} bytes to all others: expected at "
             f"most {MOST_GATHERED}"
         )
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
@@ -77,7 +78,7 @@ def gather_bytes(own: bytes, device: torch.device) -> list[bytes]:
 
 
 class _Failure(msgspec.Struct, frozen=True, array_like=True):
-    """An error on a rank, if any; *usage*: it was a `UsageError`."""
+    """An error on a rank, if any. *usage*: it was a `UsageError`."""
 
     failed: bool = False
     usage: bool = False
@@ -87,8 +88,8 @@ class _Failure(msgspec.Struct, frozen=True, array_like=True):
 def run_on_all(runtime: Runtime, what: str, action: Callable[[], T]) -> T:
     """Run *action* on every worker, and return its result when all have run it. Collective.
 
-    Where it fails on one worker, all raise: no worker is left alone in the next collective.
-    Where workers meet only at their servers, each runs it by itself.
+    If it fails on one worker, all raise, so that no worker is alone in the next collective. If
+    workers communicate only through servers, each runs it by itself.
 
     Args:
         runtime: This worker's.
@@ -124,7 +125,7 @@ def run_on_all(runtime: Runtime, what: str, action: Callable[[], T]) -> T:
 
 
 def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Lists of *tensors* of one kind, each of about `PIECE_BYTES`."""
+    """Split *tensors* into lists of one kind, each of about `PIECE_BYTES` bytes."""
     for group in by_kind(tensors):
         piece: list[torch.Tensor] = []
         size = 0

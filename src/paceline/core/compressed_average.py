@@ -36,9 +36,9 @@ from paceline.interfaces.buckets import stand_in_for, stands_in, wire_bytes, wir
 
 
 class CompressedAverage:
-    """One worker's averages through the training's compressor, with its state by tensor name.
+    """One worker's averages through the training's compressor. Holds its state by tensor name.
 
-    Listeners learn what was compressed and decompressed, see `Compute.compressed`.
+    Listeners get a call for each compression and decompression, see `Compute.compressed`.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -50,7 +50,7 @@ class CompressedAverage:
         self._legs: dict[Any, Sequence[Leg]] = {}
         self._early: dict[Any, Sequence[tuple[int, Sequence[Leg]]]] = {}
         self._sums: Counter[str] = Counter()
-        """Of each stand-in, which has no state that counts them."""
+        """Number of sums of each stand-in by name: stand-ins have no state that counts them."""
         self.was_used = False
         """Whether anything was sent through it."""
 
@@ -63,9 +63,11 @@ class CompressedAverage:
         *,
         counts: bool = False,
     ) -> Pending | None:
-        """*buffer* (this worker's share) becomes its sum over *comm*; it consists of *parts*
-        with these *names*. *counts*: also that of a worker that is out of data, whose share
-        is zero where it has none. Returns None where the compressor has nothing to send."""
+        """Replace *buffer*, this worker's share, by its sum over *comm*.
+
+        *buffer* consists of *parts* with these *names*. *counts*: this worker's share counts, even
+        if it is out of data. Returns None if the compressor has nothing to send.
+        """
         self.was_used = True
         for name in names:
             # Wait for this tensor's earlier compression, which leaves the state for the next
@@ -85,8 +87,10 @@ class CompressedAverage:
         return pending
 
     def benchmark(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
-        """The same, of a *buffer* whose contents do not matter, as of one large matrix: it
-        leaves no state, and what is different in first steps is left out."""
+        """Sum *buffer* as one large matrix, only to time it.
+
+        It leaves no state, and compresses as in steady state.
+        """
         steady = self.compression.steady_state()
         parts = [buffer] if stands_in(buffer) else _as_matrix(buffer)
         states = [steady.init_state(part, "", self._rank) for part in parts]
@@ -100,14 +104,14 @@ class CompressedAverage:
         states: Sequence[State],
         earlier: int | None,
         compression: GradientCompression | None = None,
-    ) -> _Decoded | None:
-        """*earlier*: sums of a stand-in before this one; None: long after its first steps."""
+    ) -> _DecompressedSum | None:
+        """Start the sum. *earlier*: a stand-in's number of sums before this one; None: steady state."""
         compression = compression or self.compression
         size = wire_bytes(buffer)
         legs: Sequence[Leg] | None = None
         if stands_in(buffer):
             legs = self._traffic(buffer, parts, comm.size, earlier)
-            rounds = _summed_in(legs, buffer, comm.size)
+            rounds = _sum_stand_in(legs, buffer, comm.size)
         else:
             place = RankInfo(comm.rank, comm.size)
             rounds = compression.average(parts, states, place)
@@ -115,7 +119,7 @@ class CompressedAverage:
         pending = _Chain(rounds, comm, legs).begin()
         if pending is None:
             return None
-        return _Decoded(
+        return _DecompressedSum(
             pending, lambda: self._charge(compression, comm.size, size, "decode")
         )
 
@@ -126,14 +130,14 @@ class CompressedAverage:
         workers: int,
         earlier: int | None,
     ) -> Sequence[Leg]:
-        """What the tensors take that *parts* stand for."""
+        """The collectives, with bytes, of the tensors that *parts* stand in for."""
         if not all(map(stands_in, parts)):
             parts = [buffer]
         shapes = tuple(wire_shape(part) for part in parts)
         key = shapes, parts[0].dtype, workers
         if key not in self._legs:
             code = self.compression.code
-            self._early[key] = code.warm_up_wire_bytes(*key)
+            self._early[key] = code.warmup_wire_bytes(*key)
             self._legs[key] = code.steady_state().wire_bytes(*key)
         if earlier is not None:
             for steps, legs in self._early[key]:
@@ -148,9 +152,9 @@ class CompressedAverage:
             return {}
         if not name:
             raise UsageError(
-                f"compression {self.compression.name!r} keeps something of each tensor from "
-                "step to step, and this method sends parts of buckets, which change: take "
-                "one without state (bf16, fp16, int8), or bsp"
+                f"compression {self.compression.name!r} has a state for each tensor, and this "
+                "method sends parts of buckets, which change from step to step. Use a "
+                "compressor without state (bf16, fp16, int8), or bsp"
             )
         if name not in self.states:
             self.states[name] = self.compression.init_state(part, name, self._rank)
@@ -166,7 +170,7 @@ class CompressedAverage:
 
 
 def _share_common(fresh: State, kept: State) -> None:
-    """What is common in *fresh* becomes that in *kept*: the same object."""
+    """Put the common state of *kept* into *fresh*, as the same object."""
     for key, value in fresh.items():
         if key == COMMON:
             fresh[key] = kept[key]
@@ -175,15 +179,14 @@ def _share_common(fresh: State, kept: State) -> None:
 
 
 def _as_matrix(buffer: torch.Tensor) -> list[torch.Tensor]:
-    """The same memory as a square, and what is over."""
+    """Views of *buffer*: a square matrix, and the remaining elements if there are any."""
     side = math.isqrt(buffer.numel())
     square, rest = buffer[: side * side], buffer[side * side :]
     return [square.view(side, side), *([rest] if rest.numel() else [])]
 
 
-def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Rounds:
-    """*buffer*, which stands for a larger one, becomes its sum in collectives like these
-    *legs*."""
+def _sum_stand_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Rounds:
+    """Sum *buffer*, a stand-in for a larger one, with the collectives that *legs* lists."""
     total: torch.Tensor | None = None
     for leg in legs:
         answer: torch.Tensor
@@ -199,8 +202,7 @@ def _summed_in(legs: Sequence[Leg], buffer: torch.Tensor, workers: int) -> Round
 
 
 class _Chain:
-    """One sum under way. *legs*: what its rounds are to count as on the network, where the
-    gradient stands for a larger one."""
+    """One sum in flight. *legs*: the size on the network of each round, if the gradient is a stand-in."""
 
     def __init__(self, rounds: Rounds, comm: Comm, legs: Sequence[Leg] | None) -> None:
         self._rounds, self._comm = rounds, comm
@@ -224,7 +226,7 @@ class _Chain:
         return self._next(lambda: self._rounds.send(result))
 
     def _send(self, message: Request) -> Pending:
-        code = self._counting_as(message.code)
+        code = self._with_wire_size(message.code)
         if isinstance(message, Sum):
             self._result = code
             return self._comm.all_reduce(code, "sum")
@@ -239,14 +241,14 @@ class _Chain:
             return self._comm.all_gather(everyone, code)
         return self._comm.all_to_all(everyone, code)
 
-    def _counting_as(self, code: torch.Tensor) -> torch.Tensor:
+    def _with_wire_size(self, code: torch.Tensor) -> torch.Tensor:
         if self._legs is None:
             return code
         return stand_in_for(round(next(self._legs).size), code)
 
 
-class _Decoded:
-    """The `Pending` of a sum, which takes the time of decoding once it is in."""
+class _DecompressedSum:
+    """The `Pending` of a compressed sum. Its wait takes the time of decompression, too."""
 
     __slots__ = ("_at_end", "_pending")
 
@@ -254,7 +256,7 @@ class _Decoded:
         self._pending, self._at_end = pending, [charge]
 
     def settles(self, under_way: dict[str, Pending], names: Sequence[str]) -> None:
-        """What is *under_way* under these *names* is this one, until it has been waited for."""
+        """Enter this sum into *under_way* under these *names*, until it has been waited for."""
         under_way |= dict.fromkeys(names, self)
 
         def settle() -> None:

@@ -19,21 +19,21 @@ from paceline.interfaces import Bucket, Method, Rounds, Runtime
 
 @dataclass
 class ActiveWorkers:
-    """Who trains, as one worker knows it.
+    """The active workers, as one worker knows them.
 
-    `Participation` and its like keep *participants*, *left_before_step* and *anyone_active*
-    equal on all ranks.
+    The classes of `paceline.core.participation` keep *participants*, *left_before_step* and
+    *anyone_active* equal on all ranks.
     """
 
     size: int
     weight: float
-    """This worker's part in a mean of gradients."""
+    """This worker's weight in a mean of gradients."""
     active: bool = True
     """Whether this worker has data."""
     participants: Sequence[int] = ()
     """Ranks that took part in the last round."""
     left_before_step: list[int] = field(default_factory=list)
-    """Of the others those that have left between ``backward()`` and ``step()``."""
+    """Other ranks that have left between ``backward()`` and ``step()``."""
     anyone_active: bool = True
     """Whether any rank had data in the last round."""
     step_pending: bool = False
@@ -55,7 +55,7 @@ class TrainingContext:
     """Everything that the parts of one worker's training share.
 
     *parameters* are the trainable ones with their names, in registration order. *optimizer* is
-    the user's. *number*: of this training among those of the script.
+    the user's. *number* counts the script's trainings.
     """
 
     runtime: Runtime
@@ -69,13 +69,16 @@ class TrainingContext:
     number: int = 0
     listeners: StepListeners = field(default_factory=StepListeners)
     buckets: list[Bucket] = field(default_factory=list)
-    """The gradient in flat buffers, in the order of delivery: another list when they are rebuilt."""
+    """The gradient in flat buffers, in the order of delivery. Rebuilding makes a new list."""
     step: int = 0
-    """The number of the step under way."""
+    """The number of the current step."""
     evaluating: bool = False
-    """Whether the script is inside `consolidated`: what it writes there is taken back."""
+    """Whether the script is inside `consolidated`: changes made there are undone."""
     failure: str = ""
-    """The first error that has left the ranks out of step, or nothing: `finish` only reports it."""
+    """The first error after which ranks may be at different steps; empty if there is none.
+
+    `finish` then only reports it.
+    """
     workers: ActiveWorkers = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,12 +89,12 @@ class TrainingContext:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter is."""
+        """The device of the first parameter."""
         return self.parameters[0][1].device
 
     @property
     def forms_means(self) -> bool:
-        """Whether workers form the mean gradient: then buckets hold this worker's share of it."""
+        """Whether workers form the mean gradient. Then buckets hold this worker's share of it."""
         method = self.method
         return method.visible_gradient == "mean" or method.updates_on == "method"
 
@@ -107,17 +110,17 @@ class TrainingContext:
 
     @property
     def waits_in_forward(self) -> bool:
-        """Whether the method waits for means when something uses them, not where backward ends."""
+        """Whether the method waits for means at their first use, not at the end of backward."""
         return getattr(self.method, "waits_in_forward", False)
 
     def fail(self, message: str) -> GradientError:
-        """Make the error to raise; after it the ranks may be out of step."""
+        """Record an error after which ranks may be at different steps, and return it to be raised."""
         error = GradientError(message)
         self.failure = _describe(error)
         return error
 
     def record_failure(self, error: BaseException) -> None:
-        """Note that *error* is about to reach the script."""
+        """Record that *error* is about to reach the script."""
         self.failure = self.failure or _describe(error)
 
     def report(self, sentence: str) -> None:

@@ -73,7 +73,7 @@ def distribute(
             them from times measured in the first steps, and keeps the plan if a trial is faster
             than DDP's buckets. Others are ``"ddp"``, ``"single"``, ``"wfbp"``, ``"mg-wfbp"``, and
             bucket lengths in tensors, such as ``"3+5+2"``. Measured plans differ from run to run,
-            and so does the order of sums on three workers or more: take a fixed rule for
+            and so does the order of sums on three workers or more: use a fixed rule for
             bit-equal runs.
         buffers: Once a step, the model's buffers (BatchNorm's statistics) become rank 0's
             (``"rank0"``, as under DDP), or stay each rank's own (``"local"``).
@@ -85,10 +85,11 @@ def distribute(
             and parameter changes where workers average models (docs/reference/compressors.md). A name
             (``"bf16"``), a spec (``"int8:error_feedback=true"``), or a compressor object. An object
             has the error feedback that its name has by default: ``GradientCompression(TopK())`` has
-            none, and ``GradientCompression(Int8(), error_feedback=True)`` has it. The default is ``"none"``, except for methods with a
-            compression of their own. A worker alone sends nothing, and compresses nothing.
+            none, and ``GradientCompression(Int8(), error_feedback=True)`` has it. The default is
+            ``"none"``, except for methods with a default compression. A single worker does not
+            compress.
         servers: Where servers run: ``"embedded"`` (one beside rank 0), ``"per-node"``,
-            ``"dedicated"`` (on hosts of their own), ``"auto"`` (dedicated where there are any, else
+            ``"dedicated"`` (on separate hosts), ``"auto"`` (dedicated if there are any, else
             embedded), or ``"HOST:PORT+HOST:PORT"``.
         sampler: Weight each worker's gradient by the samples in its batch. The script runs one
             backward pass per batch of the sampler.
@@ -96,15 +97,15 @@ def distribute(
             ``torch.nn.utils.clip_grad_norm_`` does. ``paceline list methods`` says which gradient is
             clipped: the mean, or each worker's own before it is sent. In the second case nothing
             is sent before backward has ended.
-        replies: What servers that update answer to compressed pushes: the parameters (``"full"``), or
-            compressed ``"deltas"`` from what each worker holds, of which they keep a copy.
+        replies: Reply of servers to compressed pushes: the parameters (``"full"``), or compressed
+            differences from each worker's parameters (``"deltas"``), of which they keep a copy.
 
     Returns:
         The optimizer, wrapped: `DistributedOptimizer`.
 
     Raises:
         UsageError: The arguments do not go together, or cannot work here.
-        ModelMismatchError: On every rank, where models or options differ between ranks.
+        ModelMismatchError: Models or options differ between ranks. Raised on every rank.
 
     Example:
         ::

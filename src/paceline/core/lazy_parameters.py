@@ -1,4 +1,4 @@
-"""Tells a method that the script is about to use parameters, or gradients under way."""
+"""Calls a method's hook before the script uses parameters, or gradients that are in flight."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ READS_ITS_CHILDREN: tuple[type[torch.nn.Module], ...] = (torch.nn.MultiheadAtten
 class LazyParameters:
     """Calls the method's *before_use* with a bucket before anything uses one of its parameters.
 
-    That is once between two updates. Listeners are told of each parameter by itself. A module's
-    call is a use of its own parameters; the tensor itself notifies of any other
-    (`notify_before_use`). Where it cannot (a class of its own, code that was compiled whole), its
-    bucket counts as used at once. Where the method waits in forward, uses of gradients in
-    ``.grad`` count, too, from the end of backward.
+    It is called once per bucket between two updates; listeners get each parameter. The call of a
+    module uses its own parameters. The tensor itself reports any other use (`notify_before_use`).
+    If it cannot (a tensor subclass, or a model that was compiled whole), its bucket counts as used
+    at once. If the method waits in forward, uses of ``.grad`` count too, from the end of backward.
     """
 
     def __init__(
@@ -40,16 +39,18 @@ class LazyParameters:
         self._context, self._reducer, self._hooks = context, reducer, hooks
         self._parameters = parameters = [p for _, p in context.parameters]
         self._index = {id(parameter): i for i, parameter in enumerate(parameters)}
-        self._told: set[int] = set()
-        """Buckets that the method was told of."""
+        self._reported: set[int] = set()
+        """Buckets that the hook was called with."""
         self._used: set[int] = set()
         self._unseen: set[int] = set()
-        self._tells = self._watches = True
-        self._awaits_step = False  # gradients were sent, and no update has followed yet
+        self._reports = self._watches = True
+        self._awaits_step = (
+            False  # gradients were sent, and the update has not followed
+        )
         self.used_since_backward = True
         """Whether anything was used since the last backward pass."""
         self._blind: set[int] = set()
-        """Parameters whose use nothing tells in time: by id."""
+        """Ids of the parameters whose use is not reported in time."""
         self._handles = []
         for module in context.model.modules():
             deep = isinstance(module, READS_ITS_CHILDREN) or is_compiled_whole(module)
@@ -61,9 +62,11 @@ class LazyParameters:
                 self._handles.append(module.register_forward_pre_hook(hook))
 
     def reset(self, watch: bool = True) -> None:
-        """An update has changed the parameters, or is about to: the next use counts again.
-        Without *watch* only modules' calls count, and no tensor notifies."""
-        self._told.clear()
+        """Start anew at an update: the next use of each parameter counts again.
+
+        Without *watch* only calls of modules count, and tensors report no use.
+        """
+        self._reported.clear()
         self._used.clear()
         self._unseen.clear()
         self._watches = watch
@@ -76,23 +79,23 @@ class LazyParameters:
             self._watch_gradients()
 
     def backward_ended(self) -> None:
-        """Gradients are under way: who looks at them waits for them."""
-        self._told.clear()
+        """Watch ``.grad``: gradients are in flight, and a use of them must wait."""
+        self._reported.clear()
         self._watch_gradients()
         self._awaits_step, self.used_since_backward = True, False
 
     def backward_begins(self) -> None:
-        """Gradients are about to come: reports the use of all parameters that were not used yet."""
+        """Report all parameters that were not used yet, before gradients arrive."""
         if self._watches and len(self._used) < len(self._parameters):
             self._unseen = {
                 index
                 for index, parameter in enumerate(self._parameters)
                 if index not in self._used
-                and self._bucket(parameter).index not in self._told
+                and self._bucket(parameter).index not in self._reported
             }
             for parameter in self._parameters:
                 stop_notifying(parameter)
-        self._tell_all()
+        self._report_all()
 
     @property
     def some_unseen(self) -> bool:
@@ -100,12 +103,11 @@ class LazyParameters:
         return bool(self._unseen)
 
     def was_unseen(self, index: int) -> bool:
-        """Whether nothing has told, in this step, that parameter number *index* would be
-        used, when its gradient came."""
+        """Whether parameter number *index* has a gradient although no use was reported in this step."""
         return index in self._unseen
 
     def detach(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -120,7 +122,7 @@ class LazyParameters:
             if torch.compiler.is_compiling():
                 return  # part of a compiled module, whose hook has run already
             if self._awaits_step:  # a skipped step: gradients add up
-                self._tell_all()
+                self._report_all()
             self.used_since_backward = True
             for parameter in own:
                 self._parameter_is_used(parameter)
@@ -129,17 +131,17 @@ class LazyParameters:
 
     def _watch_gradients(self) -> None:
         for bucket in self._context.buckets:
-            tell = partial(self._gradient_is_used, bucket)
+            report = partial(self._gradient_is_used, bucket)
             for view in bucket.views:
-                notify_before_use(view, tell)
+                notify_before_use(view, report)
 
     def _gradient_is_used(self, bucket: Bucket, view: torch.Tensor) -> None:
-        if self._tells:
+        if self._reports:
             stop_notifying(view)
-            self._tell_of(bucket)
+            self._report(bucket)
 
     def _parameter_is_used(self, parameter: torch.Tensor) -> None:
-        if not self._tells:
+        if not self._reports:
             return  # the method itself uses it, in *before_use*
         stop_notifying(parameter)
         self.used_since_backward = True
@@ -148,7 +150,7 @@ class LazyParameters:
             return
         self._used.add(index)
         self._context.listeners.used(index)
-        self._tell_of(self._bucket(parameter))
+        self._report(self._bucket(parameter))
         self._context.listeners.usable()
 
     def _bucket(self, parameter: torch.Tensor) -> Bucket:
@@ -156,18 +158,18 @@ class LazyParameters:
         assert bucket is not None, "it is trained"
         return bucket
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         for bucket in self._context.buckets:
-            self._tell_of(bucket)
+            self._report(bucket)
 
-    def _tell_of(self, bucket: Bucket) -> None:
-        if bucket.index in self._told:
+    def _report(self, bucket: Bucket) -> None:
+        if bucket.index in self._reported:
             return
-        self._told.add(bucket.index)
+        self._reported.add(bucket.index)
         for view in bucket.views:
             stop_notifying(view)
-        self._tells = False
+        self._reports = False
         try:
             self._hooks.call("before_use", bucket)
         finally:
-            self._tells = True
+            self._reports = True

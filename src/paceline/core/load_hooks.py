@@ -1,9 +1,9 @@
 """Loads and other writes into a model whose parameters servers hold.
 
-``load_state_dict``, of the model or of the optimizer, is noticed. It takes effect for all workers when
-all active workers have called it: each waits for the others at its next forward pass with gradients, or
-before, in `paceline.load`. A restarted worker runs its script from the top, and would load a state that
-the job has long left behind: its loads before its first step are ignored.
+Hooks notice ``load_state_dict`` of the model or the optimizer. It takes effect for all workers when
+all active workers have called it: each waits for the others at its next forward pass with
+gradients, or in `paceline.load`. A restarted worker runs its script from the start, and would load
+an old state. So its loads before its first step are ignored.
 
 Any other write into parameters between steps is refused: the next reply of a server would overwrite it.
 """
@@ -22,16 +22,15 @@ from paceline.parameter_server.client.remote_model import RemoteModel
 from paceline.torch_internals import Uncopied
 
 IGNORED = (
-    "paceline: worker {rank} was started again and has joined a job that goes on: what its "
-    "script loads before its first step is not used, and it trains on with the servers' "
-    "parameters"
+    "paceline: worker {rank} was restarted while the job continued: what its script loads "
+    "before its first step is ignored, and it continues with the servers' parameters"
 )
 
 
 class LoadTracker:
-    """Notices what the script loads into one worker's model and optimizer.
+    """Notices the script's loads into one worker's model and optimizer.
 
-    *remote* has the parameters on their servers. *hooks* are the method's.
+    *remote* gives access to the parameters on their servers. *hooks* are the method's.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class LoadTracker:
         ]
 
     def detach(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -60,16 +59,18 @@ class LoadTracker:
 
     @property
     def state(self) -> dict[torch.Tensor, dict[str, Any]] | None:
-        """The optimizer's, where it was loaded, and is not on the servers yet."""
+        """The optimizer state that was loaded, and is not on the servers yet."""
         return self._state
 
     def take_state(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """The script has loaded the optimizer's state."""
+        """Note an optimizer state that the script has loaded."""
         self._state = state
 
     def before_step(self) -> None:
-        """A step begins: all go on from what was loaded. Raises `UsageError` where the
-        script has written into parameters otherwise."""
+        """Begin a step: all workers continue from loaded state.
+
+        Raises `UsageError` if the script has written into parameters in another way.
+        """
         if self.is_due:
             self.complete()
         else:
@@ -77,18 +78,21 @@ class LoadTracker:
         self._has_trained = True
 
     def before_update(self) -> None:
-        """Raise `UsageError` where the script has loaded or written since the step began:
-        what it computed with is on its way."""
+        """Raise `UsageError` if the script has loaded or written parameters since the step began.
+
+        Gradients of the former parameters were already sent.
+        """
         if self.is_due:
             raise UsageError(
-                "load_state_dict between forward and step(): the gradients of what was "
-                "there before are on their way; load after step()"
+                "load_state_dict between forward and step(): the gradients of the former "
+                "parameters were already sent. Load after step()"
             )
         self._remote.partition.check_unwritten(self._method)
 
     def complete(self, whole: bool = False) -> bool:
-        """Give all workers the loaded state, or the state of model and optimizer as a *whole*; return whether it
-        was used. Collective over the active workers.
+        """Give all workers the loaded state. Collective over the active workers.
+
+        *whole*: the whole state of model and optimizer. Returns whether it was used.
         """
         state, self._state = self._state, None
         new, self._model_is_new = self._model_is_new or whole, False
@@ -106,7 +110,7 @@ class LoadTracker:
 
     @property
     def is_late_joiner(self) -> bool:
-        """Whether this worker has come back to a job that goes on, and has not trained since."""
+        """Whether this worker was restarted while the job continued, and has not trained since."""
         return self._remote.synchronizer.is_late_joiner and not self._has_trained
 
     def _noticed(self, *_: object) -> None:

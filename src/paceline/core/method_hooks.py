@@ -14,8 +14,10 @@ DECLARED = ("name", "rounds", "updates_on", "visible_gradient", "clips", "start"
 
 
 def check_declared(method: Method) -> None:
-    """Raise `UsageError` for a method that does not declare all that training has to know, or
-    that has hooks itself, where no one calls them."""
+    """Check that a method declares all required attributes, and has no hooks itself.
+
+    Raises `UsageError` otherwise: only hooks of the method's worker are called.
+    """
     hooks = [name for name, _ in _public(type(method)) if name in HOOKS]
     if hooks:
         raise UsageError(
@@ -26,13 +28,13 @@ def check_declared(method: Method) -> None:
     if missing:
         raise UsageError(
             f"method {type(method).__name__} does not declare {', '.join(missing)}: "
-            "expected class variables or properties of these names, and a function "
-            "start(run) (paceline.interfaces.Method says what they mean)"
+            "expected class variables or properties with these names, and a function "
+            "start(run). paceline.interfaces.Method documents them"
         )
 
 
 def check_symmetric(method: Method) -> None:
-    """Raise `UsageError` unless *method* declares that all workers have equal parts in it."""
+    """Raise `UsageError` unless *method* declares that all workers send alike."""
     if not getattr(method, "symmetric", False):
         raise UsageError(
             f"representatives with method {method.name!r}: it does not declare symmetric = True, so "
@@ -41,8 +43,10 @@ def check_symmetric(method: Method) -> None:
 
 
 def check_hooks(method: Method, worker: object) -> None:
-    """Raise `UsageError` for a public function of *worker* that is no hook, or that has other
-    arguments than the hook: it would never be called, or fail in the middle of a step."""
+    """Check that each public function of *worker* is a hook and has the hook's arguments.
+
+    Raises `UsageError` otherwise: it would never be called, or fail during a step.
+    """
     kind = type(worker).__name__
     for name, function in _public(type(worker)):
         if name not in HOOKS:
@@ -57,7 +61,7 @@ def check_hooks(method: Method, worker: object) -> None:
         except TypeError:
             raise UsageError(
                 f"method {method.name!r}: the hook {kind}.{name}"
-                f"{inspect.signature(function)} has other arguments than training gives it. "
+                f"{inspect.signature(function)} has other arguments than expected. "
                 f"{_how_to_write(name)}"
             ) from None
 
@@ -71,13 +75,13 @@ def _public(cls: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 def _how_to_write(hook: str) -> str:
     names = ", ".join(inspect.signature(getattr(WorkerHooks, hook)).parameters)
     return (
-        f"Write it as def {hook}({names}): a worker keeps the run and all else that it needs "
-        "as attributes"
+        f"Write it as def {hook}({names}); the worker keeps the run and all its state in "
+        "attributes"
     )
 
 
 class MethodHooks:
-    """The hooks of a method's worker in one training, which *run* is its view of."""
+    """The hooks of a method's worker in one training. The worker sees the training as *run*."""
 
     def __init__(self, context: TrainingContext, run: Run) -> None:
         self._context, self._method, self._run = context, context.method, run
@@ -86,9 +90,9 @@ class MethodHooks:
             context.method, "consolidates_together", False
         )
         self.worker: Any = None
-        """The method's, from `begin` on."""
+        """The method's worker, after `begin`."""
         self.is_loaded = False
-        """Whether the script has loaded parameters, and the method was not told."""
+        """Whether the script has loaded parameters since the method's last hook."""
 
     def begin(self) -> None:
         """Make the method's worker. Collective."""
@@ -102,15 +106,14 @@ class MethodHooks:
         return name in self._hooks
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """Call a hook that the worker has and that changes nothing: training can go on
-        after its errors."""
-        self._tell_of_load()
+        """Call a defined hook that changes nothing: training can continue after its errors."""
+        self._report_load()
         return self._hooks[name](*arguments)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call a hook, if the worker has it; returns what it returns."""
+        """Call a hook, if the worker defines it, and return its result."""
         if name not in ("parameters_replaced", "load_state"):
-            self._tell_of_load()
+            self._report_load()
         hook = self._hooks.get(name)
         if hook is None:
             return None
@@ -120,7 +123,7 @@ class MethodHooks:
             self._context.record_failure(error)
             raise
 
-    def _tell_of_load(self) -> None:
+    def _report_load(self) -> None:
         if self.is_loaded:
             self.is_loaded = False
             self.call("parameters_replaced")

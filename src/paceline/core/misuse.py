@@ -1,7 +1,7 @@
 """Finds silent mistakes: scripts that train wrongly without an error.
 
-- Two tools that average gradients make 1/n of the average, and parameters that are spread over ranks
-  have none: `check_not_parallel`, `check_not_inside_ddp`.
+- If another tool averages gradients too, a step uses 1/n of the average. Parameters that are
+  sharded over ranks cannot be averaged: `check_not_parallel`, `check_not_inside_ddp`.
 - Workers that all train on the same data do the work of one: `SameDataCheck`.
 - A change of a gradient that was already sent reaches no other worker: `SentGradientCheck`.
 """
@@ -28,19 +28,22 @@ SAME_DATA_STEPS = 3
 """The gradient must equal the mean in this many steps before `SameDataCheck` warns."""
 
 MOST_SAME_DATA_STEPS = 10
-"""`SameDataCheck` gives up after this many steps of gradients that tell nothing (zeros, one
-number)."""
+"""`SameDataCheck` stops after this many steps if gradients are all alike, such as zeros."""
 
 SAMPLE = 64
 """Numbers of a gradient that `SameDataCheck` compares."""
 
 DIFFERENT = 8
-"""How many of them must differ from each other: models that were made to be timed have gradients
-that do not depend on any data."""
+"""Number of them that must differ from each other.
+
+Models that only serve to measure times have gradients that do not depend on data.
+"""
 
 SUMMED_STEPS = 8
-"""`SentGradientCheck` sums contents up in the first steps, and for this many after a write. Later
-it takes every write for a change."""
+"""`SentGradientCheck` compares contents in this many first steps, and in as many after a write.
+
+Later it counts every write as a change.
+"""
 
 
 def check_not_parallel(model: torch.nn.Module) -> None:
@@ -53,8 +56,8 @@ def check_not_parallel(model: torch.nn.Module) -> None:
                 raise UsageError(
                     f"the model given to distribute is sharded: {what} under {tool}, so each "
                     "rank holds a part of its parameters, and distribute averages gradients of "
-                    f"whole models that every rank holds. Leave {tool} out; a model that one "
-                    f"device has no room for trains under {tool} alone, without distribute"
+                    f"whole models that every rank holds. Leave {tool} out; a model that does "
+                    f"not fit one device trains under {tool} alone, without distribute"
                 )
             raise UsageError(
                 f"the model given to distribute is made parallel twice: {what} under "
@@ -71,8 +74,10 @@ def check_not_parallel(model: torch.nn.Module) -> None:
 
 
 def check_not_inside_ddp(model: torch.nn.Module) -> None:
-    """Raise `UsageError` if this forward pass of *model* runs inside that of a
-    DistributedDataParallel which averages its gradients."""
+    """Raise `UsageError` if DistributedDataParallel runs this forward pass of *model*.
+
+    It would average the gradients, too.
+    """
     ddp = active_ddp()
     if ddp is None:
         return
@@ -81,16 +86,16 @@ def check_not_inside_ddp(model: torch.nn.Module) -> None:
         raise UsageError(
             "the model given to distribute runs inside DistributedDataParallel, which "
             "averages its gradients too: a step would use 1/n of the mean. Call the plain "
-            "model (model, not ddp_model), and leave DDP out; trainers that wrap models "
-            "by themselves (Hugging Face's Trainer, Accelerate's prepare) are told not to"
+            "model (model, not ddp_model), and leave DDP out. Switch it off in trainers that "
+            "wrap models themselves (Hugging Face's Trainer, Accelerate's prepare)"
         )
 
 
 class SameDataCheck:
-    """Warns once if all workers train on the same data, as a script for one process does on each.
+    """Warns once if all workers train on the same data, as after an unchanged single-process script.
 
-    Rank 0 compares its own gradient with the mean in the first steps, from what it sends and
-    receives anyway. Later steps cost nothing.
+    Rank 0 compares its own gradient with the mean in the first steps, without any extra message.
+    Later steps cost nothing.
     """
 
     def __init__(self, context: TrainingContext, reducer: Reducer) -> None:
@@ -107,7 +112,7 @@ class SameDataCheck:
         self._equal = self._steps = 0
 
     def bucket_leaves(self, bucket: Bucket) -> None:
-        """*bucket* is about to be sent, with this rank's share of the mean in it."""
+        """Note this rank's own gradient in *bucket*, which is about to be sent."""
         if not self.watching:
             return
         largest = max(self._context.buckets, key=lambda one: one.buffer.numel())
@@ -116,7 +121,7 @@ class SameDataCheck:
             self._own = bucket.index, _sample(bucket) / share
 
     def means_are_there(self) -> None:
-        """The buckets hold means."""
+        """Compare the noted gradient with the mean that its bucket now holds."""
         if self._own is None:
             return
         workers = self._context.comm.size
@@ -142,7 +147,7 @@ class SameDataCheck:
 
 
 def _sample(bucket: Bucket) -> torch.Tensor:
-    """A copy of some numbers, from all over the bucket."""
+    """A copy of some numbers, evenly spread over the bucket."""
     flat = bucket.buffer
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -152,10 +157,10 @@ def _sample(bucket: Bucket) -> torch.Tensor:
 class SentGradientCheck:
     """Finds gradients that the script has changed between ``backward()`` and ``step()``.
 
-    A version counter only tells that something was written. ``clip_grad_norm_`` with a bound
-    above the norm writes the same values back, so contents are compared, too. Summing them up
-    costs about as much as a step of SGD (180 ms for 400 MiB on one core): this is done in the
-    first steps, and while the script writes.
+    torch's version counter only shows that something was written. ``clip_grad_norm_`` with a limit
+    above the norm writes the same values, so contents are compared, too. Their sums cost about as
+    much as a step of SGD (180 ms for 400 MiB on one core). So they are formed only in the first
+    steps, and while the script writes.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -166,7 +171,7 @@ class SentGradientCheck:
         self._has_warned = False
 
     def remember(self) -> None:
-        """The buckets have been sent as they are now."""
+        """Note the buckets' present contents, which were sent."""
         buckets = self._context.buckets
         self._versions = {b.index: version_of(b.buffer) for b in buckets}
         self._contents.clear()
@@ -180,15 +185,14 @@ class SentGradientCheck:
         if name is not None:
             raise self._context.fail(
                 f"the gradient of {name!r} (or of a tensor sent with it) was changed "
-                f"between backward() and step(): under {self._context.method.name} it is on its "
-                "way to the others by then, and a change reaches nobody. Clip with "
-                "distribute(clip_norm=...); without GradScaler; or use bsp, whose .grad "
-                "holds the mean"
+                f"between backward() and step(): under {self._context.method.name} it was "
+                "already sent, and the change reaches no other worker. Clip with "
+                "distribute(clip_norm=...), use no GradScaler, or use bsp, whose .grad holds "
+                "the mean"
             )
 
     def _first_changed(self, buckets: Sequence[Bucket]) -> str | None:
-        """The name of the first gradient that is not what was sent, or shares a bucket with one
-        that is not."""
+        """The name of the first gradient that has changed, or shares a bucket with a changed one."""
         written = False
         for bucket in buckets:
             for name, parameter, view in zip(
@@ -207,10 +211,10 @@ class SentGradientCheck:
             if not self._has_warned:
                 self._has_warned = True
                 self._context.report(
-                    "gradients were written to between backward() and step(), with the "
-                    "values that they had (clip_grad_norm_ does that while its bound is "
-                    "above the norm). They have been sent by then: a change is an error. "
-                    "To clip, distribute(clip_norm=...)"
+                    "gradients were written to between backward() and step(), without a "
+                    "change of values (clip_grad_norm_ does that while its limit is above the "
+                    "norm). They were already sent, so a change would be an error. To clip, "
+                    "use distribute(clip_norm=...)"
                 )
         return None
 
@@ -218,8 +222,8 @@ class SentGradientCheck:
 def _contents(buffer: torch.Tensor) -> torch.Tensor:
     """A fingerprint of a flat tensor's contents.
 
-    It holds the sum in words of eight bytes, the sum as numbers (changing all signs keeps the
-    former), and the bytes left over.
+    It holds the sum of the contents as words of eight bytes, the sum as numbers, and the remaining
+    bytes. A change of all signs does not change the first sum.
     """
     raw = buffer.detach().view(torch.uint8)
     words = raw.numel() // 8 * 8

@@ -13,11 +13,12 @@ from paceline.interfaces.buckets import flatten, unflatten_into
 
 
 class BufferSync:
-    """A model's buffers (BatchNorm statistics), made common to all ranks step by step.
+    """Makes a model's buffers (BatchNorm statistics) equal on all ranks in each step.
 
-    They are sent when a backward pass ends: forward passes are over then. So the model after a step, in an
-    evaluation on one rank alone too, is that with which the next step begins. They travel while the optimizer
-    steps, and are written into the model when no gradient can need the old ones.
+    They are sent at the end of a backward pass, when forward passes are over. So the model after a
+    step equals the model at the start of the next one, also in an evaluation on one rank. They
+    travel while the optimizer steps. They are written into the model when no gradient needs the old
+    ones any more.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class BufferSync:
 
     @property
     def has_any(self) -> bool:
-        """Whether anything is shared."""
+        """Whether any buffer is shared."""
         return bool(self._buffers)
 
     def start(self, source: int) -> None:

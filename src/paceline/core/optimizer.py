@@ -23,7 +23,7 @@ from paceline.torch_internals import inside_scaler, note_step
 class TrainingEnded(SystemExit):
     """Ends the script after ``--steps N``, with exit status 0, wherever the script loops.
 
-    ``finally`` blocks and exit handlers run. What follows the loop does not, unless the loop is one
+    ``finally`` blocks and exit handlers run. Code after the loop does not, unless the loop is one
     over `paceline.steps`, which ends by itself.
     """
 
@@ -37,26 +37,26 @@ class MethodSwitcher(Protocol):
         ...
 
     def switch_to(self, spec: str, *, together: bool = False) -> str:
-        """Train by *spec* from the next step on. Returns "", or why that is impossible here.
+        """Train by *spec* from the next step on. Returns "", or the reason why that is impossible.
 
-        Collective, between two steps. With *together* all workers take part, and know it; else
-        some may be out of data.
+        Collective, between two steps. *together*: all workers are active; otherwise some may be out
+        of data.
         """
         ...
 
     def after_step(self) -> None:
-        """A step has ended. Collective where the method switches now."""
+        """Called after each step. Collective if the method switches now."""
         ...
 
     def finish(self) -> None:
-        """This worker is out of data: take part in whatever the others switch to, to the end."""
+        """Called when this worker is out of data: take part in the others' switches to the end."""
         ...
 
 
 class ActiveTraining:
-    """The training that goes on under one `DistributedOptimizer`: a `TrainingStatus`.
+    """The present training of one `DistributedOptimizer`: a `TrainingStatus`.
 
-    A model may be trained by several, one after the other. All copies that trainers make of an
+    Several trainings may train a model, one after the other. All copies that trainers make of an
     optimizer share this object.
     """
 
@@ -64,7 +64,7 @@ class ActiveTraining:
         """Drive *training*, which uses the connections *endpoints* to servers."""
         self.training, self.endpoints = training, endpoints
         self.switcher: MethodSwitcher | None = None
-        """Under ``method="auto"``, what switches the method."""
+        """Switches the method under ``method="auto"``; else None."""
         self.finished = False
         """Whether this worker has no more steps to do."""
         self.uses_grad_scaler = False
@@ -73,21 +73,21 @@ class ActiveTraining:
 
     @property
     def first_step(self) -> int:
-        """How many steps the job had done when this worker joined it."""
+        """Number of steps that the job had done when this worker joined it."""
         return self.training.first_step
 
     @property
     def broken_by(self) -> str:
-        """The error after which the training cannot go on, or nothing."""
+        """The error after which the training cannot continue; empty if there is none."""
         return self.training.broken_by or self._failure
 
     def record_failure(self, error: BaseException) -> None:
-        """One training has ended, and the next one could not start: there is none to go on."""
+        """Record why the next training could not start after the last one ended."""
         self.finished = True
         self._failure = self.broken_by or f"{type(error).__name__}: {error}"
 
     def finish(self) -> None:
-        """This worker is out of data. Collective over the ranks, each in its own time."""
+        """End this worker's training. Collective, but ranks may call it at different times."""
         if self.finished:
             return
         self.finished = True
@@ -107,10 +107,10 @@ class ActiveTraining:
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Steps the user's optimizer in time with all other workers; made by `distribute`.
+    """The user's optimizer, with steps that are synchronized with all other workers.
 
-    It is a `torch.optim.Optimizer` with the groups, state and defaults of the wrapped one, so
-    schedulers, scalers and checkpoints work as they did.
+    `distribute` makes it. It is a `torch.optim.Optimizer` with the groups, state and defaults of
+    the wrapped one, so schedulers, scalers and checkpoints work as before.
 
     Example:
         ::
@@ -126,8 +126,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     _inner: torch.optim.Optimizer
     _active: ActiveTraining
     _runtime: Runtime
-    # All state that changes is in these objects. Trainers wrap optimizers by copying
-    # `__dict__`, and all copies must share the state.
+    # All mutable state is in these objects. Trainers wrap optimizers by copying `__dict__`, and
+    # all copies must share the state.
 
     @classmethod
     def _wrap(
@@ -144,10 +144,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _training(self) -> Training:
-        """The present one."""
+        """The present training."""
         return self._active.training
 
-    # ---- the wrapped optimizer's own ----
+    # ---- attributes of the wrapped optimizer ----
 
     @property
     def unwrapped(self) -> torch.optim.Optimizer:
@@ -190,7 +190,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state in torch's form; servers that update are asked for it."""
+        """Return the optimizer's state in torch's form. If servers update, it comes from them."""
         training = self._training
         if training.remote is None or training.loads is None or training.finished:
             with self._settled():
@@ -205,9 +205,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict`, or the unwrapped optimizer's, returned.
 
-        Where servers update, every rank calls this after the same step. Before the next step the
-        servers take the state of the lowest rank that trains. They ignore what a worker that was
-        started again loads before its first step: the job goes on with what the servers have.
+        If servers update, every rank calls this after the same step. Before the next step the
+        servers take the state of the lowest active rank. They ignore the loads of a restarted
+        worker before its first step: the job continues with the servers' state.
 
         Args:
             state_dict: The state, of an optimizer with the same parameter groups.
@@ -221,7 +221,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._inner.state.clear()
 
     def _settled(self) -> AbstractContextManager[None]:
-        """Within it the state here is that of all steps until now."""
+        """Return a context in which the wrapped optimizer has the state after all steps until now."""
         training = self._training
         elsewhere = training.optimizer_steps or training.remote is not None
         return nullcontext() if elsewhere else self.consolidated()
@@ -272,8 +272,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._training.context.evaluating and not self._training.optimizer_steps:
             raise UsageError(
-                "step() inside consolidated(): what it changed would be taken back; train "
-                "outside, evaluate and save inside"
+                "step() inside consolidated(): its changes would be undone. Train outside, "
+                "evaluate and save inside"
             )
         if active.switcher is not None and not active.uses_grad_scaler:
             active.uses_grad_scaler = inside_scaler()
@@ -281,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._runtime.recorder.log({"loss": loss})
         result = self._update(closure)
         self._training.after_update()
-        if self._sets_the_pace() and not job.ended:
+        if self._counts_steps() and not job.ended:
             self._count_step()
             if job.options.steps and self._done >= job.options.steps:
                 self._end_script()
@@ -291,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _done(self) -> int:
-        """Steps of the job."""
+        """Number of steps that the job has done."""
         return self.first_step + self._runtime.recorder.step_count
 
     def _count_step(self) -> None:
@@ -300,9 +300,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         recorder.step(self.first_step, figures)
 
     def _end_if_complete(self) -> None:
-        """End the training of a worker that was started again after the job's last step.
+        """End the training of a worker that was restarted after the job's last step.
 
-        It has the finished model then, and its script's steps change nothing.
+        It has the finished model, and further steps of its script change nothing.
         """
         job, rank = self._runtime.registry, self._runtime.rank
         steps = job.options.steps or math.inf
@@ -313,28 +313,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.finish()
         job.ended = True
         print(
-            f"paceline: worker {rank} was started again after its last step: it has the finished model, and "
+            f"paceline: worker {rank} was restarted after its last step: it has the finished model, and "
             "further steps of its script change nothing (loops over paceline.steps() end at once)",
             file=sys.stderr,
         )
 
     def _end_script(self) -> None:
-        """Let its loops come to their end, if they can: else leave them."""
+        """End loops over `paceline.steps`; raise `TrainingEnded` if there are none."""
         self.finish()
         job = self._runtime.registry
         if not job.loops:
             raise self._ended()
         job.ended = True
-        self._say("; the script goes on after its loop over paceline.steps()")
+        self._say("; the script continues after its loop over paceline.steps()")
 
     def _ended(self) -> TrainingEnded:
         """The exception that leaves the script's loop.
 
-        What follows the loop does not run. The printed line says so, before a user misses a file.
+        Code after the loop does not run. The printed line says so, before a user misses a file.
         """
         self._say(
-            f", in optimizer.step(){_where_in_script()}; what stands after the training "
-            "loop was not run (for batch in paceline.steps(loader): that loop ends by itself)"
+            f", in optimizer.step(){_where_in_script()}; code after the training loop was "
+            "not run (a loop `for batch in paceline.steps(loader)` ends by itself)"
         )
         return TrainingEnded(0)
 
@@ -345,11 +345,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             print(words, file=sys.stderr)
 
     def _update(self, closure: Callable[[], float] | None) -> float | None:
-        """Evaluate, see to it that the gradients were delivered, and update."""
+        """Evaluate the closure, deliver the gradients, and update."""
         if closure is None:
-            is_left_out = self._is_left_out()
+            skips_update = self._skips_update()
             self._training.before_update()
-            if is_left_out:
+            if skips_update:
                 return None
             if not self._training.optimizer_steps:
                 note_step(self._inner)
@@ -373,29 +373,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
         result: float | None = self._inner.step(evaluate)
         if not evaluations:
             raise UsageError(
-                f"step(closure): {type(self._inner).__name__} never called the closure; "
-                "call backward(), then step()"
+                f"step(closure): {type(self._inner).__name__} never called the closure. "
+                "Call backward(), then step() without one"
             )
         return result
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Read by GradScaler, and by code that reads all attributes: changes nothing."""
+        """Read by GradScaler, and by code that reads all attributes; has no side effect."""
         return self._training.takes_scaled_gradients
 
-    def _is_left_out(self) -> bool:
-        """Whether a GradScaler has found a gradient that is not finite; else unscale gradients.
+    def _skips_update(self) -> bool:
+        """Whether a GradScaler has found a gradient that is not finite; if not, unscale gradients.
 
-        It says so in attributes that torch gives the optimizer then.
+        torch passes the finding in attributes of the optimizer.
         """
-        told = vars(self)
-        if "found_inf" in told:
+        from_scaler = vars(self)
+        if "found_inf" in from_scaler:
             self._active.uses_grad_scaler = True
             self._training.check_scaler()
-        if float(told.get("found_inf", 0.0)):
+        if float(from_scaler.get("found_inf", 0.0)):
             return True
-        if told.get("grad_scale") is not None:
-            inverse = told["grad_scale"].double().reciprocal().float()
+        if from_scaler.get("grad_scale") is not None:
+            inverse = from_scaler["grad_scale"].double().reciprocal().float()
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
@@ -406,7 +406,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def first_step(self) -> int:
         """Steps that the job had done when this worker joined it.
 
-        It is 0, except for a worker that was started again (``paceline run --survive``).
+        It is 0, except for a restarted worker (``paceline run --survive``).
         """
         return self._training.first_step
 
@@ -414,15 +414,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def steps_of_all(self) -> float:
         """Steps of all workers that this worker's model contains, as far as it knows.
 
-        In units of global steps: gradients divided by workers. A schedule by samples follows
-        it. It differs from this worker's own steps where groups of workers do not wait for each
-        other.
+        In units of global steps: gradients divided by workers. Use it for a schedule by samples. It
+        differs from this worker's own steps if groups of workers do not wait for each other.
         """
         known: float | None = getattr(self._training.hooks.worker, "steps_of_all", None)
         own = self.first_step + self._runtime.recorder.step_count
         return float(own) if known is None else known
 
-    def _sets_the_pace(self) -> bool:
+    def _counts_steps(self) -> bool:
         """Whether this optimizer's steps are counted and measured: the first of several."""
         others = self._runtime.registry.unfinished
         return not others or others[0].training is self._active
@@ -430,7 +429,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate, and send nothing.
 
-        The first backward pass outside it averages what was accumulated.
+        The first backward pass outside it averages the accumulated gradients.
 
         Example:
             ::
@@ -443,18 +442,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._training.no_sync()
 
     def finish(self) -> None:
-        """End this worker's training: it is out of data. Collective, each rank in its own time.
+        """End this worker's training: it is out of data. Collective, but ranks may call it at different times.
 
         It takes part in the others' collectives until all workers have called it, as under DDP's
         Join. Afterwards all models are equal. The optimizer's state is that of this worker's own
-        last step or, where servers update, the servers'. It is called at exit if the script
-        does not; calling it again does nothing.
+        last step or, if servers update, the servers'. It is called at exit if the script does not
+        call it. Calling it again does nothing.
         """
         self._active.finish()
 
     @property
     def broken_by(self) -> str:
-        """The error after which this training cannot go on, or "". `finish` only ends it then."""
+        """The error after which this training cannot continue, or "". `finish` only ends it then."""
         return self._active.broken_by
 
     @contextmanager
@@ -476,7 +475,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Put the method's documented result into the model within a ``with`` block.
 
         Evaluate and save inside, train outside. Under bsp the model holds the result anyway,
-        buffers included. Where workers form the result together, all enter after the same step.
+        including buffers. If workers form the result together, all enter after the same step.
 
         Example:
             ::

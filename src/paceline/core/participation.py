@@ -23,8 +23,10 @@ from paceline.errors import UsageError
 from paceline.interfaces import Bucket, Comm, Pending
 
 _LEFT_BEFORE_STEP = -1.0
-"""The vote of a rank that has left between ``backward()`` and ``step()``; 0: that has left;
-else its weight."""
+"""The vote of a rank that has left between ``backward()`` and ``step()``.
+
+A rank that has left elsewhere votes 0, and an active one its weight.
+"""
 _LAST = -2.0
 """The vote of a rank that is out of data, and has trained since the last round."""
 
@@ -34,15 +36,16 @@ class Participation:
 
     Each round asks whether any worker has something to report:
 
-    - *inside a sum*: where a plain sum of real numbers on processors travels anyway, among all
-      workers. A rank that asks makes its last element NaN, and so is its sum on every rank.
-      Nothing extra is sent. (A flag in every message would be padding, in each step.)
-    - *beside it*: one small message between the hosts' processors. It serves sums that no NaN
-      survives (lossy compression, integers, groups), and devices, which a read of an element would
-      stall.
+    - *inside a sum*: if all workers sum uncompressed real numbers in host memory anyway. A rank
+      with something to report sets the last element to NaN, so the sum of it is NaN on every rank.
+      Nothing extra is sent. (A flag in every message would be padding in each step.)
+    - *beside the sum*: one small message between hosts. It serves sums that do not preserve a NaN
+      (lossy compression, integers, groups). It also serves devices, which would stall if the host
+      read an element.
 
-    If any worker asks, all hold a ballot: active workers, tensors used on any rank, and the true value
-    of that element. A genuine NaN costs a ballot and stays a NaN. Ordinary rounds hold none.
+    If any worker has something to report, all hold a ballot. It yields the active workers, the
+    tensors used on any rank, and the true value of that element. A genuine NaN costs a ballot and
+    stays a NaN. Ordinary rounds hold no ballot.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -51,42 +54,44 @@ class Participation:
         self._votes_on_tensors = rounds.is_every_step
         beside = context.compressed or device.type != "cpu" or rounds.is_nonblocking
         self.control: Comm | None = None
-        """Where messages beside the sums go; None: with them."""
+        """Sends the messages beside the sums; None: the question travels inside a sum."""
         if beside and comm.size > 1 and rounds.every:
             self.control = comm.channel("control")
         self._ballots: Comm = self.control or comm
         if context.waits_in_forward and self.control is None:
-            # Ranks out of data vote at another point of the program, so votes need a channel of
-            # their own.
+            # Ranks out of data vote at another point of the program, so ballots need a separate
+            # channel.
             self._ballots = comm.channel("ballots")
         self._device = control_device(context)
         self._represented = context.runtime.weights
         self.gradient_factor = self.equal_factor = 1.0
-        """What turns sums into means once participants are known: of gradients, and of what counts
-        equally. Not 1 where some ranks take no part."""
+        """Factors that turn sums into means once active workers are known.
+
+        The first is for gradients, the second for averages with equal weights. They are not 1 if
+        some ranks are inactive.
+        """
         self.is_resolved = True
         self.is_later = False
-        """Whether this step's round, if it has one, is held after the update: now, nobody
-        can be asked who takes part."""
+        """Whether the step's round, if any, comes after the update: active workers are unknown now."""
         self._may_ask = False
         self._flag: torch.Tensor | None = None
         self._pending: Pending | None = None
         self._element: torch.Tensor | None = None
         self._own: float | None = None
-        """What this worker had in that element."""
+        """This worker's own value of that element."""
         self._own_vote = 0.0
         self._used: list[float] | None = []  # None: this worker has no gradients
         self._counts = True
 
     def begin_round(self) -> None:
-        """A round begins: its participants are not known yet."""
+        """Begin a round: its active workers are not known yet."""
         self.gradient_factor = self.equal_factor = 1.0
         self.is_resolved = self._may_ask = False
         self._flag = self._pending = self._element = self._own = None
 
     def flags_complete(self) -> None:
-        """All that this worker may have to report is known: the next sum may carry it."""
-        # Noted now, because this worker may have ended its training when the answer is needed.
+        """Note this worker's report, which is complete now: the next sum may carry it."""
+        # Noted now, because this worker may have finished when the answer arrives.
         self._may_ask = True
         self._own_vote = self._vote()
         self._counts = self._workers.counts
@@ -97,7 +102,7 @@ class Participation:
             self._ask_beside(self.control)
 
     def can_attach(self, buffer: torch.Tensor) -> bool:
-        """Whether a sum of *buffer* among all workers is to carry the question."""
+        """Whether a sum of *buffer* over all workers should carry the question."""
         return (
             self._may_ask
             and self._pending is None
@@ -108,56 +113,61 @@ class Participation:
         )
 
     def attach(self, buffer: torch.Tensor) -> None:
-        """Put the question into *buffer*, if this worker has something to report. Call it before
-        *buffer* is sent, and `attached` once its sum is on its way to all ranks: for a sum in two
-        halves, the second."""
+        """Put the question into *buffer*, if this worker has something to report.
+
+        Call it before *buffer* is sent, and `attached` when its sum is in flight to all ranks. For
+        a sum in two halves, that is the second half.
+        """
         self._element = _last_element(buffer)
         self._own = self._element.item()
         if self._has_something_to_report():
             self._element.fill_(math.nan)
 
     def attached(self, pending: Pending) -> None:
-        """The sum that carries the question is under way."""
+        """Note the sum in flight that carries the question."""
         self._pending = pending
 
     def resolve(self) -> None:
-        """Learn the active workers of this round; hold a ballot if any worker asked. Then ``bucket.used``
-        says which tensors were used on any rank. Collective.
+        """Learn the active workers of this round; hold a ballot if any worker asked. Collective.
+
+        Afterwards ``bucket.used`` says which tensors were used on any rank.
         """
         if self.is_resolved:
             return
         if not self._may_ask:
             raise UsageError(
                 "a mean was waited for before the last bucket of its step was delivered: "
-                "who takes part in it is known only then. Wait in backward_ended, or later"
+                "its active workers are known only then. Wait in backward_ended, or later"
             )
         if self._pending is None:
             if self._element is not None:
                 raise UsageError(
                     "a mean was waited for before the last bucket of its step was gathered: "
-                    "who takes part in it travels in that half. Issue the gather of the last "
-                    "bucket (ReduceScatter.gather) before the first wait"
+                    "the exchange of active workers travels in that half. Issue the gather of "
+                    "the last bucket (ReduceScatter.gather) before the first wait"
                 )
             self._ask_beside(self._comm)
         assert self._pending is not None
         self._pending.wait()
         self.is_resolved = True
-        if self._somebody_asked():
+        if self._any_worker_asked():
             self._hold_ballot()
 
     def factor(self, equally: bool) -> float:
-        """What turns a sum into a mean over the participants of the round that was resolved:
-        *equally*, or by their weights."""
+        """The factor that turns a sum into a mean over the active workers of the resolved round.
+
+        *equally*: each has weight 1; otherwise each has its own weight.
+        """
         return self.equal_factor if equally else self.gradient_factor
 
     @property
-    def nobody_takes_part(self) -> bool:
+    def none_are_active(self) -> bool:
         """Whether all workers are out of data in the round that was resolved."""
         return not self._workers.participants
 
     @property
     def _buckets(self) -> list[Bucket]:
-        """The step's; none where rounds do not share which tensors were used."""
+        """The step's buckets; none if rounds do not exchange which tensors were used."""
         return self._context.buckets if self._votes_on_tensors else []
 
     def _ask_beside(self, comm: Comm) -> None:
@@ -169,7 +179,7 @@ class Participation:
     def _has_something_to_report(self) -> bool:
         return self._used is None or not all(self._used)
 
-    def _somebody_asked(self) -> bool:
+    def _any_worker_asked(self) -> bool:
         if self._flag is not None:
             return bool(self._flag.item())
         assert self._element is not None
@@ -193,7 +203,7 @@ class Participation:
         # Vectorized, because each of n workers reads n votes.
         votes = ballot[:n]
         represented = self._represented
-        # The sum has counted such a worker's vote once for each worker that it represents.
+        # The sum has counted a representative's vote once for each worker that it represents.
         if represented is not None:
             for rank, times in represented.items():
                 votes[rank] /= times
@@ -227,17 +237,19 @@ class Participation:
 
 
 class DelayedParticipation:
-    """A vote of all workers every so many rounds, without waiting: all use its result at the next vote, in
-    the same round.
+    """A vote of all workers every few rounds, for which no worker waits.
 
-    Example: with a vote every 16 rounds, a worker that is out of data in round 20 votes so in round
-    32; from round 48 on the others' groups are without it. Until then it takes part with its model.
+    All workers use a vote's result at the next vote, so in the same round.
+
+    Example: votes are held every 16 rounds. A worker that is out of data in round 20 votes so in
+    round 32. From round 48 on the others' groups do not contain it. Until then it takes part with
+    its model.
     """
 
     def __init__(self, context: TrainingContext, control: Comm, every: int) -> None:
         self._workers, self._control, self._every = context.workers, control, every
         self.rounds = 0
-        """How many there were."""
+        """Number of rounds so far."""
         self._ballot = torch.zeros(0)
         self._pending: Pending | None = None
 
@@ -261,11 +273,10 @@ class DelayedParticipation:
 
 
 class GroupParticipation:
-    """One worker's part in the groups that form means of gradients by themselves.
+    """One worker's part in groups that average gradients among themselves.
 
-    The workers of a group tell each other in each step, in one small message after their last
-    bucket, how much each one's gradients weigh (nothing, of one that is out of data), and
-    which tensors it used.
+    In each step the workers of a group exchange one small message after their last bucket. It has
+    each worker's weight (0 if it is out of data), and the tensors that it used.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -274,12 +285,12 @@ class GroupParticipation:
         self._flags_complete = False
 
     def begin_step(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._votes.clear()
         self._flags_complete = False
 
     def flags_complete(self) -> None:
-        """The last bucket was delivered."""
+        """Send this worker's votes: the last bucket was delivered."""
         self._flags_complete = True
         for vote in self._votes.values():
             vote.send(self._own())
@@ -294,7 +305,7 @@ class GroupParticipation:
         return vote
 
     def mean_issued(self, vote: GroupVote) -> None:
-        """A mean was issued in that group; its message follows the last one."""
+        """Send the group's vote if the last bucket was delivered: votes follow the last mean."""
         if self._flags_complete:
             vote.send(self._own())
 
@@ -313,7 +324,7 @@ class GroupVote:
         self._group, self._context = group, context
         self.buckets: list[Bucket] = []
         self.factor = 1.0
-        """What turns a sum of shares into the mean of the workers that train."""
+        """Factor that turns a sum of shares into the mean over active workers."""
         self._votes = torch.zeros(0)
         self._pending: Pending | None = None
         self._is_resolved = False
@@ -326,7 +337,7 @@ class GroupVote:
 
     @property
     def is_sent(self) -> bool:
-        """Whether this worker's vote is known, and on its way."""
+        """Whether this worker's vote was sent."""
         return self._pending is not None
 
     def resolve(self) -> None:
@@ -346,8 +357,10 @@ class GroupVote:
 
 
 def control_device(context: TrainingContext) -> torch.device:
-    """Where control messages are: the host, which does not disturb a device that computes; the
-    device where only NCCL was initialized."""
+    """The device of control messages: the host, so that they do not disturb a device that computes.
+
+    It is the training's device if only NCCL was initialized.
+    """
     on_host = context.comm.moves_host_tensors
     return torch.device("cpu") if on_host else context.device
 

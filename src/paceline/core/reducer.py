@@ -1,12 +1,12 @@
 """Moves gradients from autograd into flat buckets, and hands out complete buckets in plan order.
 
-PyTorch DDP calls this part the reducer. The gradient of each parameter is copied into its place
-in a bucket, and ``.grad`` becomes that place: the next backward pass then adds into it, with no
-copy at all. Buckets are handed out in plan order, on every rank, whatever order autograd chose:
-collectives must match.
+PyTorch DDP calls this part the reducer. The gradient of each parameter is copied into its view
+of a bucket, and ``.grad`` becomes that view. The next backward pass then adds into it without a
+copy. Every rank hands out buckets in plan order, whatever order autograd chose: collectives must
+match.
 
 Small tensors are copied together, in copy groups: one call of torch costs more than the copy of a
-few KiB. Large ones are copied when they come.
+few KiB. Large ones are copied as soon as they are ready.
 """
 
 from __future__ import annotations
@@ -26,15 +26,19 @@ from paceline.interfaces.buckets import (
 from paceline.torch_internals import copy_together, join_into
 
 _LARGE_BYTES = 64 * 1024
-"""From here on a tensor is copied by itself: a second pass over its memory would cost more than a
-call saves (`benchmarks/measure/hooks.py`)."""
+"""Tensors of this size or more are copied alone.
+
+A second pass over their memory would cost more than a call saves (`benchmarks/measure/hooks.py`).
+"""
 _GROUP_BYTES = 1 << 20
-"""The most that a copy group has: its gradients stay in memory until all of them are there."""
+"""Largest copy group, in bytes: its gradients stay in memory until all of them are ready."""
 
 
 class CopyGroup:
-    """Neighbours in a bucket that are copied together; *pending*: indices of the parameters whose
-    gradients are not there yet."""
+    """Neighbours in a bucket that are copied together.
+
+    *pending*: indices of the parameters whose gradients are not ready yet.
+    """
 
     __slots__ = ("bucket", "indices", "is_flat", "memory", "pending", "slots")
 
@@ -51,8 +55,10 @@ class CopyGroup:
 
 
 class Slot:
-    """The place of one parameter's gradient: *position* in its bucket; *pending* is that of its
-    copy group."""
+    """The place of one parameter's gradient: *position* in its bucket.
+
+    *pending* is that of its copy group.
+    """
 
     __slots__ = ("group", "index", "parameter", "pending", "position", "view")
 
@@ -70,10 +76,10 @@ class Slot:
 
 
 class Reducer:
-    """One worker's gradients of the backward pass under way.
+    """One worker's gradients of the current backward pass.
 
-    A gradient is multiplied by this worker's *share* while it is copied, where workers form the
-    mean: then the sum of the buckets over workers is the mean.
+    If workers form the mean, each gradient is multiplied by this worker's *share* while it is
+    copied. Then the sum of the buckets over workers is the mean.
     """
 
     def __init__(self, context: TrainingContext) -> None:
@@ -81,23 +87,22 @@ class Reducer:
         self.share = context.workers.weight if context.forms_means else 1.0
         self.in_backward = False
         self.slots = [Slot(n, p) for n, (_, p) in enumerate(context.parameters)]
-        """By parameter, in the order of the context's."""
+        """A slot for each parameter, in the context's order."""
         self._slot_of = {id(slot.parameter): slot for slot in self.slots}
         self._groups: list[CopyGroup] = []
         self._ordered = [p for _, p in context.parameters if p.dim() > 1]
-        """Parameters whose elements can lie in memory in more than one order..."""
+        """Parameters of several dimensions, whose elements can have more than one memory order."""
         self._strides: list[tuple[int, ...]] = []
-        """...and their strides when their buckets were made."""
+        """Their strides when the buckets were made."""
         self._views: list[torch.Tensor] = []
         self._addresses: list[int] = []
-        """Where the views of each parameter's gradient are, and were when they were made."""
+        """Addresses of the views when the buckets were made."""
         self._absent: set[int] = set()
-        """Parameters without a gradient in this pass, as its graph has told."""
+        """Parameters that have no gradient in this pass according to its graph."""
         self._next_bucket = 0
 
     def make_buckets(self, groups: Sequence[Sequence[int]]) -> None:
-        """Make the context's buckets of *groups* of parameters, as indices; gradients move into
-        them."""
+        """Make the context's buckets from *groups* of parameter indices; gradients move into them."""
         made_before = bool(self._groups)
         buckets = self._context.buckets = make_buckets(self._parameters, groups)
         self._groups = []
@@ -109,7 +114,7 @@ class Reducer:
         self._strides = [parameter.stride() for parameter in self._ordered]
         self._views = [slot.view for slot in self.slots]
         self._addresses = [view.data_ptr() for view in self._views]
-        self._expect_all()
+        self._expect_every_gradient()
         if not made_before:
             return
         for slot in self.slots:
@@ -119,28 +124,29 @@ class Reducer:
                 slot.parameter.grad = slot.view
 
     def bucket_of(self, parameter: torch.Tensor) -> Bucket | None:
-        """Where the gradient of a parameter is; None for one that is not trained."""
+        """The bucket of a parameter's gradient; None for a parameter that is not trained."""
         slot = self._slot_of.get(id(parameter))
         return None if slot is None else slot.group.bucket
 
     # ---- one backward pass ----
 
     @property
-    def some_have_left(self) -> bool:
+    def has_sent_some(self) -> bool:
         """Whether a bucket of this pass was handed out."""
         return self._next_bucket > 0
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self._absent.clear()
         self._next_bucket = 0
-        self._expect_all()
+        self._expect_every_gradient()
 
     def check_memory(self) -> None:
-        """Gradients are about to come: see to it that they can go where buckets have a place
-        for them. ``model.to(...)`` gives a parameter other strides, and what ``.grad`` is
-        other memory. Raises an error for other strides, since other ranks would add up
-        elements in another order."""
+        """Check parameters and gradient views before gradients arrive, and renew moved views.
+
+        ``model.to(...)`` may change a parameter's strides and the memory of ``.grad``. Raises an
+        error for other strides, since other ranks would add elements in another order.
+        """
         strides = list(map(torch.Tensor.stride, self._ordered))
         if strides != self._strides:
             for parameter, before in zip(self._ordered, self._strides, strict=True):
@@ -155,8 +161,10 @@ class Reducer:
                     self._renew_views(slot.group.bucket)
 
     def fill(self, group: CopyGroup) -> bool:
-        """All gradients of *group* are there, or will not come: copy them into their bucket.
-        Returns whether the bucket is complete now."""
+        """Copy the gradients of *group* into their bucket; a missing one becomes zeros.
+
+        Returns whether the bucket is complete now.
+        """
         bucket, slots = group.bucket, group.slots
         if len(slots) == 1:
             self._fill_slot(slots[0])
@@ -193,14 +201,14 @@ class Reducer:
         return buckets[self._next_bucket - 1]
 
     @property
-    def all_came(self) -> bool:
+    def all_ready(self) -> bool:
         """Whether every tensor took part in this pass."""
         if self._absent:
             return False
         return not any(bucket.missing for bucket in self._context.buckets)
 
-    def came(self) -> list[int]:
-        """The parameters whose gradients are there."""
+    def ready(self) -> list[int]:
+        """The parameters whose gradients are ready."""
         absent = self._absent
         return [
             slot.index
@@ -209,8 +217,7 @@ class Reducer:
         ]
 
     def leave_out(self, indices: Sequence[int]) -> None:
-        """Of these parameters no gradient will come in this pass: buckets do not wait for
-        them."""
+        """Do not wait for gradients of these parameters: there will be none in this pass."""
         self._absent.update(indices)
         for index in indices:
             slot = self.slots[index]
@@ -218,9 +225,11 @@ class Reducer:
             if not slot.pending:
                 self.fill(slot.group)
 
-    def take_again(self, slot: Slot) -> None:
-        """A gradient comes that nothing waits for: well where it was left out, and its bucket
-        has not left."""
+    def take_unexpected(self, slot: Slot) -> None:
+        """Take a gradient that was not expected, if it was left out and its bucket was not sent.
+
+        Otherwise raise `GradientError`.
+        """
         bucket, is_filled = slot.group.bucket, not slot.pending
         is_open = bucket.index >= self._next_bucket
         is_empty = not is_filled or not bucket.used[slot.position]
@@ -230,23 +239,22 @@ class Reducer:
                 self._fill_slot(slot)
             return
         raise self._context.fail(
-            f"the gradient of {self._name(slot)!r} came twice in one backward "
-            "pass, or is not in its graph, and came after its bucket may have been sent; "
-            "under activation checkpointing use checkpoint(..., use_reentrant=False)"
+            f"the gradient of {self._name(slot)!r} was computed twice in one backward "
+            "pass, or outside its graph, when its bucket may have been sent already. With "
+            "activation checkpointing use checkpoint(..., use_reentrant=False)"
         )
 
     def fill_unused(self) -> bool:
-        """The pass is over: tensors that took no part are zero in their buckets. Returns
-        whether all took part."""
-        all_came = self.all_came
-        if all_came:
+        """Fill the buckets' unused tensors with zeros at the end of a pass. Returns whether none was."""
+        all_ready = self.all_ready
+        if all_ready:
             return True
         for index in sorted(self._absent):
             slot = self.slots[index]
             set_otherwise = slot.parameter.grad is not None
             used = slot.group.bucket.used[slot.position]
-            if set_otherwise and not used:  # a hook of the script has set it
-                self.take_again(slot)
+            if set_otherwise and not used:  # a hook of the script has set .grad
+                self.take_unexpected(slot)
         for group in self._groups:
             if group.pending:
                 group.pending.clear()
@@ -254,12 +262,12 @@ class Reducer:
         return False
 
     def zero(self) -> None:
-        """Put zeros into all buckets, as of a worker without data."""
+        """Fill all buckets with zeros: this worker has no data."""
         for bucket in self._context.buckets:
             bucket.buffer.zero_()
             bucket.used[:] = [False] * len(bucket.used)
 
-    def _expect_all(self) -> None:
+    def _expect_every_gradient(self) -> None:
         for bucket in self._context.buckets:
             bucket.missing = 0
         for group in self._groups:
@@ -267,7 +275,7 @@ class Reducer:
             group.bucket.missing += 1
 
     def _fill_slot(self, slot: Slot) -> None:
-        """Put one gradient into its bucket, if it is not there already."""
+        """Copy one gradient into its bucket, if it is not there already."""
         view, gradient = slot.view, slot.parameter.grad
         slot.group.bucket.used[slot.position] = gradient is not None
         if gradient is None:
@@ -305,13 +313,13 @@ class Reducer:
             name = self._name(self._slot_of[id(parameter)])
             raise self._context.fail(
                 f"parameter {name!r} has strides {parameter.stride()} now, and had "
-                f"{before} when distribute was called: gradients would be added up in "
+                f"{before} when distribute was called: its elements would be added in "
                 "another order than on other ranks. Change the memory format before "
                 "distribute"
             )
 
     def _renew_views(self, bucket: Bucket) -> None:
-        """Point the views of a bucket into its buffer again, with what they hold now."""
+        """Point the views of a bucket into its buffer again; their values stay."""
         sizes = [parameter.numel() for parameter in bucket.parameters]
         views = []
         for parameter, part, old in zip(
@@ -330,9 +338,12 @@ class Reducer:
 
     # ---- the share of each pass ----
 
-    def weigh(self, weight: float, *, rescale: bool) -> None:
-        """This worker's next gradients weigh so much. *rescale*: what earlier passes under
-        `no_sync` left in ``.grad`` was to be multiplied by the share of before."""
+    def set_weight(self, weight: float, *, rescale: bool) -> None:
+        """Set the weight of this worker's next gradients.
+
+        *rescale*: also adjust ``.grad`` from earlier passes under `no_sync`, which counted on the
+        earlier weight.
+        """
         self._context.workers.weight = weight
         share = weight if self._context.forms_means else 1.0
         if share == self.share:
@@ -346,8 +357,9 @@ class Reducer:
     # ---- averages ----
 
     def expose_gradients(self) -> None:
-        """Set ``.grad`` of each tensor that any rank used. An unused tensor has none, or momentum and weight decay
-        would move it.
+        """Set ``.grad`` of each tensor that any rank used.
+
+        Unused tensors get None: otherwise momentum and weight decay would move them.
         """
         for slot in self.slots:
             if not slot.group.bucket.used[slot.position]:
@@ -363,14 +375,14 @@ class Reducer:
             for name, view in zip(bucket.names, bucket.views, strict=True):
                 if not torch.isfinite(view).all():
                     raise self._context.fail(
-                        f"the gradient of {name!r} is not finite in step {step}; lower "
+                        f"the gradient of {name!r} is not finite in step {step}. Lower "
                         "the learning rate, clip gradients, or use a GradScaler without "
                         "check_finite"
                     )
 
 
 def _cut(slots: Sequence[Slot]) -> list[list[Slot]]:
-    """The *slots* of a bucket in copy groups."""
+    """Divide the *slots* of a bucket into copy groups."""
     groups: list[list[Slot]] = []
     room = 0
     for slot in slots:

@@ -19,7 +19,7 @@ from paceline.parameter_server.client.remote_model import RemoteModel
 
 
 class WorkerRun:
-    """The `Run`."""
+    """Implements `Run`."""
 
     def __init__(
         self, context: TrainingContext, averages: Averages, driver: StepDriver
@@ -77,8 +77,9 @@ class WorkerRun:
         workers = self._context.workers
         if not self._context.rounds.every:
             raise UsageError(
-                "participate_until_all_finish with Rounds(every=0): workers that meet at "
-                "servers alone have no rounds, and nobody waits for one that is out of data"
+                "participate_until_all_finish with Rounds(every=0): workers that communicate "
+                "only through servers have no rounds, and none waits for one that is out of "
+                "data. Leave the call out"
             )
         last = workers.participants
         while workers.anyone_active:
@@ -89,7 +90,7 @@ class WorkerRun:
 
 
 class UpdatingWorkerRun(WorkerRun):
-    """The `UpdatingRun`."""
+    """Implements `UpdatingRun`."""
 
     optimizer: torch.optim.Optimizer
 
@@ -99,7 +100,8 @@ class UpdatingWorkerRun(WorkerRun):
         super().__init__(context, averages, driver)
         if context.optimizer is None:
             raise UsageError(
-                f"method {context.method.name!r} updates, and there is no optimizer"
+                f"method {context.method.name!r} applies the update itself, and there is no "
+                "optimizer: expected one. Pass it to distribute"
             )
         self.updater: PartitionedOptimizer | None = None
 
@@ -113,7 +115,7 @@ class UpdatingWorkerRun(WorkerRun):
 
 
 class ServedRun(WorkerRun):
-    """The `ServerRun`; *remote*: the parameters on their servers."""
+    """Implements `ServerRun`. *remote*: the parameters on their servers."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ def make_run(
     driver: StepDriver,
     remote: RemoteModel | None,
 ) -> WorkerRun:
-    """Make the `Run` of the method's kind."""
+    """Make the kind of `Run` that the method needs."""
     if remote is not None:
         return ServedRun(context, averages, driver, remote)
     if context.method.updates_on == "method":

@@ -22,10 +22,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     shares.
 
     `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* the
-    pass. Without it each pass over the sampler is an epoch of its own. `paceline.save` and `load`
-    keep the epoch for the sampler given to `distribute`. A pass under way is over after a load:
-    the next one is the next epoch, from its first batch, for all workers after that of the one
-    that saved.
+    pass. Without it each pass over the sampler is a new epoch. `paceline.save` and `load` keep the
+    epoch for the sampler given to `distribute`. After a load the interrupted pass is not continued:
+    all workers begin the epoch after the saved one, from its first batch.
 
     Example:
         ::
@@ -58,9 +57,10 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             seed: Seed of the shuffle, the same on all workers.
             drop_last: Leave out a last batch with fewer samples. One with fewer samples than workers
                 is left out in any case.
-            rotate: Pass the parts of batches round, for methods under which workers run at their own
-                pace. In its pass p worker i takes part (i + k p) mod n, where k and n have no common
-                divisor. So in n passes each worker sees all the data once. Excludes *shares*.
+            rotate: Give each worker another part of every batch in each pass, for methods under which
+                workers run at their own pace. In its pass p worker i gets part number (i + k p) mod
+                n, where k and n have no common divisor. So in n passes each worker sees all the
+                data once. Excludes *shares*.
 
         Raises:
             UsageError: `init` was not called, *shares* do not fit the job, or a batch has fewer
@@ -77,9 +77,9 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             )
         if rotate and shares is not None:
             raise UsageError(
-                "rotate=True with shares: parts of batches go round, and each worker would "
-                "have all workers' shares in turn; leave one of the two out (where nobody "
-                "waits for slow workers, equal parts cost no time)"
+                "rotate=True with shares: parts of batches rotate, so each worker would get "
+                "all workers' shares in turn. Leave one of the two out (if no worker waits "
+                "for slow ones, equal parts cost no time)"
             )
         if shares == "speed":
             if runtime.cluster is None:
@@ -96,7 +96,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self._seed = seed
         self._rotates = rotate
         self._part = self.rank
-        """Of each batch of the present pass."""
+        """The part of each batch that this worker gets in the present pass."""
         self._epoch = -1
         self._epoch_is_chosen = False
         self.passes = 0
@@ -179,10 +179,10 @@ def _normalized(shares: Sequence[float] | None, workers: int) -> list[float]:
 
 
 def _stride(workers: int) -> int:
-    """Return the step from a worker's part to that of its next pass.
+    """Return the distance from a worker's part to its part in the next pass.
 
-    It comes to all parts. Near the golden section a few passes of a few neighbours are already
-    spread over all of them.
+    It reaches all parts. Near the golden section, the parts of a few neighbours in a few passes are
+    already spread over the batch.
     """
     golden = (math.sqrt(5) - 1) / 2 * workers
     coprime = (k for k in range(1, workers + 1) if math.gcd(k, workers) == 1)
@@ -190,9 +190,9 @@ def _stride(workers: int) -> int:
 
 
 def _cut(sizes: Sequence[int], shares: Sequence[float]) -> list[list[int]]:
-    """Return how many samples of each batch each worker takes.
+    """Return the number of samples of each batch for each worker.
 
-    That is at least one, and over many batches its share.
+    It is at least one, and over many batches it follows the worker's share.
     """
     given = [0] * len(shares)
     total = 0

@@ -1,4 +1,4 @@
-"""The settings beside a method, and how a spec chooses both: `Settings`, `parse_method`."""
+"""The settings that all methods share, and the spec of both: `Settings`, `parse_method`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from paceline.interfaces.server_messages import Replies
 from paceline.optim.clipping import check_clip_norm
 
 ModuleBuffers = Literal["rank0", "local"]
-"""Whose values the model's buffers (BatchNorm's statistics) take once a step."""
+"""The worker whose values the model's buffers (BatchNorm's statistics) get once a step."""
 
 UNSET = GradientCompression()
-"""The compression that a user gets who names none. Only this object gives way to the default
-compression of a method."""
+"""The compression if the user names none. A method's default replaces only this object."""
 
 PLACES = ("auto", "embedded", "per-node", "dedicated")
-"""Where servers can be, beside addresses."""
+"""Places of servers, besides addresses."""
 
 _ADDRESS = re.compile(r"[^:+\s]+:[0-9]+")
 
@@ -140,7 +139,7 @@ def parse_method(
 
     Raises:
         UsageError: A name, key or value is unknown (the message lists the known ones), or a key
-            means nothing to the method.
+            does not apply to the method.
     """
     read = spec.parse(text)
     if read.name not in methods.METHODS:
@@ -168,32 +167,32 @@ def _check_keys_apply(
         (
             "collective",
             not serves,
-            "its servers take gradients, and no average is formed",
+            "its servers apply gradients, and workers form no average",
         ),
         ("servers", has_servers, "it has no servers"),
-        ("replies", serves, "no server answers with parameters"),
+        ("replies", serves, "no server replies with parameters"),
     ):
         value = getattr(settings, key)
         if key in keys and not means and value != getattr(usual, key):
             raise UsageError(
-                f"{key}={value} means nothing to method {method.name!r}: {why}. Leave {key} out"
+                f"{key}={value} does not apply to method {method.name!r}: {why}. Leave {key} out"
             )
 
 
 def default_compression(method: Method) -> GradientCompression:
-    """The compression of a method whose user names none."""
+    """The compression of a method if the user names none."""
     own: str | None = getattr(method, "default_compression", None)
     return UNSET if own is None else compression.make(own)
 
 
 def short_spec(method: Method, settings: Settings) -> str:
-    """The spec of the two, without values that are the default."""
+    """The spec of a method with its settings, without default values."""
     keys = settings.changed_keys(default_compression(method))
     return str(spec.Spec(method.name, spec.changed(method) | keys))
 
 
 def reconcile(method: Method, settings: Settings) -> tuple[Method, Settings]:
-    """Settle what the two decide together. Raises `UsageError` where they contradict each other."""
+    """Fill in the settings that the method decides. Raises `UsageError` for a contradiction."""
     settings = _with_collective_of(method, settings)
     if settings.compression is UNSET:
         settings = replace(settings, compression=default_compression(method))
@@ -202,9 +201,9 @@ def reconcile(method: Method, settings: Settings) -> tuple[Method, Settings]:
 
 
 def with_compression(method: Method, settings: Settings) -> Method:
-    """The variant of the method that sends what the settings' compression can compress.
+    """The variant of the method whose messages the settings' compression can compress.
 
-    Raises `UsageError` where there is none.
+    Raises `UsageError` if there is none.
     """
     chosen = settings.compression
     if not chosen.compresses or not hasattr(method, "compressed_by"):
@@ -215,7 +214,7 @@ def with_compression(method: Method, settings: Settings) -> Method:
 
 
 def _with_collective_of(method: Method, settings: Settings) -> Settings:
-    """Apply OSP's own key ``collective``: all values but "native" also say how averages are formed."""
+    """Apply OSP's own key ``collective``: a value other than "native" replaces the setting."""
     own: str = getattr(method, "collective", "native")
     if own == "native" or method.updates_on == "server":
         return settings

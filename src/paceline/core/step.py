@@ -31,15 +31,15 @@ from paceline.optim.clipping import clip_
 class StepDriver:
     """Takes one worker through its steps; the hooks in the model and the wrapped optimizer call it.
 
-    *hooks* are the method's; *loads* is there where servers update, *lazy* where the method is
-    told before something uses a parameter. They are set once they are made.
+    `Training` sets the attributes after their creation. *hooks* are the method's. *loads* is None
+    unless servers update. *lazy* is None unless the method has the hook `before_use`.
     """
 
     hooks: MethodHooks
     loads: LoadTracker | None = None
     lazy: LazyParameters | None = None
     before_place: Callable[[int], None] | None = None
-    """Called with the next `place` before anything is sent that leads there."""
+    """Called with the next `place`, before this worker sends anything for the step up to it."""
 
     def __init__(
         self,
@@ -66,17 +66,20 @@ class StepDriver:
         """The last step whose backward pass has ended."""
         self._done = 0
         self.delivered = False
-        """Whether the gradients of the step under way were given to the method."""
+        """Whether the method has the gradients of the current step."""
         self.accumulated = False
-        """Whether gradients wait, since ``no_sync``, for a pass that delivers them."""
+        """Whether gradients from ``no_sync`` wait for a pass that delivers them."""
         self.rounds_done = 0
-        """Rounds of this worker after which models agree, or are nearer to it."""
+        """Number of rounds of this worker: models are averaged in a round."""
 
     # ---- from the forward pass to the end of backward ----
 
     def begin(self) -> None:
-        """The first forward after a backward that ended; or, where the model itself is not
-        called, the first gradient; or a step without either."""
+        """Begin a step: at the first forward pass after a backward pass that ended.
+
+        If the script does not call the model itself, the first gradient begins it. A step without
+        either begins at its end of backward.
+        """
         if not self._may_begin:
             return
         self._may_begin = False
@@ -91,8 +94,8 @@ class StepDriver:
         self.hooks.call("step_begins")
 
     def begin_backward(self) -> None:
-        """The first gradient of a pass that is sent, or such a pass without one."""
-        self.begin()  # where the model itself was not called
+        """Begin a backward pass that synchronizes: at its first gradient, or at its end without one."""
+        self.begin()  # for scripts that do not call the model itself
         self._announce_place(in_step=True)
         if self.lazy is not None:
             self.lazy.backward_begins()
@@ -102,8 +105,10 @@ class StepDriver:
         self.reducer.begin()
 
     def deliver_complete(self) -> None:
-        """Give the method the buckets that are complete, in plan order; where this worker's own
-        gradient is clipped, none before backward has ended."""
+        """Give the method the complete buckets, in plan order.
+
+        If this worker's own gradient is clipped, none is delivered before backward has ended.
+        """
         if not self._context.clips_own:
             self._deliver_complete()
 
@@ -112,7 +117,7 @@ class StepDriver:
             self._deliver(bucket)
 
     def _deliver(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are in it, and its turn has come."""
+        """Give the method a bucket that is complete and next in plan order."""
         if bucket.last and self._rounds.is_every_step:
             self._participation.flags_complete()
         self._listeners.bucket_leaves(bucket)
@@ -121,18 +126,18 @@ class StepDriver:
             self._groups.flags_complete()
 
     def end_backward(self) -> None:
-        """The backward pass is over: deliver what is left, and let the method wait."""
+        """End the backward pass: deliver the remaining buckets, and let the method wait."""
         context, reducer = self._context, self.reducer
         if not reducer.in_backward:
             self.begin_backward()
         all_used = reducer.fill_unused()
         if context.clips_own:
-            # Buckets hold shares of the mean, and the gradient itself is to be clipped.
+            # Buckets hold shares of the mean, but the limit is for the gradient itself.
             limit = context.settings.clip_norm * reducer.share
             clip_([bucket.buffer for bucket in context.buckets], limit)
         self._deliver_complete()
         reducer.in_backward = False
-        self._meet_after_backward(all_used)
+        self._end_hooks_of_backward(all_used)
         if not self._is_under_way:
             self._listeners.means_are_there()
         if not all_used:
@@ -141,11 +146,11 @@ class StepDriver:
             reducer.require_finite(self._done + 1)
         self.delivered = self._workers.step_pending = True
         self.accumulated = False
-        self._plan_anew()
+        self._rebuild_buckets()
         if context.method.visible_gradient == "sent":
             self._sent.remember()
 
-    def _meet_after_backward(self, all_used: bool = True) -> None:
+    def _end_hooks_of_backward(self, all_used: bool = True) -> None:
         self.hooks.call("backward_ended")
         self._backward_of = self._context.step
         if self._rounds.is_every_step:
@@ -164,8 +169,8 @@ class StepDriver:
         is_late = self._waits_in_forward and self._workers.active
         return is_late and self.tuner.plan.messages is not None
 
-    def _plan_anew(self) -> None:
-        """A backward pass is over, on all ranks: the tuner may have changed the plan."""
+    def _rebuild_buckets(self) -> None:
+        """Rebuild the buckets if the tuner has changed the plan. A backward pass is over on all ranks."""
         if self.tuner.backward_ended():
             if self._waits_in_forward:
                 # The exchange refers to the present buckets.
@@ -175,12 +180,12 @@ class StepDriver:
         self._listeners.pass_ended()
 
     def clip_mean(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Scale mean gradients in place, where these are clipped."""
+        """Clip mean gradients in place, if the method clips the mean."""
         if self._context.method.clips == "mean":
             clip_(gradients, self._context.settings.clip_norm)
 
     def messages(self, whole_buckets: bool) -> Sequence[Message] | None:
-        """In which messages the gradients of this step travel past backward: `Run.messages`."""
+        """The messages that carry this step's gradients beyond the backward pass: `Run.messages`."""
         messages = self.tuner.plan.messages
         if messages is not None and whole_buckets:
             return [Message(n) for n in dict.fromkeys(m.bucket for m in messages)]
@@ -194,7 +199,7 @@ class StepDriver:
             self._sent.require_unchanged()
 
     def end(self) -> None:
-        """The user's optimizer has stepped, or would have."""
+        """End the step: the user's optimizer has stepped, or a server or the method has."""
         self.delivered = self._workers.step_pending = False
         self._done += 1
         if self._rounds.models_may_differ:
@@ -205,25 +210,29 @@ class StepDriver:
 
     @property
     def adds_to_what_is_under_way(self) -> bool:
-        """Whether a gradient that comes now was added to one that is on its way."""
+        """Whether a gradient that arrives now was added to one that is in flight."""
         is_late = self._waits_in_forward and self.tuner.plan.messages is not None
         return is_late and self.lazy is not None and not self.lazy.used_since_backward
 
     @property
     def waits_for_update(self) -> bool:
-        """Whether the others wait for what this step's update sends."""
+        """Whether the other workers wait for messages that follow this step's update."""
         sends = self._rounds.is_every_step and self.hooks.has("after_update")
         return self.delivered and sends
 
     def abandon_step(self) -> None:
-        """The script left its loop between ``backward()`` and ``step()``. The others go on
-        with that step, in which this worker still counts, with the model that it has."""
+        """End a step that the script left between ``backward()`` and ``step()``.
+
+        The other workers take the step. This worker still counts in it, with its present model.
+        """
         if self._rounds.is_every_step:
             self._after_update()
 
     def shadow_step(self) -> None:
-        """Do one step without data, or, where rounds are rarer, that of the next round: what
-        PyTorch DDP's ``Join`` calls shadowing."""
+        """Do one step without data, which PyTorch DDP's ``Join`` calls shadowing.
+
+        If not every step is a round, it is the step of the next round.
+        """
         self.buffers.apply()
         context, rounds = self._context, self._rounds
         context.step = rounds.next_round(context.step)
@@ -232,13 +241,13 @@ class StepDriver:
             self.reducer.zero()
             for bucket in context.buckets:
                 self._deliver(bucket)
-            self._meet_after_backward()
+            self._end_hooks_of_backward()
             if rounds.is_every_step:
-                self._plan_anew()
+                self._rebuild_buckets()
         self._after_update()
 
     def _after_update(self) -> None:
-        """Call the method's hook, and send a round's own messages if rounds are held after the update."""
+        """Call the method's hook; in a round after the update, also send the training's messages."""
         context, rounds = self._context, self._rounds
         self._announce_place(in_step=False)
         self._participation.is_later = False
@@ -253,15 +262,15 @@ class StepDriver:
         context.step += 1
 
     def _hold_round(self) -> None:
-        """A round of a method whose models differ between rounds."""
+        """Hold a round of a method whose models differ between rounds."""
         workers = self._workers
         self.rounds_done += 1
         if self._delayed is not None:
             before = workers.participants
             if self._delayed.begin_round():
                 self.buffers.apply()
-                # After the last round no worker trains any more, and all end with the same
-                # buffers.
+                # After the last round no worker is active, so the last active ones' buffers stay:
+                # all workers end with the same ones.
                 source, *_ = workers.participants or before
                 self.buffers.start(source)
             if workers.anyone_active:
@@ -277,14 +286,18 @@ class StepDriver:
     # ---- the model's buffers ----
 
     def _share_buffers(self) -> None:
-        """DDP's semantics: every step starts from rank 0's buffers; where rank 0 is out of
-        data, from the first rank that still has some."""
+        """Send rank 0's buffers to all, as DDP does: every step starts from them.
+
+        If rank 0 is out of data, they are those of the first active rank.
+        """
         if self.buffers.has_any and self._workers.participants:
             self.buffers.start(source=self._workers.participants[0])
 
     def apply_buffers(self) -> None:
-        """Groups do not wait for all others: what was sent at one agreement of all is put
-        into the model at the next one."""
+        """Put the buffers that were sent into the model.
+
+        Groups do not wait for all workers: they apply the buffers of one vote at the next vote.
+        """
         if self._delayed is None:
             self.buffers.apply()
 
@@ -299,12 +312,14 @@ class StepDriver:
 
     @property
     def place(self) -> int:
-        """Where this worker is, for all alike: twice its steps, and one more between
-        ``backward()`` and ``step()``."""
+        """This worker's position, comparable between workers: twice its number of steps.
+
+        It is one more between ``backward()`` and ``step()``.
+        """
         return 2 * self._context.step + self._workers.step_pending
 
     def _announce_place(self, *, in_step: bool) -> None:
-        """To the end of the backward pass of this step, or of the step."""
+        """Announce the next place: the end of this step's backward pass, or the end of the step."""
         if self.before_place is None or not self._workers.active:
             return
         self.before_place(2 * (self._context.step + 1) - in_step)
@@ -313,7 +328,7 @@ class StepDriver:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Where in its rounds this training is, equal on all workers between steps."""
+        """The training's position in its rounds, equal on all workers between steps."""
         rounds = 0 if self._delayed is None else self._delayed.rounds
         unsent = self._workers.unsent_steps
         return {"step": self._context.step, "unsent": unsent, "rounds": rounds}

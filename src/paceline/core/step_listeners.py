@@ -1,4 +1,4 @@
-"""Tells listeners of a training's events: compute times, the bucket tuner, profilers, checks."""
+"""Sends a training's events to listeners: compute times, the bucket tuner, profilers, checks."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ _OF_EACH_GRADIENT = ("gradient", "gradient_ready", "gradient_taken")
 
 
 class StepListeners:
-    """Tells each event to the listeners that define a method of its name, in their order.
+    """Sends each event to the listeners that define a method with its name, in their order.
 
-    - ``step_begins()``: a forward pass with gradients, before anything is done for it.
-    - ``forward(samples, training)``: any forward pass begins; samples may be None.
-    - ``used(index)``: a tensor is about to be used, for the first time since it was
-      updated; ``usable()``: what that waited for is in. Only under methods that wait so.
-    - ``gradient(index)``: autograd has made a gradient; our own work begins.
-    - ``gradient_ready(index)``: the same, where it is to be sent.
-    - ``gradient_taken()``: our own work is done; backward goes on.
-    - ``uses_compressor(compressor)``: from now on it may compress what has the model's tensors.
-    - ``compressed(compressor, workers, size, stage)``: it has compressed or decompressed so many
-      bytes of these.
-    - ``bucket_leaves(bucket)``: it is about to be given to the method.
-    - ``means_are_there()``: backward is over, and the means are waited for.
-    - ``step_is_called()``: by the script; gradients are as it has left them.
+    - ``step_begins()``: a forward pass with gradients, before any work for it.
+    - ``forward(samples, training)``: any forward pass begins. *samples* may be None.
+    - ``used(index)``: a tensor is about to be used for the first time since its update.
+      ``usable()``: its update has arrived. Only for methods with the hook `before_use`.
+    - ``gradient(index)``: autograd has computed a gradient; paceline's own work begins.
+    - ``gradient_ready(index)``: the same, if the gradient is sent.
+    - ``gradient_taken()``: paceline's own work is done; backward continues.
+    - ``uses_compressor(compressor)``: from now on it may compress tensors like the model's.
+    - ``compressed(compressor, workers, size, stage)``: it has compressed or decompressed *size*
+      bytes.
+    - ``bucket_leaves(bucket)``: the method is about to get it.
+    - ``means_are_there()``: backward is over, and the means have arrived.
+    - ``step_is_called()``: the script has called ``step()``, after its own changes of gradients.
     - ``update_begins()`` and ``step_ended()``: around the optimizer's step.
 
-    The three events of each gradient cost a call a tensor. A listener that needs them only in
-    some steps has an attribute ``listening``; hooks skip these events in steps in which nobody
-    listens (`times_gradients`).
+    The three events of each gradient cost a call per tensor. A listener that needs them only in
+    some steps has an attribute ``listening``. Hooks skip these events in steps without such a
+    listener (`times_gradients`).
     """
 
     def __init__(self) -> None:
         self._timing: list[Any] = []
         self.times_gradients = False
-        """Whether a listener wants the events of each gradient in the next pass."""
+        """Whether a listener needs the events of each gradient in the next pass."""
         for event in EVENTS:
             setattr(self, event, _Event())
 
     def add(self, listener: Any) -> None:
-        """Add *listener* behind the others; None adds none."""
+        """Add *listener* after the others; None is ignored."""
         for event in EVENTS:
             function = getattr(listener, event, None)
             if function is not None:
@@ -56,7 +56,7 @@ class StepListeners:
         self.pass_ended()
 
     def pass_ended(self) -> None:
-        """A backward pass is over: learn who listens to the gradients of the next one."""
+        """Update `times_gradients` for the next backward pass."""
         self.times_gradients = any(
             getattr(listener, "listening", True) for listener in self._timing
         )

@@ -27,8 +27,8 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Told:
-    """A `RecordListener` that passes steps on."""
+class StepCallback:
+    """A `RecordListener` that calls a function with each step's record."""
 
     def __init__(self, callback: Callable[[StepRecord], None]) -> None:
         self._callback = callback
@@ -37,15 +37,15 @@ class Told:
         self._callback(record)
 
     def span(self, span: Span) -> None:
-        """Nobody has asked for these."""
+        """Ignore spans."""
 
 
 def report(runtime: Runtime, where: str) -> None:
-    """Send worker 0's records there, from now on until its script ends."""
+    """Send worker 0's records to *where*, until its script ends."""
     runtime.connect()
     if runtime.rank == 0:
-        sink = Dispensable(where, sink_for(where))
-        runtime.recorder.subscribe(Told(sink.step), figures=True)
+        sink = OptionalSink(where, sink_for(where))
+        runtime.recorder.subscribe(StepCallback(sink.step), figures=True)
         runtime.registry.at_exit(sink.close)
         # Close at the interpreter's end, too. A script that fails does not reach the job's own
         # exit functions, and its steps until then help to find the cause. W&B stops its service
@@ -53,9 +53,11 @@ def report(runtime: Runtime, where: str) -> None:
         atexit.register(sink.close)
 
 
-class Dispensable:
-    """A sink of *place* without which training goes on: a server that is away, or a full disk, costs the
-    figures alone."""
+class OptionalSink:
+    """A sink of *place* whose failure does not stop the training.
+
+    If its server is unreachable or the disk is full, only the figures are lost.
+    """
 
     def __init__(self, place: str, sink: Sink) -> None:
         self._place = place
@@ -69,7 +71,7 @@ class Dispensable:
                 self._give_up(f"from step {record.step} on", error)
 
     def close(self) -> None:
-        """Nothing more will come; again is harmless."""
+        """Close the sink; a second call does nothing."""
         sink = self._sink
         if sink is not None:
             try:
@@ -88,15 +90,14 @@ class Dispensable:
 
 
 def report_as_asked(runtime: Runtime) -> None:
-    """Where the command line says, from the first training on."""
+    """Begin to report where the command line asks for it, before the first training."""
     where = runtime.registry.options.report_to
     if where is not None and not runtime.registry.trainings:
         report(runtime, where)
 
 
 def numbers_of(record: StepRecord) -> dict[str, float]:
-    """What a record says, by name: seconds, bytes, the method's own figures, and what was logged and
-    is a number."""
+    """A record's numbers by name: seconds, bytes, the method's figures, and logged numbers."""
     ours = {
         "paceline/step_seconds": record.step_seconds,
         "paceline/compute_seconds": record.compute_seconds,
@@ -123,10 +124,10 @@ def check_place(where: str) -> None:
 
 
 class Csv:
-    """A row a step; metrics that come later than the first step's stand in a column ``more``.
+    """One row per step. Metrics that first appear after the first step are in a column ``more``.
 
-    A file that is there is begun anew with the job's first step. Where worker 0 comes back into a job that
-    survives, its rows go on below those of its earlier incarnations.
+    The job's first step overwrites an existing file. If worker 0 is restarted under ``--survive``,
+    its rows follow those of its earlier incarnations.
     """
 
     def __init__(self, name: str) -> None:
@@ -134,8 +135,8 @@ class Csv:
             raise UsageError("report to csv: expected a file, such as csv:steps.csv")
         self._path = Path(name)
         try:
-            # This may be a later incarnation. Keep earlier rows until the number of the first
-            # step shows that.
+            # This may be a later incarnation: keep earlier rows until the number of the first
+            # step shows which one it is.
             self._file: TextIO = self._path.open("a", newline="", encoding="utf-8")
         except OSError as error:
             raise UsageError(f"cannot write {name}: {error.strerror}") from None
@@ -152,7 +153,7 @@ class Csv:
         self._file.flush()
 
     def _begin(self, step: int, names: list[str]) -> None:
-        """The header, unless the columns of earlier incarnations are there."""
+        """Write the header, unless the file has one of an earlier incarnation."""
         if self._path.is_file():  # a pipe or /dev/null has no earlier rows
             if step == 1:
                 self._file.truncate(0)
@@ -175,7 +176,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard:
-    """Scalars in a folder of TensorBoard's."""
+    """Scalars in a TensorBoard log folder."""
 
     def __init__(self, name: str) -> None:
         module = _needs("torch.utils.tensorboard", "tensorboard")
@@ -232,7 +233,7 @@ SINKS: dict[str, Callable[[str], Sink]] = {
     "wandb": WeightsAndBiases,
     "mlflow": MLflow,
 }
-"""A row for each place; what stands after its colon is its to read."""
+"""A sink class for each kind of place. It gets the text after the colon."""
 
 
 def _needs(module: str, package: str) -> Any:

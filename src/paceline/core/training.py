@@ -46,7 +46,7 @@ from paceline.torch_internals import Uncopied
 class Training:
     """One worker's training of a model by one method, from `distribute` to `finish`.
 
-    *served*: the model as servers are to hold it, where these update.
+    *served*: the part of the model that servers hold, if servers update.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Training:
     ) -> None:
         self.finished = False
         self.leads = False
-        """Whether this worker was the lowest rank of those who met last."""
+        """Whether this worker was the lowest rank at the last barrier (`meet`)."""
         self.context, self._workers = context, context.workers
         self._runtime, self._method = context.runtime, context.method
         self.comm = context.comm
@@ -66,7 +66,7 @@ class Training:
         ]
         recorder = context.runtime.recorder
         recorder.set_period(context.rounds.every)
-        recorder.warm_up_steps = _learning_steps(context)
+        recorder.warmup_steps = _learning_steps(context)
 
         on_servers = served is not None
         own = on_servers or getattr(context.method, "averages_buffers", False)
@@ -86,7 +86,7 @@ class Training:
         )
         self._reducer.make_buckets(self.tuner.plan.buckets)
         self.remote: RemoteModel | None = None
-        """The parameters on their servers, where servers update..."""
+        """The parameters on their servers, if servers update."""
         if served is not None:
             self.remote = RemoteModel(
                 served,
@@ -97,7 +97,7 @@ class Training:
         self.run = make_run(context, averages, driver, self.remote)
         self.hooks = driver.hooks = MethodHooks(context, self.run)
         self.loads: LoadTracker | None = None
-        """...and what the script loads then."""
+        """Handles the script's loads, if servers update."""
         if self.remote is not None:
             self.loads = driver.loads = LoadTracker(context, self.remote, self.hooks)
         try:
@@ -128,7 +128,7 @@ class Training:
             listeners.uses_compressor(context.settings.compression)
 
     def _watch_model(self) -> list[Any]:
-        """Hooks beside those of passes; returns their handles."""
+        """Register the hooks that no backward pass needs; returns their handles."""
         context, driver = self.context, self._driver
         model = context.model
         handles: list[Any] = [
@@ -145,7 +145,7 @@ class Training:
         return handles
 
     def _note_load(self, *_: object) -> None:
-        """The script has loaded parameters; inside `consolidated` they are taken back."""
+        """Note that the script has loaded parameters; inside `consolidated` loads are undone."""
         if not self.context.evaluating:
             self.hooks.is_loaded = True
 
@@ -158,53 +158,55 @@ class Training:
 
     @property
     def compression(self) -> CompressedAverage | ClientCompression | None:
-        """Compresses what this worker sends, and keeps the compressor's states."""
+        """Compresses this worker's messages, and holds the compressor's states."""
         remote = self.remote
         return self._compression if remote is None else remote.compression
 
     @property
     def first_step(self) -> int:
-        """How many steps the job had done when this worker joined it."""
+        """Number of steps that the job had done when this worker joined it."""
         return 0 if self.remote is None else self.remote.synchronizer.first_step
 
     @property
     def broken_by(self) -> str:
-        """The error that has left the ranks out of step, so that it cannot go on; or nothing."""
+        """The error after which the ranks may be at different steps; empty if there is none."""
         return self.context.failure
 
     @property
     def optimizer_steps(self) -> bool:
-        """Whether the user's optimizer steps, and not the method or a server."""
+        """Whether the user's optimizer applies the update, not the method or a server."""
         return self._method.updates_on == "worker"
 
     @property
     def takes_scaled_gradients(self) -> bool:
-        """Whether a GradScaler always calls ``step()``, which then unscales gradients or leaves an update out.
+        """Whether a GradScaler always calls ``step()``, which unscales gradients or skips the update.
 
-        True where gradients are workers' own. One of them alone may have an infinity, and the others communicate
-        with it after the update: it may leave the update out, but not the step.
+        True if ``.grad`` is a worker's own gradient. One worker alone may have an infinity, and the
+        others communicate with it after the update. So it may skip the update, but not the step.
         """
         if self._method.visible_gradient == "sent":
-            return True  # the step then refuses it
+            return True  # `check_scaler` then raises in the step
         return self.optimizer_steps and self._method.rounds.models_may_differ
 
     def check_scaler(self) -> None:
-        """A GradScaler steps the optimizer, where `takes_scaled_gradients`. Raises
-        `GradientError` where gradients were sent with their scale, `UsageError` where they
-        were clipped with it."""
+        """Refuse a GradScaler that steps the optimizer, if the scale has already had an effect.
+
+        Raises `GradientError` if gradients were sent with their scale, and `UsageError` if they
+        were clipped with it.
+        """
         if self._method.visible_gradient == "sent":
             # Its kernel writes into gradients without a trace that `SentGradientCheck` could see.
             raise self.context.fail(
-                f"a GradScaler under {self._method.name}: gradients are on their way to the "
-                "others, times its scale, when it unscales them. Train in bfloat16 without a "
-                "scaler; or use bsp, whose .grad holds the mean"
+                f"a GradScaler under {self._method.name}: scaled gradients were already sent "
+                "when it unscales them. Train in bfloat16 without a scaler, or use bsp, whose "
+                ".grad holds the mean"
             )
         if self.context.clips_own:
             raise UsageError(
                 f"clip_norm with a GradScaler: under {self._method.name} each worker's own "
-                "gradient is clipped when backward ends, and is scaled then. Clip .grad, "
-                "which is its own, after scaler.unscale_(optimizer); or train in bfloat16 "
-                "without a scaler"
+                "gradient is clipped when backward ends, while it is still scaled. Clip .grad "
+                "after scaler.unscale_(optimizer) instead, or train in bfloat16 without a "
+                "scaler"
             )
 
     @property
@@ -214,7 +216,7 @@ class Training:
 
     @property
     def progress(self) -> dict[str, int]:
-        """Where in its rounds this training is, equal on all workers between steps."""
+        """The training's position in its rounds, equal on all workers between steps."""
         return self._driver.progress
 
     @progress.setter
@@ -222,24 +224,24 @@ class Training:
         self._driver.progress = saved
         self._runtime.registry.places.begins_anew(self._place_number)
 
-    # ---- what the wrapped optimizer calls ----
+    # ---- calls of the wrapped optimizer ----
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only accumulate into ``.grad``."""
+        """Return a context in which backward passes only accumulate into ``.grad``."""
         return self._passes.no_sync()
 
     def before_update(self) -> None:
-        """``step()`` was called: see to it that this step's gradients were delivered.
+        """Prepare the update after a call of ``step()``: deliver this step's gradients if that is due.
 
-        They were not if the loss reached no parameter, or all passes were under
-        ``no_sync``; the other ranks wait for them all the same.
+        They were not delivered if the loss reached no parameter, or if all passes were under
+        ``no_sync``. The other ranks wait for them nevertheless.
         """
         for name, parameter in self._outside:
             if parameter.grad is not None:
                 raise UsageError(
                     f"parameter {name!r} was frozen when distribute was called, and has a "
-                    "gradient now: it would be trained on each rank alone. Unfreeze "
-                    "before distribute, or finish() and call distribute again"
+                    "gradient now: each rank would train it alone. Unfreeze it before "
+                    "distribute, or call finish() and distribute again"
                 )
         if not self._driver.delivered:
             self._driver.end_backward()
@@ -260,25 +262,27 @@ class Training:
             self.context.listeners.update_begins()
 
     def evaluates_again(self) -> None:
-        """The optimizer calls its closure once more within a step: what this gives is
-        delivered too, on every rank, also where it reaches no parameter."""
+        """Note that the optimizer calls its closure again within a step.
+
+        Its gradients are delivered too, on every rank, even if the loss reaches no parameter.
+        """
         self._driver.delivered = False
 
     def after_update(self) -> None:
-        """The user's optimizer has stepped."""
+        """End the step after the update."""
         self._driver.end()
 
     def finish(self, *, together: bool = False) -> None:
-        """This worker is out of data. Collective over the ranks, each in its own time.
+        """End this worker's training. Collective, but ranks may call it at different times.
 
-        A broken training is not finished together: the others get the reason. *together*: all ranks know that all
+        After an error it is not collective: the other ranks get the reason. *together*: all ranks
         call this now, so no shadow collectives are needed.
         """
         self.finished = True
         self._runtime.registry.places.leaves(self._place_number)
         if together:
             self._workers.anyone_active = False
-        if self._reducer.in_backward and self._reducer.some_have_left:
+        if self._reducer.in_backward and self._reducer.has_sent_some:
             self.context.failure = self.context.failure or (
                 "its last backward pass ended with an exception after a part of its "
                 "gradients had been sent"
@@ -294,7 +298,7 @@ class Training:
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
-        """Within it the method's documented result is in the model."""
+        """While the context is open, the method's documented result is in the model."""
         context = self.context
         if context.evaluating:
             yield  # the result is in the model already
@@ -308,7 +312,7 @@ class Training:
             undo()
 
     def detach(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks from the model."""
         self._passes.detach()
         for handle in self._handles:
             handle.remove()
@@ -318,20 +322,19 @@ class Training:
             self.loads.detach()
 
     def abandon(self) -> None:
-        """Give up a training that has done no step: another one will train the model."""
+        """Discard a training that has done no step: another one will train the model."""
         self.finished, self._workers.active = True, False
         self._runtime.registry.places.take_back(self._place_number)
         self.detach()
 
     def figures(self) -> dict[str, float]:
-        """Numbers about the step that has just ended, by name; takes time:
+        """Return numbers about the step that has just ended, by name. Computing them takes time.
 
-        - ``round``: how many it has been in, where models differ between rounds;
-        - ``staleness``: where servers update, how many updates by others there were on them
-          between the parameters that the gradient was computed with and its own update; of the
-          model's parts the most;
-        - ``residual_norm``: of the error feedback of compression, where it is kept;
-        - and what the method itself reports (`WorkerHooks.metrics`).
+        - ``round``: number of rounds so far, if models differ between rounds.
+        - ``staleness``: if servers update, the number of other workers' updates since the
+          parameters that the gradient was computed on. The largest value of all shards.
+        - ``residual_norm``: norm of the residuals, with error feedback.
+        - The method's own numbers (`WorkerHooks.metrics`).
         """
         found: dict[str, float] = {}
         remote, compression = self.remote, self.compression
@@ -351,32 +354,33 @@ class Training:
         return found
 
     def go_on_from(self, before: Training, step: int) -> None:
-        """The script goes on where *before* has ended, after so many steps and in the middle of an
-        epoch, say."""
+        """Continue the training *before* after *step* steps, which may be in the middle of an epoch."""
         self._passes.weights = before._passes.weights
         self.progress = {"step": step, "unsent": 0, "rounds": 0}
 
     def flush_buffers(self, *_: object) -> None:
-        """Copy the buffers that are under way into the model, before others are loaded or these
-        are saved: a step that was skipped has not done it."""
+        """Copy buffers in flight into the model, before a load or a save of the model.
+
+        The step that does this otherwise may have been skipped.
+        """
         self._buffers.apply()
 
     # ---- all workers together ----
 
     def load_is_complete(self) -> bool:
-        """Give the lowest active rank's model and optimizer, which the script has loaded, to all workers.
+        """Give all workers the model and optimizer that the script has loaded on the lowest active rank.
 
-        Returns when this worker has them. Returns False if this worker was restarted while the job continues: then
-        the loads are ignored, and the model has the servers' parameters. Where workers update, each continues with
-        its own loads. Collective over the active workers.
+        Returns when this worker has them. Returns False if this worker was restarted while the job
+        continues: then its loads are ignored, and the model has the servers' parameters. If workers
+        update, each continues with its own loads. Collective over the active workers.
         """
         return self.loads is None or self.loads.complete(whole=True)
 
     def meet(self) -> bool:
-        """Wait for all active workers: a barrier, at which each has the replies to its requests.
+        """Wait for all active workers, each with the replies to its requests: a barrier. Collective.
 
-        No worker sends anything until this has returned. Returns False, at once, if this worker is out of data, or
-        was restarted and has not trained since. Collective.
+        No worker may send anything before this returns. Returns False at once if this worker is out
+        of data, or was restarted and has not trained since.
         """
         if self.loads is None or self.remote is None:
             self.comm.all_reduce(torch.zeros(1), "sum").wait()
@@ -393,7 +397,7 @@ class Training:
 
     @contextmanager
     def _fails_together(self) -> Iterator[None]:
-        """An error within it leaves the ranks out of step."""
+        """Record an error inside as one after which the ranks may be at different steps."""
         try:
             yield
         except UsageError as error:
@@ -401,7 +405,7 @@ class Training:
             raise
 
     def _consolidate(self) -> Callable[[], None]:
-        """Put the result into the model; returns what undoes it."""
+        """Put the result into the model; returns a function that undoes it."""
         if not self._workers.active or not self.hooks.has("consolidate"):
             return lambda: None  # no undo: the model itself is the result
         loading = self.loads
@@ -449,9 +453,11 @@ class Training:
         self.comm.leave()
 
     def _take_due_step(self) -> None:
-        """The script left its loop between ``backward()`` and ``step()``. The gradients have
-        left, too, and count, and the others wait for what this step sends after them. What
-        the script has loaded since is the result all the same."""
+        """Take the step that the script left between ``backward()`` and ``step()``.
+
+        Its gradients were sent and count, and the others wait for the messages that follow them.
+        Parameters that the script has loaded since stay the result.
+        """
         loads = self.loads is not None and self.loads.is_due
         loaded = (
             [p.detach().clone() for _, p in self.context.parameters] if loads else []
@@ -467,7 +473,7 @@ class Training:
 def _make_tuner(context: TrainingContext, averages: Averages) -> BucketTuner:
     in_halves = getattr(context.method, "sends_halves", False)
     mode: Mode = "barrier"
-    # A script that uses all averages where backward ends waits for them there.
+    # A script that uses gradients waits for all averages at the end of backward.
     if context.waits_in_forward and not context.settings.use_gradients:
         mode = "halves" if in_halves else "whole"
     parameters = [parameter for _, parameter in context.parameters]
@@ -491,8 +497,10 @@ def _make_tuner(context: TrainingContext, averages: Averages) -> BucketTuner:
 
 
 def _learning_steps(context: TrainingContext) -> int:
-    """Steps after those that plan buckets, until steady state. Rules that measure buckets wait
-    until compressed gradients are sent."""
+    """Number of steps from the end of bucket tuning to steady state.
+
+    Tuning by measurement begins after the uncompressed first steps, so it contains these.
+    """
     settings = context.settings
     steps: int = getattr(context.method, "learns_for", 0)
     early = settings.compression.warmup_steps

@@ -1,11 +1,11 @@
-"""From a method, its settings and a model to a training that has started.
+"""Starts a training of a model by a method with its settings.
 
 - `resolve` checks everything that is known before a message is sent, and makes a `TrainingPlan`.
 - `start` checks that all ranks agree, connects to servers, and makes the training. Collective.
 - `train` does both for the first training of a model, and wraps the user's optimizer.
 
-When the training before has ended, `resolve` and `start` may get a model again: that is how a method
-changes.
+After the end of a training, `resolve` and `start` may start another one of the same model: so a
+method switches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.collectives import registry as collectives
 from paceline.collectives.communicator import Communicator
 from paceline.collectives.reduce_scatter import check_halves
 from paceline.collectives.server_communicator import NoCollectives
-from paceline.compression import warm_up_message
+from paceline.compression import warmup_message
 from paceline.core.broadcast import broadcast_tensors
 from paceline.core.context import TrainingContext
 from paceline.core.method_hooks import check_declared, check_symmetric
@@ -64,8 +64,7 @@ from paceline.torch_internals import is_compiled_whole
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """What `distribute` was given to train on one worker; *number*: of this training in the
-    script, from 0."""
+    """The arguments of `distribute` on one worker. *number* counts the script's trainings, from 0."""
 
     runtime: Runtime
     model: torch.nn.Module
@@ -85,9 +84,9 @@ class TrainingInputs:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a model is to be trained, checked as far as one rank alone can.
+    """The plan of a training, checked as far as one rank alone can check it.
 
-    *spec* is the full one; *short_spec* leaves out values that are the default.
+    *spec* is the full one; *short_spec* leaves out default values.
     """
 
     method: Method
@@ -101,7 +100,7 @@ class TrainingPlan:
 class ConnectedTraining:
     """A training that has started, with its connections to servers.
 
-    *close* releases the rest of what it holds, once all workers have ended it.
+    *close* releases its other resources, once all workers have ended it.
     """
 
     training: Training
@@ -109,7 +108,7 @@ class ConnectedTraining:
     close: Callable[[], None]
 
     def discard(self) -> None:
-        """Close it before its first step: other ranks could not start theirs."""
+        """Close it before its first step, because other ranks could not start theirs."""
         self.training.abandon()
         for endpoint in self.endpoints:
             endpoint.close()
@@ -126,9 +125,9 @@ def train(
     _check_not_yet_trained(inputs.model, runtime)
     if is_compiled_whole(inputs.model):
         warnings.warn(
-            "the whole model is compiled, so all gradients become ready at once when "
-            "backward ends, and communication overlaps with nothing; compile its blocks "
-            "instead: for block in model.blocks: block.compile()",
+            "the whole model is compiled, so all gradients become ready when backward ends, "
+            "and communication overlaps with nothing. Compile its blocks instead: for block "
+            "in model.blocks: block.compile()",
             stacklevel=3,
         )
     started = start(inputs, plan)
@@ -142,7 +141,7 @@ def train(
 
 
 def resolve(inputs: TrainingInputs, method: Method, settings: Settings) -> TrainingPlan:
-    """Check all that is known before anything is sent. Not collective.
+    """Check everything that is known before a message is sent. Not collective.
 
     Raises:
         UsageError: The method, the settings, the model and the optimizer do not go together.
@@ -182,12 +181,12 @@ def start(
     """Start the training of a plan. Collective.
 
     Args:
-        inputs: What is trained.
+        inputs: The model, its optimizer and sampler.
         plan: From `resolve`, equal on all ranks.
-        anew: Broadcast rank 0's parameters and buffers first; without it ranks hold the same.
+        anew: Broadcast rank 0's parameters and buffers first. Otherwise all ranks hold equal ones.
 
     Raises:
-        ModelMismatchError: On every rank, where models or options differ between ranks.
+        ModelMismatchError: Models or options differ between ranks. Raised on every rank.
     """
     runtime, model, optimizer = inputs.runtime, inputs.model, inputs.optimizer
     method, settings, collective = plan.method, plan.settings, plan.collective
@@ -198,7 +197,7 @@ def start(
     description = describe(model, options)
     if isinstance(comm, Communicator):
         check_ranks_agree(comm, description, device)
-        _let_go_of_earlier(comm, runtime.registry, device)
+        _close_ended_trainings(comm, runtime.registry, device)
     if anew and isinstance(comm, Communicator) and comm.size > 1:
         broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
         if getattr(method, "symmetric", False):
@@ -240,35 +239,35 @@ def start(
         inputs.number,
     )
     training = Training(context, served)
-    _report_warm_up(context)
+    _report_warmup(context)
     return ConnectedTraining(training, endpoints, comm.close)
 
 
-def _report_warm_up(context: TrainingContext) -> None:
-    """Report the first steps, in which compressors send more than later."""
+def _report_warmup(context: TrainingContext) -> None:
+    """Report the first steps, in which some compressors send more than later."""
     size, compression = context.runtime.size, context.settings.compression
     if size == 1:
         return
     shapes = [wire_shape(parameter) for _, parameter in context.parameters]
-    sentence = warm_up_message(compression, shapes, torch.float32, size)
+    sentence = warmup_message(compression, shapes, torch.float32, size)
     if not sentence:
         return
     if compression != compression.with_epoch(1):
         sentence += (
-            "; distribute was given no sampler, so how many steps an epoch has is a guess: "
-            "say it as compression.epoch_steps"
+            "; distribute has no sampler, so the number of steps in an epoch is a guess: set "
+            "compression.epoch_steps"
         )
     context.report(sentence)
 
 
 def _without_averages(runtime: Runtime, method: Method, settings: Settings) -> Settings:
-    """Where servers update nobody forms averages: *settings* without what says how."""
+    """The *settings*, without the collective if servers update: workers form no averages then."""
     if method.updates_on != "server" or settings.collective == "native":
         return settings
     if runtime.rank == 0:
         print(
             f"paceline: collective={settings.collective!r} is not used: under "
-            f"{method.name} servers take gradients, and nobody forms their average",
+            f"{method.name} servers apply gradients, and workers form no average",
             file=sys.stderr,
         )
     return replace(settings, collective="native")
@@ -280,7 +279,7 @@ def _check_compression(
     collective: AllReduceAlgorithm,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Raise `UsageError` where no collective averages compressed gradients."""
+    """Raise `UsageError` if compressed gradients cannot be averaged or pushed."""
     compression, compressor = settings.compression, settings.compression.code
     check_answers(method, compression, settings.replies)
     if not compression.compresses:
@@ -309,22 +308,22 @@ def _frozen(model: torch.nn.Module) -> list[torch.Tensor]:
 def _comm(
     runtime: Runtime, method: Method, number: int
 ) -> Communicator | NoCollectives:
-    """How the workers of training *number* meet."""
+    """The communicator of the workers of training *number*."""
     if runtime.server_only:
         methods.check_survives(method)
         return NoCollectives(runtime)
     comm = Communicator(runtime, runtime.registry.next_name())
     if comm.size > 1 and runtime.registry.beside(number):
-        # Two models may be in the middle of their steps at the same time, so each needs a queue
-        # of its own.
+        # Two models may be in the middle of their steps at the same time, so each needs a
+        # separate channel.
         comm = comm.channel("gradients")
     return comm
 
 
-def _let_go_of_earlier(
+def _close_ended_trainings(
     comm: Communicator, job: TrainingRegistry, device: torch.device
 ) -> None:
-    """Close the groups and threads of trainings that all workers have done with. Collective."""
+    """Close the groups and threads of trainings that all workers have ended. Collective."""
     if job.holding:
         in_use = torch.tensor(job.in_use, dtype=torch.uint8, device=device)
         comm.all_reduce(in_use, "max").wait()
@@ -359,17 +358,19 @@ def _servers(
 
 
 def _check_one_server_clips(job: ServerJob, endpoints: Sequence[Endpoint]) -> None:
-    """Raise `UsageError` where several servers would have to clip the mean: each knows the
-    norm of its own part only. Every worker sees as many servers, so all raise."""
+    """Raise `UsageError` if several servers would have to clip the mean gradient.
+
+    Each knows only the norm of its own shard. All workers have the same servers, so all raise.
+    """
     if job.method is None or job.clip_norm == math.inf or len(endpoints) < 2:
         return
     for endpoint in endpoints:
         endpoint.close()
     raise UsageError(
         f"clip_norm={job.clip_norm:g} under {job.method.name} with {len(endpoints)} "
-        "servers: servers clip the mean gradient, and each knows the norm of its own part "
-        "only. Take one server (servers='embedded', or one address), or use bsp, which "
-        "clips the mean on every worker"
+        "servers: servers clip the mean gradient, and each knows only the norm of its own "
+        "shard. Use one server (servers='embedded', or one address), or bsp, which clips the "
+        "mean on every worker"
     )
 
 
@@ -378,8 +379,7 @@ def _check_servers_update_all(
     optimizer: torch.optim.Optimizer,
     parameters: Sequence[tuple[str, torch.nn.Parameter]],
 ) -> None:
-    """Raise `UsageError` unless servers can have the optimizer, and it has all that is
-    trained."""
+    """Raise `UsageError` unless servers support the optimizer, and it has all trainable parameters."""
     check_servers_can_hold(optimizer)
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     missing = [name for name, parameter in parameters if id(parameter) not in known]
@@ -387,9 +387,9 @@ def _check_servers_update_all(
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise UsageError(
             f"parameter {missing[0]!r}{more} requires a gradient, but the optimizer does "
-            f"not have it: under {method.name} servers update what the optimizer has, and "
-            "the rest is not averaged. Freeze it (requires_grad_(False)), give it to the "
-            "optimizer, or use bsp, which averages every gradient"
+            f"not have it: under {method.name} servers update the optimizer's parameters, and "
+            "other gradients are not averaged. Freeze it (requires_grad_(False)), give it to "
+            "the optimizer, or use bsp, which averages every gradient"
         )
 
 
@@ -408,9 +408,9 @@ def _check_not_yet_trained(model: torch.nn.Module, runtime: Runtime) -> None:
 
 
 class ModelDescription(msgspec.Struct, array_like=True):
-    """What must be equal on all ranks.
+    """The properties that must be equal on all ranks.
 
-    *tensors* are lines such as ``fc.weight float32[10x64]``. They include strides where these decide
+    *tensors* are lines such as ``fc.weight float32[10x64]``. They include strides if these decide
     the order in which a gradient's elements are sent.
     """
 
@@ -432,16 +432,16 @@ def describe(model: torch.nn.Module, options: str) -> ModelDescription:
 def check_ranks_agree(comm: Comm, mine: ModelDescription, device: torch.device) -> None:
     """Raise `ModelMismatchError` on every rank if any rank's description differs.
 
-    Names the first difference and a rank that has it. Costs one all-reduce of 64 bytes where
-    all are equal: a rank of many holds nothing per rank.
+    The error names the first difference and a rank that has it. If all are equal, it costs one
+    all-reduce of 64 bytes, and no memory per rank.
     """
     encoded = msgspec.json.encode(mine)
     digest = hashlib.sha256(encoded).digest()
-    # Four numbers: the size, with which the texts can be gathered if needed, and a digest.
+    # Four numbers: the text's size, which a gather needs, and a digest.
     words = [len(encoded)] + [
         int.from_bytes(digest[i : i + 7], "big") for i in range(0, 21, 7)
     ]
-    # The maximum and the minimum of each number: if they are equal, all ranks are.
+    # The maximum and the minimum of each number: if they are equal, all ranks have equal texts.
     bounds = torch.tensor(
         [*words, *(-word for word in words)], dtype=torch.int64, device=device
     )
@@ -499,7 +499,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _strides(parameter: torch.Tensor) -> str:
-    """Its strides, where they are not a contiguous tensor's. Dimensions of size 1 do not count."""
+    """Strides, unless they are a contiguous tensor's. Dimensions of size 1 do not count."""
     strides = strides_in_bucket(parameter)
     contiguous = torch.empty(parameter.shape, device="meta").stride()
     rows = zip(strides, contiguous, parameter.shape, strict=True)

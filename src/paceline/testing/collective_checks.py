@@ -49,7 +49,7 @@ Make = Callable[[], AllReduceAlgorithm]
 
 @dataclass(frozen=True)
 class CollectiveCheck:
-    """A *law* of collectives; *applies* tells from a collective's ``needs`` whether the law applies to it."""
+    """A *law* of collectives, and the collectives that it applies to."""
 
     law: Callable[[Make, Cluster], None]
     applies: Callable[[AllReduceAlgorithm], bool] = lambda algorithm: True
@@ -136,12 +136,12 @@ def schedules_are_equal_on_all_ranks(make: Make, cluster: Cluster) -> None:
         first, second = (make().schedule(EVEN, at) for _ in range(2))
         require(
             first == second and hash(first) == hash(second),
-            "two ranks have different schedules of the same sum: make a schedule from "
-            "the size and the placement alone",
+            "two ranks have different schedules of the same sum: expected equal ones. Make a "
+            "schedule only from the size and the placement",
         )
         require(
             first.ranks == at.size,
-            f"a schedule of {first.ranks} ranks for {at.size} workers",
+            f"a schedule has {first.ranks} ranks: expected {at.size}, the number of workers",
         )
 
 
@@ -151,11 +151,11 @@ def transfers_lie_in_the_buffer(make: Make, cluster: Cluster) -> None:
             ends = {one.source, one.destination}
             require(
                 len(ends) == 2 and ends <= set(range(schedule.ranks)),
-                f"{one} is not between two of {schedule.ranks} ranks",
+                f"{one}: expected two different ranks of {schedule.ranks}",
             )
             require(
                 min(one.offset, one.size) >= 0 and one.offset + one.size <= size,
-                f"{one} is not within {size} units",
+                f"{one}: expected a part of the buffer of {size} units",
             )
 
 
@@ -189,7 +189,7 @@ def own_steps_are_those_of_the_schedule(make: Make, cluster: Cluster) -> None:
             require(
                 len(found) == len(expected)
                 and all(map(_same_at(rank), found, expected)),
-                f"own_steps({rank}) of {size} units are not the steps of that rank",
+                f"own_steps({rank}) of {size} units: expected the steps of that rank, in order",
             )
 
 
@@ -215,8 +215,8 @@ def bytes_sent_are_as_declared(make: Make, cluster: Cluster) -> None:
             declared = schedule.bytes_sent(rank)
             require(
                 declared == sent[rank],
-                f"bytes_sent({rank}) of {size} units is {declared}, and {sent[rank]} "
-                "are sent",
+                f"bytes_sent({rank}) of {size} units is {declared}: expected {sent[rank]}, "
+                "which the transfers send",
             )
 
 
@@ -236,7 +236,7 @@ def activities_carry_what_is_sent(make: Make, cluster: Cluster) -> None:
                 priced[connection] += round(count * activity.bytes)
         require(
             +sent == +priced,
-            f"activities carry {dict(+priced)}, and transfers {dict(+sent)}, from rank to rank",
+            f"activities send {dict(+priced)} from rank to rank, but transfers send {dict(+sent)}",
         )
 
 
@@ -257,7 +257,7 @@ def values_simulated_are_values_performed(make: Make, cluster: Cluster) -> None:
         for rank, (one, other) in enumerate(zip(held, expected, strict=True)):
             require(
                 torch.equal(one, other),
-                f"rank {rank} performs other bits than are simulated",
+                f"rank {rank}: the performed sum and the simulated one are not bit-equal",
             )
 
 
@@ -297,7 +297,9 @@ def _perform_together(schedule: Schedule, held: Sequence[torch.Tensor]) -> None:
             schedule_execution.perform(steps, held[rank], combine, send, receive)
         except Empty:
             errors.append(
-                CheckFailedError(f"rank {rank} waits for a message that nobody sends")
+                CheckFailedError(
+                    f"rank {rank} waits for a message that no rank sends within {PATIENCE:g} s"
+                )
             )
         except BaseException as error:
             errors.append(error)
@@ -320,7 +322,7 @@ def halves_are_the_whole(make: Make, cluster: Cluster) -> None:
             continue
         require(
             adding is not None and spreading is not None,
-            "a whole all-reduce has two halves",
+            "halves() of a whole all-reduce has returned None: expected two schedules",
         )
         assert adding is not None
         assert spreading is not None
@@ -335,22 +337,26 @@ def halves_are_the_whole(make: Make, cluster: Cluster) -> None:
         for tensors in (held, numbers):
             schedule_execution.simulate_values(adding, tensors, combine)
         whole = torch.stack([one == total for one in numbers]).any(0)
-        require(bool(whole.all()), "after the first half a part is whole nowhere")
+        require(
+            bool(whole.all()),
+            "after the first half no rank has the complete sum of some part of the buffer",
+        )
         schedule_execution.simulate_values(spreading, held, combine)
         require(
-            all(map(torch.equal, held, expected)), "both halves are not the whole sum"
+            all(map(torch.equal, held, expected)),
+            "the result of both halves differs from the whole all-reduce",
         )
         require(
             all(one.adds for one in _all(adding))
             and not any(one.adds for one in _all(spreading)),
-            "the first half is to add, and the second one to spread the sum",
+            "expected additions in all transfers of the first half, and in none of the second",
         )
         for rank in range(schedule.ranks):
             sent = adding.bytes_sent(rank) + spreading.bytes_sent(rank)
             require(
                 sent == schedule.bytes_sent(rank),
-                f"both halves send {sent} units on rank {rank}, and the whole "
-                f"{schedule.bytes_sent(rank)}",
+                f"both halves send {sent} units on rank {rank}: expected "
+                f"{schedule.bytes_sent(rank)}, as in the whole all-reduce",
             )
 
 
@@ -412,9 +418,9 @@ def any_group_forms_its_own_sum(make: Make, cluster: Cluster) -> None:
 
 
 def an_all_reduce_is_its_schedule(make: Make, cluster: Cluster) -> None:
-    """It sends as many bytes, and takes as many seconds on idle links, as the schedule's price.
+    """It sends as many bytes as the schedule, and takes the schedule's estimated seconds on idle links.
 
-    A sum at switches takes longer, by the preceding agreement of the ranks.
+    A sum at switches takes longer: the ranks agree on exponents before.
     """
     at, count = Placement.on(cluster), 6 * EVEN
 
@@ -434,7 +440,9 @@ def an_all_reduce_is_its_schedule(make: Make, cluster: Cluster) -> None:
     for what, one, expected in pairs:
         exact = schedule.performable
         holds = abs(one - expected) <= 1e-9 * expected if exact else one >= expected
-        require(holds, f"an all-reduce takes {what}, and its schedule {expected}")
+        require(
+            holds, f"an all-reduce takes {what}: expected {expected}, as its schedule"
+        )
 
 
 COLLECTIVE_CHECKS: dict[str, CollectiveCheck] = {

@@ -36,7 +36,7 @@ SHAPES = ((4, 3), (257,), (0,), (40, 30), (5,), (), (24, 5, 12))
 """Small and large matrices, vectors, an empty tensor, a scalar."""
 
 Gradients = Sequence[Sequence[torch.Tensor]]
-"""Each worker's tensors."""
+"""The tensors of each worker."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Mean:
         ]
 
     @property
-    def is_coded_twice(self) -> bool:
+    def is_compressed_twice(self) -> bool:
         """Whether owners have compressed the sums again."""
         return any(isinstance(asked, AllToAll) for asked in self.codes)
 
@@ -170,19 +170,18 @@ def _require_alike(asked: Sequence[Request | None]) -> None:
     described = [_described(one) for one in asked]
     require(
         len(set(described)) == 1,
-        f"workers are not in step, they yield: {'; '.join(described)}",
+        f"workers yield different requests: {'; '.join(described)}",
     )
     if asked[0] is not None:
         code = asked[0].code
         require(
             code.dim() == 1 and code.is_contiguous() and bool(code.numel()),
-            f"a code is to be flat, contiguous and not empty, not {described[0]}",
+            f"yields {described[0]}: expected a tensor that is flat, contiguous and not empty",
         )
     if isinstance(asked[0], AllToAll):
         require(
             asked[0].code.numel() % len(asked) == 0,
-            f"an exchange among {len(asked)} workers is to have as many equal rows, not "
-            f"{described[0]}",
+            f"yields {described[0]}: expected {len(asked)} equal rows, one for each worker",
         )
 
 
@@ -208,7 +207,7 @@ def require_close(
         if b.numel():
             difference = (a - b).abs().max().item()
             allowed = rounding * (1.0 + b.abs().max().item())
-            require(difference <= allowed, f"{otherwise}: by {difference:.2g}")
+            require(difference <= allowed, f"{otherwise}, by up to {difference:.2g}")
 
 
 def require_states(workers: Workers) -> None:
@@ -216,7 +215,7 @@ def require_states(workers: Workers) -> None:
     first, *others = workers.states
     # Some compressors only have state for matrices.
     kept = [state for state in first if state]
-    require(bool(kept) == (kind != "none"), f"declares state {kind!r}, keeps {kept}")
+    require(bool(kept) == (kind != "none"), f"declares state {kind!r}, but has {kept}")
     for state in kept:
         _require_plain(state)
     for other in others:
@@ -224,7 +223,7 @@ def require_states(workers: Workers) -> None:
             require(_equal(first, other), "common state differs between workers")
         require(
             _equal(_common(first), _common(other)),
-            "what is under the key 'common' differs between workers",
+            "state under the key 'common' differs between workers",
         )
 
 
@@ -246,8 +245,8 @@ def _require_plain(value: object) -> None:
         return
     require(
         isinstance(value, (torch.Tensor, int, float, str)),
-        f"a state holds a {type(value).__name__}: expected tensors, numbers, texts, and "
-        "dicts of those",
+        f"a state holds a {type(value).__name__}: expected tensors, numbers, strings, and "
+        "dicts of them",
     )
 
 
@@ -273,11 +272,11 @@ def rounds_and_linearity_are_as_declared(compression: GradientCompression) -> No
     mean = workers_of(compression.steady_state()).mean(gradients())
     require(
         len(mean.codes) == compression.code.rounds,
-        f"declares {compression.code.rounds} rounds, and takes {len(mean.codes)}",
+        f"declares {compression.code.rounds} rounds, but needs {len(mean.codes)}",
     )
     require(
         not compression.code.linear or all(isinstance(one, Sum) for one in mean.codes),
-        "declares to be linear, and gathers codes",
+        "declares linear = True, but yields other requests than Sum",
     )
 
 
@@ -298,13 +297,13 @@ def _require_traffic(
         given = [[(9 * p).to(dtype) for p in own] for own in gradients(workers, step)]
         for leg in group.mean(given).legs:
             sent[leg.kind] += round(leg.size)
-    said: Counter[str] = Counter()
+    declared: Counter[str] = Counter()
     for leg in steady.code.wire_bytes(SHAPES, dtype, workers):
-        said[leg.kind] += round(steps * leg.size)
+        declared[leg.kind] += round(steps * leg.size)
     require(
-        said == sent,
-        f"declares {dict(said)} bytes in {steps} means of {dtype} tensors among {workers} "
-        f"workers, and sends {dict(sent)}",
+        declared == sent,
+        f"declares {dict(declared)} bytes in {steps} means of {dtype} tensors over {workers} "
+        f"workers, but sends {dict(sent)}",
     )
 
 
@@ -320,11 +319,12 @@ def decodes_per_worker_exactly(compression: GradientCompression) -> None:
             code = compression.encode(own, states)
             require(
                 all(torch.equal(a, b) for a, b in zip(before, own, strict=True)),
-                "encoding changes what it encodes",
+                "encode changes its input tensors",
             )
             compression.decode(code, total, add=True)
-        mean, otherwise = workers.mean(given), "codes do not add up to the mean"
-        if not mean.is_coded_twice:
+        mean = workers.mean(given)
+        otherwise = "decompressed gradients do not add up to the mean"
+        if not mean.is_compressed_twice:
             require_close(mean.results[0], total, mean.rounding, otherwise)
             continue
         for result, part in zip(mean.results[0], total, strict=True):
@@ -334,7 +334,11 @@ def decodes_per_worker_exactly(compression: GradientCompression) -> None:
             compression.decode(wrong, total)
         except UsageError:
             continue
-        require(False, f"takes {wrong.numel()} bytes for a code of {code.numel()}")
+        require(
+            False,
+            f"decode accepts {wrong.numel()} bytes: expected UsageError, since a compressed "
+            f"gradient has {code.numel()}",
+        )
 
 
 def zeros_stay_zeros(compression: GradientCompression) -> None:
@@ -344,7 +348,7 @@ def zeros_stay_zeros(compression: GradientCompression) -> None:
         for results in workers.mean(gradients(scale=0.0)).results:
             require(
                 all(not part.any() for part in results),
-                "zeros on all workers have become something else",
+                "gradients are zero on all workers, but the result is not",
             )
 
 
@@ -353,7 +357,7 @@ def nothing_is_sent_of_nothing(compression: GradientCompression) -> None:
     for shapes in ((), ((0,), (0, 3))):
         given = gradients(shapes=shapes)
         mean = Workers(compression, given[0], 3).mean(given)
-        require(not mean.codes, "yields a code though there are no elements")
+        require(not mean.codes, "yields a request although there are no elements")
 
 
 def a_worker_without_data_changes_nothing(compression: GradientCompression) -> None:
@@ -363,8 +367,8 @@ def a_worker_without_data_changes_nothing(compression: GradientCompression) -> N
         given = [*gradients(2, seed=step), gradients(1, scale=0.0)[0]]
         with_it, without = three.mean(given), two.mean(given[:2])
         allowed = with_it.rounding
-        if step and with_it.is_coded_twice and compression.error_feedback:
-            # Ownership differs, and so does the residual that has the second rounding.
+        if step and with_it.is_compressed_twice and compression.error_feedback:
+            # Ownership differs, so another residual has the second rounding.
             allowed = 2**-3
         require_close(
             with_it.results[0],
@@ -385,12 +389,12 @@ def sums_of_codes_are_codes_of_sums(compression: GradientCompression) -> None:
         [torch.cat([part.reshape(-1) for part in apart])],
         [torch.cat([part.reshape(-1) for part in together])],
         1e-4,
-        "three workers' codes do not add up to the code of their sum",
+        "the sum of three workers' compressed gradients is not their compressed sum",
     )
 
 
 def results_are_sums_of_what_was_sent(compression: GradientCompression) -> None:
-    """Each worker knows its contribution to the result; its residual depends on that."""
+    """Each worker knows its contribution to the result, which its residual needs."""
     workers = workers_of(compression)
     for step in range(3):
         mean = workers.mean(gradients(seed=step))
@@ -399,7 +403,7 @@ def results_are_sums_of_what_was_sent(compression: GradientCompression) -> None:
             mean.results[0],
             total,
             mean.rounding,
-            "the result is not the sum of what workers take for sent",
+            "the result is not the sum of the contributions (sent) of all workers",
         )
 
 
@@ -415,8 +419,8 @@ def codes_are_unbiased(compression: GradientCompression) -> None:
         allowed = 5 * every.std(0) / DRAWS**0.5 + 1e-6
         require(
             bool((error <= allowed).all()),
-            f"declares to be unbiased, and the mean of {DRAWS} results of one sum is "
-            f"{error.max():.3g} off, more than chance allows",
+            f"declares unbiased = True, but the mean of {DRAWS} results of one sum has an error "
+            f"of {error.max():.3g}, more than chance allows",
         )
 
 
@@ -431,7 +435,9 @@ def less_is_left_than_was_given(compression: GradientCompression) -> None:
         left = sum(float((part - code).norm() ** 2) for part, code in pairs) ** 0.5
         whole = sum(float(part.norm() ** 2) for part in own) ** 0.5
         require(
-            left < whole, f"of a gradient of norm {whole:.3g} {left:.3g} is left out"
+            left < whole,
+            f"the compression error of a gradient of norm {whole:.3g} has norm {left:.3g}: "
+            "expected less",
         )
 
 
@@ -471,7 +477,7 @@ def nothing_is_kept_elsewhere(compression: GradientCompression) -> None:
             results = (one.mean(given).results[0] for one in (straight, again))
             require(
                 all(torch.equal(a, b) for a, b in zip(*results, strict=True)),
-                "saved states do not lead to the same results: something is kept elsewhere",
+                "copied states do not lead to the same results: some state is kept elsewhere",
             )
 
 
@@ -484,13 +490,13 @@ def the_number_of_workers_may_change(compression: GradientCompression) -> None:
             workers.inherit(former)
             require(
                 _equal(_common(workers.states[0]), _common(former.states[0])),
-                "what is under the key 'common' begins anew where the number of workers changes",
+                "state under the key 'common' is lost when the number of workers changes",
             )
         for _ in range(2):
             results = workers.mean(gradients(count, seed=step)).results
             require(
                 all(bool(part.isfinite().all()) for part in results[0]),
-                f"among {count} workers, after some others, results are not finite",
+                f"after a change to {count} workers, results are not finite",
             )
         require_states(workers)
         former = workers
@@ -510,7 +516,7 @@ def types_and_shapes_stay(compression: GradientCompression) -> None:
                 )
                 require(
                     bool(result.isfinite().all()),
-                    f"ordinary {dtype} numbers are not finite any more",
+                    f"results of ordinary {dtype} numbers are not finite",
                 )
         total = [torch.stack(parts).sum(0) for parts in zip(*given, strict=True)]
         exact = zip(total, results[0], strict=True)
@@ -530,12 +536,12 @@ def what_is_not_finite_shows(compression: GradientCompression) -> None:
         for results in workers.mean(given).results:
             require(
                 not results[1].isfinite().all(),
-                f"one worker's {bad} is hidden: the result is finite",
+                f"one worker's gradient has an element {bad}, but the result is finite",
             )
         later = workers.mean(gradients(seed=1)).results[0]
         require(
             all(bool(part.isfinite().all()) for part in later),
-            f"one worker's {bad} is still there a step later",
+            f"one worker's gradient had an element {bad}, and the next step's result is not finite",
         )
 
 
@@ -551,7 +557,7 @@ def strides_change_nothing(compression: GradientCompression) -> None:
             other.results[0],
             mean.results[0],
             mean.rounding,  # Matrix products may add up in another order.
-            "tensors with other strides have another result",
+            "tensors with other strides have different results",
         )
 
 
@@ -568,7 +574,7 @@ def chance_is_its_own(compression: GradientCompression) -> None:
     workers_of(compression).mean(gradients())
     require(
         torch.equal(before, torch.get_rng_state()),
-        "draws from torch's global generator",
+        "draws from torch's global random generator",
     )
 
 
@@ -592,7 +598,9 @@ def nothing_is_lost(compression: GradientCompression) -> None:
             sum(own[number]["residual"] for own in workers.states)
             for number in range(len(SHAPES))
         ]
-        require_close(left, owed, allowed, "gradients are neither sent nor residual")
+        require_close(
+            left, owed, allowed, "results and residuals do not add up to all gradients"
+        )
 
 
 def an_unused_tensor_keeps_its_residual(compression: GradientCompression) -> None:
@@ -605,11 +613,11 @@ def an_unused_tensor_keeps_its_residual(compression: GradientCompression) -> Non
     given = gradients(seed=3)
     given[0][3].zero_()
     mean = workers.mean(given)
-    if mean.is_coded_twice:
+    if mean.is_compressed_twice:
         return  # The residual also has the rounding of the part that this worker owns.
     require(
         torch.equal(_residuals(workers, 0)[3], before[3]) and not mean.sent[0][3].any(),
-        "something is sent of a tensor without a gradient",
+        "a tensor without a gradient is sent, or its residual changes",
     )
 
 
@@ -626,7 +634,7 @@ def a_skipped_step_changes_no_residual(compression: GradientCompression) -> None
         pairs = zip(kept, _residuals(workers, rank), strict=True)
         require(
             all(torch.equal(one, other) for one, other in pairs),
-            "a step with an overflow changes residuals",
+            "a step whose result is not finite changes residuals",
         )
 
 

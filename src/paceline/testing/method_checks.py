@@ -91,7 +91,7 @@ def converges(case: Case, rule: str) -> None:
     allowed = 1e-5 + case.lossy
     require(
         distance <= allowed,
-        f"ends {distance:.2g} away from the optimum, more than {allowed:.2g}",
+        f"training ends {distance:.2g} away from the optimum: expected at most {allowed:.2g}",
     )
 
 
@@ -113,7 +113,7 @@ def one_worker_is_the_reference(case: Case, rule: str) -> None:
         require_equal(
             model,
             plain_model,
-            "one worker differs from the reference",
+            "a single worker differs from its reference",
             case.rounding,
         )
 
@@ -166,8 +166,8 @@ def memory_does_not_grow(case: Case, rule: str) -> None:
     more = held[1] - held[0]
     require(
         more.total() < SPAN // 2,
-        f"after {2 * SPAN} steps {more.total()} more objects are held than after {SPAN}: "
-        f"{dict(more.most_common(3))}",
+        f"after {2 * SPAN} steps a worker holds {more.total()} more objects than after "
+        f"{SPAN}: {dict(more.most_common(3))}",
     )
 
 
@@ -223,18 +223,18 @@ def _require_refusal(
     cls: type[Method], key: str, value: str, *, registered: bool
 ) -> None:
     option = f"{key}={value}"
-    told = "nothing is raised"
+    raised = "nothing is raised"
     try:
         if registered:
             parse_method(f"{cls.name}:{option}")
         else:
             cls(**convert_fields(cls, {key: value}, cls.name))
     except UsageError as error:
-        told = str(error)
+        raised = str(error)
     number = value.removesuffix(".0")
-    named = key in told and (number in told or key == "no_such_option")
+    named = key in raised and (number in raised or key == "no_such_option")
     require(
-        named, f"{option}: expected UsageError that names key and value, but {told}"
+        named, f"{option}: expected UsageError that names key and value, got: {raised}"
     )
 
 
@@ -254,12 +254,12 @@ def types_and_shapes_are_kept(case: Case, rule: str) -> None:
             parameter.grad is not None
             and parameter.grad.dtype == dtype
             and parameter.grad.shape == parameter.shape,
-            f"the gradient of a {dtype} parameter has changed its type or shape",
+            f"the gradient of a {dtype} parameter has another type or shape",
         )
         state = states[number]["momentum_buffer"]
         require(
             state.dtype == dtype and state.shape == parameter.shape,
-            f"the momentum of a {dtype} parameter has changed its type or shape",
+            f"the momentum of a {dtype} parameter has another type or shape",
         )
     optimizer.finish()
 
@@ -297,7 +297,7 @@ def uneven_data_ends(case: Case, rule: str) -> None:
             for number in range(1, 1 + batches):
                 step(model, optimizer, centers_of(rank, number))
         _require_one_model(model, optimizer)
-    require_equal(model, Quadratic(), "no worker had data, and the model has moved")
+    require_equal(model, Quadratic(), "no worker had data, but the model has changed")
 
 
 def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
@@ -327,9 +327,8 @@ def leaving_after_backward_ends_with_one_model(case: Case, rule: str) -> None:
         found, off = counted(model, case), 1e-3 + case.lossy * steps
         require(
             least - off <= found.min().item() <= found.max().item() <= steps + off,
-            f"workers {[*leavers]} left after backward, and the gradients of "
-            f"{found.min():.3f} to {found.max():.3f} steps are in the model, not of {least} "
-            f"to {steps}",
+            f"workers {[*leavers]} left after backward: the model has the gradients of "
+            f"{found.min():.3f} to {found.max():.3f} steps, expected {least} to {steps}",
         )
 
 
@@ -420,7 +419,7 @@ def evaluations_change_nothing(case: Case, rule: str) -> None:
                     model(centers_of(99))
         optimizer.finish()
         ends.append(model)
-    require_equal(ends[0], ends[1], "evaluations in between change the result")
+    require_equal(ends[0], ends[1], "evaluations between steps change the result")
 
 
 def _straight(case: Case, rule: str, make: MakeOptimizer) -> Quadratic:
@@ -464,14 +463,14 @@ def a_checkpoint_loses_nothing(case: Case, rule: str) -> None:
             paceline.save(folder / "checkpoint")
             _train_counting(model, optimizer, 2, first_is_fast=False)
             optimizer.finish()
-            _require_steps(case, model, 5, "where it was saved in between")
+            _require_steps(case, model, 5, "after a training with a save in between")
             with only_these_trainings():
                 model, optimizer = begin_counting(case, rule)
                 paceline.load(folder / "checkpoint")
                 _require_steps(case, model, 3, "after load()")
                 _train_counting(model, optimizer, 2, first_is_fast=False)
                 optimizer.finish()
-    _require_steps(case, model, 5, "where it was loaded in between")
+    _require_steps(case, model, 5, "after a load and two more steps")
 
 
 def evaluations_lose_nothing(case: Case, rule: str) -> None:
@@ -485,7 +484,7 @@ def evaluations_lose_nothing(case: Case, rule: str) -> None:
             with optimizer.consolidated(), torch.no_grad():
                 model()
     optimizer.finish()
-    _require_steps(case, model, 6, "with evaluations in between")
+    _require_steps(case, model, 6, "after a training with evaluations")
 
 
 def _train_counting(
@@ -508,8 +507,8 @@ def _require_steps(case: Case, model: Counting, steps: int, when: str) -> None:
     off = 1e-3 + case.lossy * steps
     require(
         steps - off <= least <= most <= steps + off,
-        f"{when} the gradients of {least:.3f} to {most:.3f} steps are in the model, and "
-        f"{steps} were done",
+        f"{when} the model has the gradients of {least:.3f} to {most:.3f} steps: expected "
+        f"{steps}",
     )
 
 
@@ -533,7 +532,7 @@ def a_buffer_is_free_after_its_wait() -> None:
         comm.all_reduce(torch.zeros(1)).wait()
         require(
             bool((got == n * (n - 1) / 2).all()),
-            "a buffer that another worker changed after its wait arrived changed",
+            "a buffer has a value that another worker has written after its wait()",
         )
 
 
@@ -586,7 +585,7 @@ class Check:
 
     law: Callable[[Case, str], None]
     applies: Callable[[Case, str, int], bool] = _always
-    """Whether it applies to a case, under a bucket rule, on so many workers."""
+    """Whether it applies to a case, a bucket rule and a number of workers."""
 
     @property
     def name(self) -> str:
@@ -656,7 +655,7 @@ class Trial(NamedTuple):
 
 
 def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
-    """All trials that apply to so many workers, case by case."""
+    """All trials that apply to this number of workers, case by case."""
     return [
         Trial(case, rule, check)
         for case in cases
@@ -666,8 +665,10 @@ def trials(workers: int, cases: Sequence[Case] = CASES) -> list[Trial]:
 
 
 def sample(table: Sequence[Trial], every: int) -> list[Trial]:
-    """One in *every* trials of each case, and at least one. Each is the one whose law was chosen least often
-    before, and then whose rule was."""
+    """Choose one in *every* trials of each case, and at least one.
+
+    Each choice has the law, and then the bucket rule, that was chosen least often before.
+    """
     times, found = Counter[object](), list[Trial]()
     for _, trials_of_case in groupby(table, lambda trial: trial.case):
         untried = list(trials_of_case)

@@ -214,7 +214,7 @@ def require_equal(
     a: torch.nn.Module, b: torch.nn.Module, otherwise: str, rounding: float = 0.0
 ) -> None:
     difference = (flat_parameters(a) - flat_parameters(b)).abs().max().item()
-    require(difference <= rounding, f"{otherwise}: by {difference:.2g}")
+    require(difference <= rounding, f"{otherwise}, by up to {difference:.2g}")
 
 
 @dataclass(frozen=True)

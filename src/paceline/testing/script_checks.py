@@ -234,13 +234,13 @@ def _require_all_gradients(case: Case, rule: str, script: Script) -> None:
     off = (counted(model, case) - expected).abs().max().item()
     require(
         off <= 1e-3 + case.lossy * steps * workers,
-        f"{script.__name__}: gradients that add up to {expected:g} were applied as "
-        f"{off:.3g} more or less",
+        f"{script.__name__}: the applied gradients differ by {off:.3g} from the expected sum "
+        f"{expected:g}",
     )
 
 
 def _end_refused(optimizer: DistributedOptimizer) -> None:
-    """End a training that all workers refused: workers learn of a refusal only by their own error."""
+    """End a training that all workers refused. A worker only sees its own refusal."""
     dist.barrier()
     optimizer.finish()
     dist.barrier()
@@ -272,8 +272,8 @@ def a_scaler_leaves_out_infinite_gradients(case: Case, rule: str) -> None:
     least, most = found.min().item(), found.max().item()
     require(
         steps - 1 - off <= least <= most <= steps + off,
-        f"of {steps} steps one was infinite on one worker, and {least:.3f} to {most:.3f} are "
-        "in the model",
+        f"of {steps} steps one had an infinite loss on one worker: the model has the gradients "
+        f"of {least:.3f} to {most:.3f} steps, expected {steps - 1} to {steps}",
     )
 
 
@@ -332,7 +332,7 @@ def workers_with_one_batch_train_as_one(case: Case, rule: str) -> None:
         else:
             case.reference(plain)
     optimizer.finish()
-    require_equal(model, expected, "differs from one worker in plain torch", ROUNDING)
+    require_equal(model, expected, "the model differs from plain torch's", ROUNDING)
 
 
 def parameters_may_get_other_memory(case: Case, rule: str) -> None:
@@ -348,7 +348,7 @@ def parameters_may_get_other_memory(case: Case, rule: str) -> None:
                     parameter.data = parameter.data.clone()
         optimizer.finish()
         ends.append(model)
-    require_equal(ends[0], ends[1], "other memory changes the result")
+    require_equal(ends[0], ends[1], "new memory for parameters changes the result")
 
 
 def schedules_are_followed(case: Case, rule: str) -> None:
@@ -363,15 +363,15 @@ def schedules_are_followed(case: Case, rule: str) -> None:
         for _ in range(steps):
             script(model, optimizer, 1.0)
             noted = step_was_noted(schedule.optimizer)
-            require(noted, "torch's schedulers were not told of a step")
+            require(noted, "torch's scheduler has not noticed a step")
             schedule.step()
         optimizer.finish()
         expected = whole + (steps - whole) / 2
         off = (counted(model, case) - expected).abs().max().item()
         require(
             off <= 1e-3 + case.lossy * steps,
-            f"the learning rates of {steps} steps add up to {expected} of the first one's, "
-            f"and parameters have moved {off:.3g} more or less",
+            f"the learning rates of {steps} steps add up to {expected} times the first one, but "
+            f"the parameters' change differs by {off:.3g}",
         )
 
 
@@ -409,7 +409,8 @@ def _require_clipped(case: Case, rule: str, *, by_hand: bool) -> None:
     moved = counted(model, case).norm().item()
     require(
         abs(moved - steps * LIMIT) <= 1e-4 + case.lossy * steps,
-        f"{steps} gradients of norm {LIMIT} have moved parameters by {moved:.6g}",
+        f"{steps} gradients clipped to norm {LIMIT} have changed parameters by {moved:.6g}: "
+        f"expected {steps * LIMIT:g}",
     )
 
 
@@ -444,22 +445,25 @@ def buffers_follow_the_policy(case: Case, rule: str) -> None:
             own = bool((model.noted == given).all())
             require(
                 own or policy == "rank0",
-                f"with buffers=local a worker's buffer of {given} is {model.noted[0]}",
+                f"with buffers=local a worker's buffer is {model.noted[0]}: expected {given}",
             )
         optimizer.finish()
         most = steps if case.timing_free or policy == "local" else steps * workers
         require(
             steps <= int(model.calls) <= most,
-            f"a buffer that counts {steps} forward passes is {int(model.calls)}",
+            f"a buffer that counts forward passes is {int(model.calls)}: expected {steps} to {most}",
         )
         ends = [float(values[0]) for values in everyone(model.noted.double())]
         if policy == "local":
-            require(ends[rank] == given, f"a worker's own buffer ends as {ends[rank]}")
+            require(
+                ends[rank] == given,
+                f"with buffers=local a worker's buffer ends as {ends[rank]}: expected {given}",
+            )
             continue
         require(len(set(ends)) == 1, f"buffers differ between workers: {ends}")
         require(
             10.0 <= ends[0] <= 10.0 * steps + workers - 1,
-            f"a buffer ends as {ends[0]}, which is no worker's and no mean of theirs",
+            f"a buffer ends as {ends[0]}: expected a worker's value, or a mean of them",
         )
 
 
@@ -494,7 +498,7 @@ def loads_take_effect(case: Case, rule: str) -> None:
     off /= case.learning_rate
     require(
         off <= 1e-3 + 2 * case.lossy,
-        f"two steps after a load parameters are {off:.3g} gradients away from plain torch's",
+        f"two steps after a load, parameters differ from plain torch's by {off:.3g} gradients",
     )
 
 
@@ -510,6 +514,6 @@ def _load(
     seen, expected = model().item(), other().item()
     require(
         abs(seen - expected) <= 1e-4,
-        f"forward computes {seen:.6g} right after a load, and {expected:.6g} with what was "
-        "loaded",
+        f"right after a load forward computes {seen:.6g}: expected {expected:.6g}, as with the "
+        "loaded parameters",
     )

@@ -155,9 +155,12 @@ def require_refusals_change_nothing(trial: ServerTrial) -> None:
                 copied = None if payload is None else payload.clone()
                 answers = trial.ask(worker, message, copied)
                 refused = [isinstance(answer.message, Rejected) for answer in answers]
-                require(refused == [True], f"{message} is answered with {answers}")
+                require(
+                    refused == [True],
+                    f"the server replies to {message} with {answers}: expected Rejected",
+                )
             changed = difference(before, state_of(trial.server))
-            require(not changed, f"a refused {kind} has changed {changed}")
+            require(not changed, f"a refused {kind} has changed the server's {changed}")
 
 
 def _kind_of(mistake: tuple[Request, torch.Tensor | None]) -> str:
@@ -299,7 +302,7 @@ def check_server_method(
         seeds: Each decides a training's deliveries and faults.
 
     Raises:
-        CheckFailedError: a law is broken. Its notes name the law, the number of workers and the seed.
+        CheckFailedError: A law is broken. Its notes name the law, the number of workers and the seed.
 
     Example:
         >>> check_server_method(lambda: SSP(staleness=1).server(3), (3,), ServerLaws(bound=1))

@@ -110,10 +110,10 @@ class TrialWorker:
     )
     replies: deque[Reply] = field(default_factory=deque)
     batch: dict[int, Request] = field(default_factory=dict)
-    """The requests whose replies it waits for, by number: it continues when it has all of them."""
+    """The requests that wait for replies, by number: the worker continues when it has all replies."""
     sent_replies: dict[int, Reply] = field(default_factory=dict)
     """The server's replies to them."""
-    heard: dict[int, ReplyMessage] = field(default_factory=dict)
+    received: dict[int, ReplyMessage] = field(default_factory=dict)
     numbers: int = 0
     step: int = 0
     deferred: dict[int, list[int]] = field(default_factory=dict)
@@ -191,7 +191,8 @@ class Ledger:
         furthest = max((its + 1 for _, its, _ in self.mains), default=0)
         require(
             step <= max([furthest, *self.done.values()]),
-            f"worker {rank} is to begin with step {step}, and nobody is beyond {furthest}",
+            f"worker {rank} is to begin with step {step}: expected at most {furthest}, the "
+            "furthest step of all workers",
         )
         if rank in self.absent:
             self.skip(rank, range(step))
@@ -296,7 +297,9 @@ class ServerTrial:
             worker.step = max(steps)
             if worker.step > step + 1:
                 require(
-                    self.laws.drops, f"worker {rank} is to leave out steps: {steps}"
+                    self.laws.drops,
+                    f"worker {rank} is to skip steps ({steps}), but the method does not declare "
+                    "drops",
                 )
                 self.ledger.skip(rank, range(step + 1, worker.step))
                 behind = [
@@ -371,7 +374,7 @@ class ServerTrial:
         )
 
     def weight(self, rank: int) -> float:
-        """No two workers' weights, nor any two sums of some of them, are equal, and none is twice another."""
+        """A worker's weight. All sums of some workers' weights differ, and none is twice another."""
         return 0.9 * (1 + rank / 7) / self._workers
 
     def element(self, rank: int, step: int) -> int:
@@ -413,7 +416,7 @@ class ServerTrial:
         return self.server.on_request(sender, message, payload, self._now)
 
     def _send(self, worker: TrialWorker, batch: _Batch) -> None:
-        worker.batch, worker.sent_replies, worker.heard = {}, {}, {}
+        worker.batch, worker.sent_replies, worker.received = {}, {}, {}
         for message, payload in batch:
             worker.batch[worker.numbers] = message
             worker.requests.append((worker.numbers, message, payload))
@@ -439,12 +442,17 @@ class ServerTrial:
             worker = self.workers[reply.to.worker]
             message = reply.message
             if isinstance(message, Rejected):
-                raise CheckFailedError(f"the server refuses: {message.reason}")
+                raise CheckFailedError(
+                    f"the server refuses a valid request: {message.reason}"
+                )
             if worker.is_lost or worker.incarnation != reply.to.incarnation:
                 continue
             number = reply.to.number
-            require(number in worker.batch, f"{message} replies to no request")
-            require(number not in worker.sent_replies, f"{message} is a second reply")
+            require(number in worker.batch, f"{message} is a reply without a request")
+            require(
+                number not in worker.sent_replies,
+                f"{message} is a second reply to one request",
+            )
             worker.sent_replies[number] = reply
             worker.replies.append(reply)
             if reply.payload is not None:
@@ -457,13 +465,13 @@ class ServerTrial:
     def deliver_reply(self, worker: TrialWorker) -> None:
         """Deliver the next reply to a worker."""
         reply = worker.replies.popleft()
-        worker.heard[reply.to.number] = reply.message
+        worker.received[reply.to.number] = reply.message
         if isinstance(reply.message, Parameters) and reply.payload is not None:
             worker.final = [*worker.final, reply.payload][-BUCKETS:]
-        if len(worker.heard) == len(worker.batch):
+        if len(worker.received) == len(worker.batch):
             try:
                 batch = self._scripts[worker.rank].send(
-                    [worker.heard[number] for number in worker.batch]
+                    [worker.received[number] for number in worker.batch]
                 )
             except StopIteration:
                 worker.has_ended = True
@@ -479,7 +487,7 @@ class ServerTrial:
         worker.replies.clear()
         self._losses.append((worker.rank, worker.incarnation))
 
-    def hear_of_loss(self, place: int) -> None:
+    def notice_loss(self, place: int) -> None:
         """Let the server notice a lost connection."""
         rank, incarnation = self._losses.pop(place)
         if incarnation >= self._known.get(rank, incarnation):
@@ -538,7 +546,7 @@ class ServerTrial:
                 moves.append((self.deliver_reply, worker))
             if worker.is_lost and self._faults.come_back:
                 moves.append((self.come_back, worker))
-        moves += [(self.hear_of_loss, place) for place in range(len(self._losses))]
+        moves += [(self.notice_loss, place) for place in range(len(self._losses))]
         deadline = self.server.next_deadline()
         if deadline is not None and (deadline <= self._now or not moves):
             self._now = max(self._now, deadline)
@@ -587,7 +595,7 @@ class ServerTrial:
             require(
                 done >= step - self.laws.bound,
                 f"worker {worker.rank} starts step {step} when worker {rank} has done {done} "
-                f"steps, and may be {self.laws.bound} ahead at most",
+                f"steps: expected at most {self.laws.bound} ahead",
             )
 
     def _require_gradients(
@@ -623,27 +631,33 @@ class ServerTrial:
             )
 
     def require_all_ended(self) -> None:
-        """Check that no worker waits for ever."""
+        """Check that no worker waits forever."""
         for worker in self.workers:
-            waits = [m for n, m in worker.batch.items() if n not in worker.heard]
+            waits = [m for n, m in worker.batch.items() if n not in worker.received]
             require(
                 worker.has_ended or worker.is_lost,
-                f"worker {worker.rank} waits for ever for an answer to {waits[:1]}",
+                f"worker {worker.rank} waits forever for a reply to {waits[:1]}",
             )
             require(
                 not (worker.is_lost and self._faults.come_back),
-                f"worker {worker.rank} does not come back",
+                f"worker {worker.rank} is still lost at the end: expected its restart",
             )
 
     def require_replies_left_alone(self) -> None:
         """Check that sent payloads were not changed, and that all workers end with the server's parameters."""
         for payload, before in self._payloads:
-            require(torch.equal(payload, before), "what a reply carried was written")
+            require(
+                torch.equal(payload, before),
+                "the server has changed the payload of a sent reply",
+            )
         flats = self.server.shard.store.flats
         for worker in self.workers:
             if worker.has_ended:
                 same = all(map(torch.equal, worker.final, flats))
-                require(same, f"worker {worker.rank} ends with other parameters")
+                require(
+                    same,
+                    f"worker {worker.rank} ends with other parameters than the server's",
+                )
 
     def require_each_once(self) -> None:
         """Check that every accepted gradient is in each bucket: alone at its weight, or as a part of its
@@ -665,14 +679,15 @@ class ServerTrial:
                 may_be_in = entry in self.ledger.taken | self.ledger.torn
                 require(
                     (once and may_be_in) or (not found and may_miss),
-                    f"worker {rank}'s gradient of step {step} is "
-                    f"{found / self.weight(rank):.3f} times in bucket {bucket}, and should "
-                    f"be {'once' if may_be_in else 'missing' if may_miss else 'once'}",
+                    f"worker {rank}'s gradient of step {step} is in bucket {bucket} "
+                    f"{found / self.weight(rank):.3f} times: expected "
+                    f"{0 if may_miss and not may_be_in else 1}",
                 )
         if self._faults == NO_FAULTS:
             counted = self.server.counts["gradients dropped"]
             require(
-                dropped == counted, f"{dropped} gradients were dropped, not {counted}"
+                dropped == counted,
+                f"{dropped} gradients were dropped, but the server has counted {counted}",
             )
 
     def _found(
@@ -695,6 +710,6 @@ class ServerTrial:
 
 
 def _channel_of(message: Request) -> str:
-    """Second stages have a channel of their own."""
+    """The channel of a request: second stages use a separate one."""
     is_late = isinstance(message, Push) and message.late
     return "late" if is_late or isinstance(message, PullState) else ""

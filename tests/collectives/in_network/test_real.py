@@ -214,5 +214,5 @@ def test_shards_and_a_server_of_its_own_have_the_same_bits_whoever_dies(tmp_path
             file.write("[[server]]\n")
         with ranks_of(WORKERS, ["atp", STEPS], variables | served) as ranks:
             undisturbed, said = learnt(ranks)
-        assert "1 server on hosts of their own" in said
+        assert "1 server on dedicated hosts" in said
     assert disturbed == goes_around == undisturbed

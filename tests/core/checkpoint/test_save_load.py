@@ -317,7 +317,7 @@ again = trained()
 try:
     paceline.load(folder + "/some")
 except UsageError as error:
-    assert "holds model0, model2, optimizer0, optimizer2; this job wants" in str(error)
+    assert "holds model0, model2, optimizer0, optimizer2, and this job needs" in str(error)
 else:
     raise AssertionError("it holds no model3")
 print("all tried")

@@ -231,9 +231,10 @@ def test_what_nobody_takes_and_what_begins_anew_is_said_once(tmp_path, capfd):
     save(2, tmp_path / "x", lambda rank: [ErrorFeedback(1.0)])
     assert load(2, tmp_path / "x", lambda rank: [Only()]) == [[{}]] * 2
     assert capfd.readouterr().err.splitlines() == [
-        f"paceline: {tmp_path / 'x'} holds no training0.method.toy: it begins anew",
-        f"paceline: {tmp_path / 'x'} holds training0.compression.toy, which nothing in "
-        "this job takes",
+        f"paceline: {tmp_path / 'x'} holds no training0.method.toy: it starts from its "
+        "initial state",
+        f"paceline: {tmp_path / 'x'} holds training0.compression.toy, which this job does "
+        "not use",
     ]
 
 
@@ -267,14 +268,15 @@ def test_parts_on_other_disks_are_asked_for_by_name(tmp_path, capfd):
         assert "there is no checkpoint in" in words
         assert unchanged
     for words, unchanged in load(2, tmp_path / "0", make):
-        assert "0/worker-1.pt is not there, the part" in words
-        assert (
-            "it has stayed in worker-1.pt of 0.partial, where that worker was" in words
-        )
+        assert "0/worker-1.pt does not exist: it is worker 1's part" in words
+        assert "on that worker's machine, as worker-1.pt in 0.partial" in words
         assert unchanged
     capfd.readouterr()
     assert load(2, tmp_path / "0", lambda rank: []) == [[], []]
-    assert "worker-1.pt is not there: worker 1 has random" in capfd.readouterr().err
+    assert (
+        "worker-1.pt does not exist: worker 1 keeps its random"
+        in capfd.readouterr().err
+    )
     left.rename(tmp_path / "0" / "worker-1.pt")
     found = load(2, tmp_path / "0", lambda rank: [ErrorFeedback()])
     assert values(found) == [[3.0] * 3, [4.0] * 3]

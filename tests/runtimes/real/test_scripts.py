@@ -134,7 +134,7 @@ def test_command_line_decides_over_the_script(tmp_path):
         assert "came to its end" not in job.stdout + job.stderr
         ended = "ended after 7 steps, as --steps asked, in optimizer.step() at "
         assert job.stderr.count(ended) == 1
-        assert re.search(r"loops\.py:\d+; what stands after the", job.stderr)
+        assert re.search(r"loops\.py:\d+; code after the", job.stderr)
 
     [only_line] = by_option.stdout.splitlines()
     assert "noise" in by_option.stderr

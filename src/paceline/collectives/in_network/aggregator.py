@@ -104,14 +104,14 @@ class ChunkPool:
         if job is None:
             if len(self.jobs) >= MOST_JOBS:
                 raise UsageError(
-                    f"{MOST_JOBS} jobs are here already: wait for one to end, or start another "
-                    "aggregator"
+                    f"this aggregator already serves {MOST_JOBS} jobs: wait for one to end, or "
+                    "start another aggregator"
                 )
             job = self.jobs[terms.job] = Job(self, terms)
         elif job.terms != terms:
             raise UsageError(
-                f"job {terms.job}: somebody asks for {terms}, and those before for "
-                f"{job.terms}: expected the same of all"
+                f"job {terms.job}: a member asks for {terms}, and earlier members for "
+                f"{job.terms}: expected the same terms of all"
             )
         return job
 
@@ -184,7 +184,7 @@ class Job:
             if len(self._open) >= self._most_open:
                 raise UsageError(
                     f"chunk {position} is beyond the window of {self.window}: expected no more "
-                    "under way"
+                    "chunks in flight"
                 )
             chunk = self._open[position] = _Chunk(mode, kind)
         chunk.members += members
@@ -203,7 +203,7 @@ class Job:
                 if len(values) != len(chunk.values):
                     raise UsageError(
                         f"chunk {position}: {len(values)} numbers: expected "
-                        f"{len(chunk.values)}, as others have"
+                        f"{len(chunk.values)}, as from other workers"
                     )
                 merge = np.maximum if kind == Kind.MAXIMUM else np.add
                 merge(chunk.values, values, out=chunk.values)

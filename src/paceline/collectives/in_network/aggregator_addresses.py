@@ -54,16 +54,16 @@ def check_found(at: Placement, runtime: Runtime) -> None:
     described = [number for number, rack in enumerate(racks) if rack.aggregates]
     if described and not found:
         raise UsageError(
-            f"racks {described} of this cluster aggregate, and nothing says where: start "
-            "`paceline aggregate` at their switches, and export "
+            f"racks {described} of this cluster aggregate, but their aggregators' addresses "
+            "are unknown: start `paceline aggregate` at their switches, and export "
             f"{AGGREGATORS_VARIABLE}=RACK=HOST:PORT,... where workers are started"
         )
     of_workers = at.racks
     known = set(range(len(racks))) if of_workers is None else set(of_workers)
     if found and of_workers is None:
         raise UsageError(
-            f"{AGGREGATORS_VARIABLE} names racks {sorted(found)}, and nothing says which "
-            "worker is in which: give the cluster file of this job's hosts"
+            f"{AGGREGATORS_VARIABLE} names racks {sorted(found)}, but the workers' racks are "
+            "unknown: give the cluster file of this job's hosts"
         )
     strange = sorted(set(found) - known - set(range(len(racks))))
     if strange:

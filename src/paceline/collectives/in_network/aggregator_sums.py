@@ -130,8 +130,8 @@ def sums_by_aggregators(
     token = dedicated_token(environment)
     if token is None and found:
         raise UsageError(
-            f"aggregators are there, and neither {TOKEN} nor {SECRET}: export what `paceline "
-            "aggregate` has printed, where workers are started"
+            f"there are aggregators, but neither {TOKEN} nor {SECRET} is set: export what "
+            "`paceline aggregate` has printed, where workers are started"
         )
     name = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     comm.broadcast(name).wait()  # a name that no other job has

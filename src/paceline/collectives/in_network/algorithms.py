@@ -2,9 +2,9 @@
 
 1. The buffer is cut into blocks of `BLOCK` numbers, whatever the chunk size, so that all runtimes
    have the same bits. All ranks agree on each block's exponent, the largest of theirs. Switches find
-   it like a sum, or ranks do in 2 log2 n steps, where these are fewer. The last number is a block by
-   itself: a worker makes it NaN to announce a change (`core.participation`), and the other numbers
-   must get through.
+   it like a sum; ranks find it themselves in 2 log2 n steps if these are fewer. The last number is a
+   separate block: a worker sets it to NaN to announce a change (`core.participation`), and that must
+   not affect other numbers.
 2. Numbers become 32-bit integers (`collectives.in_network.fixed_point`), whose sums cannot overflow.
 3. Aggregators, or the simulated runtime, add them up; integer sums do not depend on the order.
 4. Sums become numbers again; a mean is divided by n. A block in which any rank has a NaN, an infinity
@@ -141,9 +141,9 @@ class InNetworkAllReduce:
         groups = self.groups(comm.placement)
         if self.uses_ring_only(comm.placement):
             return (
-                f"collective={self.name}: no rack with two workers of this job has something "
-                "that adds up at its switch (key 'aggregates' of the cluster file), so sums "
-                "go around the plain ring"
+                f"collective={self.name}: no rack with two workers of this job has an "
+                "aggregator at its switch (key 'aggregates' of the cluster file), so sums use "
+                "the plain ring"
             )
         self._log = comm.log
         if not comm.is_virtual:
@@ -195,7 +195,7 @@ class InNetworkAllReduce:
             return self._ring.all_reduce(comm, buffer, operation)
         if not suits_switches(flat.dtype, operation):
             if flat.dtype.is_floating_point and flat.dtype.itemsize == 2:
-                self._say_half(flat.dtype)
+                self._report_half_precision(flat.dtype)
             return self._ring.all_reduce(comm, buffer, operation)
         if not self.forms_sums_of(own):
             return self._ring.all_reduce(comm, buffer, operation)
@@ -205,13 +205,13 @@ class InNetworkAllReduce:
         kind = _Integers if flat.dtype == torch.int32 else _Numbers
         return kind(self, own, flat, elements, operation).start()
 
-    def _say_half(self, dtype: torch.dtype) -> None:
+    def _report_half_precision(self, dtype: torch.dtype) -> None:
         log, self._log = self._log, None
         if log is not None:
             name = str(dtype).removeprefix("torch.")
             log(
-                f"collective={self.name}: {name} buffers go around the plain ring, with 2 bytes "
-                "a number; at switches they would be 4 bytes a number, more than the ring sends"
+                f"collective={self.name}: {name} buffers use the plain ring, with 2 bytes per "
+                "number; at switches they would take 4 bytes per number, more than the ring sends"
             )
 
 
@@ -223,19 +223,19 @@ class SwitchML(InNetworkAllReduce):
         purpose="One switch adds up the buffers of all workers.",
         source="Sapio et al., SwitchML (NSDI 2021)",
         formed_by=(
-            "one switch, which adds up all workers' integers: that of the rack with most workers "
-            "among the racks with an aggregator (a ring where no rack has one)"
+            "one switch, which adds up all workers' integers: in the rack with the most workers among "
+            "the racks with an aggregator (a ring if no rack has one)"
         ),
-        sends="the buffer once per rank, and once to each",
+        sends="the buffer once per rank to the switch, and once back",
         good_for=(
-            "one rack; contributions of other racks all cross their uplinks, and the downlink of the "
-            "switch's rack"
+            "one rack; with more racks all other contributions cross their uplinks and the downlink of "
+            "the switch's rack"
         ),
         limits=(
             "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
-                "switch they would be 4 bytes a number. A message reports the first such buffer."
+                "switch they would take 4 bytes per number. A message reports the first such buffer."
             ),
             "It does not split into halves, so methods that send halves refuse it.",
         ),
@@ -257,12 +257,12 @@ class Rina(InNetworkAllReduce):
         purpose="A ring of racks, in which each switch with an aggregator is one member.",
         source="Rina (ICNP 2024)",
         formed_by=(
-            "a ring of racks: all workers behind a switch with an aggregator are one member, every "
-            "other worker is one (a ring of all where no switch has one)"
+            "a ring of racks: all workers behind a switch with an aggregator are one member, each "
+            "other worker is one member (a ring of all workers if no switch has one)"
         ),
         sends=(
             "the buffer once per rank and a little more; 2 (G - 1) / G of it for a worker that is a "
-            "member of its own, for G members"
+            "member by itself, for G members"
         ),
         good_for=(
             "networks in which some racks have an aggregator at their switch (`paceline aggregate`), "
@@ -272,7 +272,7 @@ class Rina(InNetworkAllReduce):
             "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
-                "switch they would be 4 bytes a number. A message reports the first such buffer."
+                "switch they would take 4 bytes per number. A message reports the first such buffer."
             ),
             "It does not split into halves, so methods that send halves refuse it.",
         ),
@@ -291,19 +291,19 @@ class ATP(InNetworkAllReduce):
         purpose="Servers add up the buffers, with partial sums at the switches on the way.",
         source="Lao et al., ATP (NSDI 2021)",
         formed_by=(
-            "servers, on dedicated hosts or one beside each worker, behind switches that add up: a rack's "
-            "switch its own workers, the switch of a server's rack the racks"
+            "servers, on dedicated hosts or one beside each worker; on the way each rack's switch adds up "
+            "its workers, and the switch of a server's rack adds up the racks"
         ),
         sends=(
-            "the buffer once per rank; n times the buffer, divided by the number of servers, goes to "
-            "each of them and back, n being racks with an aggregator and workers in others"
+            "the buffer once per rank; n / s times the buffer goes to each of s servers and back, where "
+            "n counts racks with an aggregator, and workers in other racks"
         ),
         good_for="clusters in which all switches have an aggregator",
         limits=(
             "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
-                "switch they would be 4 bytes a number. A message reports the first such buffer."
+                "switch they would take 4 bytes per number. A message reports the first such buffer."
             ),
             "It does not split into halves, so methods that send halves refuse it.",
         ),
@@ -357,13 +357,13 @@ class ATP(InNetworkAllReduce):
         if own and not comm.is_virtual:
             self._hosts = self._found(comm, runtime, own)
         super().setup(comm, runtime)
-        where = "on hosts of their own" if own else "beside workers"
+        where = "on dedicated hosts" if own else "beside workers"
         count = len(tree.servers)
         streams = len(tree.aggregating_racks) + len(tree.direct_workers)
         return (
             f"collective={self.name}: {count} server{'s' * (count > 1)} {where}: sums of "
-            f"{streams} streams, {len(tree.aggregating_racks)} of which are added up at their "
-            "racks' switches"
+            f"{streams} streams, {len(tree.aggregating_racks)} of which come from racks' "
+            "switches"
         )
 
     def _found(self, comm: Communicator, runtime: Runtime, own: int) -> ServerHosts:
@@ -375,7 +375,7 @@ class ATP(InNetworkAllReduce):
         if len(ends) != own:
             raise UsageError(
                 f"collective={self.name}: the cluster has {own} hosts for servers, and "
-                f"{len(ends)} servers have been started: start one on each"
+                f"{len(ends)} servers were started: expected one on each host"
             )
         return ServerHosts(ends)
 

@@ -309,8 +309,8 @@ class JoinRing(Joining):
                 missing = sorted(set(range(terms.agents)) - set(found))
                 ranks = [behind.ranks[number] for number in missing]
                 raise PeerLostError(
-                    f"rank {self._job.rank}: ranks {ranks}, who are next in the ring, have "
-                    f"not come within {timeouts.aggregator_connect:g} s"
+                    f"rank {self._job.rank}: ranks {ranks}, the next group of the ring, have "
+                    f"not connected within {timeouts.aggregator_connect:g} s"
                 ) from None
             hello = _hello_from(peer)
             if hello is None or not is_proven(self._job.token, self._nonce, hello):

@@ -298,7 +298,7 @@ class AggregatorServer:
             link = job.links.get(one.to)
             if link is None:
                 raise UsageError(
-                    f"chunk {one.position} is for {one.to}, who is not here"
+                    f"chunk {one.position} is for {one.to}, which is not connected"
                 )
             self.counts["sums out"] += one.kind == Kind.SUM
             self._put(
@@ -364,7 +364,7 @@ class AggregatorServer:
             link.key = _key_of(hello)
             if link.key in job.links:
                 raise UsageError(
-                    f"job {hello.terms.job}: {hello.role} {hello.number} is here already"
+                    f"job {hello.terms.job}: {hello.role} {hello.number} is already connected"
                 )
         except UsageError as error:
             self._refuse(link, str(error))

@@ -193,7 +193,7 @@ class Session:
         )
         if not ready and over is not None:
             raise UsageError(
-                "a first sum does not get around: a firewall may hold up connections between "
+                "the first sum does not complete: a firewall may block connections between "
                 "an aggregator and the next one"
             )
         for descriptor, events in ready:
@@ -269,8 +269,8 @@ class Session:
 
     def _unexpected(self, peer: Peer, header: Header) -> PeerLostError:
         return PeerLostError(
-            f"{peer.name} sends {header}, which nobody waits for here: are all aggregators and "
-            "workers of the same paceline?"
+            f"{peer.name} sends the unexpected frame {header}. Use one version of paceline for "
+            "all aggregators and workers"
         )
 
     def _lost(self, peer: Peer, error: Exception) -> PeerLostError:

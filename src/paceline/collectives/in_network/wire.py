@@ -216,8 +216,8 @@ def check_may_be_read(
         return
     raise UsageError(
         f"an aggregator at {address} is reached over a network, and its frames are not "
-        "encrypted: what adds up must see the numbers. If everybody on that network may read "
-        f"the training, say so: export {TRUSTED}=1"
+        "encrypted, since it adds their numbers. If everyone on that network may read the "
+        f"training's data, export {TRUSTED}=1"
     )
 
 
@@ -482,8 +482,8 @@ class Registration:
     def _not_one(self) -> UsageError:
         self.close()
         return UsageError(
-            f"{self.name} does not speak version {VERSION} of this protocol: is it an "
-            "aggregator, and of the same paceline?"
+            f"{self.name} does not speak version {VERSION} of this protocol. Check that it is "
+            "an aggregator of the same version of paceline"
         )
 
     def _lost(self, error: OSError | None) -> PeerLostError:

@@ -1,6 +1,6 @@
-"""Compressors by names that researchers compare with; `plan` and `auto` try none of them unless it is named.
+"""Compressors for comparisons in research; `plan` and `auto` only try one that the user names.
 
-- `ef21`: sends how a worker's gradient has changed.
+- `ef21`: sends the change of a worker's gradient.
 - `ef_sign`: the sign of each element, and one scale a tensor.
 - `qsgd`: unbiased stochastic rounding.
 """

@@ -1,18 +1,18 @@
-"""EF21: what is sent is how a worker's gradient has changed.
+"""EF21: sends the change of a worker's gradient.
 
 Richtarik, Sokolov and Fatkhullin, "EF21: a new, simpler, theoretically better, and practically
 faster error feedback" (NeurIPS 2021), algorithm 2, with top-k. Per tensor, with g this worker's
-share of the mean, h its estimate of that, and H the sum of all workers' h, which all have:
+share of the mean, h its estimate of g, and H the sum of all workers' h, known to all workers:
 
     send c = top-k of (g - h);  h = h + c;  H = H + the sum of all c;  the result is H
 
 It begins with h = H = 0, so the first step sends the top-k of g (the paper's experiments do the
-same). No gradient is sent late, as with error feedback: H is all workers' last known gradients, so
-it lags behind noisy ones. The paper's learning rates are smaller than SGD's.
+same). Unlike error feedback it does not send old gradients later. H is the sum of all workers' last
+known gradients, so it lags behind noisy ones. The paper's learning rates are smaller than SGD's.
 
-Differs from the paper in that where a result is not finite h and H stay as they were, on all
-workers, since a GradScaler skips that step. A worker that is out of data has a gradient of zero,
-and its h goes there, a code a step.
+Difference from the paper: if a result is not finite, h and H stay as they were on all workers, since
+a GradScaler skips that step. A worker that is out of data has a gradient of zero, and its h
+approaches zero from step to step.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from paceline.compression.sparse import (
 
 @dataclass(frozen=True, kw_only=True)
 class EF21(SkipsSmallTensors):
-    """The largest elements of what has changed in each tensor's gradient since they were last
-    sent. Small tensors, those of one dimension, and whole numbers are summed as they are.
+    """Sends the largest changes of each tensor's gradient since its elements were last sent.
 
-    It keeps two numbers an element on each worker.
+    Small tensors, those of one dimension, and integers are summed uncompressed. Each worker keeps two
+    numbers per element.
 
     Attributes:
         density: Share of a tensor's elements that is sent.
@@ -94,7 +94,7 @@ class EF21(SkipsSmallTensors):
 
     @property
     def contributes_without_data(self) -> bool:
-        """Its h is in every result until it has gone to zero."""
+        """True: its h is in every result until it has become zero."""
         return True
 
     def memory_passes(self, workers: int) -> tuple[float, float]:
@@ -124,7 +124,7 @@ class EF21(SkipsSmallTensors):
     ) -> Rounds:
         rows = rows_of(parts, states, sent)
         changed = [row for row in rows if row.state]
-        if changed:  # first: it is coded beside the backward pass then
+        if changed:  # first, so that the backward pass still runs during compression
             yield from self._sum_changes(changed)
         plain = [row for row in rows if not row.state]
         yield from sum_uncompressed([row.part for row in plain], owns_of(plain))
@@ -132,13 +132,13 @@ class EF21(SkipsSmallTensors):
     def inherit_state(
         self, state: State, former: Sequence[State], workers: int
     ) -> None:
-        """H goes on, and each worker's h is an equal part of it."""
+        """Continue with H; each worker's h becomes an equal part of it."""
         if state:
             total = state[COMMON]["sum"].copy_(former[0][COMMON]["sum"])
             state["estimate"].copy_(total).div_(workers)
 
     def _sum_changes(self, rows: Sequence[TensorRow]) -> Rounds:
-        """Codes of what has changed."""
+        """Average the changes of gradients."""
         top_ks = [top_k_shape(part.numel(), self.density) for part, _, _ in rows]
         selected = []
         for (part, state, own), of in zip(rows, top_ks, strict=True):

@@ -1,18 +1,18 @@
-"""ef-sign: the sign of each element, and one scale a tensor.
+"""ef-sign: the sign of each element, and one scale per tensor.
 
 Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes" (ICML
 2019), section 4: per tensor a of N elements
 
     C(a) = (|a|_1 / N) * sign(a)
 
-and what it leaves out comes back with the next gradient (`ErrorFeedback`, which it has unless
-``error_feedback=false``): of |a|^2 the part 1 - q^2 is left out, q = |a|_1 / (sqrt(N) |a|_2), always
-less than all. (The root of the mean square for the scale, as in 1-bit Adam's code, leaves out
-2 - 2q: more than all where few elements are large.)
+Error feedback, which it has unless ``error_feedback=false``, adds the compression error to the next
+gradient. The error's share of |a|^2 is 1 - q^2, with q = |a|_1 / (sqrt(N) |a|_2): always less than 1.
+(With the root of the mean square as the scale, as in 1-bit Adam's code, it is 2 - 2q: more than 1 if
+few elements are large.)
 
-The sign of 0 is 1: one bit has no third value. An element that is always zero so gets the
-scale in one step, which its residual takes back in the next; a tensor of zeros alone has the
-scale 0. Without residuals such elements drift.
+The sign of 0 is 1, since one bit has no third value. So an element that is always zero gets the scale
+in one step, and its residual subtracts that in the next. A tensor of zeros alone has the scale 0.
+Without error feedback such elements drift.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from paceline.compression.base import (
 
 @dataclass(frozen=True, kw_only=True)
 class EFSign(GatheredCompressor):
-    """Elements become their sign, and a tensor the mean of their sizes. Tensors of 8 bits or
-    fewer, and whole numbers, are summed as they are.
+    """Sends the sign of each element, and the mean magnitude of each tensor.
+
+    Tensors of 8 bits or fewer, and integers, are summed uncompressed.
     """
 
     name: ClassVar[str] = "ef-sign"
@@ -58,7 +59,7 @@ class EFSign(GatheredCompressor):
     error_feedback_by_default: ClassVar[bool] = True
 
     def memory_passes(self, workers: int) -> tuple[float, float]:
-        # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
+        # Measured on one core of a CPU, relative to a copy of a tensor (2 passes).
         return 12.0, 5.5 * workers
 
     def _size(self, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
@@ -92,7 +93,7 @@ class EFSign(GatheredCompressor):
 
 
 def _bytes(count: int) -> int:
-    """That so many bits fill."""
+    """Bytes of *count* bits."""
     return -(-count // 8)
 
 
@@ -101,12 +102,14 @@ def _at_once(tensor: torch.Tensor) -> int:
 
 
 _TO_ONE_BYTE = 0x0102040810204080
-"""Times this a word of eight bytes, each 0 or 1, has them as the bits of its highest byte."""
+"""A word of eight bytes, each 0 or 1, times this factor has them as the bits of its highest byte."""
 
 
 def _pack(flat: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
-    """*code*: a bit for each element of *flat*, 1 where it is below 0. Returns the mean of all
-    sizes, in 64 bits."""
+    """Write a bit for each element of *flat* into *code*: 1 for negative elements.
+
+    Returns the mean magnitude, in 64 bits.
+    """
     size = min(_at_once(flat), 8 * code.numel())
     negative = torch.zeros(size, dtype=torch.bool, device=flat.device)
     room = torch.empty(size, dtype=at_least_float32(flat.dtype), device=flat.device)
@@ -127,7 +130,7 @@ def _pack(flat: torch.Tensor, code: torch.Tensor) -> torch.Tensor:
 def _unpack(
     code: torch.Tensor, scale: torch.Tensor, flat: torch.Tensor, add: bool
 ) -> None:
-    """Eight elements of *flat* for each byte: *scale*, or minus it, or added."""
+    """Write *scale* or -*scale* into *flat* for each bit of *code*, or *add* it."""
     table = _signs(code.device) * scale.to(at_least_float32(flat.dtype))
     size = _at_once(flat)
     for bits, target in zip(code.split(-(-size // 8)), flat.split(size), strict=True):
@@ -137,7 +140,7 @@ def _unpack(
 
 @cache
 def _signs(device: torch.device) -> torch.Tensor:
-    """Of the bits of each byte, the lowest first: (256, 8)."""
+    """The signs that the bits of each byte stand for, lowest bit first: shape (256, 8)."""
     bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(
         8, device=device
     )

@@ -1,4 +1,4 @@
-"""QSGD: stochastic rounding that is right in the mean, and needs nothing from the past.
+"""QSGD: stochastic rounding, which is unbiased and needs no error feedback.
 
 Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization and encoding"
 (NeurIPS 2017), section 3.1. Per block of a gradient v, with b = |v|_2 and s levels:
@@ -7,8 +7,8 @@ Alistarh et al., "QSGD: communication-efficient SGD via gradient quantization an
 
 so that E Q(v) = v, and E|Q(v) - v|^2 <= min(B / s^2, sqrt(B) / s) |v|^2 (lemma 3.1).
 
-Differs from the paper in that levels travel in 8 bits each, without Elias coding. Blocks (the
-paper's buckets) begin with tensors.
+Differences from the paper: levels are sent in 8 bits each, without Elias coding. Every tensor begins
+a new block (the paper's bucket).
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from paceline.compression.quantization import (
 
 @dataclass(frozen=True, kw_only=True)
 class QSGD(BlockCompressor, GatheredCompressor):
-    """Elements become whole numbers times a block's norm, rounded up or down by chance, so that
-    the expected result is exact. Tensors of 8 bits or fewer, and whole numbers, are summed as
-    they are.
+    """Quantizes blocks to integers times the block's norm, with stochastic rounding.
 
-    Takes no residuals: what one code leaves out others add, in the mean. So it is right for
-    pushes to servers, and for workers that come and go.
+    The expected result is exact. Tensors of 8 bits or fewer, and integers, are summed uncompressed.
+    It takes no error feedback, since errors cancel in the mean. So it suits pushes to servers, and
+    workers that come and go.
     """
 
     name: ClassVar[str] = "qsgd"
@@ -57,11 +56,11 @@ class QSGD(BlockCompressor, GatheredCompressor):
     state: ClassVar[StateKind] = "own"
     takes_error_feedback: ClassVar[bool] = False
     quantizer: ClassVar[Quantizer] = Quantizer(levels=127, bits=8, norm="euclidean")
-    """Its levels are the paper's s: as many as fit in 8 bits."""
+    """The number of levels is the paper's s: as many as fit in 8 bits."""
     block: ClassVar[int] = 128
 
     def memory_passes(self, workers: int) -> tuple[float, float]:
-        # Measured on one core of a CPU, beside a copy of a tensor (2 passes).
+        # Measured on one core of a CPU, relative to a copy of a tensor (2 passes).
         return 16.0, 3.0 * workers
 
     def init_state(self, like: torch.Tensor, name: str, rank: int) -> State:

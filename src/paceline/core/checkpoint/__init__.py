@@ -3,7 +3,7 @@
 A checkpoint is a folder: one file with what all workers share, one for each worker's own part,
 and an index. It is read as data alone: no checkpoint can run code.
 
-- `folder`: where a checkpoint lies, and how it replaces the one before.
+- `folder`: the folder of a checkpoint, and how it replaces the earlier one.
 - `files`: writes and reads one file, whole or not at all.
 - `worker_state`: each worker's own part: its method's state, residuals, local model, random state.
 """
@@ -40,40 +40,40 @@ _INDEX = "index"
 
 
 class Stateful(Protocol):
-    """An object that `save` and `load` take beside the training: a scheduler, a scaler, ..."""
+    """An object that `save` and `load` take besides the training: a scheduler, a scaler, ..."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as data."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over a state that `state_dict` has returned."""
+        """Load a state that `state_dict` has returned."""
         ...
 
 
 def save(path: str | Path, **others: Stateful) -> None:
     """Write models, optimizers, samplers, random states and *others* into a folder. Collective.
 
-    Call it between steps. Rank 0 writes once what is equal on all workers. Each worker writes a
-    part of its own: its random states, the model's buffers, and what its method and compressor
-    keep; where models differ between steps, its model and optimizer too. It is all of one moment,
-    at which every worker has called this. Trainings that have ended are in it, too, while the
-    script holds their models, or no other has begun.
+    Call it between steps. Rank 0 writes the state that is equal on all workers. Each worker writes
+    a part of its own: its random states, the model's buffers, and the states of its method and
+    compressor. If models differ between steps, the part also has its model and optimizer. It is all
+    of one moment, at which every worker has called this. Trainings that have ended are in it, too,
+    while the script holds their models, or until another training begins.
 
-    An older checkpoint there is replaced when the new one is complete. Whenever a process is killed
+    It replaces an older checkpoint in the folder when it is complete. If a process is killed
     meanwhile, `load` finds one of the two.
 
-    Under ``paceline run --survive`` the workers that train wait for each other, and the lowest
-    rank of them writes what is equal on all. Nobody waits for a worker that has died, or has come
-    back at a later step than this: the checkpoint has no part of it.
+    Under ``paceline run --survive`` the active workers wait for each other, and the lowest active
+    rank writes the common state. No worker waits for one that has died, or that was restarted at a
+    later step than this: the checkpoint has no part of it.
 
     Args:
-        path: One folder for all workers. Where machines have disks of their own, the parts of those
-            on other machines than rank 0's stay on theirs, in ``PATH.partial``.
+        path: One folder for all workers. If machines have no common disk, the parts of workers on
+            other machines than rank 0's stay there, in ``PATH.partial``.
         **others: Objects with a ``state_dict``, by name.
 
     Raises:
-        UsageError: A state is not data, or *path* is there and is no checkpoint. Raised on every
+        UsageError: A state is not data, or *path* exists and is no checkpoint. Raised on every
             worker, with nothing written.
 
     Example:
@@ -86,9 +86,9 @@ def save(path: str | Path, **others: Stateful) -> None:
     if runtime.server_only:
         _save_alone(runtime, _prepare(path, others), others)
         return
-    # After the first meeting, each worker has the replies to its requests. After the second one
-    # rank 0 has the state; no worker continues before. Tell servers first: under some methods
-    # workers that are still training would wait for workers that are here already.
+    # After the first barrier, each worker has the replies to its requests. After the second one
+    # rank 0 has the state; no worker continues before. The servers' barrier comes first: under some
+    # methods workers that still train would otherwise wait for workers that are here already.
     for training in _trainings(runtime):
         if training.remote is not None:
             training.meet()
@@ -118,19 +118,19 @@ def save(path: str | Path, **others: Stateful) -> None:
 def load(path: str | Path, **others: Stateful) -> None:
     """Restore a checkpoint into models, optimizers, samplers and *others*. Collective.
 
-    Call it after `distribute`, and after the same step on every worker. As many workers as saved it
-    go on bit for bit. Where there are more or fewer, or some had died:
+    Call it after `distribute`, and after the same step on every worker. A job with as many workers
+    continues bit for bit. If it has more or fewer workers, or some had died before the save:
 
-    - A sampler goes on with its epoch.
-    - A worker without a part of its own keeps its random state, and has rank 0's buffers.
-    - All have the one model that `save` was given as the method's result.
-    - The states of methods and compressors are divided or refused, as each of them says.
+    - A sampler continues with its epoch.
+    - A worker without a part of its own keeps its random state, and gets rank 0's buffers.
+    - All workers get one model: the method's result at the save.
+    - Each method and compressor divides its states among the workers, or refuses the load.
 
-    A state of a method or compressor is taken by that of the same name. States that nobody takes,
-    and those that begin anew, are reported on standard error.
+    States of methods and compressors are found by name. States without an owner in this job, and
+    owners without a state, are reported on standard error.
 
-    Under ``paceline run --survive`` a worker that was started again calls this too, alone: then
-    models and optimizers stay as the servers hold them, since the job goes on.
+    Under ``paceline run --survive`` a restarted worker calls this alone. Then models and optimizers
+    stay as the servers hold them, since the job continues.
 
     Args:
         path: The folder that `save` was given.
@@ -138,7 +138,7 @@ def load(path: str | Path, **others: Stateful) -> None:
 
     Raises:
         UsageError: There is no checkpoint, it holds other states than this job, or a method refuses
-            what it holds. Raised on every worker, with nothing changed.
+            its state. Raised on every worker, with nothing changed.
 
     Example:
         ::
@@ -149,8 +149,8 @@ def load(path: str | Path, **others: Stateful) -> None:
     runtime = _runtime()
     runtime.registry.drop_unheld()
     states = dict(_shared_states(runtime, others))
-    # Tell servers first: some wait for the fastest workers in each step, and these may be here
-    # already.
+    # The servers' barrier comes first: some servers wait for the fastest workers in each step, and
+    # these may be here already.
     for training in _trainings(runtime):
         if training.remote is not None and not runtime.server_only:
             training.meet()
@@ -172,7 +172,7 @@ def _runtime() -> Runtime:
 
 
 def _trainings(runtime: Runtime) -> list[Training]:
-    """Those that go on."""
+    """The unfinished trainings."""
     return [training_of(begun.optimizer) for begun in runtime.registry.unfinished]
 
 
@@ -180,12 +180,12 @@ def _trainings(runtime: Runtime) -> list[Training]:
 
 
 def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> None:
-    """`save` where workers communicate through servers only.
+    """`save` for workers that communicate only through servers.
 
-    After the training they no longer communicate, and all hold the same. Between two barriers each does
-    its part. Dead workers are not waited for: without a worker's part the checkpoint is still whole; without
-    the leader's part it is not replaced. An error is raised after the second barrier, so that no worker is
-    left waiting.
+    After the training they no longer communicate, and all have equal models. Between two barriers
+    each worker writes its part. No worker waits for dead ones. Without a worker's part the
+    checkpoint is still complete; without the leader's part it does not replace the earlier one. An
+    error is raised after the second barrier, so that no worker is left waiting.
     """
     trainings = _trainings(runtime)
     met = [training for training in trainings if training.meet()]
@@ -230,11 +230,11 @@ def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> 
 
 
 def _prepare(path: str | Path, others: dict[str, Stateful]) -> Path:
-    """Returns the folder."""
+    """Check the arguments of `save`; returns the folder."""
     for name in others:
         if not name.isidentifier():
             raise UsageError(
-                f"save(path, **others): expected names as Python has them, got {name!r}"
+                f"save(path, **others): expected Python identifiers as names, got {name!r}"
             )
     return folders.as_folder(path)
 
@@ -256,10 +256,10 @@ def _shared_states(
 def _write_shared(
     runtime: Runtime, others: dict[str, Stateful], writes: bool, folder: Path
 ) -> list[str]:
-    """Write what is equal on all, for the one that *writes* it; returns the names.
+    """Write the states that are equal on all workers, if this worker *writes*; returns their names.
 
-    The others enter `consolidated` too where the method's result takes all of them. Nothing is
-    copied: what models hold within is written there.
+    Other workers enter `consolidated` too if all of them form the method's result. States are
+    written inside it, without a copy.
     """
     for training in _trainings(runtime):
         training.flush_buffers()
@@ -284,7 +284,7 @@ def _write_own(runtime: Runtime, own: dict[str, Any], folder: Path) -> None:
 
 
 def _complete(index: Index, folder: Path) -> None:
-    """All parts are there: with this the checkpoint is complete."""
+    """Write the index, which completes the checkpoint after all parts."""
     about = as_data(msgspec.to_builtins(index), _INDEX)
     files.write({_INDEX: about}, folders.index(folders.partial(folder)))
     folders.replace(folder)
@@ -295,7 +295,7 @@ def _complete(index: Index, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _Found:
-    """A checkpoint *at* a folder, and what it says of itself."""
+    """A checkpoint *at* a folder, and its index."""
 
     at: Path
     index: Index
@@ -303,7 +303,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What one worker has read: what is *shared*, and its own, which `restore` restores."""
+    """The states that one worker has read: the *shared* ones, and its own, which *restore* restores."""
 
     shared: dict[str, Any]
     restore: Callable[[], None]
@@ -331,15 +331,15 @@ def _find(runtime: Runtime, path: str | Path, wanted: set[str]) -> _Found:
     }
     if set(index.shared) - gone != wanted:
         raise UsageError(
-            f"the checkpoint in {folder} holds {', '.join(index.shared)}; this job wants "
-            f"{', '.join(sorted(wanted))}: call distribute as often, and name the same "
-            "others, as when it was saved"
+            f"the checkpoint in {folder} holds {', '.join(index.shared)}, and this job needs "
+            f"{', '.join(sorted(wanted))}. Call distribute as often, and pass the same other "
+            "names, as when it was saved"
         )
     return _Found(found, index)
 
 
 def _read_index(found: Path) -> Index:
-    """Raises `UsageError` for a version that is not known here."""
+    """Read the index. Raises `UsageError` for an unknown version."""
     about = files.read(folders.index(found), [_INDEX])[_INDEX]
     version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
@@ -356,7 +356,7 @@ def _read_index(found: Path) -> Index:
 
 
 def _read(runtime: Runtime, found: _Found, wanted: Collection[str]) -> _Checkpoint:
-    """Read a checkpoint, and change nothing. Raises `UsageError` where a state is refused."""
+    """Read a checkpoint, and change nothing. Raises `UsageError` if a state is refused."""
     shared = files.read(folders.shared(found.at), wanted)
     return _Checkpoint(shared, WorkerPart(runtime, found.at, found.index).restore)
 

@@ -1,8 +1,8 @@
 """Reads and writes one file of a checkpoint: whole or not at all, and as data alone.
 
-`as_data` makes plain data of a nested state, which `torch.save` writes. Tensors stay tensors, without
-autograd and without a larger storage that they are a part of. Numbers and texts of other types become
-Python's. A numpy array becomes a dict with one key that no state has, since keys are plain, too.
+`as_data` turns a nested state into plain data, which `torch.save` writes. Tensors stay tensors,
+without autograd, and without the rest of a larger storage. Numbers and strings of other types
+become Python's. A numpy array becomes a dict with one key of bytes, which no state has.
 
 A file is written under another name and renamed when it is on disk. It is read with ``weights_only``:
 torch's reader then knows tensors, numbers, texts, lists, tuples and dicts, and refuses everything else
@@ -29,7 +29,7 @@ _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
 def write(data: dict[str, Any], file: Path) -> None:
-    """Write what `as_data` has made of some states, by name."""
+    """Write states by name, as plain data from `as_data`."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.tmp")
     with unfinished.open("wb") as stream:
@@ -40,10 +40,10 @@ def write(data: dict[str, Any], file: Path) -> None:
 
 
 def read(file: Path, wanted: Collection[str] | None = None) -> dict[str, Any]:
-    """The states in *file*, by name: those that are *wanted*, or all. Others' tensors are not
-    read from disk.
+    """Read the states in *file* by name: the *wanted* ones, or all.
 
-    Raises `UsageError`, with nothing run, for a file that holds anything but data.
+    Tensors of other states are not read from disk. Raises `UsageError`, without running any code,
+    for a file that holds anything but data.
     """
     try:
         # Mapped here and copied below: a mapping must not outlive the file.
@@ -56,7 +56,7 @@ def read(file: Path, wanted: Collection[str] | None = None) -> dict[str, Any]:
         raise UsageError(f"{file}, a part of the checkpoint, is not there") from None
     except (RuntimeError, ValueError, EOFError, OSError) as error:
         raise _refused(
-            file, f"it is no file of torch.save's, or damaged: {error}"
+            file, f"torch.save has not written it, or it is damaged: {error}"
         ) from (None)
     if not isinstance(data, dict) or not all(isinstance(name, str) for name in data):
         raise _refused(file, "it holds no states by name")
@@ -79,8 +79,10 @@ def _refused(file: Path, why: str) -> UsageError:
 
 
 def as_data(value: Any, path: str) -> Any:
-    """A nested state as data; tensors share their memory with it. Raises `UsageError` that
-    names the place below *path* of what is not data."""
+    """Turn a nested state into plain data; tensors share their memory with it.
+
+    Raises `UsageError`, with the position below *path*, for anything that is not data.
+    """
     if isinstance(value, torch.Tensor):
         return _tensor(value)
     if isinstance(value, np.ndarray):
@@ -97,8 +99,7 @@ def as_data(value: Any, path: str) -> Any:
 
 
 def _from_data(data: Any) -> Any:
-    """The state that `as_data` took, with tensors of its own; a numpy number comes back as
-    Python's."""
+    """Turn plain data back into a state, with copies of tensors; numpy numbers become Python's."""
     if isinstance(data, torch.Tensor):
         return data.clone()
     if isinstance(data, dict):
@@ -123,7 +124,7 @@ def _tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any, path: str) -> Any:
-    """A number, a truth value, a text or None, of Python's own type."""
+    """Turn a number, bool, string or None into Python's own type."""
     if isinstance(value, np.generic) and not isinstance(value, float | str):
         value = value.item()
     if value is None or isinstance(value, bool):

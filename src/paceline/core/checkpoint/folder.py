@@ -1,10 +1,10 @@
-"""Finds a checkpoint's complete folder, whenever its writer was killed.
+"""The folder of a checkpoint: a reader finds a complete one, even if its writer was killed.
 
 A checkpoint in the folder ``NAME`` is written into ``NAME.partial``: the common part in
 ``shared.pt``, and worker R's own part in ``worker-R.pt``. The index, ``index.pt``, is written last, by
-renaming: with it a folder is complete. Then ``NAME`` becomes ``NAME.old``, ``NAME.partial`` becomes
-``NAME``, and ``NAME.old`` is removed. So at each instant after the first complete checkpoint one of the
-three is complete, and the order in which `find` looks is the order in which they may be trusted:
+renaming: a folder with an index is complete. Then ``NAME`` becomes ``NAME.old``, ``NAME.partial``
+becomes ``NAME``, and ``NAME.old`` is removed. So at each moment after the first complete checkpoint
+one of the three is complete. `find` looks for them in the order of the columns; bold is its result:
 
 ======================= ============ =============== ==============
 instant                 ``NAME``     ``.partial``    ``.old``
@@ -29,12 +29,11 @@ from paceline.errors import UsageError
 _INDEX = "index.pt"
 _PART = "worker-"
 _OLD_INDEX = ".metadata"
-"""Of formats 1 and 2, which torch.distributed.checkpoint wrote."""
+"""The index of formats 1 and 2, which torch.distributed.checkpoint wrote."""
 
 
 def find(folder: Path) -> Path:
-    """The complete checkpoint that stands for *folder*. Raises `UsageError` if there is
-    none."""
+    """Find the complete checkpoint of *folder*. Raises `UsageError` if there is none."""
     for place in (folder, partial(folder), _old(folder)):
         if is_complete(place):
             return place
@@ -48,14 +47,16 @@ def find(folder: Path) -> Path:
 
 
 def settle(folder: Path) -> None:
-    """End what a killed process has begun: a complete checkpoint stands in *folder* itself
-    if there is any, and nothing beside it. Raises `UsageError`, with nothing changed, if
-    something else is there."""
+    """Clean up after a killed process.
+
+    Afterwards a complete checkpoint, if there is one, is in *folder* itself, and the other two
+    folders are gone. Raises `UsageError`, with nothing changed, if *folder* holds anything else.
+    """
     if not is_complete(folder):
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
-                f"{folder} is no checkpoint, and is not replaced by one: name a folder "
-                "that is not there yet, or is empty"
+                f"{folder} exists and is no checkpoint, so it is not replaced. Name a folder "
+                "that does not exist yet, or is empty"
             )
         for place in (partial(folder), _old(folder)):
             if is_complete(place):
@@ -66,13 +67,15 @@ def settle(folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Make `partial`. `settle` was called before."""
+    """Make `partial`. Call `settle` before."""
     partial(folder).mkdir(parents=True)
 
 
 def replace(folder: Path) -> None:
-    """The complete checkpoint in `partial` takes the place of that in *folder*. `settle`
-    was called before it was written."""
+    """Replace the checkpoint in *folder* by the complete one in `partial`.
+
+    `settle` was called before the latter was written.
+    """
     if folder.exists():
         folder.rename(_old(folder))
     partial(folder).rename(folder)
@@ -80,22 +83,22 @@ def replace(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """A checkpoint for *folder* that was begun is given up."""
+    """Remove an incomplete checkpoint for *folder*."""
     _remove(partial(folder))
 
 
 def index(folder: Path) -> Path:
-    """The file in *folder* that says what else is in it, and that all of it is there."""
+    """The file in *folder* that lists its contents, and marks it as complete."""
     return folder / _INDEX
 
 
 def shared(folder: Path) -> Path:
-    """The file in *folder* with what is equal on all workers."""
+    """The file in *folder* with the states that are equal on all workers."""
     return folder / "shared.pt"
 
 
 def partial(folder: Path) -> Path:
-    """Where a new checkpoint for *folder* is written."""
+    """The folder in which a new checkpoint for *folder* is written."""
     return folder.with_name(folder.name + ".partial")
 
 
@@ -105,7 +108,7 @@ def part(folder: Path, rank: int) -> Path:
 
 
 def parts(folder: Path) -> list[int]:
-    """The ranks of those whose parts in *folder* are complete."""
+    """The ranks of the workers whose parts in *folder* are complete."""
     found = folder.glob(f"{_PART}*.pt")
     return sorted(int(file.stem.removeprefix(_PART)) for file in found)
 
@@ -116,7 +119,7 @@ def is_begun(folder: Path) -> bool:
 
 
 def as_folder(path: str | Path) -> Path:
-    """*path*, with a name. Raises `UsageError` where it has none."""
+    """Return *path* as an absolute path. Raises `UsageError` if it has no name."""
     folder = Path(os.path.abspath(path))
     if not folder.name:
         raise UsageError(f"expected the path of a folder to make, got {str(path)!r}")
@@ -128,7 +131,7 @@ def _old(folder: Path) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all of *folder* was written."""
+    """Whether *folder* is complete."""
     return (folder / _INDEX).exists()
 
 

@@ -1,13 +1,13 @@
 """Each worker's own part of a checkpoint.
 
-A part holds ``worker``, with the random states, the buffers and the last metrics, and one entry
-for each `WorkerState` of an unfinished training: what its method and compressor keep and, where
-models differ between steps, its model and optimizer. A worker that finds its own part goes on from
-it bit for bit. Where the number of workers has changed, the owner of each state divides or
-refuses it (`WorkerState.redistribute`), and random states and buffers stay as they are.
+A part holds the entry ``worker``: random states, buffers and the last metrics. It also has one
+entry for each `WorkerState` of an unfinished training: the states of its method and compressor and,
+if models differ between steps, its model and optimizer. A worker with its own part continues from
+it bit for bit. If the number of workers has changed, the owner of each state divides or refuses it
+(`WorkerState.redistribute`). Random states and buffers stay as they are then.
 
-A training that changes its method is put under the checkpoint's method while its states are
-restored (`trained_by`).
+A training that switches methods uses the checkpoint's method while its states are restored
+(`trained_by`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class Index(msgspec.Struct, frozen=True):
     """A checkpoint's index.
 
     Attributes:
-        version: Of the format.
+        version: Version of the format.
         shared: Names of the states that are equal on all workers.
-        workers: How many workers the job had.
+        workers: Number of workers of the job.
         parts: Ranks of the workers whose parts are in the checkpoint.
         states: Names of the states in each part.
-        progress: Of each training; empty for one that the script no longer holds.
-        specs: Of each training that changes its method, the one of then; "" for others.
+        progress: Progress of each training; empty for one that the script no longer holds.
+        specs: Spec of each training that switches methods, at the save; "" for others.
     """
 
     version: int
@@ -76,7 +76,7 @@ class Index(msgspec.Struct, frozen=True):
         )
 
     def has_parts_for(self, workers: int) -> bool:
-        """Whether each worker of a job with so many finds its own part."""
+        """Whether each worker of a job with *workers* workers has its own part."""
         return self.workers == workers and self.parts == list(range(workers))
 
 
@@ -93,10 +93,10 @@ def pack_worker_part(runtime: Runtime) -> dict[str, Any]:
 
 
 class WorkerPart:
-    """What this worker restores from the checkpoint in the folder *found*.
+    """The states that this worker restores from the checkpoint in the folder *found*.
 
-    The constructor reads all of it, and changes nothing. It raises `UsageError` where the owner
-    of a state refuses it, or a part is missing. `restore` changes the job.
+    The constructor reads all of them, and changes nothing. It raises `UsageError` if the owner of a
+    state refuses it, or a part is missing. `restore` changes the job.
     """
 
     def __init__(self, runtime: Runtime, found: Path, index: Index) -> None:
@@ -112,7 +112,7 @@ class WorkerPart:
             self._say_what_is_left()
 
     def restore(self) -> None:
-        """Let all trainings go on from it."""
+        """Put the states into all trainings."""
         trainings = self._runtime.registry.trainings
         for begun, progress in zip(trainings, self._index.progress, strict=True):
             if not begun.released:
@@ -130,7 +130,7 @@ class WorkerPart:
             return None
         place = folders.part(self._found, rank)
         if not place.exists():
-            _say(f"{place} is not there: worker {rank} has random states of its own")
+            _say(f"{place} does not exist: worker {rank} keeps its random states")
             return None
         return _read(place, _WORKER)
 
@@ -147,24 +147,23 @@ class WorkerPart:
         place = folders.part(self._found, rank)
         if not place.exists():
             raise UsageError(
-                f"{place} is not there, the part of the checkpoint that worker {rank} has "
-                "saved. Where machines have disks of their own it has stayed in "
-                f"{place.name} of {folders.partial(self._found).name}, where that worker "
-                f"was: copy it into {self._found} on every machine"
+                f"{place} does not exist: it is worker {rank}'s part of the checkpoint. If "
+                "machines have no common disk, it is on that worker's machine, as "
+                f"{place.name} in {folders.partial(self._found).name}. Copy it into "
+                f"{self._found} on every machine"
             )
         return place
 
     def _say_what_is_left(self) -> None:
         there = set(self._index.states)
         for name in sorted(self._owners.keys() - there):
-            _say(f"{self._found} holds no {name}: it begins anew")
+            _say(f"{self._found} holds no {name}: it starts from its initial state")
         for name in sorted(there - self._owners.keys()):
-            _say(f"{self._found} holds {name}, which nothing in this job takes")
+            _say(f"{self._found} holds {name}, which this job does not use")
 
 
 def _restore_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
-    """Random states, buffers, and what the script last reported: a method may go by its
-    loss (`Run.loss`)."""
+    """Restore random states, buffers, and the last logged metrics: methods may read `Run.loss`."""
     set_random_states(saved["random"])
     runtime.recorder.metrics.update(saved["metrics"])
     with torch.no_grad():
@@ -184,7 +183,7 @@ def _owners(runtime: Runtime) -> dict[str, WorkerState]:
 
 
 def _buffers(runtime: Runtime) -> list[dict[str, torch.Tensor]]:
-    """Each model's buffers here: ranks differ in them between steps."""
+    """Each model's buffers on this worker: they differ between ranks between steps."""
     return [
         {} if begun.released else dict(begun.model.named_buffers())
         for begun in runtime.registry.trainings
@@ -204,7 +203,7 @@ def _say(sentence: str) -> None:
 
 
 def worker_states(training: Training) -> list[WorkerState]:
-    """The states of *training* that each worker saves for itself."""
+    """The states of *training* that differ between workers."""
     context, sender = training.context, training.compression
     states: list[WorkerState] = []
     if training.hooks.has("save_state"):
@@ -237,7 +236,7 @@ class MethodState:
     def redistribute(
         self, parts: Iterable[dict[str, Any]], workers: int
     ) -> dict[str, Any]:
-        """The method says it in `redistribute_state`, or it is refused."""
+        """Call the method's `redistribute_state`. Without that hook a load is refused."""
         if not self._hooks.has("redistribute_state"):
             return redistribute_nothing(self.name, parts, workers)
         saved: dict[str, Any] = self._hooks.ask("redistribute_state", parts)
@@ -245,9 +244,9 @@ class MethodState:
 
 
 class ResidualState:
-    """A compressor's states (residuals, for example), by the tensor's name.
+    """A compressor's states by tensor name, such as the residuals of error feedback.
 
-    *sender* compresses the *tensors* that this worker sends, and keeps the states.
+    *sender* compresses the *tensors* that this worker sends, and holds the states.
     """
 
     def __init__(
@@ -270,7 +269,7 @@ class ResidualState:
     def redistribute(
         self, parts: Iterable[dict[str, Any]], workers: int
     ) -> dict[str, Any]:
-        """The compressor says it, in `inherit`; it is given all *parts* at once."""
+        """Call the compressor's `inherit_state` with all *parts*."""
         former = [_moved(part, self._device) for part in parts]
         states: dict[str, Any] = {}
         for name in dict.fromkeys(name for part in former for name in part):
@@ -281,7 +280,7 @@ class ResidualState:
         return states
 
     def _like(self, name: str) -> torch.Tensor:
-        """A tensor such as what is kept under *name* belongs to: see `Run.mean`, *parts*."""
+        """A tensor like the one that *name* stands for; see *parts* of `Run.mean`."""
         if name in self._tensors:
             return torch.empty_like(self._tensors[name], requires_grad=False)
         part = _PART.fullmatch(name)
@@ -299,9 +298,9 @@ _PART = re.compile(r"(.*)\[(\d+):(\d+)\]")
 
 
 class LocalModelState:
-    """This worker's parameters and optimizer state, where models differ between steps.
+    """This worker's parameters and optimizer state, if models differ between steps.
 
-    A worker without an own part goes on with the shared one: the method's result.
+    A worker without its own part continues with the shared model: the method's result.
     """
 
     name = "model"
@@ -349,7 +348,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _specs_of(runtime: Runtime) -> list[str]:
-    """The present spec of each training that changes its method; "" for others."""
+    """The present spec of each training that switches methods; "" for others."""
     changing = (
         None if begun.released else active_training(begun.optimizer).switcher
         for begun in runtime.registry.trainings
@@ -359,11 +358,11 @@ def _specs_of(runtime: Runtime) -> list[str]:
 
 @contextmanager
 def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
-    """Within it, the trainings that change their method train by those *specs*.
+    """While the context is open, trainings that switch methods use these *specs*.
 
-    So states that belong to a method are restored, such as residuals, or a worker's own model in the
-    middle of a round. Afterwards each training goes back to its method, also when the checkpoint
-    is refused. Collective.
+    So states that belong to a method can be restored, such as residuals, or a worker's own model in
+    the middle of a round. Afterwards each training returns to its method, also if the checkpoint is
+    refused. Collective.
     """
     back: list[tuple[MethodSwitcher, str]] = []
     try:
@@ -380,8 +379,8 @@ def trained_by(runtime: Runtime, specs: Sequence[str]) -> Iterator[None]:
                 back.append((switcher, before))
             elif runtime.rank == 0:
                 print(
-                    f"paceline: the checkpoint was saved under {spec}, which cannot be begun "
-                    f"here ({why}): what only that method keeps is not taken",
+                    f"paceline: the checkpoint was saved under {spec}, which cannot run here "
+                    f"({why}): that method's own states are not restored",
                     file=sys.stderr,
                 )
         yield

@@ -35,7 +35,7 @@ from paceline.bucketing.rules import MEASURED
 from paceline.cluster import Cluster, Rack, Workload
 from paceline.cluster.stand_in import stand_in
 from paceline.collectives.registry import COLLECTIVES
-from paceline.compression import GradientCompression, warm_up_message
+from paceline.compression import GradientCompression, warmup_message
 from paceline.core.settings import Settings, parse_method
 from paceline.core.training_setup import TrainingInputs, train
 from paceline.errors import PacelineError, UsageError, WorkerFailedError
@@ -214,7 +214,7 @@ def _warm_up(job: TrainingJob, spec: str) -> str:
     compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
-    said = warm_up_message(compression, shapes, torch.float32, job.cluster.workers)
+    said = warmup_message(compression, shapes, torch.float32, job.cluster.workers)
     return said and f"{said}; the figures are of these later steps"
 
 
@@ -357,7 +357,7 @@ def _simulate(job: TrainingJob, run: _Run) -> tuple[SimulationResult, int]:
         )
         optimizer = train(TrainingInputs(runtime, model, plain), run.method, settings)
         if run.short:
-            runtime.recorder.warm_up_steps = 0
+            runtime.recorder.warmup_steps = 0
         # Gradients must differ between workers and must not be zero.
         batch = torch.full((int(job.workload.batch or 1) * job.batches,), 1.0 + rank)
         while not _is_enough(runtime.recorder, run, job):
@@ -459,9 +459,7 @@ def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
 
 def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
     if run.drifts:
-        wanted = (
-            _drifting_steps(run.short, job.cluster.workers) + recorder.warm_up_steps
-        )
+        wanted = _drifting_steps(run.short, job.cluster.workers) + recorder.warmup_steps
         wanted += job.settled - SETTLED
     else:
         late = getattr(run.method, "waits_in_forward", False)
