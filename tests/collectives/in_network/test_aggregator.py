@@ -211,7 +211,7 @@ def test_all_of_a_job_ask_for_the_same_and_jobs_are_not_without_end(monkeypatch)
     pool = ChunkPool(1 << 20)
     job = pool.job_for(LEASED)
     assert pool.job_for(LEASED) is job
-    with pytest.raises(UsageError, match="the same terms of all"):
+    with pytest.raises(UsageError, match="the same terms"):
         pool.job_for(msgspec.structs.replace(LEASED, window=1))
     monkeypatch.setattr(aggregator, "MOST_JOBS", 1)
     with pytest.raises(UsageError, match="already serves"):
