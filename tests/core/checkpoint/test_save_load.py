@@ -320,6 +320,8 @@ except UsageError as error:
     assert "holds model0, model2, optimizer0, optimizer2, and this job needs" in str(error)
 else:
     raise AssertionError("it holds no model3")
+del kept, models  # the first one
+paceline.save(folder + "/others")
 print("all tried")
 """
 

@@ -10,6 +10,7 @@ import pytest
 
 from paceline.cluster import uniform_cluster
 from paceline.runtimes.emulated.errors import KeeperLostError
+from paceline.runtimes.emulated.keeper_client import Client
 from paceline.runtimes.emulated.link_check import check_links
 from paceline.runtimes.emulated.network import EmulatedNetwork
 from tests.support.emulation import (
@@ -25,6 +26,14 @@ from tests.support.processes import PACELINE, launch, wait_until
 pytestmark = pytest.mark.usefixtures("namespaces")
 
 LAUNCHER = Path(__file__).parent / "scripts" / "launcher.py"
+
+
+def test_ctrl_c_reaches_the_launcher_alone():
+    before = descendants(os.getpid())
+    with Client():
+        keeper = descendants(os.getpid()) - before
+        assert keeper
+        assert os.getsid(0) not in {os.getsid(process) for process in keeper}
 
 
 def command(pid):

@@ -50,6 +50,14 @@ def candidates(length):
     return text.encode()[:length].decode(errors="ignore")
 
 
+def test_a_worker_says_once_that_it_is_out_of_data():
+    sums = Sums(1)
+    end = DeferredAgreement(sums.comm(0), torch.device("cpu"))
+    end.finish()
+    end.finish()
+    assert len(sums.posted[0]) == 1
+
+
 @pytest.mark.parametrize("length", [0, 1, WORDS - 1, WORDS, WORDS + 1, 5 * WORDS])
 def test_rank_0_s_text_is_heard_whole_however_long_it_is(length):
     sums = Sums(3)
