@@ -1,19 +1,14 @@
 """The command line as a person and a program use it, each command a process."""
 
 import json
-import signal
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from paceline.cli import main
-from paceline.tools.compare import runner as trained_variants
 from paceline.tools.report.run_files import claim
 from tests.support import forked
+from tests.support.commands import paceline_here
 from tests.support.hanging import SECONDS
-from tests.support.processes import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 LAYERS = str(ROOT / "examples" / "layers.py")
@@ -76,12 +71,6 @@ def test_steps_and_method_win_over_the_script():
     assert (result["steps"], result["method"]) == (3, "bsp:buckets=wfbp")
 
 
-class Variant(forked.Forked):
-    def communicate(self):
-        self.wait()
-        return self.stdout, self.stderr
-
-
 def test_compare_prints_a_table_and_leaves_records_and_traces(
     tmp_path, monkeypatch, capfd
 ):
@@ -96,18 +85,8 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
     words = [*(f"--method={variant}" for variant in variants), "--workers=2"]
     command = ["compare", LAYERS, *words, "--steps=4", "--no-html", *QUICK]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["paceline", *command])
-
-    def forked_variant(words, **_):
-        # Without the words that tie it to this process.
-        return Variant(words[words.index("-m") :])
-
-    processes = SimpleNamespace(Popen=forked_variant, PIPE=None)
-    monkeypatch.setattr(trained_variants, "subprocess", processes)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    done = capfd.readouterr()
-    assert ended.value.code == 1
+    done = paceline_here(monkeypatch, capfd, *command)
+    assert done.status == 1
     assert f"paceline: variant '{failing}' failed\n" in done.err
     for word in ("bsp:buckets=single", "compute", "exposed", "vs. first", "1.00x"):
         assert word in done.out
@@ -132,21 +111,14 @@ def test_compare_prints_a_table_and_leaves_records_and_traces(
 
 
 @pytest.mark.slow
-def test_compare_json(tmp_path):
-    words = ("--method", "bsp", "--workers", 2, "--json")
-    done = paceline("compare", LAYERS, *words, *QUICK, folder=tmp_path)
-    (row,) = json.loads(done.stdout)["variants"]
-    assert row["variant"] == "bsp"
-    assert row["steps"] == 24
-
-
-@pytest.mark.slow
-def test_compare_in_the_real_runtime(tmp_path):
+def test_compare_in_the_real_runtime(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
     words = ("--method", "bsp", "--runtime", "real", "--workers", 2, "--json")
-    done = paceline("compare", LAYERS, *words, "--steps", 4, *QUICK, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["variants"]
-    assert (row["runtime"], row["steps"]) == ("real", 4)
+    command = ("compare", LAYERS, *words, "--steps", 4, *QUICK)
+    done = paceline_here(monkeypatch, capfd, *command)
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)["variants"]
+    assert (row["variant"], row["runtime"], row["steps"]) == ("bsp", "real", 4)
     assert row["step_seconds"] >= 0.3
     lines = (tmp_path / "paceline-runs" / "records.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 4
@@ -213,11 +185,8 @@ def test_compare_in_the_real_runtime(tmp_path):
 )
 def test_bad_input_is_one_message(words, message, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["paceline", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    output = capfd.readouterr()
+    output = paceline_here(monkeypatch, capfd, *words)
+    assert output.status == 1
     assert output.err.startswith("paceline: ")
     assert message in output.err
     assert "Traceback" not in output.err
@@ -260,8 +229,9 @@ def test_a_worker_that_blocks_outside_the_clock_is_given_up(tmp_path):
     assert "blocks.py" in done.stderr  # the stack says where
 
 
-@pytest.mark.slow
-def test_metrics_that_are_not_numbers_are_shown_as_missing(tmp_path):
+def test_metrics_that_are_not_numbers_are_shown_as_missing(
+    tmp_path, monkeypatch, capfd
+):
     script = tmp_path / "diverges.py"
     script.write_text(
         "import paceline, torch\nmodel = torch.nn.Linear(2, 1)\n"
@@ -270,10 +240,12 @@ def test_metrics_that_are_not_numbers_are_shown_as_missing(tmp_path):
         "for _ in range(3):\n    model(torch.ones(1, 2)).sum().backward()\n"
         "    paceline.log(loss=float('nan'))\n    optimizer.step()\n"
     )
-    words = ("--method", "bsp", "--workers", 2, "--json")
-    done = paceline("compare", script, *words, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)["variants"]
+    monkeypatch.chdir(tmp_path)
+    words = ("--method", "bsp", "--workers", 2, "--forward", 0.01, "--json")
+    done = paceline_here(monkeypatch, capfd, "compare", script, *words)
+    assert done.status == 0, done.err
+    (row,) = json.loads(done.out)["variants"]
+    assert (row["variant"], row["steps"]) == ("bsp", 3)
     assert row["metrics"] == {"loss": None}
 
 
@@ -292,18 +264,3 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_run(tmp_path):
         done = paceline(*verb, "--records", tmp_path / "file" / "x", LAYERS, *QUICK)
         assert done.returncode == 1
         assert done.stderr.startswith("paceline: cannot write records to")
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_control_c_ends_a_simulation(workers, tmp_path):
-    script = tmp_path / "endless.py"
-    script.write_text(
-        "import paceline\npaceline.init()\nprint('ready', flush=True)\n"
-        "while True:\n    paceline.pace(1.0)\n"
-    )
-    words = ("simulate", script, "--workers", workers, "--forward", 1)
-    process = forked.Forked(["-m", "paceline", *words])
-    wait_until(lambda: process.stdout == "ready\n", SECONDS, "its first words")
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
-    assert "Stacks of all threads" not in process.stderr

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -21,7 +19,9 @@ from paceline.runtimes.progress import (
     last_step,
     read,
 )
-from tests.support.terminal import SECONDS, on_terminal
+from tests.support.hanging import SECONDS
+from tests.support.processes import PACELINE, Job
+from tests.support.terminal import forked_on, lines_of, on_terminal, open_terminal
 
 TRAINS = """
 import sys
@@ -46,32 +46,32 @@ SHOWN = re.compile(r"step \d+ · [\d.]+ [mu]?s per step, .*exposed · ")
 WHOLE = re.compile(r"(\[1\] )?({worker \d has done \d{6}}|{and says \d{6}})")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("verb", "method"),
-    [
-        (["run", "--workers=2"], "bsp:buckets=ddp"),
-        (["run", "--workers=2", "--survive"], "asp"),
-    ],
-)
-def test_lines_tell_of_steps_and_mix_with_nothing(
-    verb: list[str], method: str, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(TRAINS)
+def is_enough(written: str) -> bool:
+    return written.count("{") > 20 and SHOWN.search(written) is not None
 
-    def look(written: str) -> None:
-        if written.count("{") > 20 and SHOWN.search(written):
-            (tmp_path / "seen").touch()  # now it may end
 
-    words = [*verb, f"--method={method}", "train.py"]
-    status, lines = on_terminal(words, tmp_path, look)
-    assert status == 0, lines
+def check_lines(lines: list[str]) -> None:
+    """Workers and the launcher have printed whole lines."""
     printed = [line for line in lines if "{" in line]
     assert printed
     assert [line for line in printed if not WHOLE.fullmatch(line)] == []
     shown = [line for line in lines if SHOWN.search(line)]
     assert shown
     assert all(line.startswith("paceline: step ") for line in shown)
+
+
+@pytest.mark.slow
+def test_lines_tell_of_steps_and_mix_with_nothing(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAINS)
+
+    def look(written: str) -> None:
+        if is_enough(written):
+            (tmp_path / "seen").touch()  # now it may end
+
+    words = ["run", "--workers=2", "--survive", "--method=asp", "train.py"]
+    status, lines = on_terminal(words, tmp_path, look)
+    assert status == 0, lines
+    check_lines(lines)
 
 
 def test_a_line_says_what_is_done_before_the_first_step(
@@ -129,16 +129,19 @@ def test_tasks_print_lines_where_no_terminal_shows_rows(
 @pytest.mark.slow
 def test_a_terminal_that_goes_away_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
-    ours, theirs = os.openpty()
-    command = [sys.executable, "-m", "paceline", "run", "--workers=2", "train.py"]
-    with subprocess.Popen(command, stdout=theirs, stderr=theirs, cwd=tmp_path) as job:
+    ours, theirs = open_terminal()
+    job = forked_on(theirs, ["run", "--workers=2", "train.py"], tmp_path)
+    try:
+        written = b""
+        while not is_enough(written.decode(errors="replace")):
+            written += os.read(ours, 1 << 16)
         os.close(theirs)
-        written = ""
-        while not SHOWN.search(written):
-            written += os.read(ours, 1 << 16).decode(errors="replace")
         os.close(ours)
+        check_lines(lines_of(written)[:-1])  # the last one is on its way
         (tmp_path / "seen").touch()
-        job.wait(SECONDS)
+        job.wait()
+    finally:
+        job.kill()
 
 
 @pytest.mark.slow
@@ -151,11 +154,8 @@ def test_where_nobody_looks_nothing_moves(json: bool, tmp_path: Path) -> None:
         assert status == 0
         said = "\n".join(lines)
     else:
-        command = [sys.executable, "-m", "paceline", *words, "train.py"]
-        done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        said = done.stderr
+        job = Job([*PACELINE, *words, "train.py"], tmp_path, forked="all").wait()
+        said = job.check_ended_well().stderr
     assert "\x1b" not in said
     assert " per step" not in said
 

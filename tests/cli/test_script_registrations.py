@@ -12,6 +12,7 @@ from paceline.collectives.registry import COLLECTIVES
 from paceline.compression import COMPRESSORS
 from paceline.errors import UsageError
 from paceline.methods import METHODS
+from tests.support.processes import PACELINE, Job
 
 ROWS = """
 from paceline.collectives.registry import COLLECTIVES
@@ -76,21 +77,28 @@ def test_what_a_script_registers_is_trained_with(folder, capfd, script, spec):
     assert found["steps"] == 4
 
 
+def in_processes(folder, *words):
+    """The command and its workers, forked."""
+    return Job([*PACELINE, *words], folder, forked="all").wait()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
-def test_what_workers_register_is_no_matter_of_who_starts_them(folder, capfd, spec):
-    done = ran("run", "--workers", "2", "--method", spec, "--json", "own.py")
-    assert done.exit_code == 0
-    assert spec.rpartition(":")[2] in json.loads(capfd.readouterr().out)["brief"]
+def test_what_workers_register_is_no_matter_of_who_starts_them(folder, spec):
+    words = ("--workers", "2", "--method", spec, "--json", "own.py")
+    done = in_processes(folder, "run", *words)
+    assert done.status == 0, done.output
+    assert spec.rpartition(":")[2] in json.loads(done.stdout)["brief"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SPECS[:1])
-def test_a_doctor_does_not_know_a_scripts_rows(folder, capfd, spec):
+def test_a_doctor_does_not_know_a_scripts_rows(folder):
+    spec, *_ = SPECS
     words = ("--workers", "2", "--method", spec, "--json", "--no-html", "own.py")
-    assert ran("doctor", *words).exit_code in (0, 1)
-    found = json.loads(capfd.readouterr().out)
-    assert found["spec"].startswith(spec.partition(",")[0].partition(":")[0])
+    done = in_processes(folder, "doctor", *words)
+    assert done.status in (0, 1), done.output
+    found = json.loads(done.stdout)
+    assert found["spec"].startswith(spec)
     assert found["predicted_seconds"] is None
     assert found["fixed_seconds"] is None
 

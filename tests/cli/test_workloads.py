@@ -1,15 +1,12 @@
 """Where compute times come from: measured, cached, given, or the script's own."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from paceline.cli import main
 from paceline.cluster import Workload
-from tests.support import forked
 from tests.support.cli_scripts import (
     ANOTHER_MODEL,
     CALLS_A_PART,
@@ -23,6 +20,8 @@ from tests.support.cli_scripts import (
     TWO_MODELS,
     write,
 )
+from tests.support.commands import paceline_here
+from tests.support.processes import PACELINE, Job
 
 STAND_IN = Path(__file__).parent.parent.parent / "examples" / "workload.py"
 RESULT = "train.workload.json"
@@ -48,23 +47,18 @@ def paceline(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
     def run(*words, status=0):
-        # Not pytest's own, which a redirection of the file descriptor would miss.
-        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, words)])
-        with open(1, "w", closefd=False) as stdout, monkeypatch.context() as patched:
-            patched.setattr(sys, "stdout", stdout)
-            with pytest.raises(SystemExit) as ended:
-                main()
-        output = capfd.readouterr()
-        assert ended.value.code == status, output.err
-        return output
+        done = paceline_here(monkeypatch, capfd, *words)
+        assert done.status == status, done.err
+        return done
 
     return run
 
 
-def in_a_process(folder, *words, status=0):
-    done = forked.run(["-m", "paceline", *words], folder=folder)
-    assert done.returncode == status, done.stdout + done.stderr
-    return done
+def in_processes(folder, *words, status=0):
+    """The command and its workers, forked."""
+    job = Job([*PACELINE, *map(str, words)], folder, forked="all").wait()
+    assert job.status == status, job.output
+    return job
 
 
 # ---- simulate ----
@@ -332,11 +326,11 @@ def test_a_workload_that_is_given_and_does_not_say_it_is_added_to_by_a_guess(
 
 
 @pytest.mark.slow
-def test_compare_profiles_once_for_all_variants(tmp_path, cached):
+def test_compare_profiles_once_for_all_variants(paceline, tmp_path, cached):
     write(tmp_path, "train.py", TRAINS)
     words = ("--method", "bsp", "--method", "bsp:buckets=wfbp", "--workers", 2)
-    done = in_a_process(tmp_path, "compare", "train.py", *words, "--no-html", "--json")
-    rows = json.loads(done.stdout)["variants"]
+    done = paceline("compare", "train.py", *words, "--no-html", "--json")
+    rows = json.loads(done.out)["variants"]
     assert (tmp_path / "runs.txt").read_text().count("began") == 1 + 2
     workload = Workload.load(cached())
     seconds = workload.forward_seconds + workload.backward_seconds + workload.update
@@ -354,18 +348,15 @@ def test_compare_in_the_real_runtime_refuses_a_workload(paceline, tmp_path):
 # ---- profile ----
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "workers",
-    [
-        pytest.param([], id="1 worker", marks=pytest.mark.slow),
-        pytest.param(["--nproc-per-node=2"], id="2 workers", marks=pytest.mark.slow),
-    ],
+    "workers", [[], ["--nproc-per-node=2"]], ids=["1 worker", "2 workers"]
 )
 def test_profile_measures_every_tensor(workers, tmp_path):
     write(tmp_path, "train.py", SLEEPS)
     words = ["profile", *workers, "--steps", 8, "train.py", "--json"]
     words += ["--compression", "bf16", "--compression", "fp16:error_feedback=true"]
-    done = in_a_process(tmp_path, *words)
+    done = in_processes(tmp_path, *words)
     assert json.loads(done.stdout) == json.loads((tmp_path / RESULT).read_text())
     workload = Workload.load(tmp_path / RESULT)
     assert workload.batch == 8
@@ -393,7 +384,7 @@ def test_profile_measures_every_tensor(workers, tmp_path):
 @pytest.mark.slow
 def test_profile_prints_a_table_and_names_the_file(tmp_path):
     write(tmp_path, "train.py", TRAINS)
-    done = in_a_process(
+    done = in_processes(
         tmp_path, "profile", "train.py", "--output", "made/for/it.json", "--", 16
     )
     assert "made/for/it.json" in done.stdout.splitlines()[-1]
@@ -407,7 +398,7 @@ def test_profile_prints_a_table_and_names_the_file(tmp_path):
 def test_profile_prints_what_compressors_cost_and_gain(tmp_path):
     write(tmp_path, "train.py", TRAINS)
     words = ["--compression", "fp16", "--compression", "none"]
-    done = in_a_process(tmp_path, "profile", "train.py", *words)
+    done = in_processes(tmp_path, "profile", "train.py", *words)
     for text in (
         "4 workers",
         "fp16",
@@ -421,39 +412,21 @@ def test_profile_prints_what_compressors_cost_and_gain(tmp_path):
     assert list(coding) == ["fp16:error_feedback=false"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param(
-            TRAINS_NOTHING,
-            "ended without a profile: it trained nothing",
-            marks=pytest.mark.slow,
-            id="trains nothing",
-        ),
-        pytest.param(
-            FAILS,
-            "the job failed: rank 0 ended with exit status 1",
-            marks=pytest.mark.slow,
-            id="fails",
-        ),
-        pytest.param(
-            CALLS_A_PART,
-            "nothing to profile: expected more than 1 training steps",
-            marks=pytest.mark.slow,
-            id="calls a part of the model",
-        ),
-        pytest.param(
-            TWO_MODELS,
-            "the script trains 2 models, and a workload is one model's",
-            marks=pytest.mark.slow,
-            id="two models",
-        ),
+        (TRAINS_NOTHING, "ended without a profile: it trained nothing"),
+        (FAILS, "the job failed: rank 0 ended with exit status 1"),
+        (CALLS_A_PART, "nothing to profile: expected more than 1 training steps"),
+        (TWO_MODELS, "the script trains 2 models, and a workload is one model's"),
     ],
+    ids=["trains nothing", "fails", "calls a part of the model", "two models"],
 )
 def test_a_profile_that_cannot_be_made_leaves_the_old_one(text, message, tmp_path):
     write(tmp_path, "train.py", text)
     (tmp_path / RESULT).write_text("the old one")
-    done = in_a_process(tmp_path, "profile", "train.py", status=1)
+    done = in_processes(tmp_path, "profile", "train.py", status=1)
     assert message in done.stderr
     assert (tmp_path / RESULT).read_text() == "the old one"
 

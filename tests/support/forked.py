@@ -41,19 +41,26 @@ PRELOADED = "tests.support.preloaded"
 
 
 class Forked:
-    """A process, much as `subprocess.Popen` has it; its output is kept in files."""
+    """A process, much as `subprocess.Popen` has it; its output is kept in files.
+
+    What it prints goes to the pipe *stdout*, or, with its errors, to the *terminal*, if such is given.
+    """
 
     def __init__(
         self,
         words: Sequence[object],
         folder: str | Path | None = None,
         environment: Mapping[str, str] | None = None,
+        *,
+        stdout: str | Path = "",
+        terminal: str | Path = "",
     ) -> None:
         self.args = [str(word) for word in words]
         output = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, output)
         self._files = [Path(output, name) for name in ("stdout", "stderr", "stacks")]
-        place, files = str(folder or Path.cwd()), [str(file) for file in self._files]
+        to = [stdout or terminal or self._files[0], terminal or self._files[1]]
+        place, files = str(folder or Path.cwd()), [*map(str, to), str(self._files[2])]
         everything = dict(os.environ) | dict(environment or {})
         self._process = _context().Process(
             target=_become, args=(self.args, place, everything, files)
@@ -211,7 +218,7 @@ def _become(
 ) -> None:
     """Be ``python WORDS``, from here to the end of this process."""
     os.setsid()
-    how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+    how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOCTTY
     *opened, stacks = [os.open(file, how) for file in files]
     for number, descriptor in enumerate(opened, 1):
         os.dup2(descriptor, number)

@@ -17,6 +17,7 @@ import atexit
 import contextlib
 import faulthandler
 import importlib
+import io
 import json
 import os
 import random
@@ -77,6 +78,8 @@ class Start:
     """Others that stay open, under their numbers."""
     ends_with: int | None
     """The process with which the kernel ends this one."""
+    blocked: list[int]
+    """Signals that the thread that starts it blocks."""
 
     def be(self) -> NoReturn:
         """Be ``python WORDS``, with nothing of what the launcher would do at its end."""
@@ -86,6 +89,7 @@ class Start:
                 exec_with_parent.end_with_parent()
                 if os.getppid() != self.ends_with:
                     os.kill(os.getpid(), signal.SIGKILL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
             atexit._clear()
             weakref.finalize._registry.clear()  # type: ignore[attr-defined]
             faulthandler.unregister(signal.SIGUSR1)
@@ -110,16 +114,22 @@ class Start:
             tempfile.tempdir = None
             random.seed()
             importlib.reload(paceline)  # which looks at the environment once
-            # Whoever is killed has said what it printed, where Python is asked for that.
-            lines = 1 if "-u" in self.words or "PYTHONUNBUFFERED" in os.environ else -1
+            # Unbuffered where Python is asked for that: a killed process has printed all, and a failed
+            # write leaves nothing for the next one.
+            unbuffered = "-u" in self.words or os.environ.get("PYTHONUNBUFFERED")
             sys.stdin = open(0, closefd=False)  # noqa: SIM115 - open to the end
-            sys.stdout = open(1, "w", lines, closefd=False)  # noqa: SIM115
+            sys.stdout = io.TextIOWrapper(
+                open(1, "wb", 0 if unbuffered else -1, closefd=False),  # noqa: SIM115
+                write_through=bool(unbuffered),
+            )
             sys.stderr = open(2, "w", 1, closefd=False)  # noqa: SIM115
             if keeper_client._START in self.words:
                 *_, connection, launcher = self.words
                 status = keeper.main(int(connection), int(launcher))
             else:
                 words = [word for word in self.words if word != "-u"]
+                if words[:2] == ["-m", "paceline"]:  # as a comparison starts launchers
+                    _fork_children(words)
                 status = forked.end(forked.status_of(words))
         finally:
             os._exit(status)
@@ -146,6 +156,7 @@ class ForkedChild(subprocess.Popen[bytes]):
             dict(os.environ if environment is None else environment),
             *(None if folder is None else os.fspath(folder), bool(rest[20])),
             *([p2cread, c2pwrite, errwrite], [*kept], ends_with),
+            [*map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))],
         )
         sys.stdout.flush()
         sys.stderr.flush()
@@ -212,7 +223,7 @@ def _become(program: str, words: Sequence[str], environment: dict[str, str]) -> 
     assert program == sys.executable
     sys.stdout.flush()
     sys.stderr.flush()
-    Start([*words[1:]], environment, None, False, [], [], None).be()
+    Start([*words[1:]], environment, None, False, [], [], None, []).be()
 
 
 def run(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -220,13 +231,18 @@ def run(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return forked.run(["-m", "tests.support.forking", "paceline", *words], **options)
 
 
-def main() -> None:
-    if "--survive" not in sys.argv:  # whose launcher has one thread
+def _fork_children(words: Sequence[str]) -> None:
+    """Fork what this process starts, a launcher with these words."""
+    if "--survive" not in words:  # whose launcher has one thread
         for _ in range(SPARES):
             _spares.append(Spare(_spares))
     subprocess.Popen = ForkedChild  # type: ignore[misc]
     subprocess_handler.Popen = ForkedChild  # type: ignore[misc, attr-defined]
     os.execve = _become  # type: ignore[assignment]
+
+
+def main() -> None:
+    _fork_children(sys.argv)
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -52,6 +52,8 @@ class Job:
     forked: bool | Literal["all"] = False
     """The launcher is; those that it starts are processes as people have them, unless all
     are forked (`tests.support.forking`)."""
+    pipe: Path | None = None
+    """Where a forked launcher prints to, instead of a file."""
 
     def __post_init__(self) -> None:
         self.temporary = self.folder / "tmp"
@@ -71,7 +73,7 @@ class Job:
                 own[forking.FOLDER] = str(self._notes)
                 own["PYTHONPATH"] = python_path(SCRIPTS.parent.parent.parent)
             self.process: Forked | subprocess.Popen[bytes] = Forked(
-                words, self.folder, own | self.environment
+                words, self.folder, own | self.environment, stdout=self.pipe or ""
             )
             return
         inherited = {

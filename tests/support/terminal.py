@@ -7,12 +7,11 @@ import os
 import re
 import select
 import struct
-import subprocess
-import sys
 import termios
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support.forked import Forked
 from tests.support.hanging import SECONDS
 
 _WIDTH = 100
@@ -57,28 +56,43 @@ def on_terminal(
     """Run ``paceline WORDS`` with a terminal as its outputs; *look* is told all that has been
     written there so far, each time that more comes. Returns the exit status, and the lines that stand
     there in the end."""
+    ours, theirs = open_terminal()
+    process = forked_on(theirs, words, folder)
+    written = b""
+    try:
+        while True:
+            assert select.select([ours], [], [], SECONDS)[0], written
+            try:
+                written += os.read(ours, 1 << 16)
+            except OSError:  # no process has it open any more
+                break
+            if theirs >= 0:  # the process has it, too
+                os.close(theirs)
+                theirs = -1
+            look(written.decode(errors="replace"))
+        status = process.wait()
+    finally:
+        process.kill()
+        os.close(ours)
+    return status, lines_of(written)
+
+
+def forked_on(terminal: int, words: Sequence[str], folder: Path) -> Forked:
+    """Start ``paceline WORDS``, forked with all it starts, with a terminal as its outputs."""
+    command = ["-m", "tests.support.forking", "paceline", *words]
+    return Forked(command, folder, {"TERM": "xterm"}, terminal=os.ttyname(terminal))
+
+
+def open_terminal() -> tuple[int, int]:
+    """Both ends of a new terminal: the one that shows it, and the one of processes."""
     ours, theirs = os.openpty()
     size = struct.pack("HHHH", 40, _WIDTH, 0, 0)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, size)
-    command = [sys.executable, "-m", "paceline", *words]
-    environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=theirs, stderr=theirs, cwd=folder, env=environment
-    ) as process:
-        os.close(theirs)
-        written = b""
-        try:
-            while True:
-                assert select.select([ours], [], [], SECONDS)[0], written
-                try:
-                    written += os.read(ours, 1 << 16)
-                except OSError:  # nobody has it open any more
-                    break
-                look(written.decode(errors="replace"))
-        finally:
-            os.close(ours)
-            process.terminate()
-        status = process.wait(SECONDS)
+    return ours, theirs
+
+
+def lines_of(written: bytes) -> list[str]:
+    """The lines of a terminal that *written* was written to."""
     screen = Screen()
     screen.write(written)
-    return status, [line.rstrip() for line in screen.lines]
+    return [line.rstrip() for line in screen.lines]
