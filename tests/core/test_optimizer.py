@@ -277,7 +277,7 @@ def test_loops_over_steps_end_by_themselves(steps, done, evaluated, capsys):
     assert first == second == (ALL[:done], evaluated)
     said = capsys.readouterr().err
     assert said == (
-        f"paceline: ended after {steps} steps, as --steps asked; the script goes on after "
+        f"paceline: ended after {steps} steps, as --steps asked; the script continues after "
         "its loop over paceline.steps()\n"
     ) * bool(steps and steps <= 6)
 

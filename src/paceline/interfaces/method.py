@@ -90,10 +90,14 @@ class WorkerHooks(Protocol):
     """The hooks that a method's worker may define, in the order in which they are called.
 
     A method's worker is the object that `Method.start` returns. There is one for each worker of a
-    training, and it holds all state from step to step. It defines only the hooks that it needs. Do
-    not derive from this class: it only documents the signatures. Every public function of a worker
-    must be a hook, and `distribute` refuses other names or arguments, since they would never be
-    called. Helpers begin with an underscore.
+    training, and it holds all state from step to step: simulated workers share the method. It
+    defines only the hooks that it needs. Do not derive from this class: it only documents the
+    signatures.
+
+    `distribute` refuses a public function of a worker that is no hook (``bucket_redy``,
+    ``after_step``), a hook with other arguments, and a hook of the method itself: they would never be
+    called. Begin the names of helpers with an underscore. Attributes and properties may have any
+    name.
 
     If the script calls only a submodule, or a method other than ``forward``, `step_begins` is called
     at the first gradient instead.
@@ -108,10 +112,11 @@ class WorkerHooks(Protocol):
     def before_use(self, bucket: Bucket) -> None:
         """Called before parameters of *bucket* are used for the first time since the update.
 
-        A use is a call of a module, or Python code that hands the parameters to torch. The hook is
-        called at the latest when the next backward pass begins. With ``waits_in_forward`` it is also
-        called before the script reads gradients that are in flight, between ``backward()`` and
-        ``step()``.
+        Wait here for parameters that are in flight. A use is a call of a module, or Python code that
+        hands the parameters to torch. The hook is called at the latest when the next backward pass
+        begins. With ``waits_in_forward`` it is also called before the script reads gradients that
+        are in flight, between ``backward()`` and ``step()``. It is not called in a step without data:
+        wait for the rest in `after_update`.
 
         Args:
             bucket: The bucket of these parameters.
@@ -120,7 +125,8 @@ class WorkerHooks(Protocol):
     def bucket_ready(self, bucket: Bucket) -> None:
         """Called when the gradients of *bucket* are in its buffer; backward still runs.
 
-        Buckets come in plan order, on every rank.
+        Start to send the gradients here. Buckets come in plan order, on every rank. Wait for averages
+        in `backward_ended`, not earlier: only the last bucket shows which workers are active.
 
         Args:
             bucket: Its buffer holds gradients. If workers form the mean, they are already multiplied
@@ -128,13 +134,13 @@ class WorkerHooks(Protocol):
         """
 
     def backward_ended(self) -> None:
-        """Called when all buckets were delivered.
+        """Called when all buckets were delivered. Wait for averages of gradients here.
 
         A tensor that this rank did not use has zeros in its buffer and False in ``bucket.used``.
         """
 
     def after_update(self) -> None:
-        """Called when the user's optimizer has stepped.
+        """Called when the user's optimizer has stepped. Send parameters here.
 
         Also called at the end of each step that a worker without data shadows, and if the script
         leaves its loop before ``step()``.
@@ -146,7 +152,9 @@ class WorkerHooks(Protocol):
     def finish(self) -> None:
         """Called when this worker is out of data.
 
-        Return when the documented result is in the model.
+        Call `Run.participate_until_all_finish`. If it returns a rank, call `Run.broadcast_model` with
+        it. After rounds of groups, average the parameters once more over all workers. Return when the
+        documented result is in the model.
         """
 
     def consolidate(self) -> Callable[[], None]:
@@ -163,14 +171,17 @@ class WorkerHooks(Protocol):
     def parameters_replaced(self) -> None:
         """Called when all parameters were replaced between two steps.
 
-        The script or the servers have loaded other parameters. The number of the next step stays.
-        Operations in flight belong to the old parameters: wait for them, and drop their results.
+        The script or the servers have loaded other parameters: copy them anew if the worker has a
+        copy. The number of the next step stays. Operations in flight belong to the old parameters:
+        wait for them, and drop their results.
         This hook is called before any other. It is not called if `load_state` restores the state
         that belongs to the new parameters.
         """
 
     def save_state(self) -> dict[str, Any]:
         """Return the state that a restart of this worker needs. Called between two steps. Not collective.
+
+        That is everything that changes in the worker.
 
         Returns:
             A dict of tensors, numbers, strings, lists and dicts.
@@ -360,6 +371,11 @@ class Rounds:
     The training's own messages (buffers, the tuner's trials, active workers) follow the rounds:
     steps between two rounds send nothing.
 
+    A round waits for all workers, so its list of active workers is exact. With *agree_every* the list
+    is exchanged every *agree_every* rounds, and used at the next exchange. Until then a worker
+    without data takes part, with `Run.active` False. If that matters, average ``w * change`` and a
+    one-element ``w`` in one round, and divide.
+
     Attributes:
         every: Steps from one round to the next. 0: workers only meet at servers.
         groups: Whether a round is of groups of workers.
@@ -374,10 +390,12 @@ class Rounds:
     Example:
         ::
 
-            Rounds()  # bsp's
-            Rounds(every=8)  # averages parameters after every eighth step
-            Rounds(groups=True)  # averages within other groups in each step
-            Rounds(every=8, agree_every=1)  # as the second, but does not wait for active workers
+            Rounds()  # bsp: gradients, by run.mean in bucket_ready
+            Rounds(after_update=True)  # parameters, in after_update of each step
+            Rounds(every=8)  # parameters, in after_update of every eighth step (run.is_round)
+            Rounds(every=8, each_until=100)  # also in each of the first 100 steps
+            Rounds(every=8, agree_every=1)  # an average that is used some steps after its start
+            Rounds(groups=True)  # averages within groups in each step, or gossip
     """
 
     every: int = 1

@@ -43,7 +43,13 @@ class Run(Protocol):
     """One worker's training as its method sees it.
 
     `distribute` makes it for the method's hooks (`Method`). All workers must call averages, and functions
-    that are collective, in the same order.
+    that are collective, in the same order. `mean` is for gradients, `average` for all other tensors.
+
+    For groups of workers, ``run.comm.group(ranks)`` makes a communicator: keep it. Draw groups from
+    `participants` and `step`, which are equal on all workers. Hooks of a worker without data are
+    called, too: in `mean` over a group it has weight 0, in `average` over a group its model counts.
+    When all workers have agreed that it is gone, it is not in `participants`, is in no group, and
+    sends nothing.
 
     Example:
         What DDP does: average each bucket when it is full, and wait at the end of backward::
@@ -56,7 +62,7 @@ class Run(Protocol):
 
     @property
     def comm(self) -> Comm:
-        """The group of all workers."""
+        """The group of all workers. Its ``placement`` has each rank's rack."""
         ...
 
     @property
@@ -68,8 +74,8 @@ class Run(Protocol):
     def own_buffers(self) -> Sequence[torch.Tensor]:
         """The model's buffers (BatchNorm's statistics) that the method averages itself.
 
-        Only for methods that declare ``averages_buffers``. Empty where the user wants each worker
-        to keep its own (``distribute(buffers="local")``).
+        Only for methods that declare ``averages_buffers``; `paceline.methods.model_averaging.flatten_buckets`
+        takes those of floating point as *extra*. Empty if each worker keeps its own (``distribute(buffers="local")``).
         """
         ...
 
@@ -85,7 +91,8 @@ class Run(Protocol):
     def cluster(self) -> Cluster | None:
         """The network if it is known, else None.
 
-        Equal on all ranks, with as many workers as the job.
+        Equal on all ranks, with as many workers as the job. In real jobs it is that of ``paceline run
+        --cluster FILE``: a method that plans with it must also plan without it.
         """
         ...
 

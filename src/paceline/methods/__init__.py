@@ -80,9 +80,8 @@ METHODS: dict[str, type[Method]] = {
 def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
     """The method that *spec* names, and the keys that are not its own.
 
-    *others* are keys that somebody else takes, and with them those that begin with one of
-    them and a dot. Raises `UsageError` for an unknown name, an
-    unknown key, or a value of the wrong type.
+    *others* are keys that are not the method's; keys that begin with one of them and a dot belong to
+    them. Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type.
     """
     if spec.name not in METHODS:
         raise UnknownNameError(unknown("method", spec.name, METHODS))
@@ -97,11 +96,11 @@ def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
 
 
 def grouped(method: Method, of: Sequence[int]) -> Method:
-    """Set the groups of a method, where it has a key ``members`` that the user has not set.
+    """Set the groups of a method, if it has a key ``members`` that the user has not set.
 
     Args:
         method: The method.
-        of: The group of each worker, as the cluster file names them; empty where it names none.
+        of: The group of each worker in the cluster file; empty if it names none.
     """
     if not of or getattr(method, "members", None) != "":
         return method
@@ -111,7 +110,7 @@ def grouped(method: Method, of: Sequence[int]) -> Method:
 
 
 def check_survives(method: Method) -> None:
-    """Raise `UsageError` for a method whose job cannot go on when a worker dies."""
+    """Raise `UsageError` for a method whose job cannot continue after the death of a worker."""
     if method.updates_on != "server":
         others = sorted(n for n, cls in METHODS.items() if cls().updates_on == "server")
         raise UsageError(

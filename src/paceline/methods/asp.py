@@ -1,10 +1,10 @@
 """ASP: asynchronous parallel training over a parameter server.
 
 Recht et al., "Hogwild!" (NIPS 2011) and Dean et al., "Large scale distributed deep networks"
-(NIPS 2012, Downpour SGD): a gradient is applied when it comes, and whoever sent it goes
-on with the parameters of that moment.
+(NIPS 2012, Downpour SGD). The server applies each gradient when it arrives. Its worker continues
+with the parameters of that moment.
 
-Momentum lives on the server, which steps n times as often as a worker: its horizon in
+The server has the momentum, and steps n times as often as a worker. So the momentum's horizon in
 samples is n times shorter than under bsp.
 """
 

@@ -1,9 +1,9 @@
 """Backup workers: synchronous training that does not wait for the last ones.
 
-Chen et al., "Revisiting distributed synchronous SGD" (ICLR workshop 2016): the step ends
-with the fastest m of n workers, and gradients that come later are dropped.
+Chen et al., "Revisiting distributed synchronous SGD" (ICLR workshop 2016): a step ends with the
+fastest m of n workers, and later gradients are dropped.
 
-``wait_for=0`` stands for all workers: bsp with its parameters on the server.
+``wait_for=0`` means all workers: bsp with its parameters on the server.
 """
 
 from __future__ import annotations
@@ -73,9 +73,12 @@ class Backup(PushPull):
 
 
 class BackupWorkers(Discipline):
-    """The server's half. A worker counts for a step when its last bucket is in; where all
-    are waited for, each bucket is updated as soon as all have sent it. Of several servers
-    the first decides who counts, and the others wait to be told."""
+    """The server's half.
+
+    A worker counts for a step when its last bucket has arrived. If the step waits for all workers,
+    each bucket is updated when all have sent it. The first of several servers decides which workers
+    count, and the others wait for its decision.
+    """
 
     follows_first_server = True
 
@@ -84,16 +87,17 @@ class BackupWorkers(Discipline):
         self.finishes_without_stragglers = is_partial
         self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}
         self._complete: dict[int, list[int]] = {}
-        """By open step: the workers whose gradients are all in, in the order of coming."""
+        """By open step: the workers whose gradients have all arrived, in order of arrival."""
         self._follows = False
         self._counted: dict[int, list[int]] = {}
-        """By step: the workers that count, once that is decided. Kept for slow workers, whose
-        answers name them, too."""
+        """By step: the workers that count, after the decision. Replies to slow workers need it, too."""
         self._closed = 0
         """Steps below this one have ended."""
         self._late: dict[int, list[PushedGradient]] = {}
-        """By worker: pushes of a step that has ended. They are answered together, with
-        one version, when all of the worker's step is in."""
+        """By worker: pushes of a step that has ended.
+
+        They get replies together, with one version, when all pushes of the worker's step have arrived.
+        """
 
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
         if push.step < self._closed:
@@ -121,7 +125,7 @@ class BackupWorkers(Discipline):
         for worker in list(self._late):
             pushes = self._late[worker]
             if worker not in shard.active_workers(pushes[0].step):
-                # It has left, is gone, or is here in another incarnation.
+                # It has left, has died, or was restarted.
                 del self._late[worker]
                 for push in pushes:
                     shard.reply(push)

@@ -4,7 +4,7 @@ Valiant, "A bridging model for parallel computation" (1990) gave the name. The w
 DDP does (Li et al., VLDB 2020, section 3.2): it averages buckets of gradients while backward still
 runs, and ``.grad`` holds the mean when backward ends.
 
-One difference to DDP: a rank reports unused parameters and the end of its data only in the steps in
+One difference from DDP: a rank reports unused parameters and the end of its data only in steps in
 which there is something to report (`Run.mean`).
 """
 

@@ -1,28 +1,28 @@
-"""DSSP: SSP whose bound follows how fast workers are.
+"""DSSP: SSP with a staleness bound that follows the workers' speeds.
 
 Zhao et al., "Dynamic stale synchronous parallel distributed training for deep learning" (ICDCS
-2019, arXiv 1908.11848). A gradient is applied when it comes, as under ssp. Where ssp would let
-the fastest worker wait, its server works out with how many more steps it would wait least, and
-lets it do these: between s_L and s_L + r_max steps it may be ahead.
+2019, arXiv 1908.11848). The server applies each gradient when it arrives, as under ssp. If the
+fastest worker would have to wait under ssp, the server computes the number of extra steps after
+which it would wait least, and allows these. So it may be s_L to s_L + r_max steps ahead.
 
-The rule, when worker p has done its step number t_p, and the slowest t_slow:
+The rule, when worker p has done its step number t_p, and the slowest worker t_slow:
 
-    r_p > 0                  ->  r_p = r_p - 1, and p goes on
-    t_p - t_slow <= s_L      ->  p goes on
-    p is the fastest         ->  r_p = the controller's; if r_p > 0, p goes on
+    r_p > 0                  ->  r_p = r_p - 1, and p continues
+    t_p - t_slow <= s_L      ->  p continues
+    p is the fastest         ->  r_p = the controller's; if r_p > 0, p continues
     else                     ->  p waits until t_p - t_slow <= s_L
 
-The controller takes the last two moments at which p, and the slowest, had done a step, expects
+The controller uses the last two times at which p, and the slowest worker, ended a step. It expects
 their next steps to take as long, and chooses
 
     r in 0 ... r_max:  the least |(A_p + r I_p) - (A_slow + k I_slow)|, over k = 1 ... r_max + 1
 
-A being the last moment and I the interval. The paper's bounds are 3 to 15: s_L = 3, r_max = 12.
+where A is the last time and I the interval. The paper's bounds are 3 to 15: s_L = 3, r_max = 12.
 
 The algorithm is known from abstracts and from other implementations, so two points are inferred. The
-step that is allowed at once is one of the r. A worker that has used them up may be given more only as
-far as it stays within s_L + r_max. So the bound holds whatever comes when. Of equally good r the
-least is taken.
+step that is allowed immediately is one of the r. A worker that has used them up only gets more if it
+stays within s_L + r_max. So the bound holds for any order of arrival. Of equally good r the least is
+chosen.
 """
 
 from __future__ import annotations
@@ -93,21 +93,21 @@ class DynamicBound(Discipline):
         self._waiting: list[PushedGradient] = []
         self._credit: Counter[int] = Counter()  # r_p
         self._moments: dict[int, tuple[float, ...]] = {}
-        """By worker: the last two at which it had done a step."""
+        """By worker: the last two times at which it ended a step."""
 
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)
         self._waiting.append(without_gradient(push))
         if shard.clock(push.worker) > push.step:
             self._step_is_in(shard, push.worker)
-        self._let_go(shard)
+        self._release(shard)
 
     def on_change(self, shard: Shard) -> None:
         here = set(shard.active_workers(shard.next_unstarted_step()))
         for worker in self._moments.keys() - here:
             del self._moments[worker]
             del self._credit[worker]
-        self._let_go(shard)
+        self._release(shard)
 
     def _step_is_in(self, shard: Shard, worker: int) -> None:
         moments = *self._moments.get(worker, ()), shard.now
@@ -115,7 +115,7 @@ class DynamicBound(Discipline):
         if self._credit[worker]:
             self._credit[worker] -= 1
         elif shard.clock(worker) - shard.slowest_step() <= self._staleness:
-            return  # goes on anyway
+            return  # `_release` replies anyway
         else:
             self._credit[worker] = self._controlled(shard, worker)
             if not self._credit[worker]:
@@ -124,7 +124,7 @@ class DynamicBound(Discipline):
         self._answer(shard, [push for push in self._waiting if push.worker == worker])
 
     def _controlled(self, shard: Shard, worker: int) -> int:
-        """The paper's controller: how many steps more the fastest may do; 0 for others."""
+        """The paper's controller: the fastest worker's number of extra steps; 0 for other workers."""
         here = shard.active_workers(shard.next_unstarted_step())
         clocks = {other: shard.clock(other) for other in here}
         if clocks.get(worker) != max(clocks.values(), default=None):
@@ -143,16 +143,16 @@ class DynamicBound(Discipline):
 
         return min(range(most + 1), key=wait, default=0)
 
-    def _let_go(self, shard: Shard) -> None:
+    def _release(self, shard: Shard) -> None:
         slowest = shard.slowest_step()
-        # The answer starts step c = push.step + 1: all must have done c - s_L.
+        # The reply starts step c = push.step + 1: all must have done c - s_L.
         self._answer(
             shard,
             [p for p in self._waiting if p.step + 1 <= slowest + self._staleness],
         )
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        # A worker that comes back goes on after its own steps, which may be far ahead.
+        # A restarted worker continues after its own steps, which may be far ahead.
         return step <= shard.slowest_step() + self._staleness
 
     def _answer(self, shard: Shard, pushes: list[PushedGradient]) -> None:

@@ -1,6 +1,6 @@
 """Exact methods whose messages overlap with the next forward pass: `priority` and `dear`.
 
-- `priority`: sends first what the next forward pass uses first.
+- `priority`: sends gradients in the order in which the next forward pass uses the parameters.
 - `dear`: sends each sum's first half during backward, the second during the next forward pass.
 
 Priority order is ByteScheduler's (Peng et al., SOSP 2019) and P3's (Jayarajan et al., MLSys 2019):
@@ -56,7 +56,7 @@ WHOLE = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Priority:
-    """Average every gradient in every step, and wait for each bucket where it is used.
+    """Average every gradient in every step, and wait for each bucket at its first use.
 
     Example:
         ::
@@ -95,7 +95,7 @@ class Priority:
 
 @dataclass(frozen=True, kw_only=True)
 class DeAR(Priority):
-    """Average every gradient in every step in two halves, and wait for the second one where it is used.
+    """Average every gradient in every step in two halves, and wait for the second half at its first use.
 
     Example:
         ::
@@ -181,13 +181,13 @@ class OverlapWorker:
         return [Message(bucket.index) for bucket in self.run.buckets]
 
     def _send(self, bucket: Bucket, message: Message) -> Pending | None:
-        """Start one message of a bucket; returns what is to be waited for."""
+        """Start one message of a bucket; returns its handle, if it has one."""
         if _is_whole(message):
             return self.run.mean(bucket)
         return self.run.mean(part(bucket, message), of=bucket)
 
     def backward_ended(self) -> None:
-        """Wait here where there is no plan, or where this worker is out of data."""
+        """Wait here if there is no plan, or if this worker is out of data."""
         if self.run.messages is None or not self.run.active:
             self._wait_all()
 
@@ -214,7 +214,7 @@ class OverlapWorker:
             self._apply([due])
 
     def buckets_rebuilt(self) -> None:
-        """Move means that were under way into the new buckets."""
+        """Move means in flight into the new buckets."""
         before, self._due = self._due, {}
         means: dict[int, tuple[torch.Tensor, bool]] = {}
         for due in before.values():

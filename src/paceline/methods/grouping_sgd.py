@@ -30,7 +30,7 @@ from paceline.methods.gssp.discipline import GroupDiscipline, RoundGate
 
 @dataclass(frozen=True, kw_only=True)
 class GroupingSGD(GroupMethod):
-    """Apply the mean gradient of each group, which counts for less where it is stale.
+    """Apply the mean gradient of each group; a stale one has less weight.
 
     Attributes:
         members: The groups, as ``0-3+4-7``. Empty: those of the cluster file, else one group of all workers.

@@ -42,7 +42,7 @@ class PushPull:
 
     @property
     def clips(self) -> Clips:
-        """A server applies gradients as they come, unless the method says otherwise."""
+        """Own, since a server applies gradients one by one, unless a method overrides this."""
         return "own"
 
     @property
@@ -63,7 +63,7 @@ class PushPull:
 
 
 class PushPullWorker:
-    """One worker of such a method."""
+    """One worker of a `PushPull` method."""
 
     def __init__(self, run: ServerRun, method: PushPull) -> None:
         """Collective."""
@@ -85,8 +85,7 @@ class PushPullWorker:
         run.remote.push(bucket, self.step, run.weight, report=self._report(bucket))
 
     def _report(self, bucket: Bucket) -> bytes:
-        """What the method's servers are to know with the push of *bucket*: see
-        `Discipline.decode_report`."""
+        """Bytes for the method's servers with the push of *bucket*; see `Discipline.decode_report`."""
         return b""
 
     def after_update(self) -> None:
@@ -100,5 +99,5 @@ class PushPullWorker:
 
 
 def without_gradient(push: PushedGradient) -> PushedGradient:
-    """The same push, to be answered later: its gradient was used, and the memory can go."""
+    """The same push for a later reply, without its gradient, which was used: this frees memory."""
     return push._replace(gradient=torch.empty(0))

@@ -1,32 +1,36 @@
 """R2SP: round-robin synchronous parallel training over a parameter server.
 
 Chen, Wang and Li, "Round-robin synchronization: mitigating communication bottlenecks in
-parameter servers" (INFOCOM 2019). A gradient is applied when it comes, as under asp; but
-workers go on in a fixed order with even gaps, so that only about one at a time uses the server's link.
+parameter servers" (INFOCOM 2019). The server applies each gradient when it arrives, as under asp.
+But workers continue in a fixed order with even gaps, so that only about one at a time uses the
+server's link.
 
-Nobody waits in a warm-up, and until the last have done as many steps as the first. Then worker j
-goes on when it is its turn, its step is in, and a gap has passed since the turn before:
+In the warm-up no worker waits, and after it none until all have done equally many steps. Then worker
+j continues when it has its turn, its step has arrived, and a gap has passed since the last turn:
 
     gap = T / (slack * N)
 
-N workers take part; T is what a step of worker 0 takes without waiting for its turn. With
-slack above 1 a round of N gaps is shorter than a step: turns wait for workers rather than
-workers for turns. `slack=1.2` is the authors' (but for VGG, where theirs is 1.25).
+N is the number of active workers. T is the time of a step of worker 0, without the wait for its
+turn. With slack above 1 a round of N gaps is shorter than a step: turns wait for workers rather than
+workers for turns. `slack=1.2` is the authors' value (for VGG theirs is 1.25).
 
-It is for workers that take equally long. Where they do not, all go at the slowest one's pace:
-give each a share of the batch in proportion to its speed (`paceline.Sampler(...,
-shares="speed")`), and pushes weigh by samples.
+It is for equally fast workers. Otherwise all run at the slowest one's pace: give each a share of the
+batch in proportion to its speed (`paceline.Sampler(..., shares="speed")`). Pushes are then weighted
+by samples.
 
-T is a mean over all steps since the warm-up's first half, as in the authors' code: an
-evaluation between two steps of worker 0 counts as part of one.
+T is a mean over all steps since the warm-up's first half, as in the authors' code: an evaluation
+between two steps of worker 0 counts as part of a step.
 
-Differs from the authors' code, whose ring would wait for ever for a worker that is gone: who
-has left or died has no turn, and if worker 0 goes, the next one's steps are measured. The
-ring begins where all have done equally many steps, so that all can come to a barrier, a
-checkpoint say, after the same step: who is there never has the turn that another one waits for.
-The turn with which the last one has caught up is also the first of the ring. Parameters are those of the moment at which
-a worker goes on, all buckets of a step together. Of several servers the first keeps the order; the others
-answer at once, and a worker waits for the first.
+Differences from the authors' code, whose ring would wait forever for a dead worker:
+
+- A worker that has left or died has no turn. If that is worker 0, the next worker's steps are
+  measured.
+- The ring begins when all workers have done equally many steps. So all can reach a barrier, such as a
+  checkpoint, after the same step: a worker there never has the turn that another worker waits for.
+- The turn with which the last worker has caught up is also the first of the ring.
+- A worker gets the parameters of its turn, for all buckets of a step together.
+- The first of several servers keeps the order. The others reply immediately, and a worker waits for
+  the first.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from paceline.methods.push_pull import PushPull, without_gradient
 
 @dataclass(frozen=True, kw_only=True)
 class R2SP(PushPull):
-    """Let workers go on in rank order, one each gap.
+    """Let workers continue in rank order, one after each gap.
 
     Attributes:
         slack: Length of a step, in rounds of gaps; at least 1.
@@ -53,21 +57,21 @@ class R2SP(PushPull):
 
     name: ClassVar[str] = "r2sp"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Applies gradients as asp, and lets workers go on in turn, one at a time.",
+        purpose="Applies gradients as asp, and lets workers continue in turn, one at a time.",
         source="Chen, Wang and Li, Round-robin synchronization (INFOCOM 2019)",
         use_when="a server's link is the bottleneck, and all workers are equally fast",
-        waits_for="its turn: workers go on in rank order, one each gap",
+        waits_for="its turn: workers continue in rank order, one after each gap",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
             "Every gradient is applied once, at the script's learning rate times its weight, 1/n. "
-            "Once all workers have done equally many steps, they take turns: each active worker goes "
-            "on once before any goes on again."
+            "Once all workers have done equally many steps, they take turns: each active worker "
+            "continues once before any continues again."
         ),
         limits=(
             "It gains over a barrier without overlap, and little over one with overlap.",
-            "Where machines always differ in speed, all run at the slowest one's pace.",
+            "If machines always differ in speed, all run at the slowest one's pace.",
             (
-                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
+                "The server has the momentum, and steps n times as often as a worker: its horizon in "
                 "samples is n times shorter than under bsp."
             ),
         ),
@@ -99,8 +103,10 @@ class R2SP(PushPull):
 
 
 class StepLengths:
-    """How long steps of each worker take, from its turn until its next step is in: the wait for
-    a turn does not count. The first *unmeasured* steps do not, either."""
+    """Step times of each worker, from its turn until its next step has arrived.
+
+    The wait for a turn does not count. The first *unmeasured* steps do not count, either.
+    """
 
     def __init__(self, unmeasured: int) -> None:
         self._unmeasured = unmeasured
@@ -108,7 +114,7 @@ class StepLengths:
         self._seconds: defaultdict[int, float] = defaultdict(float)
         self._measured: Counter[int] = Counter()
         self.done: Counter[int] = Counter()
-        """By worker: its steps, over all its incarnations."""
+        """By worker: its number of steps, over all its incarnations."""
 
     def step_is_in(self, worker: int, now: float) -> None:
         began = self._began.pop(worker, None)
@@ -117,12 +123,11 @@ class StepLengths:
             self._measured[worker] += 1
         self.done[worker] += 1
 
-    def goes_on(self, worker: int, now: float) -> None:
+    def begins_step(self, worker: int, now: float) -> None:
         self._began[worker] = now
 
     def only(self, here: Set[int]) -> None:
-        """These workers take part: the others have left or died, and their steps under way are
-        not measured."""
+        """Forget the current steps of all workers except *here*: the others have left or died."""
         self._began = {w: began for w, began in self._began.items() if w in here}
 
     def mean(self, worker: int) -> float | None:
@@ -132,8 +137,10 @@ class StepLengths:
 
 
 class RoundRobin(Discipline):
-    """The server's half: w <- w - lr/n g_i when it comes; its worker gets w in its turn. After
-    a restart from a snapshot the ring warms up again."""
+    """The server's half: w <- w - lr/n g_i on arrival; the worker gets w in its turn.
+
+    After a restart from a snapshot the ring warms up again.
+    """
 
     follows_first_server = True
 
@@ -142,13 +149,15 @@ class RoundRobin(Discipline):
         self._warm_up = warm_up
         self._is_warm = False
         self._catching_up: int | None = None
-        """The step that all are to begin before the ring does; None in the warm-up."""
+        """The step that all workers begin before the ring starts; None in the warm-up."""
         self._follows = False
         self._times = StepLengths(unmeasured=warm_up // 2)
         self._held: dict[int, list[PushedGradient]] = {}
-        """By worker: the pushes to be answered in its turn."""
+        """By worker: the pushes that get replies in its turn."""
         self._step_seconds = 0.0  # T
-        self._next = 0  # next_id: whose turn it is, or the next one's that takes part
+        self._next = (
+            0  # next_id: the worker with the turn; if inactive, the next active one
+        )
         self._next_time = 0.0
         self._deadline: float | None = None
 
@@ -170,22 +179,22 @@ class RoundRobin(Discipline):
         self._times.only(set(here))
         for worker in sorted(self._held.keys() - here):
             self._answer(shard, worker)
-        self._let_go(shard, here)
+        self._release(shard, here)
 
     def next_deadline(self) -> float | None:
         return self._deadline
 
     def on_timer(self, shard: Shard) -> None:
-        self._let_go(shard, shard.active_workers(shard.next_unstarted_step()))
+        self._release(shard, shard.active_workers(shard.next_unstarted_step()))
 
-    def _let_go(self, shard: Shard, here: Sequence[int]) -> None:
+    def _release(self, shard: Shard, here: Sequence[int]) -> None:
         self._deadline = None
         self._begin_ring(shard, here)
         while (worker := self._whose_turn(shard, here)) is not None:
             if self._is_warm and shard.now < self._next_time:
                 self._deadline = self._next_time
                 return
-            self._go_on(shard, worker, here)
+            self._take_turn(shard, worker, here)
             self._begin_ring(shard, here)
 
     def _begin_ring(self, shard: Shard, here: Sequence[int]) -> None:
@@ -194,16 +203,16 @@ class RoundRobin(Discipline):
             self._is_warm, self._catching_up = True, None
 
     def _begun(self, shard: Shard, worker: int) -> int:
-        """The last step that a worker was let begin."""
+        """The last step that a worker may have begun."""
         return shard.clock(worker) - (1 if self._waits(shard, worker) else 0)
 
     def _waits(self, shard: Shard, worker: int) -> bool:
-        """Whether all of a worker's step is in, and it has not gone on."""
+        """Whether a worker's whole step has arrived, and the worker waits for its turn."""
         held = self._held.get(worker)
         return held is not None and shard.clock(worker) > held[0].step
 
     def _whose_turn(self, shard: Shard, here: Sequence[int]) -> int | None:
-        """The worker that goes on next; None while its step is not in."""
+        """The worker that continues next; None while its step has not arrived."""
         waiting = [worker for worker in self._held if self._waits(shard, worker)]
         if waiting and self._is_warm:
             turn = min(here, key=lambda worker: (worker < self._next, worker))
@@ -213,9 +222,9 @@ class RoundRobin(Discipline):
             waiting = [w for w in waiting if self._begun(shard, w) < last]
         return waiting[0] if waiting else None
 
-    def _go_on(self, shard: Shard, worker: int, here: Sequence[int]) -> None:
+    def _take_turn(self, shard: Shard, worker: int, here: Sequence[int]) -> None:
         self._answer(shard, worker)
-        self._times.goes_on(worker, shard.now)
+        self._times.begins_step(worker, shard.now)
         if worker == here[0]:
             mean = self._times.mean(worker)
             if mean is not None:

@@ -1,12 +1,12 @@
 """SSP: stale synchronous parallel training over a parameter server.
 
 Ho et al., "More effective distributed ML via a stale synchronous parallel parameter server"
-(NIPS 2013). A gradient is applied when it comes, as under asp; but a worker that has
-done c steps goes on only when every other has done at least c - s.
+(NIPS 2013). The server applies each gradient when it arrives, as under asp. A worker that has done
+c steps only continues when every other worker has done at least c - s.
 
-With ``staleness=0`` a step's gradients, all computed from the same parameters, are applied
-one after the other in rank order, and timing decides nothing. (With plain SGD that is
-bsp's step; momentum takes n steps for it.)
+With ``staleness=0`` a step's gradients, all computed from the same parameters, are applied one after
+the other in rank order, and timing has no effect. (With plain SGD that equals bsp's step; momentum
+makes n steps of it.)
 """
 
 from __future__ import annotations
@@ -81,33 +81,33 @@ class BoundedStaleness(Discipline):
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)
         self._waiting.append(without_gradient(push))
-        self._let_go(shard)
+        self._release(shard)
 
     def on_change(self, shard: Shard) -> None:
-        self._let_go(shard)
+        self._release(shard)
 
-    def _let_go(self, shard: Shard) -> None:
+    def _release(self, shard: Shard) -> None:
         slowest, waiting = shard.slowest_step(), self._waiting
         self._waiting = []
         for push in waiting:
-            # The answer starts step c = push.step + 1: all must have done c - s.
+            # The reply starts step c = push.step + 1: all must have done c - s.
             if push.step + 1 <= slowest + self._staleness:
                 shard.reply(push)
             else:
                 self._waiting.append(push)
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        # A worker that comes back goes on after its own steps, which may be far ahead.
+        # A restarted worker continues after its own steps, which may be far ahead.
         return step <= shard.slowest_step() + self._staleness
 
 
 class RankOrderedRounds(Discipline):
-    """The server's half for s = 0: a bucket is updated when all its gradients are in."""
+    """The server's half for s = 0: a bucket is updated when all its gradients have arrived."""
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}
         self._ended: Counter[int] = Counter()
-        """By bucket: the gradients of all steps below this one are in."""
+        """By bucket: the gradients of all steps below this one have arrived."""
 
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
         self._rounds.setdefault((push.step, push.bucket), []).append(push)

@@ -1,26 +1,27 @@
 """Sync-Switch: synchronous steps first, and asynchronous ones to the end.
 
 Li, Mangoubi, Xu and Guo, "Sync-Switch: hybrid parameter synchronization for distributed deep
-learning" (ICDCS 2021). The first steps decide where training ends, and few of them do: with the
-first 5 to 6 % synchronous (BSP) and the rest asynchronous (ASP) the authors' runs ended as
-accurate as with BSP alone. The other way round they did not, so there is no way back.
+learning" (ICDCS 2021). The first few steps decide the final accuracy. With the first 5 to 6 %
+synchronous (BSP) and the rest asynchronous (ASP), the authors' runs ended as accurate as with BSP
+alone. In the opposite order they did not, so the switch is never undone.
 
 The learning rate needs no change at the switch. A synchronous step moves by lr times the mean
-gradient; n asynchronous ones by lr/n times a gradient each, as far. (This is the linear rule of the
-authors' settings, lr 0.8 for 8 workers together and 0.1 for each; without it their runs ended in
-NaN.) A step is one of each worker's in both phases: schedules go on unchanged.
+gradient, and n asynchronous ones by lr/n times a gradient each: equally far. (This is the linear rule
+of the authors' settings, lr 0.8 for 8 workers together and 0.1 for each; without it their runs ended
+in NaN.) In both phases a step is one step of each worker, so schedules continue unchanged.
 
-Momentum lives on the server, and goes on as a mean over the last few *updates*: n times fewer samples
-than before. The switch zeroes it: SGD's momentum buffer and Adam's first moment. Second moments
+The server has the momentum. After the switch it is a mean over the last few *updates*: n times fewer
+samples than before. The switch zeroes SGD's momentum buffer and Adam's first moment. Second moments
 stay. In the notes of the authors' repository kept momentum ended at a training loss of 0.04 to 0.33,
-zeroed at 0.001 to 0.002. Scaling it, or letting it grow again, was as good as zeroing it.
+zeroed momentum at 0.001 to 0.002. Scaling it, or letting it grow again, was as good as zeroing it.
 
-How many steps: the least that loses nothing, which the authors search by halving, for jobs that
-come again. `bsp_steps` counts each worker's, and 500 are 6 % of their 8,000; a shorter run is
-synchronous to its end. Their policies for stragglers in the first phase are not here.
+The number of synchronous steps should be the least that loses no accuracy. The authors search it by
+halving, for recurring jobs. `bsp_steps` counts each worker's steps, and 500 are 6 % of their 8,000. A
+shorter run is synchronous to its end. Their policies for stragglers in the first phase are not
+implemented.
 
-A checkpoint knows how many steps it has seen, so that a job which loads it switches after as many as one that
-was never stopped. A job that has switched never goes back, whatever it loads.
+A checkpoint has its number of steps, so a job that loads it switches after as many steps as an
+uninterrupted one. A job that has switched never switches back, whatever it loads.
 """
 
 from __future__ import annotations
@@ -84,12 +85,12 @@ class SyncSwitch(PushPull):
 
     @property
     def learns_for(self) -> int:
-        """Steps until workers wait for nobody."""
+        """Number of steps until workers wait for no other worker."""
         return self.bsp_steps
 
     @property
     def clips(self) -> Clips:
-        """Of what is applied alone there is no mean, and one job has one rule."""
+        """Each worker's own: asynchronous steps have no mean, and one job has one rule."""
         return "own"
 
     def server(self, workers: int) -> Discipline:
@@ -100,8 +101,10 @@ class SyncSwitch(PushPull):
 
 
 class SyncSwitchWorker(PushPullWorker):
-    """One worker. *before*: steps of the training that this job's servers have not seen: they
-    were done before a checkpoint that was loaded."""
+    """One worker.
+
+    *before*: number of steps before a loaded checkpoint, which this job's servers have not seen.
+    """
 
     def __init__(self, run: ServerRun, method: SyncSwitch) -> None:
         """Collective."""
@@ -113,12 +116,12 @@ class SyncSwitchWorker(PushPullWorker):
         return _written(self.before)
 
     def parameters_replaced(self) -> None:
-        """The servers have answered: a worker that was started again learns it from them."""
+        """Take *before* from the servers' notices: a restarted worker does not know it."""
         remote = self.run.remote
         words = [
-            told.notice
+            server.notice
             for bucket in self.run.buckets
-            for told in remote.notices(bucket.index)
+            for server in remote.notices(bucket.index)
         ]
         self.before = max([self.before, *map(_read, words)])
 
@@ -133,12 +136,15 @@ class SyncSwitchWorker(PushPullWorker):
 
 
 class BSPThenASP(Discipline):
-    """The server's half. The switch is before step S = `bsp_steps` - *before*, of those that
-    are counted here. Who begins step S has the answers of all servers to the one before, so no
-    gradient is applied alone while a mean is still to be formed, on any of them.
+    """The server's half.
 
-    A worker that was started again may not know of steps *before*. Its gradients wait for the
-    others', which say it; those that were to be applied alone are, then."""
+    The switch is before step S = `bsp_steps` - *before* of this job. A worker that begins step S has
+    the replies of all servers to step S - 1. So no server applies a gradient alone while a mean is
+    still due on any server.
+
+    A restarted worker may not know *before*. Its gradients wait for those of the others, which report
+    it. Gradients of asynchronous steps are applied then.
+    """
 
     def __init__(self, bsp_steps: int) -> None:
         self._bsp_steps = bsp_steps
@@ -166,14 +172,14 @@ class BSPThenASP(Discipline):
             while self._ended[bucket] < last and self._form_mean(shard, bucket):
                 pass
         for step, bucket in sorted(self._rounds):
-            # A load, at which nobody knew of steps before, may have ended this one for others.
+            # A load may have ended this step for other workers, before any knew of *before*.
             if step >= self._switch or step < self._ended[bucket]:
                 for push in self._taken(step, bucket):
                     shard.apply(push)
                     shard.reply(push)
 
     def _form_mean(self, shard: Shard, bucket: int) -> bool:
-        """Returns whether all gradients of the bucket's next step were in."""
+        """Form the mean of the bucket's next step; returns whether all gradients had arrived."""
         step = self._ended[bucket]
         here = {push.worker for push in self._rounds.get((step, bucket), [])}
         if not here.issuperset(shard.active_workers(step)):
@@ -216,7 +222,7 @@ class BSPThenASP(Discipline):
 
 
 def _written(before: int) -> bytes:
-    """Nothing is sent where there is nothing to say."""
+    """Encode *before*; empty for 0, so that nothing is sent."""
     return str(before).encode() if before else b""
 
 

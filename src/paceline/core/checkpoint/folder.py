@@ -55,7 +55,7 @@ def settle(folder: Path) -> None:
     if not is_complete(folder):
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(
-                f"{folder} exists and is no checkpoint, so it is not replaced. Name a folder "
+                f"{folder} is no checkpoint, so it is not replaced. Name a folder "
                 "that does not exist yet, or is empty"
             )
         for place in (partial(folder), _old(folder)):

@@ -1,27 +1,27 @@
-"""DASO: gradients are averaged in each node, and parameters between nodes, late.
+"""DASO: averages gradients inside each node, and parameters between nodes with a delay.
 
 Coquelin et al., "Accelerating neural network training with distributed asynchronous and selective
 optimization (DASO)" (J. Big Data 9, 2022); its code is Heat's ``heat/optim/dp_optimizer.py``.
 Inside a node all workers average their gradients in each step, as bsp does. Every S steps
-one worker of each node, in turn, begins an all-reduce of the parameters w among the nodes,
-which is picked up B steps later, and given to the other workers of its node:
+one worker of each node, in turn, begins an all-reduce of the parameters w among the nodes. B steps
+later it is waited for, and its result broadcast inside the node:
 
     w <- (2B*w + sum_p w_p(t-B)) / (2B + P)
 
-P nodes; the weight of 2B for the own parameters is Heat's choice. In the first `warm_up` steps
-nodes average after each step and wait for it.
+P is the number of nodes; the weight of 2B for the own parameters is Heat's choice. In the first
+`warm_up` steps nodes average after each step and wait for it.
 
-What differs from Heat:
+Differences from Heat:
 
-- S and B stay; Heat's follow the loss.
+- S and B are constant; Heat's follow the loss.
 - Warm-up is counted in steps, not in epochs, and there is no cool-down.
-- What has arrived is merged before the next exchange begins, not after it.
-- Gradients are averaged in a node in each step; Heat leaves some out after a cycle.
+- The last exchange's result is merged before the next exchange begins, not after it.
+- Gradients are averaged in a node in each step; Heat skips some steps after a cycle.
 - Nothing is cast to bf16.
 
-Nodes count by the samples that they have trained on
-since the last exchange; BatchNorm's statistics are averaged in the node, and travel with the
-parameters. Optimizers keep their state: it is equal in a node, and each node's own.
+A node's weight is the number of samples that it has trained on since the last exchange. BatchNorm's
+statistics are averaged in the node, and sent with the parameters. Optimizers keep their state: it is
+equal inside a node, and differs between nodes.
 """
 
 from __future__ import annotations
@@ -222,12 +222,12 @@ class DASOWorker:
         mean_of_nodes(self.nodes, model, self.run, self.progress, were_equal=not delay)
 
     def parameters_replaced(self) -> None:
-        """What is on its way is of before."""
+        """Drop the exchange in flight, which has the former parameters."""
         self._drop_exchange()
         self.progress.since.begin(self.run.step)
 
     def _drop_exchange(self) -> None:
-        """What is on its way is of another model."""
+        """Wait for the exchange in flight, and discard its result."""
         if self.exchange is not None:
             self.exchange.wait()
             self.exchange = None
@@ -270,7 +270,7 @@ class DASOWorker:
             )
 
     def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Drop the exchange and what each worker has trained since: all go on from one model."""
+        """Drop the exchange and the progress since it: all workers continue from one model."""
         saved = dict(next(iter(parts)))
         begins, _ = saved["since"]
         return saved | {"since": [begins, 0.0], "steps": 0, "exchange": {}}

@@ -20,25 +20,27 @@ from paceline.methods.model_averaging import ModelAverager
 
 @dataclass
 class Progress:
-    """What a worker has trained: *since* the last exchange, and *steps* in all."""
+    """A worker's progress: *since* the last exchange, and *steps* in all."""
 
     since: TrainedSince = field(default_factory=TrainedSince)
     steps: int = 0
 
     def count(self, weight: float) -> None:
-        """A step was done, on samples of so much weight."""
+        """Count a step on samples with this *weight*."""
         self.since.weight += weight
         self.steps += 1
 
-    def told(self, run: Run) -> torch.Tensor:
-        """How much it has trained on since the last exchange, and its steps in all."""
+    def as_tensor(self, run: Run) -> torch.Tensor:
+        """The weight since the last exchange, and the number of steps, as a tensor to be sent."""
         own, device = [self.since.weight, self.steps], run.parameters[0].device
         return torch.tensor(own, dtype=torch.float64, device=device)
 
 
 class Nodes:
-    """*members*: the ranks of each node; *own*: the number of this worker's; *inside*: its
-    workers."""
+    """The job's nodes.
+
+    *members*: the ranks of each node. *own*: the number of this worker's node. *inside*: its workers.
+    """
 
     def __init__(self, run: Run, places: Sequence[int]) -> None:
         numbers = sorted(set(places))
@@ -56,8 +58,10 @@ class Nodes:
         return len(self.members)
 
     def weight(self, samples: Sequence[float], steps: int) -> float:
-        """What a node counts whose workers have trained on so much in so many steps: 1, if
-        all workers have alike, and all nodes have equally many."""
+        """The weight of a node whose workers have trained on *samples* in *steps* steps.
+
+        It is 1 if all workers have trained equally much, and all nodes have equally many workers.
+        """
         return sum(samples) * self.count / (self._all.size * steps)
 
     def speaker(self, turn: int) -> int:
@@ -74,10 +78,10 @@ class Nodes:
 
 @dataclass
 class Exchange:
-    """An exchange under way, in the buffers of a part's flats, *delay* (B) steps long.
+    """An exchange in flight, in the buffers of the model's flat tensors, *delay* (B) steps long.
 
-    *due*: it is used after this step. *turn*: the sender. *weights*: this node's weight and, once it has
-    arrived, that of all together.
+    *due*: the step after which it is used. *turn*: determines the sender. *weights*: this node's
+    weight and, after its arrival, the sum of all nodes' weights.
     """
 
     due: int
@@ -100,10 +104,12 @@ def begin(
     turn: int,
     delay: int,
 ) -> Exchange:
-    """Send this node's parameters to the other nodes: a sum of a*w, and of a, where node p
-    counts a_p. Collective."""
+    """Send this node's parameters to the other nodes: sums of a*w and of a. Collective.
+
+    Node p has the weight a_p.
+    """
     inside = nodes.inside
-    own = progress.told(run)
+    own = progress.as_tensor(run)
     samples, steps = _gathered(inside, own)
     _share_newest(nodes, model, steps, nodes.speaker(turn))
     _average_statistics(nodes, model, samples)
@@ -125,13 +131,13 @@ def begin(
 
 
 def end(nodes: Nodes, model: ModelAverager, exchange: Exchange) -> None:
-    """Wait for the others' parameters, and go on from
+    """Wait for the other nodes' parameters, and merge them. Collective.
 
         w <- (2B*w + sum_p a_p w_p) / (2B + sum_p a_p)
 
-    where w are each worker's own: a worker that is out of data may be the one to speak,
-    and its parameters are not the node's any more. A node that has not trained keeps nothing
-    of its own. Collective."""
+    Here w are each worker's own parameters: the sender may be out of data, and then its parameters
+    are not the node's. A node that has not trained takes only the others' parameters.
+    """
     exchange.wait()
     if nodes.count == 1:
         return
@@ -141,7 +147,7 @@ def end(nodes: Nodes, model: ModelAverager, exchange: Exchange) -> None:
         pending.wait()
     own, total = exchange.weights.tolist()
     if not total:
-        return  # nobody has trained
+        return  # no worker has trained
     kept = 2.0 * exchange.delay if own else 0.0
     for flat in (*model.parameters, *model.statistics):
         if kept:
@@ -195,7 +201,7 @@ def mean_of_nodes(
     If they *were_equal* after the last exchange each counts by its samples since; else, or without any
     samples, by its workers. Collective.
     """
-    samples, steps = _gathered(run.comm, progress.told(run))
+    samples, steps = _gathered(run.comm, progress.as_tensor(run))
     weights = [float(len(node)) for node in nodes.members]
     if were_equal and any(samples):
         weights = [sum(samples[r] for r in node) for node in nodes.members]
@@ -206,8 +212,8 @@ def mean_of_nodes(
     model.mean(run.comm, weight, of_statistics)
 
 
-def _gathered(comm: Comm, told: torch.Tensor) -> list[list[float]]:
-    """What each of *comm* has told: a list for each of the two numbers."""
-    everyone = told.new_empty(2 * comm.size)
-    comm.all_gather(everyone, told).wait()
+def _gathered(comm: Comm, own: torch.Tensor) -> list[list[float]]:
+    """Gather the two numbers of all workers of *comm*: a list for each number."""
+    everyone = own.new_empty(2 * comm.size)
+    comm.all_gather(everyone, own).wait()
     return [column.tolist() for column in everyone.view(-1, 2).unbind(1)]

@@ -1,28 +1,32 @@
-"""SelSync: workers step by themselves, and average where gradients change.
+"""SelSync: workers step by themselves, and average parameters when gradients change.
 
 Tyagi and Swany, "Accelerating distributed ML training via selective synchronization" (CLUSTER
 2023). In each step a worker looks at the norms of its own gradient:
 
     N(t) = EWMA of sum_layers |g_l|;   d(t) = |N(t) - N(t-1)| / N(t-1);   D(t) = EWMA of d
 
-It raises its flag where D(t) is `delta` or more, or its window is not full yet. Where anybody has,
-all average their parameters in this step; else nobody does. Means (EWMA) are over the last
-`window` steps, with weights (1 - `smoothing`)^age.
+It raises its flag if D(t) is `delta` or more, or if its window is not full yet. If any worker raises
+its flag, all average their parameters in this step; otherwise none does. Means (EWMA) are over the
+last `window` steps, with weights (1 - `smoothing`)^age.
 
-It saves bytes, and no latency: each step waits for one small message of all.
+It saves bytes, but no latency: each step waits for one small message from all workers.
 
-Defaults are the authors'. With them D is small: a norm that is itself a mean over 25 steps
-moves by a few percent from step to step. Once the window is full only a jump in the loss raises a
-flag; a run that is shorter than its window has a mean in each step. For more frequent means set
-`delta` to about D: the training says at its end in how many steps there was one.
+Defaults are the authors'. With them D is small: a norm that is itself a mean over 25 steps changes by
+a few percent from step to step. After the window is full, only a jump in the loss raises a flag. A
+run shorter than its window averages in each step. For more frequent averages set `delta` to about D:
+at its end the training reports the number of steps with an average.
 
-Differs from the authors' code. It averages parameters before that step's update, so that
-workers leave a mean one gradient of their own apart; ours after it, so that a mean ends with
-equal models, which an evaluation, a checkpoint or the end may show. It takes N as 0 until the
-window is full, and divides by it; ours is the mean of what there is. A norm that is not
-finite raises the flag, and is forgotten. BatchNorm's statistics are averaged with the
-parameters, and workers weigh what they have trained on since the last mean; who is out of
-data raises no flag.
+Differences from the authors' code:
+
+- The authors' code averages parameters before the step's update, so models differ by one own gradient
+  after an average. Here they are averaged after the update, so models are equal then, as for an
+  evaluation, a checkpoint or the end.
+- The authors' code takes N as 0 until the window is full, and divides by it. Here N is the mean over
+  the steps so far.
+- A norm that is not finite raises the flag, and is dropped from the mean.
+- BatchNorm's statistics are averaged with the parameters.
+- A worker's weight is its number of samples since the last average.
+- A worker that is out of data raises no flag.
 """
 
 from __future__ import annotations
@@ -50,19 +54,18 @@ from paceline.methods.local_updates.rounds import LocalUpdatesWorker
 
 PLAIN = Options(sync_every=1)
 ANCHORED = PLAIN.with_differences()
-"""What a mean is, where there is one: of the parameters, as they are, or of what they have
-moved."""
+"""The kind of average: of the parameters, or of their changes since the last average."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelSync:
-    """Average the parameters in steps in which some worker's gradient changes.
+    """Average the parameters in steps in which some worker's gradient norm changes.
 
-    Under compression workers send what parameters have moved since the last average, and keep one more copy of
-    the model.
+    With compression workers send the change of parameters since the last average, and keep one more
+    copy of the model.
 
     Attributes:
-        delta: Relative change of the gradient norm from which a worker raises its flag; 0: in each step.
+        delta: Relative change of the gradient norm at which a worker raises its flag; 0: in each step.
         window: Steps in a running mean.
         smoothing: Share that a running mean forgets in each step.
     """
@@ -90,7 +93,7 @@ class SelSync:
     clips: ClassVar[Clips] = "own"
     averages_buffers: ClassVar[bool] = True
     rounds: ClassVar[Rounds] = Rounds(agree_every=1)
-    """Who trains is told beside, and nobody waits for it: the flag is what all wait for."""
+    """Active workers are exchanged without a wait: workers only wait for the flag."""
 
     delta: float = 0.3
     window: int = 25
