@@ -9,7 +9,7 @@ export NO_MKDOCS_2_WARNING := 1
 PARALLEL := -n 2 --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: demo test durations test-all test-extras test-integrations test-ray test-browser test-reports mutants trainers site lint clean
+.PHONY: demo test durations test-all test-extras test-integrations test-ray test-browser test-reports chaos mutants trainers site lint clean
 
 # The main job: which method, here? Planned, then each class's best trained for real, in virtual
 # time, on a described network: a table that says what is gained. A step is taken to compute for
@@ -47,6 +47,15 @@ test-browser: $(VENV)/.with-browser
 
 test-reports: $(VENV)/.with-reports
 	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) reports" $(BIN)/python -m pytest tests/integrations/test_reports.py
+
+# Faults at random instants: VIRTUAL seeds of state machines, then SEEDS of real jobs, from seed FROM on.
+SEEDS ?= 40
+VIRTUAL ?= 2000
+FROM ?= 0
+chaos: $(READY)
+	@echo "replay all: make chaos SEEDS=$(SEEDS) VIRTUAL=$(VIRTUAL) FROM=$(FROM)"
+	$(BIN)/python -m tests.chaos --virtual --seeds $(VIRTUAL) --from $(FROM)
+	$(BIN)/python -m tests.chaos --seeds $(SEEDS) --from $(FROM)
 
 # N random mutants of the source, and the tests that kill them: benchmarks/results/mutants.jsonl.
 N ?= 200

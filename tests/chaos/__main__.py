@@ -1,0 +1,65 @@
+"""Faults at random instants: ``python -m tests.chaos --seeds 40 [--from 100] [--virtual]``.
+
+A seed is one job and its faults, the same on every machine. Instants vary with the machine's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import multiprocessing
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import tests.conftest  # noqa: F401 - the environment of the processes that tests start
+from tests.chaos import campaign, virtual
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=20, help="how many")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="the first")
+    parser.add_argument("--virtual", action="store_true", help="without processes")
+    parser.add_argument("--processes", type=int, default=2, help="seeds at a time")
+    parser.add_argument("--log", type=Path, help="append a line of JSON for each seed")
+    parser.add_argument("--show", action="store_true", help="print each job's output")
+    options = parser.parse_args()
+    began = time.monotonic()
+    run_seed = virtual.run_seed if options.virtual else campaign.run_seed
+    seeds = range(options.first, options.first + options.seeds)
+    print(
+        f"replay a seed: python -m tests.chaos{' --virtual' * options.virtual} --seeds 1 --from SEED"
+    )
+    tally: collections.Counter[str] = collections.Counter()
+    bad = 0
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.processes, spawn) as pool:
+        for done in as_completed([pool.submit(run_seed, seed) for seed in seeds]):
+            outcome = done.result()
+            tally.update(outcome.tally)
+            bad += bool(outcome.violations)
+            if outcome.violations or not options.virtual:
+                print("BAD" if outcome.violations else "ok ", outcome.title)
+            for violation in outcome.violations:
+                print(f"    {violation}")
+            if outcome.violations or options.show:
+                print(outcome.output)
+            sys.stdout.flush()
+            if options.log:
+                with options.log.open("a") as log:
+                    what = vars(outcome) | {"output": "", "landed": []}
+                    print(json.dumps(what), file=log)
+    for name, count in sorted(tally.items()):
+        print(f"{count:6} {name}")
+    seconds = time.monotonic() - began
+    print(
+        f"{len(seeds)} seeds from {options.first}: {bad} with violations, {seconds:.0f} s"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
