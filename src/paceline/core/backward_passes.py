@@ -249,7 +249,7 @@ class BackwardPasses:
         share = weight if self._context.forms_means else 1.0
         if share != self._reducer.share and self._driver.accumulated:
             raise UsageError(
-                f"this batch's share of the samples is {share:.4g}, and the share of the "
+                f"this batch's share of the samples is {share:.4g} and that of the "
                 f"gradients accumulated under no_sync is {self._reducer.share:.4g}. Only a "
                 "call of the model that was given to distribute announces a batch in time: a "
                 "submodule, or another of its methods, was called instead. Call the model "
