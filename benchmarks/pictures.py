@@ -1,5 +1,7 @@
 """Pictures of docs that no paper's results make: timelines of methods, and a plan.
 
+`benchmarks.papers` makes the others.
+
     python -m benchmarks.pictures                    # all, into docs/
     python -m benchmarks.pictures osp_timeline plan
 

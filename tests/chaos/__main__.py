@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, help="how many")
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first")
     parser.add_argument("--virtual", action="store_true", help="without processes")
-    parser.add_argument("--processes", type=int, default=2, help="seeds at a time")
+    parser.add_argument("--processes", type=int, default=4, help="seeds at a time")
     parser.add_argument("--log", type=Path, help="append a line of JSON for each seed")
     parser.add_argument("--show", action="store_true", help="print each job's output")
     options = parser.parse_args()

@@ -3,7 +3,7 @@
 PyTorch DDP calls this part the reducer. The gradient of each parameter is copied into its view
 of a bucket, and ``.grad`` becomes that view. The next backward pass then adds into it without a
 copy. Every rank hands out buckets in plan order, whatever order autograd chose: collectives must
-match.
+match. The method sends them: `methods/bsp.py` and the others.
 
 Small tensors are copied together, in copy groups: one call of torch costs more than the copy of a
 few KiB. Large ones are copied as soon as they are ready.
