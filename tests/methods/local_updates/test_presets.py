@@ -150,6 +150,6 @@ def test_every_default_is_a_compression() -> None:
 
 
 def test_a_compression_of_gradients_alone_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"momentum .* of gradients"):
+    with pytest.raises(UsageError, match=r"momentum of gradients"):
         parse_method("diloco:compression=dgc")
     parse_method("bsp:compression=dgc")

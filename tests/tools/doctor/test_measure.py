@@ -246,7 +246,7 @@ def test_nobody_makes_room_for_more_than_can_be_meant(monkeypatch):
         paceline.init()
         told = broadcast.gather_bytes(b"x" * (8 + rank), torch.device("cpu"))
         assert [len(text) for text in told] == [8, 9]
-        with pytest.raises(UsageError, match="rank 1 has 10 bytes") as caught:
+        with pytest.raises(UsageError, match="rank 1 sends 10 bytes") as caught:
             broadcast.gather_bytes(b"x" * (9 + rank), torch.device("cpu"))
         refused.append(caught.value)
 
