@@ -621,7 +621,7 @@ def a_share_that_changes_within_a_step_needs_a_call_of_the_model():
     x = inputs(paceline.rank())
     with optimizer.no_sync():
         model[2](model[1](model[0](x))).mean().backward()
-    with pytest.raises(UsageError, match=r"is 0\.2, and .* is 0\.1\."):
+    with pytest.raises(UsageError, match=r"is 0\.2 and .* is 0\.1\."):
         model[2](model[1](model[0](x))).mean().backward()
     optimizer.finish()
 
