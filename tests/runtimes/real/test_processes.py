@@ -330,3 +330,20 @@ def test_what_is_buffered_stays_so():
     assert not file.writes
     stream.flush()
     assert file.writes == [b"two words\n"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_badly_has_no_traceback_of_a_reader_that_is_gone():
+    """Its output is still in a buffer then."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    ends = "from paceline.runtimes.real.exit import exit_now; print(1); exit_now(3)"
+    buffered = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-c", ends],
+        env=buffered,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (3, b"")

@@ -215,6 +215,8 @@ def exit_now(status: int) -> NoReturn:
     ):
         try:
             tidy_up()
+        except BrokenPipeError:
+            pass  # The reader of the output has gone.
         except Exception:
             tracebacks.print_exc()
     os._exit(status)
