@@ -21,9 +21,9 @@ from paceline.collectives.in_network.aggregator import (
     ParentLink,
     Send,
 )
-from paceline.collectives.in_network.aggregator_sums import LossNotice, SumQueue
 from paceline.collectives.in_network.joining import Card
 from paceline.collectives.in_network.wire import Kind, Mode, Terms
+from paceline.collectives.in_network.worker_sums import LossNotice, SumQueue
 from paceline.errors import UsageError
 from tests.support.hanging import SECONDS
 

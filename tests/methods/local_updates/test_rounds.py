@@ -16,7 +16,7 @@ from paceline.compression import NoCompression, make
 from paceline.errors import WorkerFailedError
 from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.local_updates import SparseLoCo, StreamingDiLoCo
-from paceline.methods.local_updates.state import deal_out
+from paceline.methods.local_updates.fragments import deal_out
 from paceline.testing import inspect
 from paceline.testing.problems import Counting, Quadratic, centers_of
 from tests.methods.local_updates.helpers import (

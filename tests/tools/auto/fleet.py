@@ -8,7 +8,7 @@ from tests.support.hanging import SECONDS
 
 
 class Mail:
-    """What `DeferredAgreement` does, for ranks that are taken in turn within a step."""
+    """What `DeferredMessages` does, for ranks that are taken in turn within a step."""
 
     def __init__(self, size):
         self.size = size

@@ -219,7 +219,7 @@ def test_runs_repeat_bit_for_bit_with_the_planner_in_its_process(monkeypatch):
 
 def test_nothing_is_left_running(planner, monkeypatch):
     closed = []
-    for cls in (measurements.TrainingMeasurements, method_switching.DeferredAgreement):
+    for cls in (measurements.TrainingMeasurements, method_switching.DeferredMessages):
         usual = cls.close
 
         def close(self, usual=usual):
@@ -229,7 +229,7 @@ def test_nothing_is_left_running(planner, monkeypatch):
         monkeypatch.setattr(cls, "close", close)
     auto(steps=10)
     assert sorted(closed) == [
-        *["DeferredAgreement"] * 2,
+        *["DeferredMessages"] * 2,
         *["TrainingMeasurements"] * 2,
     ]
 

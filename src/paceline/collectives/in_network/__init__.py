@@ -4,7 +4,7 @@
 - `topology`, `pricing`: which switch or server sums which contributions, and how long it takes.
 - `fixed_point`: numbers as integers whose sums are exact and do not overflow.
 - `aggregator_addresses`: the addresses of racks' aggregators.
-- `aggregator_sums`: sums of real and emulated jobs; they go around a ring after an aggregator is lost.
+- `worker_sums`: sums of real and emulated jobs; they go around a ring after an aggregator is lost.
 - `joining`: how ranks connect to their aggregators and to each other.
 - `session`, `stages`: one rank's part of each sum, with connections and without I/O.
 - `aggregator`: the chunks of several jobs that share an aggregator's memory, without I/O.

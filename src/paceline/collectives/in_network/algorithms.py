@@ -29,10 +29,6 @@ import torch
 from paceline.collectives.algorithms import Scheduled
 from paceline.collectives.communicator import flat_of
 from paceline.collectives.in_network.aggregator_addresses import check_found
-from paceline.collectives.in_network.aggregator_sums import (
-    AggregatorSums,
-    sums_by_aggregators,
-)
 from paceline.collectives.in_network.fixed_point import (
     Array,
     FixedPoint,
@@ -55,6 +51,10 @@ from paceline.collectives.in_network.topology import (
     ring_of_racks,
 )
 from paceline.collectives.in_network.wire import IntegerOperation
+from paceline.collectives.in_network.worker_sums import (
+    AggregatorSums,
+    sums_by_aggregators,
+)
 from paceline.collectives.schedules import HalvingDoubling, Ring
 from paceline.errors import UsageError
 from paceline.interfaces import (

@@ -52,12 +52,12 @@ from paceline.methods.contrib.daso_nodes import (
     end,
     mean_of_nodes,
 )
-from paceline.methods.local_updates.options import check_group, places_of
-from paceline.methods.local_updates.state import (
+from paceline.methods.local_updates.fragments import (
     TrainedSince,
     copy_into,
     message_tensors,
 )
+from paceline.methods.local_updates.options import check_group, places_of
 from paceline.methods.model_averaging import ModelAverager
 
 

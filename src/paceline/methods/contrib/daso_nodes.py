@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.interfaces import Comm, Pending, Run
-from paceline.methods.local_updates.state import TrainedSince
+from paceline.methods.local_updates.fragments import TrainedSince
 from paceline.methods.model_averaging import ModelAverager
 
 

@@ -6,7 +6,7 @@ that any of them can be turned into any other.
 - `presets`: the methods by name: local SGD, SlowMo, DiLoCo and others.
 - `rounds`: the program of all presets, `LocalUpdates`, and its worker; start here.
 - `options`: the hyperparameters, and groups of workers.
-- `state`: fragments of the model with their anchors, and the outer step on them; the inner optimizer's state.
+- `fragments`: fragments of the model with their anchors, and the outer step on them; the inner optimizer's state.
 """
 
 from __future__ import annotations

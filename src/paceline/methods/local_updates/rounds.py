@@ -37,8 +37,7 @@ from paceline.interfaces import (
     Run,
     UpdatesOn,
 )
-from paceline.methods.local_updates.options import Options, own_group
-from paceline.methods.local_updates.state import (
+from paceline.methods.local_updates.fragments import (
     Fragment,
     PendingAverage,
     TrainedSince,
@@ -49,6 +48,7 @@ from paceline.methods.local_updates.state import (
     message_tensors,
     require_moments,
 )
+from paceline.methods.local_updates.options import Options, own_group
 from paceline.methods.model_averaging import FlatTensors
 
 DELAYED = "outer"

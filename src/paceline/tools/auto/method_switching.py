@@ -47,7 +47,6 @@ from paceline.errors import UsageError
 from paceline.interfaces import Comm
 from paceline.interfaces.buckets import wire_bytes
 from paceline.records import Span
-from paceline.tools.auto.agreement import DeferredAgreement
 from paceline.tools.auto.config import FIRST, AutoConfig
 from paceline.tools.auto.controller import Controller, Steps
 from paceline.tools.auto.decision_cache import (
@@ -56,6 +55,7 @@ from paceline.tools.auto.decision_cache import (
     DecisionLog,
     model_digest,
 )
+from paceline.tools.auto.deferred_messages import DeferredMessages
 from paceline.tools.auto.measurements import TrainingMeasurements
 from paceline.tools.auto.script_constraints import ScriptConstraints
 
@@ -150,7 +150,7 @@ class MethodSwitcher:
         self._compression_states = CompressionStateCache()
         self._bucket_plans = BucketPlanCache()
         self._comm: Communicator | None = None
-        self._agreement: DeferredAgreement | None = None
+        self._agreement: DeferredMessages | None = None
         self._measurements: TrainingMeasurements | None = None
         self.controller = controller or self._auto_controller(config)
         self._decisions, self._reply = self.controller.run(), ""
@@ -165,7 +165,7 @@ class MethodSwitcher:
         self._comm = Communicator(runtime, f"auto {inputs.number}")
         comm = self._comm.channel("agreement")
         device = torch.device("cpu") if comm.moves_host_tensors else self._device
-        self._agreement = DeferredAgreement(comm, device)
+        self._agreement = DeferredMessages(comm, device)
         key = CacheKey(
             model=model_digest(
                 [name for name, _ in inputs.parameters],

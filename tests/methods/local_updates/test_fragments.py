@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError, WorkerFailedError
-from paceline.methods.local_updates.state import (
+from paceline.methods.local_updates.fragments import (
     by_parameter,
     flatten_moments,
     learning_rates,

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from paceline.tools.auto.agreement import WORDS, DeferredAgreement
 from paceline.tools.auto.controller import WorkerFinishedError
+from paceline.tools.auto.deferred_messages import WORDS, DeferredMessages
 from tests.support.hanging import SECONDS
 
 
@@ -52,7 +52,7 @@ def candidates(length):
 
 def test_a_worker_says_once_that_it_is_out_of_data():
     sums = Sums(1)
-    end = DeferredAgreement(sums.comm(0), torch.device("cpu"))
+    end = DeferredMessages(sums.comm(0), torch.device("cpu"))
     end.finish()
     end.finish()
     assert len(sums.posted[0]) == 1
@@ -63,7 +63,7 @@ def test_rank_0_s_text_is_heard_whole_however_long_it_is(length):
     sums = Sums(3)
 
     def work(rank):
-        end = DeferredAgreement(sums.comm(rank), torch.device("cpu"))
+        end = DeferredMessages(sums.comm(rank), torch.device("cpu"))
         end.post_text(candidates(length) if rank == 0 else "not looked at")
         text = end.take_text()
         end.post([1.0, 2.0])
@@ -80,7 +80,7 @@ def test_who_leaves_in_the_middle_of_a_text_keeps_nobody_waiting(told_before):
     sums = Sums(3)
 
     def work(rank):
-        end = DeferredAgreement(sums.comm(rank), torch.device("cpu"))
+        end = DeferredMessages(sums.comm(rank), torch.device("cpu"))
         if rank != 1 or told_before:
             end.post_text(candidates(3 * WORDS))
         if rank == 1:

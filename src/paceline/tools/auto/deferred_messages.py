@@ -21,7 +21,7 @@ WORDS = 1024
 """Numbers in a message: 8 KB."""
 
 
-class DeferredAgreement:
+class DeferredMessages:
     """One rank's `Agreement`, on a communicator of its own.
 
     Sums are posted after one step and read after the next, when they have arrived.
