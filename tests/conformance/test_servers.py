@@ -171,7 +171,7 @@ class AnswersTooEarly(BoundedStaleness):
     def __init__(self):
         super().__init__(1)
 
-    def _let_go(self, shard):
+    def _release(self, shard):
         waiting, self._waiting = self._waiting, []
         for push in waiting:
             if push.step <= shard.slowest_step() + self._staleness:
@@ -205,7 +205,7 @@ class AppliesAfterItsReply(BoundedStaleness):
 
     def on_push(self, shard, push):
         self._waiting.append(push)
-        self._let_go(shard)
+        self._release(shard)
         shard.apply(push)
 
 
