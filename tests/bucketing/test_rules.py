@@ -20,6 +20,7 @@ from paceline.bucketing.rules import (
     FIXED,
     MEASURED,
     RULES,
+    _neighbours,
     check_rule,
     lower_bound,
     plan_buckets,
@@ -168,6 +169,12 @@ def test_with_more_tensors_optimal_is_near(at_once: int) -> None:
         ratios.append(end / least)
     assert max(ratios) <= 1.08
     assert sum(ratios) / len(ratios) <= 1.01
+
+
+def test_a_plan_has_neighbours_with_each_bucket_cut_in_two() -> None:
+    alike = [0] * 5  # tensors of one kind
+    assert list(_neighbours([5], alike)) == [[2, 3], [4, 1]]
+    assert [1, 1, 3] in list(_neighbours([2, 3], alike))
 
 
 def cases_of_equal_costs(seed: int, count: int, fewest: int, most: int) -> list[Step]:

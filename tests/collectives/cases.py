@@ -471,6 +471,7 @@ def groups_that_are_kept_are_bounded(comm: Communicator) -> None:
         if not runtime.clock.is_virtual:
             assert group.has_own_group == (members == (1, 2))
         group.close()
+        assert not group.has_own_group
         again = channel.group(members)  # made anew, by both
         assert again is not group
         again.all_reduce(value, "sum").wait()

@@ -21,6 +21,7 @@ from paceline.runtimes.real.cluster_check import WorkerLocation, check_places
 from paceline.runtimes.simulated import Simulation
 from tests.support import forked
 from tests.support.processes import SCRIPTS
+from tests.support.simulations import run
 
 
 def probe(folder, *words):
@@ -61,6 +62,12 @@ def test_machines_are_called_by_their_names():
     assert [json.loads(end.stdout) for end in ends] == [
         [[0, 1], ["node-c", "node-a"]]
     ] * 2
+
+
+def test_all_reduces_are_measured_from_4_kib_to_16_mib():
+    found = run(2, lambda rank: measure(join_runtime()))
+    sizes = [size.bytes for size in found[0].all_reduce]
+    assert (min(sizes), max(sizes)) == (4 << 10, 16 << 20)
 
 
 def four_workers(runtime="real"):

@@ -23,7 +23,11 @@ from paceline.collectives.in_network.aggregator import (
 )
 from paceline.collectives.in_network.joining import Card
 from paceline.collectives.in_network.wire import Kind, Mode, Terms
-from paceline.collectives.in_network.worker_sums import LossNotice, SumQueue
+from paceline.collectives.in_network.worker_sums import (
+    AggregatorSums,
+    LossNotice,
+    SumQueue,
+)
 from paceline.errors import UsageError
 from tests.support.hanging import SECONDS
 
@@ -287,6 +291,21 @@ def test_a_queue_that_is_closed_leaves_no_descriptor():
 
     rounds(1)
     assert len(rounds(10)) == len(rounds(10))
+
+
+def test_sums_that_are_closed_leave_no_queue():
+    row = SimpleNamespace(joining=lambda comm, job: AddsNothing())
+    sums = AggregatorSums(row, {}, "job", "token")
+    for operation in ("sum", "max"):
+        sums.start(alone(chain=SimpleNamespace(path="closed")), operation)
+
+    def queues():
+        names = [thread.name for thread in threading.enumerate()]
+        return [name for name in names if "sums of closed" in name]
+
+    assert len(queues()) == 2
+    sums.close()
+    assert not queues()
 
 
 def test_words_of_any_length_reach_all_ranks_as_they_are():

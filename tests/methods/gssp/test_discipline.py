@@ -23,7 +23,7 @@ from paceline.interfaces import (
     Shard,
     UpdatesOnServer,
 )
-from paceline.interfaces.server_messages import Load, Parameters, StateChunk
+from paceline.interfaces.server_messages import Load, Parameters, Pull, StateChunk
 from paceline.methods.asp import ASP
 from paceline.methods.group_members import members_text
 from paceline.methods.grouping_sgd import GroupingSGD
@@ -38,6 +38,8 @@ from paceline.parameter_server.groups.state_transfer import (
 )
 from paceline.parameter_server.groups.update_log import Peer, UpdateLog
 from paceline.parameter_server.state_machine.store import Store
+from tests.parameter_server.state_machine.test_server import JOIN
+from tests.parameter_server.state_machine.test_server import Case as OneServer
 from tests.support.group_discipline_trial import SGD, GroupTrial, each
 from tests.support.group_server_trial import Case, GroupServerTrial
 from tests.support.profiles import examples
@@ -329,6 +331,32 @@ def test_means_of_groups_count_as_much_on_every_server_and_at_most_once(
         assert (first <= once + 1e-9).all()
         for server in range(1, len(trial.servers)):
             assert trial.ledger(server, bucket).allclose(first)
+
+
+def test_who_is_back_after_all_were_lost_waits_for_the_others_gradients() -> None:
+    """Of one group without staleness: no round has ended that nobody has begun."""
+    case = OneServer(GroupingSGD()).begin(0, 1)
+    for worker in (0, 1):
+        case.whole_step(worker, 0)
+    for worker in (0, 1):
+        case.server.on_worker_lost(worker, 0, 0.0)
+    for worker in (0, 1):
+        case.ask(worker, JOIN, life=1)
+    assert case.whole_step(0, 1, life=1) == []
+    assert case.ask(0, Pull(bucket=0, step=2), life=1) == []
+    assert len(case.whole_step(1, 1, life=1)) == 2 * 2 + 1
+
+
+def test_a_mean_is_passed_on_though_only_one_gradient_of_it_is_new() -> None:
+    """The other worker's is in from before its server's death."""
+    trial = GroupTrial(GroupingSGD(members="0-1+2"), each(1.0, 1.0, 1.0), [1, 1, 1])
+    for worker in range(3):
+        trial.ask(0, worker, trial.join())
+    trial.ask(0, 0, Load(bucket=0), trial.zeros())
+    trial.servers[0].shard.store.set_applied({1: {0: 1}})
+    for worker in trial.workers[:2]:
+        trial.push(worker, 0)
+    assert [(source, update.gradients) for source, update in trial.updates] == [(0, 1)]
 
 
 def test_stale_means_count_for_less_and_as_much_everywhere() -> None:

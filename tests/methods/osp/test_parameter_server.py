@@ -416,6 +416,14 @@ def goes_on_with_step_7() -> Talk:
     return case
 
 
+def owes_a_second_stage() -> Talk:
+    """Worker 1 has left a unit of step 1 out, and has begun step 3 in no bucket."""
+    case = after_first(None, None, workers=[1])()
+    case.first(1, 1, [0, 2], None)
+    case.first(1, 2, None, None)
+    return case
+
+
 def left() -> Talk:
     case = after_first([0, 2], None)()
     case.second(1, 0, 0, 1)
@@ -433,6 +441,12 @@ REFUSALS = [
     Refusal(comes_back, a_push(0, 0, late=True, units=[2]), NEXT, worker=1, life=1),
     Refusal(left, a_push(0, 0, late=True, units=[1]), "has left", worker=1),
     Refusal(after_first(None, [1]), Leave(), "late before it leaves", worker=1),
+    Refusal(
+        owes_a_second_stage,
+        a_push(3),
+        "out of its push of step 1: expected them late",
+        worker=1,
+    ),
     Refusal(
         after_first([0], None),
         a_push(0, 0, late=True, units=[1]),

@@ -219,6 +219,16 @@ def test_asp_applies_at_once_at_the_weight() -> None:
     assert answer.payload.tolist() == [-0.25, -0.25]
 
 
+def test_a_gradient_that_is_in_already_changes_nothing_and_is_counted() -> None:
+    case = Case(ASP()).begin(0, 1)
+    case.server.shard.store.set_applied({0: {0: 1, 1: 1}})
+    (answer,) = case.push(0, 0, 0)
+    assert answer.payload is not None
+    assert answer.payload.tolist() == [0.0, 0.0]
+    assert case.server.counts["gradients that were applied before"] == 1
+    assert not case.server.counts["gradients applied"]
+
+
 def test_leaves_are_answered_when_nobody_trains() -> None:
     case = Case(SSP(staleness=0)).begin(0, 1)
     case.whole_step(0, 0)

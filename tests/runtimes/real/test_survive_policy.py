@@ -1,11 +1,14 @@
 """What a job that survives does when processes end, as a table: no process runs here."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
 from paceline.errors import UsageError
+from paceline.parameter_server.process.control import TrainingOver
 from paceline.runtimes.processes import WorkerExit
+from paceline.runtimes.real.supervisor import SupervisedServers
 from paceline.runtimes.real.survive_policy import (
     MAX_RESTARTS,
     MAX_RESTARTS_WITHOUT_PROGRESS,
@@ -223,3 +226,19 @@ def test_a_worker_that_is_not_started_again_at_once_is_not_forgotten(
         return
     if action is WorkerAction.IGNORE and 1 in policy.unfinished:
         assert policy.servers_exited(servers, [1, 1, 1]).name.startswith("RESTART")
+
+
+# ---- what servers say ----
+
+
+def test_a_server_says_once_that_its_training_is_over():
+    servers = SupervisedServers(WORKERS)
+    news = [TrainingOver()]
+    servers.each[0].process = SimpleNamespace(
+        process=SimpleNamespace(poll=lambda: None), news=lambda: news
+    )
+    assert not servers.status().training_over
+    assert servers.look() == []
+    news.clear()
+    assert servers.look() == []
+    assert servers.status().training_over

@@ -11,6 +11,7 @@ from paceline.errors import DeadlockError, WorkerFailedError
 from paceline.runtimes.simulated.clock import (
     Abandoned,
     Completion,
+    EventSignal,
     VirtualClock,
     Worker,
 )
@@ -92,6 +93,22 @@ def test_waiting_returns_the_seconds_waited() -> None:
     run(clock, body)
     assert waited == [0.0, 2.5, 0.0]
     assert clock.workers[0].time == 4.0
+
+
+def test_a_signal_is_in_at_once_and_one_of_later_at_its_time() -> None:
+    clock = VirtualClock(1)
+    waited = []
+
+    def body() -> None:
+        for computed in (0.0, 1.5):
+            signal, seen = EventSignal(clock, "it"), list[float]()
+            signal.when_in(lambda seen=seen: seen.append(clock.now))
+            clock.current.time += computed
+            signal.set()
+            waited.append(list(seen))
+
+    run(clock, body)
+    assert waited == [[0.0], []]
 
 
 def test_workers_run_one_at_a_time_and_computing_does_not_switch() -> None:

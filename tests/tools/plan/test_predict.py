@@ -219,6 +219,14 @@ def test_work_grows_with_workers_and_tensors_and_does_not_depend_on_links(spec):
     assert events > tensor_steps
 
 
+def test_only_methods_that_wait_in_the_next_forward_pass_run_until_the_network_is_full():
+    def more(spec):
+        events = predicted(spec, settled=8).events
+        return events - predicted(spec).events
+
+    assert more("bsp:buckets=ddp") == 0 < more("dear:buckets=ddp")
+
+
 def test_who_waits_for_its_batch_makes_all_wait():
     rack = Rack(workers=2, link=1e12, latency=0.0, speed=(1.0, 0.5))
     job = {"cluster": Cluster((rack,))}

@@ -181,6 +181,19 @@ def test_each_class_is_looked_at_before_a_second_method_of_any():
     assert found.skipped > 20
 
 
+def test_compressors_are_tried_only_with_methods_that_wait_for_the_network():
+    def specs(seconds):
+        def answer(spec, fidelity):
+            return row(spec, candidate(spec).consistency, seconds)
+
+        predictor = FakePredictor(answer)
+        plan(cluster(2), layers(2), predictor=predictor)
+        return {spec for _, spec, _ in predictor.asked}
+
+    # All but 0.09 s is waiting: too little of it to gain anything, and half of the step.
+    assert specs(0.0905) < specs(0.18)
+
+
 def test_the_predictors_own_limit_ends_a_plan_too():
     predictor = FakePredictor(fake, max_events=30)
     assert list(predictor.predict([(None, "bsp")])) == [row("bsp")]
