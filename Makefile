@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Its notices of newer versions are for nobody: versions are pinned.
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Compiled modules are kept even where the environment says not to: tests start many processes.
+export PYTHONDONTWRITEBYTECODE :=
 export NO_MKDOCS_2_WARNING := 1
 # Two at a time: many tests start processes of their own, and wait for them.
 PARALLEL := -n 2 --dist worksteal

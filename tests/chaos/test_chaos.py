@@ -9,7 +9,6 @@ from tests.chaos import trial
 from tests.chaos.campaign import run
 from tests.chaos.cases import Case, Fault, applies_each_gradient_once, draw
 from tests.chaos.invariants import NAMES_A_PROCESS
-from tests.support.tables import sampled
 
 DIES = (Fault("KILL", "worker 1", "step 12", 0.0),)
 CONTROLS: dict[str, tuple[Case, str]] = {
@@ -34,7 +33,8 @@ SLOW_CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("defect", sampled(len(CONTROLS), CONTROLS))
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", CONTROLS)
 def test_a_job_with_a_defect_is_caught(defect, monkeypatch):
     check_caught(defect, *CONTROLS[defect], monkeypatch)
 

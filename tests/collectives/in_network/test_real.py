@@ -147,7 +147,11 @@ def test_who_dies_ends_its_job_and_no_other(tmp_path):
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({AGGREGATORS_VARIABLE: "0=127.0.0.1:1"}, "cannot be reached"),
+        pytest.param(
+            {AGGREGATORS_VARIABLE: "0=127.0.0.1:1"},
+            "cannot be reached",
+            marks=pytest.mark.slow,  # it is tried for seconds
+        ),
         ({AGGREGATORS_VARIABLE: "here"}, "expected RACK=HOST:PORT"),
         ({AGGREGATORS_VARIABLE: "0=127.0.0.1:1", TOKEN: ""}, f"neither {TOKEN}"),
     ],

@@ -64,7 +64,7 @@ def test_sums_of_any_layout_are_exact(ways, layout, sizes):
 
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.usefixtures("narrow")
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(5))
 @given(layout=layouts(), memory=st.integers(2 << 10, 40 << 10))
 def test_little_memory_and_full_ways_stop_nobody(ways, layout, memory):
     """A pool of one chunk, or a few; a chunk is larger than what a connection holds."""

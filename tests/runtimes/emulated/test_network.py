@@ -128,6 +128,7 @@ def test_links_give_the_goodput_that_was_asked_for(network):
     assert "worker 0 out: asked for 100 Mbit/s, gives " in str(report.links[0])
 
 
+@pytest.mark.slow
 def test_a_link_is_throttled_during_a_run(network):
     network.set_rate(0, 2.5e6)
     try:

@@ -61,7 +61,13 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize(
-    "options", [(), pytest.param(("--survive", "--method=asp"), id="survive")]
+    "options",
+    [
+        (),
+        pytest.param(
+            ("--survive", "--method=asp"), id="survive", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_script_that_never_imports_paceline_ends_with_its_launcher(tmp_path, options):
     """It cannot ask for that itself."""
