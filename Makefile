@@ -77,7 +77,7 @@ $(VENV)/.with-%: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$*]"
 	touch $@
 
-# What five papers claim, and what paceline reaches: docs/reference/paper-results.md. About an hour;
+# What five papers claim, and what paceline reaches: docs/reference/paper-results.md. About ten minutes;
 # QUICK=1 checks a lower bound of each in a minute, PAPER=osp is one paper, AGAIN=1 measures anew.
 .PHONY: reproduce
 reproduce: $(READY)

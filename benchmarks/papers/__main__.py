@@ -1,6 +1,6 @@
 """Measure what papers claim, and write docs/reference/paper-results.md.
 
-    python -m benchmarks.papers                       # every claim: about an hour; make reproduce
+    python -m benchmarks.papers                       # every claim: about ten minutes; make reproduce
     python -m benchmarks.papers --paper osp           # the claims of one paper
     python -m benchmarks.papers --paper osp --table native      # a table of docs
     python -m benchmarks.papers --paper osp --pictures          # its pictures in docs/

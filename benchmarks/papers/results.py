@@ -361,7 +361,7 @@ HEAD = """\
 # Results of the papers
 
 What five papers and a baseline claim, and what paceline reaches, for those who compare. All of ours is in the
-simulated runtime: real gradients, virtual time. `make reproduce` measures every row (about an hour on two
+simulated runtime: real gradients, virtual time. `make reproduce` measures every row (about ten minutes on two
 cores) and writes this page; `make reproduce QUICK=1` checks a lower bound of each paper in a minute. A row
 that was not run says so. Figures are lines of `benchmarks/results/papers/`, each with its command, commit,
 machine and seconds. More tables of each paper: `python -m benchmarks.papers --list`.

@@ -1,10 +1,16 @@
 """Controllers of several ranks in step, on a clock that the test moves."""
 
 import random
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from paceline.tools.auto.controller import Controller, WorkerFinishedError
 from tests.support.hanging import SECONDS
+
+
+RANKS = ThreadPoolExecutor(64)
+"""More threads than a test has ranks: one that waits for the others keeps its thread."""
 
 
 class Mail:
@@ -185,10 +191,7 @@ class Runtime:
         return wanted
 
     def _run(self, waiting):
-        """Each in a thread of its own would do: a message that all wait for is in once the last has
-        posted it."""
-        import threading
-
+        """Run the ranks in threads: a message that all wait for is in once the last has posted it."""
         wanted, lock = {}, threading.Condition()
         failed = []
 
@@ -219,11 +222,7 @@ class Runtime:
 
         End._post = noisy
         try:
-            threads = [threading.Thread(target=go, args=(rank,)) for rank in waiting]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            wait([RANKS.submit(go, rank) for rank in waiting])
         finally:
             End._post = post
         if failed:
