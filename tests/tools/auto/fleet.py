@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from paceline.tools.auto.controller import Controller, WorkerFinishedError
 from tests.support.hanging import SECONDS
 
-
 RANKS = ThreadPoolExecutor(64)
 """More threads than a test has ranks: one that waits for the others keeps its thread."""
 
