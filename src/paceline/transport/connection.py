@@ -1,21 +1,25 @@
-"""A worker's end of a server: an `Endpoint` over ZeroMQ. The other end is `listener`.
+"""Connects a worker to a server: an `Endpoint` over ZeroMQ. The server's side is `listener`.
 
-Theory of operation ------------------- There is one DEALER socket per channel, opened at first use.
-ZeroMQ's threads move the bytes while this process computes. `request` hands over everything at
-once, from the tensor's own memory. Requests beyond MOST_UNANSWERED (see `protocol`) stay here, and
-are sent as replies arrive. `wait` serves all channels of this endpoint until its own reply has
-arrived, and copies each payload into the tensor of its request. Requests that stay here move only
-inside calls of this endpoint. So a caller that waits on several servers should wait in the order of
-its requests, as all workers do. A service that sends requests does not call `wait`: its loop reads
-the connections, see `read_in`.
+*Channels.* There is one DEALER socket per channel, opened at first use. ZeroMQ's threads move the
+bytes while this process computes.
 
-The liveness connection ends when the server's process ends, in any way. Then, or when a channel's
-connection breaks, every wait raises `PeerLostError`. A broken connection is never made again. The
-server would take its messages for a stranger's, and a process that has taken the port meanwhile
-would get the token. Nothing is sent twice. A worker returns as a new incarnation.
+*Requests.* `request` passes the message to ZeroMQ at once, and its payload from the tensor's own
+memory. Requests beyond MOST_UNANSWERED (see `protocol`) stay in this process until replies arrive.
+They move only inside calls of this endpoint. So a caller that waits for several servers should wait
+in the order of its requests, as all workers do.
 
-There are no threads here. Only connecting and closing have time-outs: a living server may take all
-the time that it needs. Ctrl-C interrupts `wait`.
+*Replies.* `wait` serves all channels of this endpoint until its own reply has arrived. It copies
+each payload into the tensor of its request. A service that sends requests does not call `wait`: its
+loop reads the connections, see `read_in`.
+
+*Failures.* The liveness connection ends when the server's process ends, in any way. When it ends,
+or a channel's connection breaks, every wait raises `PeerLostError`. This object never reconnects,
+for two reasons: the server would not recognize the new connection, and another process may have
+taken the port and would get the token. Nothing is sent twice. A worker returns as a new
+incarnation.
+
+This module starts no threads. Only connecting and closing have time-outs, since a living server may
+take as long as it needs. Ctrl-C interrupts `wait`.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ discard received messages that have not been read."""
 
 _BROKEN = (
     zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED  # it could not connect
+    # EVENT_CONNECT_RETRIED means that it could not connect.
+    | zmq.EVENT_CONNECT_RETRIED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -69,28 +74,28 @@ _BROKEN = (
 
 
 class ServerConnection:
-    """An `Endpoint`: the connections of one worker, in one incarnation, to one server.
+    """An `Endpoint`: the connections of one incarnation of a worker to one server.
 
     Args:
         name: The server's name in messages.
         host: The server's host.
         port: The server's port for messages.
         worker: This worker's number.
-        incarnation: None: the server numbers this incarnation.
-        workers: The number of the job's workers as this worker knows it; 0: unknown.
-        asks: Only learn ``workers`` from the server; such a connection cannot send requests.
+        incarnation: This worker's incarnation; None: the server numbers it.
+        workers: Number of the job's workers as this worker knows it; 0: unknown.
+        asks: Only fetch ``workers`` from the server. Such a connection cannot send requests.
         token: The job's secret token.
-        service: Which service of that process.
-        security: None: as the environment says, see `security`.
-        recorder: Counts bytes and waits.
+        service: The service of that process to connect to.
+        security: Protection of the connection; None: from the environment, see `security`.
+        recorder: Counts bytes and waits; None: nothing is counted.
 
     Raises:
-        PeerLostError: Nothing answers there within `Timeouts.server_connect`.
+        PeerLostError: No server answers there within `Timeouts.server_connect`.
         UsageError: The server refuses this worker, or nothing protects the address.
     """
 
     _closed = True
-    """False once something is open."""
+    """False while sockets are open."""
 
     def __init__(
         self,
@@ -130,7 +135,7 @@ class ServerConnection:
             raise
 
     def __del__(self) -> None:
-        """Release the sockets without a goodbye; otherwise ZeroMQ would wait for them without end."""
+        """Release the sockets without a goodbye; otherwise ZeroMQ would wait for them forever."""
         if not self._closed:
             self._let_go(0.0)
 
@@ -141,10 +146,10 @@ class ServerConnection:
         into: torch.Tensor | None = None,
         channel: str = "",
     ) -> PendingReply:
-        """Send a request, and return at once; see `interfaces.Endpoint`.
+        """Send a request and return at once; see `interfaces.Endpoint`.
 
-        Raises `PeerLostError` if the server is known to be gone, `UsageError` for a tensor
-        that is not flat and contiguous.
+        Raises `PeerLostError` if the server is known to be lost, and `UsageError` for a tensor that
+        is not flat and contiguous.
         """
         return self.ask(message, payload, into, channel)
 
@@ -156,7 +161,7 @@ class ServerConnection:
         channel: str = "",
         replied: Callable[[ReplyMessage], None] | None = None,
     ) -> PendingReply:
-        """Like `request`; *replied* is called with the reply where it is read."""
+        """Send a request like `request`, and call *replied* with its reply when the reply is read."""
         for what, tensor in (("payload", payload), ("into", into)):
             if tensor is not None:
                 protocol.check_flat(what, tensor)
@@ -177,23 +182,26 @@ class ServerConnection:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port, as this worker knows them."""
+        """Host and port of the server, as this worker reaches it."""
         return self._host, self._port
 
     def look(self) -> None:
-        """Read what has arrived, without waiting. Raises `PeerLostError` if the server is lost."""
+        """Read messages that have arrived, without waiting.
+
+        Raises `PeerLostError` if the server is lost.
+        """
         self._loop.handle(0)
         self._check()
 
     @property
     def failure(self) -> UsageError | PeerLostError | None:
-        """Why the server will not reply any more; None while it may."""
+        """The error that ended this connection; None while the server may still reply."""
         return self._failure
 
     def read_in(self, loop: PollLoop) -> None:
         """Let *loop* read this connection from now on, on its own thread.
 
-        No caller waits here then: replies go to the *replied* function of `ask`.
+        Callers must not `wait` from then on: each reply goes to the *replied* function of `ask`.
         """
         for source in self._watched:
             self._loop.unwatch(source)
@@ -202,7 +210,7 @@ class ServerConnection:
             loop.watch(source, handler)
 
     def part(self, well: bool) -> None:
-        """Release the sockets at once; *well*: with a goodbye on the liveness connection.
+        """Release the sockets at once; *well*: after a goodbye on the liveness connection.
 
         Unanswered requests and unread replies are lost.
         """
@@ -213,10 +221,10 @@ class ServerConnection:
             self._let_go(0.0)
 
     def close(self) -> None:
-        """Say goodbye on all channels, and release the sockets.
+        """Say goodbye on all channels, then release the sockets.
 
-        Requests without a `wait` may be lost. Returns within `Timeouts.server_goodbye`, at the
-        worst twice that.
+        Requests without a `wait` may be lost. Returns within `Timeouts.server_goodbye`, or at worst
+        twice that.
         """
         if self._closed:
             return
@@ -233,7 +241,8 @@ class ServerConnection:
                     self._liveness.send(b"bye\n")
                 linger = 0.0 if self._failure else timeouts.server_goodbye
         except zmq.ZMQError:
-            pass  # the server is gone: no goodbye is needed
+            # The server is lost, so it needs no goodbye.
+            pass
         finally:
             self._let_go(linger)
 
@@ -281,11 +290,11 @@ class ServerConnection:
         )
 
     def _wait_for_listener(self, deadline: float) -> bool:
-        """Wait until the server listens, since ZeroMQ connects only once. Raises `PeerLostError` at
-        the deadline.
+        """Wait until the server listens, since ZeroMQ connects only once.
 
         Returns whether the server is on this machine: then both ends have the same address. A
-        worker behind an emulated link has another address, so its payloads use that link.
+        worker behind an emulated link has another address, so its payloads use that link. Raises
+        `PeerLostError` at the deadline.
         """
         while True:
             left = max(0.01, deadline - time.monotonic())
@@ -319,7 +328,7 @@ class ServerConnection:
             self._service,
             offer,
         )
-        # zmq.Again: the server has refused already, and the monitor gives the reason.
+        # zmq.Again: the server has already refused this worker, and the monitor reports the reason.
         with contextlib.suppress(zmq.Again):
             channel.say(hello)
         self._watch(channel.socket, channel.read)
@@ -339,7 +348,7 @@ class ServerConnection:
     def _socket(self) -> zmq.Socket[Any]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, int(1000 * timeouts.server_goodbye))
-        # MOST_UNANSWERED is the limit: of requests, and so of replies.
+        # MOST_UNANSWERED already limits requests, and so replies.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, protocol.LARGEST_ON_THE_WIRE)
@@ -363,8 +372,7 @@ class ServerConnection:
             self._check()
 
     def _poll_until(self, done: Callable[[], bool], deadline: float | None) -> bool:
-        """Serve all connections until *done*; False at the deadline, or if the server is lost
-        before."""
+        """Serve all connections until *done*; False at the deadline or after the server's loss."""
         while not done():
             if self._failure is not None or self._closed:
                 return False
@@ -385,7 +393,8 @@ class ServerConnection:
                 UsageError,
             )
         elif event == zmq.EVENT_DISCONNECTED:
-            channel.read()  # its last messages
+            # Its last messages may have arrived before it broke.
+            channel.read()
             self.give_up(f"is lost: channel {channel.name!r} broke")
         else:
             mine = "encrypted" if self._security.encrypted else "plain"
@@ -405,7 +414,8 @@ class ServerConnection:
         except OSError as error:
             how = liveness.how_it_ended(error)
         for channel in self._channels.values():
-            channel.read()  # its last messages
+            # Its last messages may have arrived before the process ended.
+            channel.read()
         self.give_up(f"is lost: its process {how}")
 
     def _not_an_answer(self, error: ProtocolError) -> None:
@@ -437,7 +447,7 @@ class ServerConnection:
 
 
 class PendingReply:
-    """A `PendingReply` over one channel."""
+    """A reply that one channel waits for; implements `interfaces.PendingReply`."""
 
     def __init__(
         self,
@@ -482,7 +492,7 @@ class PendingReply:
 
 
 class Channel:
-    """One connection, with its unanswered and its unsent requests."""
+    """One connection, with its unanswered requests and its queue of unsent ones."""
 
     def __init__(
         self, server: ServerConnection, name: str, socket: zmq.Socket[Any]
@@ -490,7 +500,8 @@ class Channel:
         self.server = server
         self.name = name
         self.next = 0
-        self.unanswered: dict[int, PendingReply] = {}  # in the order they were sent
+        # Requests are in the order in which they were sent.
+        self.unanswered: dict[int, PendingReply] = {}
         self.queue: deque[PendingReply] = deque()
         self.welcome: protocol.Welcome | None = None
         self.farewell = False
@@ -501,10 +512,11 @@ class Channel:
         self.socket.send(protocol.encode(words), zmq.NOBLOCK)
 
     def submit(self, pending_reply: PendingReply) -> None:
-        """Send as soon as fewer than MOST_UNANSWERED requests are unanswered."""
+        """Send the request once fewer than MOST_UNANSWERED requests are unanswered."""
         self.queue.append(pending_reply)
         if len(self.unanswered) >= protocol.MOST_UNANSWERED:
-            self.read()  # there may be replies already
+            # Replies may have arrived already.
+            self.read()
         self._send_what_may_be_sent()
 
     def _send_what_may_be_sent(self) -> None:
@@ -587,8 +599,10 @@ class Channel:
 
 
 def check_listens(name: str, host: str, port: int) -> None:
-    """Raise `PeerLostError` at once if nothing listens there; ZeroMQ would retry without end or
-    error."""
+    """Raise `PeerLostError` at once if no process listens there.
+
+    ZeroMQ would retry forever without an error.
+    """
     try:
         socket.create_connection((host, port), timeouts.server_connect).close()
     except OSError as error:

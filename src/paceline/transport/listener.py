@@ -1,18 +1,24 @@
-"""A server process's end of its workers' connections: sockets in, events out.
+"""Receives workers' messages in a server process, and sends replies: sockets in, events out.
 
-Theory of operation ------------------- `ServerListener.poll` waits for messages of workers (a
-ROUTER socket), ZeroMQ's authentication requests, liveness connections, connections to other
-services (see `peers`), and lines of the parent process. It returns events, and knows no service:
-`parameter_server.process.host` calls the services, and sends their replies.
+`ServerListener.poll` waits for
 
-It never waits for a single peer: messages are put into ZeroMQ's queues, whose length is bounded.
-Connections show which workers are present or lost: see `sessions`. A broken connection is a lost
-peer at both ends, and nothing is sent twice.
+- messages of workers (a ROUTER socket),
+- ZeroMQ's authentication requests,
+- liveness connections,
+- connections to other services (see `peers`),
+- lines of the parent process.
 
-A refused message changes nothing. It is counted in `ServerListener.refused`, and answered if its
+It returns events, and calls no service: `parameter_server.process.host` calls the services, and
+sends their replies.
+
+It never waits for a single peer: messages go into ZeroMQ's queues, whose length is bounded.
+Connections show which workers are present or lost: see `sessions`. A broken connection means a lost
+peer on both sides, and nothing is sent twice.
+
+A refused message changes no state. It is counted in `ServerListener.refused`, and answered if its
 sender waits for an answer. A worker that breaks the protocol itself (requests out of order, replies
-never read) is dropped as if lost. So memory is bounded: per channel by ZeroMQ's queues, per worker
-by its channels. Unauthenticated peers are not admitted.
+never read) is treated as lost. So memory is bounded: per channel by ZeroMQ's queues, per worker by
+the number of its channels. Unauthenticated peers are not admitted.
 """
 
 from __future__ import annotations
@@ -43,13 +49,13 @@ from paceline.transport.sessions import Attendance, Connection, Session, Session
 log = logging.getLogger(__name__)
 
 REFUSALS_LOGGED = 10
-"""Log lines for each kind of refusal, so that a frequent kind hides no other."""
+"""Log lines for each kind of refusal, so that a frequent kind does not hide the others."""
 MESSAGES_A_TURN = 64
-"""Messages that are read before the services see them; fewer if their payloads are large."""
+"""Messages that one turn reads before services handle them; fewer if payloads are large."""
 
 
 class RequestArrived(NamedTuple):
-    """A worker, or another service, has sent a request to service *key*."""
+    """A worker or another service has sent a request to service *key*."""
 
     key: ServiceKey
     sender: Sender
@@ -58,7 +64,7 @@ class RequestArrived(NamedTuple):
 
 
 class WorkerLost(NamedTuple):
-    """This incarnation of a worker, or of another service, has gone without a goodbye."""
+    """This incarnation of a worker, or of another service, ended without a goodbye."""
 
     key: ServiceKey
     worker: int
@@ -72,7 +78,7 @@ class ControlLine(NamedTuple):
 
 
 class ControlEnded(NamedTuple):
-    """The process that started this one has closed its end, so this process is to end."""
+    """The process that started this one has closed its pipe, so this process must end."""
 
 
 ListenerEvent = RequestArrived | WorkerLost | ControlLine | ControlEnded
@@ -80,7 +86,7 @@ ListenerEvent = RequestArrived | WorkerLost | ControlLine | ControlEnded
 
 @dataclass
 class Traffic:
-    """Bytes as all runtimes count them, and requests by type."""
+    """Bytes as all runtimes count them, and the number of requests by type."""
 
     received_bytes: int = 0
     sent_bytes: int = 0
@@ -88,22 +94,24 @@ class Traffic:
 
 
 class ServerListener:
-    """Listens at *address*, on *port* (0: a free one), for workers that know *token*.
+    """Listens at *address* and *port* for workers that know *token*.
 
-    It serves all trainings of its process, one after the other or side by side. So the port stays
-    in use between trainings, and messages that arrive meanwhile wait.
+    It serves all trainings of its process, in turn or at the same time. So the port stays in use
+    between trainings, and messages that arrive meanwhile wait.
 
     Args:
         address: An address of this machine.
         port: The port for workers' messages; 0: a free port.
-        workers: The number of workers of each training.
+        workers: Number of workers of each training.
         token: The job's secret token.
-        services: The number of other services that may send requests. Their numbers follow the workers'.
+        services: Number of other services that may send requests. Their numbers follow the
+            workers'.
         numbers: Whether this process numbers workers' incarnations (see `sessions`).
-        welcomes_any: Whether the first worker that connects for a service opens it; else `open` does.
+        welcomes_any: Whether the first worker that connects to a service opens it. If not, `open`
+            opens it.
         liveness_port: The port for liveness connections; 0: a free port.
-        security: None: as the environment says, see `security`.
-        max_payload_bytes: The largest payload of a message.
+        security: Protection of the connections; None: from the environment, see `security`.
+        max_payload_bytes: The largest payload of a message, in bytes.
 
     Raises:
         UsageError: Nothing protects the address, or it cannot be bound.
@@ -138,7 +146,7 @@ class ServerListener:
         self._events: list[ListenerEvent] = []
         self._unhandled_bytes = 0
         self._farewells: list[bytes] = []
-        """Connections that have said goodbye. The farewell is sent once their earlier messages are
+        """Connections that have said goodbye. They get a farewell once their earlier messages are
         handled."""
         self._begun_line = b""
         self._context = zmq.Context(io_threads=1)
@@ -211,7 +219,7 @@ class ServerListener:
         return listener
 
     def close(self) -> None:
-        """Close all sockets; the last replies have `Timeouts.last_replies` to leave."""
+        """Close all sockets. The last replies have `Timeouts.last_replies` to leave."""
         self._send_farewells()
         self._sessions.close()
         self._liveness.close()
@@ -235,14 +243,17 @@ class ServerListener:
         return self._sessions.attendances
 
     def end(self, key: ServiceKey) -> None:
-        """End a service: workers that are still connected get a farewell."""
+        """End a service, and send a farewell to workers that are still connected."""
         self._send_farewells()
         self._sessions.end(key)
 
     # ---- events ----
 
     def watch_control(self, control: int | None) -> None:
-        """Return lines from this descriptor, and its end, as events, too; None: from no descriptor."""
+        """Return lines from this descriptor, and its end, as events, too.
+
+        None: watch no descriptor.
+        """
         if self._control is not None:
             self.loop.unwatch(self._control)
         self._control, self._begun_line = control, b""
@@ -250,10 +261,10 @@ class ServerListener:
             self.loop.watch(control, lambda: self._read_control(control))
 
     def poll(self, seconds: float = math.inf) -> Sequence[ListenerEvent]:
-        """Wait for events, at most for *seconds*; return them in order."""
+        """Wait for events for at most *seconds*; return them in order."""
         self._unhandled_bytes = 0
         self._send_farewells()
-        # Round up, so that it never returns early.
+        # Round up, so that this never returns early.
         wait = None
         if self._events:
             wait = 0
@@ -264,9 +275,9 @@ class ServerListener:
         return events
 
     def send(self, key: ServiceKey, replies: Iterable[Reply]) -> None:
-        """Queue replies of service *key* that it has made at one moment.
+        """Queue the replies that service *key* made in one batch.
 
-        Workers that have gone get none. A worker that does not read its replies is lost.
+        Workers that have left get none. A worker that does not read its replies is lost.
         """
         for reply in replies:
             self._send(key, reply)
@@ -319,7 +330,7 @@ class ServerListener:
     def _read_messages(self) -> None:
         router = self._router
         for _ in range(MESSAGES_A_TURN):
-            # Messages stay in memory until the services have seen them.
+            # Messages stay in memory until the services have handled them.
             if self._unhandled_bytes > protocol.SMALL_BYTES:
                 return
             try:
@@ -363,7 +374,7 @@ class ServerListener:
         header: protocol.RequestHeader,
         frames: Sequence[memoryview],
     ) -> None:
-        """Handle a request."""
+        """Check a request, and return it as an event."""
         session = connection.session
         if not session.is_admitted:
             raise ProtocolError("order", "a request before the ticket", fatal=True)
@@ -401,7 +412,7 @@ class ServerListener:
             self._say(identity, protocol.Rejected(str(refusal)))
             self._note_lost(self._sessions.lose(connection.session))
             return
-        # Only a request with a wrong payload gets here; its number has been counted.
+        # Only a request with a wrong payload reaches this line; its number has been counted.
         rejected = Rejected(reason=str(refusal))
         self._say(identity, protocol.ReplyHeader(connection.next - 1, rejected))
 
@@ -418,7 +429,7 @@ class ServerListener:
         header: msgspec.Struct,
         payload: torch.Tensor | None = None,
     ) -> bool:
-        """Send a message. Returns False if the peer has gone or its queue is full."""
+        """Send a message. Returns False if the peer has left or its queue is full."""
         try:
             self._router.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
             protocol.send(self._router, header, payload)
@@ -437,11 +448,11 @@ class ServerListener:
         try:
             self._note_lost(self._sessions.read(peer))
         except ProtocolError as refusal:
-            # Count first: when the peer sees its connection end, the refusal is counted.
+            # Count first, so that the count is correct when the peer sees its connection end.
             self._count(refusal.kind, str(refusal))
             self._sessions.show_out(peer)
 
 
 def _resolved(address: str) -> str:
-    """A numeric address: ZeroMQ binds to nothing else."""
+    """Return a numeric address: ZeroMQ binds to no other kind."""
     return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -1,21 +1,22 @@
-"""Idle connections whose end shows that a process has ended.
+"""Detects that a process has ended: its idle TCP connections close.
 
-Theory of operation ------------------- A process that must learn of another one's end has an idle
-TCP connection to it. When a process ends in any way, its kernel closes the connection at once.
-Nothing is inferred from silence. Two things could hide an end, or look like one:
+A process that must learn of another one's end has an idle TCP connection to it. When a process ends
+in any way, its kernel closes the connection at once. Silence is never taken for an end. Two
+conditions could hide an end, or look like one:
 
 *Networks.* A machine that vanishes closes nothing, so the kernel probes idle connections
-(keep-alive). A network that is cut looks the same, and comes back. So a peer is given up only if it
-has answered no probe for `PACELINE_UNREACHABLE_SECONDS` (300). It is then called *unreachable*, not
-*dead*. TCP_USER_TIMEOUT stays unset: it would overrule the number of probes, and count data sent
-during the cut from its first attempt. The kernel resends data of other connections (gloo's,
-ZeroMQ's) at growing intervals, 120 s at most. So after a cut of minutes a job continues up to two
-minutes after its network. The kernel's own limit is about 15 minutes without an acknowledgement
-(tcp_retries2).
+(keep-alive). A network that is cut looks the same, and may come back. So a peer is given up only
+after it has answered no probe for `PACELINE_UNREACHABLE_SECONDS` (300). Messages then call it
+*unreachable*, not *dead*.
 
-*Forked children.* A child has copies of all descriptors, and a connection ends with the last copy.
-A helper that outlives its parent would hide the parent's end. So a child closes its copies when it
-begins. Programs started by ``exec`` inherit no descriptors.
+TCP_USER_TIMEOUT stays unset: it would overrule the number of probes, and count data sent during the
+cut from its first attempt. The kernel resends data of other connections (gloo's, ZeroMQ's) at
+growing intervals, 120 s at most. So after a cut of minutes a job continues up to two minutes after
+its network. The kernel's own limit is about 15 minutes without an acknowledgement (tcp_retries2).
+
+*Forked children.* A child has copies of all descriptors, and a connection closes with its last
+copy. A helper process that outlives its parent would hide the parent's end. So a child closes its
+copies when it begins. Programs started by ``exec`` inherit no descriptors.
 
 A process of `multiprocessing` has such a connection to its parent, a pipe: see `end_with_parent`.
 """
@@ -54,7 +55,11 @@ _UNREACHABLE = {
 
 
 class KeepAlive(NamedTuple):
-    """Seconds between probes of an idle connection, and how many probes may stay unanswered."""
+    """Settings of TCP keep-alive.
+
+    *interval*: seconds between probes of an idle connection. *probes*: unanswered probes after
+    which the kernel closes it.
+    """
 
     interval: int
     probes: int
@@ -63,7 +68,7 @@ class KeepAlive(NamedTuple):
 def keep_alive() -> KeepAlive:
     """Return the keep-alive settings from the environment. Raises `UsageError` for invalid values.
 
-    Whenever the network is cut, the last unanswered probe leaves no earlier than the permitted
+    Whenever the network is cut, the last unanswered probe is sent no earlier than the permitted
     seconds after the cut.
     """
     seconds = patience()
@@ -72,8 +77,10 @@ def keep_alive() -> KeepAlive:
 
 
 def watch(connection: socket.socket) -> None:
-    """Let the kernel detect a vanished machine at the other end, and close the connection in forked
-    children."""
+    """Make *connection* close when the peer's machine vanishes, and in forked children.
+
+    The kernel detects the vanished machine by keep-alive probes.
+    """
     interval, probes = keep_alive()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -88,9 +95,11 @@ def watch(connection: socket.socket) -> None:
 
 
 def unanswered(connection: socket.socket) -> int:
-    """The bytes that the other end's kernel has not acknowledged; 0 if this system does not tell.
+    """Return the sent bytes that the peer's kernel has not acknowledged.
 
-    A kernel acknowledges at once, whatever its process is doing.
+    0 if this system does not count them.
+
+    A kernel acknowledges at once, whatever its process does.
     """
     if not hasattr(termios, "TIOCOUTQ"):
         return 0
@@ -102,9 +111,9 @@ def unanswered(connection: socket.socket) -> int:
 
 
 def how_it_ended(error: OSError | None) -> str:
-    """What happened to the process at the other end, as text.
+    """Return how the peer's process ended, as text for an error message.
 
-    *error* is the connection's error; None: it was closed.
+    *error* is the connection's error; None: the connection was closed.
     """
     if error is not None and error.errno in _UNREACHABLE:
         return (
@@ -115,9 +124,9 @@ def how_it_ended(error: OSError | None) -> str:
 
 
 class Said(NamedTuple):
-    """Data from a connection: complete *lines*, and whether it is *over*.
+    """Data read from a connection: complete *lines*, and whether it is *over*.
 
-    It is over if it was closed, failed with *error*, or sent a line that does not end.
+    A connection is over if it was closed, failed with *error*, or sent a line that is too long.
     """
 
     lines: Sequence[bytes] = ()
@@ -128,22 +137,23 @@ class Said(NamedTuple):
 class Callers:
     """The accepted ends of idle connections.
 
-    A caller is a stranger until `know`. Memory for strangers is bounded: *line_bytes* for each, and
-    at most *strangers* of them. If one more comes, the oldest is closed.
+    A peer is unauthenticated until `know`. Memory for unauthenticated peers is bounded:
+    *line_bytes* for each, and at most *strangers* of them. The oldest is closed if one more
+    arrives.
     """
 
     def __init__(self, strangers: int, line_bytes: int) -> None:
         self._strangers, self._line_bytes = strangers, line_bytes
         self._begun: dict[socket.socket, bytes] = {}
-        """By connection: the start of a line that has not ended yet."""
+        """By connection: the start of a line that is not complete yet."""
         self._known: set[socket.socket] = set()
 
     def accept(
         self, listener: socket.socket, show_out: Callable[[socket.socket], None]
     ) -> socket.socket | None:
-        """Accept the next connection; None if it has gone again.
+        """Accept the next connection; None if it has closed again.
 
-        If there are too many strangers, *show_out* must close one.
+        If there are too many unauthenticated peers, *show_out* must close the given one.
         """
         try:
             peer, _ = listener.accept()
@@ -153,12 +163,13 @@ class Callers:
             return None
         strangers = [caller for caller in self._begun if caller not in self._known]
         if len(strangers) >= self._strangers:
-            show_out(strangers[0])  # the oldest one has had its time
+            # The oldest one has had the most time to authenticate itself.
+            show_out(strangers[0])
         self._begun[peer] = b""
         return peer
 
     def know(self, peer: socket.socket) -> None:
-        """Note that this caller has authenticated itself."""
+        """Note that this peer has authenticated itself."""
         self._known.add(peer)
 
     def read(self, peer: socket.socket) -> Said:
@@ -185,19 +196,19 @@ class Callers:
             self.close(peer)
 
     def __contains__(self, peer: socket.socket) -> bool:
-        """Whether it is open."""
+        """Whether this connection is open."""
         return peer in self._begun
 
     def __iter__(self) -> Iterator[socket.socket]:
-        """The open connections, the oldest first."""
+        """Iterate over the open connections, the oldest first."""
         return iter(self._begun)
 
 
 def end_with_parent() -> None:
     """Let this process of `multiprocessing` end when its parent ends, in any way.
 
-    A pool's worker would not notice by itself: it holds both ends of the pipe that brings its
-    tasks, so the pipe never ends.
+    A pool's worker would not notice that: it holds both ends of the pipe that brings its tasks, so
+    the pipe never closes.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -205,17 +216,17 @@ def end_with_parent() -> None:
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)  # no process needs the results any more
+        # No process needs the results any more.
+        os._exit(1)
 
     threading.Thread(target=wait, name="paceline lifeline", daemon=True).start()
 
 
 @contextlib.contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Start processes within this context, in this thread, that never get Ctrl-C, even during their
-    imports.
+    """Start processes in this context, on this thread, that never get Ctrl-C, even during imports.
 
-    Their parent gets it, and ends them.
+    Their parent gets Ctrl-C, and ends them.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -225,7 +236,7 @@ def without_interrupts() -> Iterator[None]:
 
 
 def close_in_children(end: socket.socket | io.BufferedWriter) -> None:
-    """Close *end*, of a connection or a pipe, in forked children: it belongs to this process only."""
+    """Close *end*, of a connection or a pipe, in forked children: only this process uses it."""
     _ends.add(end)
 
 
@@ -236,9 +247,10 @@ def _forked() -> None:
     for end in list(_ends):
         with contextlib.suppress(OSError):
             if isinstance(end, io.BufferedWriter):
-                end.raw.close()  # the parent writes what it has buffered
+                # The parent writes the data that it has buffered, so the child must not.
+                end.raw.close()
             elif end.fileno() >= 0:
-                # Not close(): a file made of the socket would keep it open.
+                # Not close(): a file object made from the socket would keep it open.
                 os.close(end.detach())
     _ends.clear()
 
@@ -247,5 +259,5 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def patience() -> float:
-    """Seconds that a peer may be unreachable, from the environment."""
+    """Return the seconds that a peer may be unreachable, from the environment."""
     return seconds_from(os.environ, UNREACHABLE_VARIABLE, timeouts.unreachable)

@@ -1,15 +1,15 @@
-"""A service's connections to its peers, the other services that it sends requests to.
+"""Connects a service to its peers, the other services that it sends requests to.
 
-Theory of operation ------------------- A service learns its peers' addresses when all services of
-its training listen (`PeerConnections.meet`). Connecting may take a while, and two services may
-connect to each other. So each connection is made on a thread of its own, while the process's loop
-continues to serve. The thread hands over its connection, and a byte in a pipe wakes the loop. From
-then on the `PollLoop` reads the connection. `PeerConnections.collect` returns events.
+A service learns its peers' addresses when all services of its training listen
+(`PeerConnections.meet`). Connecting may take a while, and two services may connect to each other.
+So a thread of its own makes each connection, while the process's loop continues to serve. The
+thread passes on its connection, and wakes the loop by a byte in a pipe. From then on the `PollLoop`
+reads the connection. `PeerConnections.collect` returns events.
 
 Requests wait until their connection is made. A lost or unreachable peer is an event at once, and
 again at each further request: no request waits for it. If peers may come back (*reconnects*), a
-thread tries to reach the peer until it answers. Each attempt is a later incarnation, since the
-earlier one would not be admitted.
+thread retries until the peer answers. Each attempt is a later incarnation, since the peer would
+refuse the earlier one.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class PeerReplied(NamedTuple):
 
 
 class PeerLost(NamedTuple):
-    """*peer* does not answer any more."""
+    """*peer* no longer answers; *reason* is an error message."""
 
     peer: str
     reason: str
 
 
 class PeerBack(NamedTuple):
-    """*peer* is back after a `PeerLost`."""
+    """*peer* answers again after a `PeerLost`."""
 
     peer: str
 
@@ -60,7 +60,7 @@ PeerEvent = PeerReplied | PeerLost | PeerBack
 
 
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
-    """The error message of a request to a service that is no peer."""
+    """Return the error message for a request to a service that is no peer."""
     return (
         f"{asker} asks {peer!r}, which is no peer of its: expected one of "
         f"{', '.join(peers) or 'none'}"
@@ -68,7 +68,7 @@ def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
 
 
 class Route(NamedTuple):
-    """How to reach a peer: which service it is, and where it listens."""
+    """How to reach a peer: its service, and the address where it listens."""
 
     service: ServiceKey
     address: PeerAddress
@@ -76,10 +76,14 @@ class Route(NamedTuple):
 
 @dataclass
 class _Peer:
-    """A peer. *connection* is None until it is made; requests are in *waiting* meanwhile.
+    """A peer, and the requests that wait for its connection.
 
-    *lost*: why there is no connection. *route*: None until it is known. *incarnation*: of the next
-    connection.
+    Attributes:
+        connection: None until it is made.
+        waiting: Requests to send once *connection* is made.
+        lost: The reason why there is no connection; empty if there is none.
+        route: None until it is known.
+        incarnation: This service's incarnation in the next connection.
     """
 
     connection: ServerConnection | None = None
@@ -90,10 +94,10 @@ class _Peer:
 
 
 class PeerConnections:
-    """Connections to peers. Requests to peers in *names* may come before their addresses are known.
+    """Connections to peers, made and read beside *loop*.
 
-    All methods except `meet` are called on the thread of *loop*. With *reconnects*, lost peers may
-    come back.
+    Requests to peers in *names* may come before their addresses are known. All methods except
+    `meet` are called on the thread of *loop*. With *reconnects*, lost peers may come back.
     """
 
     def __init__(self, loop: PollLoop, names: Iterable[str] = ()) -> None:
@@ -113,8 +117,10 @@ class PeerConnections:
     def meet(
         self, sender: int, routes: Mapping[str, Route], incarnation: int = 0
     ) -> None:
-        """Start connecting to all peers, as service number *sender* in this incarnation; return at
-        once."""
+        """Start connecting to all peers, as this incarnation of service number *sender*.
+
+        Returns at once.
+        """
         self._sender = sender
         for name, route in routes.items():
             peer = self._peers.setdefault(name, _Peer())
@@ -148,7 +154,7 @@ class PeerConnections:
         return events
 
     def close(self, well: bool) -> None:
-        """Close all connections; *well*: with a goodbye, so that no peer takes it for a loss."""
+        """Close all connections; *well*: with a goodbye, so that no peer reports a loss."""
         with self._lock:
             if self._closed.is_set():
                 return
@@ -189,7 +195,7 @@ class PeerConnections:
             made.part(well=True)
 
     def _reached(self, name: str, peer: _Peer) -> ServerConnection | PacelineError:
-        """The connection to a peer, or the error."""
+        """Return a new connection to a peer, or the error."""
         assert peer.route is not None, "it is known before anybody sets out"
         address = peer.route.address
         try:
@@ -229,7 +235,7 @@ class PeerConnections:
         try:
             connection.ask(ask.message, ask.payload, ask.into, ask.channel, replied)
         except PacelineError:
-            # `collect` reports a peer that has gone or refuses this service.
+            # `collect` reports a peer that is lost or refuses this service.
             if connection.failure is None:
                 raise
 

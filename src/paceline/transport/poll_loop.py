@@ -1,4 +1,4 @@
-"""A loop that waits for sockets and descriptors, and calls their handlers."""
+"""Waits for sockets and descriptors, and calls their handlers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PollLoop:
         self._poller = zmq.Poller()
         self._handlers: dict[Source, Callable[[], None]] = {}
         self._keys: dict[Source, Source] = {}
-        """Each source's key in the poller. A plain socket's key is its descriptor: after the
-        garbage collector has closed a socket, the socket no longer knows its descriptor."""
+        """Each source's key in the poller. A plain socket's key is its descriptor, because a socket
+        that the garbage collector has closed no longer knows its descriptor."""
 
     def watch(self, source: Source, handler: Callable[[], None]) -> None:
         """Call *handler* whenever *source* can be read."""
@@ -36,10 +36,9 @@ class PollLoop:
         del self._handlers[key]
 
     def handle(self, milliseconds: int | None) -> bool:
-        """Wait until a source can be read, at most *milliseconds* (None: no limit), and call the
-        handlers.
+        """Wait until a source can be read, and call the handlers of all such sources.
 
-        Returns whether any source could be read.
+        *milliseconds*: the longest wait; None: no limit. Returns whether any source could be read.
         """
         events = self._poller.poll(milliseconds)
         for ready, _ in events:
@@ -50,6 +49,6 @@ class PollLoop:
         return bool(events)
 
     def let_go(self) -> None:
-        """Call no handler any more, and keep none alive."""
+        """Stop calling handlers, and drop all references to them."""
         self._handlers.clear()
         self._keys.clear()

@@ -1,21 +1,22 @@
-"""The wire format between a worker and a server, and its limits.
+"""Defines the wire format between a worker and a server, and its limits.
 
-Theory of operation ------------------- A worker has one ZeroMQ connection per (server, channel),
-which keeps order. Each ZeroMQ message has a header, which is msgpack of one of the types below.
-Only requests and replies also have a payload:
+A worker has one ZeroMQ connection per (server, channel), which keeps order. Each ZeroMQ message has
+a header, which is msgpack of one of the types below. Only requests and replies also have a payload:
 
 - worker: `Hello`, then for each request a `RequestHeader`, at the end a `Bye`;
 - server: `Welcome`, then for each reply a `ReplyHeader`, and a `Farewell`.
 
-A payload is one frame of its message, or lies in shared memory (see `shared_memory`). ZeroMQ sends
-it from the tensor's own memory. The server uses it where ZeroMQ received it (`payload_from`). A
-worker copies it once, into the tensor of its request. Only a payload above FRAME_BYTES has several
-frames, which a server joins in a copy. ZeroMQ applies its frame limit (MAXMSGSIZE) to
-unauthenticated peers, too. So they cannot make a server hold more than one such frame.
+*Payloads.* A payload is one frame of its message, or lies in shared memory (see `shared_memory`).
+ZeroMQ sends it from the tensor's own memory. The server uses it where ZeroMQ received it
+(`payload_from`). A worker copies it once, into the tensor of its request. Only a payload above
+FRAME_BYTES has several frames, which a server joins in a copy. ZeroMQ applies its frame limit
+(MAXMSGSIZE) to unauthenticated peers, too. So such a peer can make a server hold at most one such
+frame.
 
-ZeroMQ and TCP do flow control: a server reads QUEUED_REQUESTS of a connection ahead. A worker has
-at most MOST_UNANSWERED unanswered requests in a channel, and keeps further ones itself. So a server
-can limit the replies that it queues for a worker, and drop a worker that does not read them.
+*Flow control* is ZeroMQ's and TCP's: a server reads QUEUED_REQUESTS of a connection ahead. A worker
+has at most MOST_UNANSWERED unanswered requests in a channel, and keeps further ones itself. So a
+server can limit the replies that it queues for a worker, and drop a worker that does not read them.
+
 Received data only ever becomes one of the types below; nothing is unpickled.
 """
 
@@ -40,10 +41,10 @@ LARGEST_HEADER_BYTES = 4 << 20
 """The largest header; a header may describe a whole model."""
 LARGEST_PAYLOAD_BYTES = 2 << 30
 HEADER_BYTES = 128
-"""What every runtime counts for a message beside its payload: its MessagePack header, ZeroMQ's
-frames, and the headers of TCP and IP of one packet."""
+"""Bytes that every runtime counts for a message beside its payload: its MessagePack header,
+ZeroMQ's frames, and the headers of TCP and IP of one packet."""
 SMALL_BYTES = 64 * 1024
-"""Parts smaller than this are not sent as messages of their own."""
+"""The limit of a small payload, which is copied; no bucket is split into smaller parts."""
 HELLO_BYTES = 1024
 HAS_BEEN_HERE = "which has been here as"
 """Text in the refusal of a worker that has left: a later training may be about to begin."""
@@ -63,7 +64,7 @@ CHANNEL_CHARACTERS = 64
 
 
 class Memory(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """Shared memory of a process on this machine: its descriptor there, and the nonce at its start."""
+    """Name of a process's shared memory on this machine: its descriptor there, and its first bytes."""
 
     process: int
     descriptor: int
@@ -78,10 +79,10 @@ Place = tuple[int, int]
 
 
 class ServiceKey(NamedTuple):
-    """Which service of which *training* a connection is for.
+    """Identifies the service that a connection is for.
 
-    A process serves many: a script may train several times, and a training may have several
-    services, each with its own *number*.
+    A process serves many: a script may train several times (*training*), and a training may have
+    several services, each with its own *number*.
     """
 
     training: int = 0
@@ -96,10 +97,12 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, forbid_unknown_fields=
     """The first message of a connection.
 
     Attributes:
-        channel: ``""`` is the first channel. Others follow after its welcome and the liveness connection.
+        channel: ``""`` is the first channel. Others follow after its welcome and the liveness
+            connection.
         incarnation: None: the server numbers it.
-        workers: The number of the job's workers as this worker knows it; 0: unknown.
-        asks: Only ask whether the worker may come, and for the number of workers. The server notes nothing.
+        workers: Number of the job's workers as this worker knows it; 0: unknown.
+        asks: Only ask whether the server would admit this worker, and for the number of workers.
+            The server's state does not change.
         memory: Shared memory for payloads of requests, if the server is on this machine.
     """
 
@@ -119,7 +122,7 @@ class RequestHeader(
 ):
     """A request; *number* counts a channel's requests from 0.
 
-    *dtype* is None without a payload. *place*: the payload's place in shared memory, instead of a
+    *dtype* is None without a payload. *place* is the payload's place in shared memory, if it has no
     frame.
     """
 
@@ -159,7 +162,7 @@ class Welcome(msgspec.Struct, tag="welcome", array_like=True):
 
 
 class ReplyHeader(msgspec.Struct, tag="reply", array_like=True):
-    """The reply to request *number*; *dtype* is None without a payload. *place*: as in a request."""
+    """The reply to request *number*; the other fields are those of `RequestHeader`."""
 
     number: int
     message: ReplyMessage
@@ -169,11 +172,11 @@ class ReplyHeader(msgspec.Struct, tag="reply", array_like=True):
 
 
 class Farewell(msgspec.Struct, tag="farewell", array_like=True):
-    """All messages before the `Bye` have been handled."""
+    """The server has handled all messages before the `Bye`."""
 
 
 class Rejected(msgspec.Struct, tag="rejected", array_like=True):
-    """The message was no request of a known worker; this connection is of no further use."""
+    """The message was no request of a known worker. The worker must not use this connection again."""
 
     reason: str
 
@@ -182,10 +185,10 @@ FromServer = Welcome | ReplyHeader | Farewell | Rejected
 
 
 class ProtocolError(Exception):
-    """A message that is not accepted.
+    """A message that this end does not accept.
 
-    *kind* is the name that it is counted under. *fatal*: the peer broke the protocol itself, and is
-    dropped.
+    *kind* is the name under which it is counted. *fatal*: the peer broke the protocol itself, and
+    is dropped.
     """
 
     def __init__(self, kind: str, reason: str, *, fatal: bool = False) -> None:
@@ -201,7 +204,7 @@ _from_server: msgspec.msgpack.Decoder[FromServer] = msgspec.msgpack.Decoder(From
 
 
 def decode_hello(header: bytes) -> Hello:
-    """The first message of an unknown peer. Raises `ProtocolError`."""
+    """Decode the first message of an unknown peer. Raises `ProtocolError`."""
     if len(header) > HELLO_BYTES:
         raise ProtocolError("stranger", f"{len(header)} bytes before a hello")
     try:
@@ -211,7 +214,7 @@ def decode_hello(header: bytes) -> Hello:
 
 
 def decode_from_worker(header: bytes) -> FromWorker:
-    """A known worker's header. Raises `ProtocolError`."""
+    """Decode a known worker's header. Raises `ProtocolError`."""
     if len(header) > LARGEST_HEADER_BYTES:
         reason = (
             f"a header of {len(header)} bytes; at most {LARGEST_HEADER_BYTES} are read"
@@ -224,7 +227,7 @@ def decode_from_worker(header: bytes) -> FromWorker:
 
 
 def decode_from_server(header: bytes) -> FromServer:
-    """A server's header. Raises `ProtocolError`."""
+    """Decode a server's header. Raises `ProtocolError`."""
     try:
         return _from_server.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -252,17 +255,17 @@ def check_flat(what: str, tensor: torch.Tensor) -> None:
 
 
 def size_of(tensor: torch.Tensor | None) -> int:
-    """Bytes of a payload."""
+    """Return the bytes of a payload."""
     return 0 if tensor is None else tensor.numel() * tensor.element_size()
 
 
 def describe(tensor: torch.Tensor | None) -> tuple[str | None, int]:
-    """A payload's dtype and elements, for its header."""
+    """Return a payload's dtype and number of elements, for its header."""
     return (None, 0) if tensor is None else (_NAMES[tensor.dtype], tensor.numel())
 
 
 def payload_bytes(dtype: str | None, elements: int, limit: int) -> int:
-    """The size of a payload that a header announces. Raises `ProtocolError`."""
+    """Return the bytes of the payload that a header announces. Raises `ProtocolError`."""
     if dtype is None:
         if elements:
             raise ProtocolError("payload", f"{elements} elements of no dtype")
@@ -280,7 +283,10 @@ def payload_bytes(dtype: str | None, elements: int, limit: int) -> int:
 
 
 def frames_of(payload: torch.Tensor | None) -> list[memoryview]:
-    """The host memory of a payload, in frames. It must not change before ZeroMQ has sent them."""
+    """Return the host memory of a payload, in frames.
+
+    It must not change until ZeroMQ has sent them.
+    """
     if payload is None or not payload.numel():
         return []
     memory = payload.detach().view(torch.uint8).numpy().data
@@ -290,10 +296,10 @@ def frames_of(payload: torch.Tensor | None) -> list[memoryview]:
 def payload_from(
     dtype: str | None, elements: int, frames: Sequence[memoryview], limit: int
 ) -> torch.Tensor | None:
-    """The payload that a header announces, as a tensor in the memory of its frame.
+    """Return the payload that a header announces, as a tensor in the memory of its frame.
 
     The tensor keeps the frame alive; a payload in shared memory is a frame, too. A payload that is
-    small, not aligned or in several frames is copied. ZeroMQ keeps a small one among other
+    small, not aligned or in several frames is copied. ZeroMQ stores a small one together with other
     messages, which would stay in memory as long.
 
     Raises `ProtocolError` if the frames are not the payload that the header announces.
@@ -315,7 +321,8 @@ def payload_from(
             return payload
     try:
         payload = torch.empty(elements, dtype=kind)
-    except RuntimeError as error:  # torch's error if there is no memory
+    # torch raises RuntimeError if there is no memory.
+    except RuntimeError as error:
         raise ProtocolError("too large", f"no memory for it: {error}") from None
     for place, frame in zip(frames_of(payload), frames, strict=True):
         place[:] = frame
@@ -323,7 +330,7 @@ def payload_from(
 
 
 def frame_sizes(size: int) -> list[int]:
-    """The frames of a payload of *size* bytes: one, or several if one would be too large."""
+    """Return the frames' bytes of a payload of *size* bytes: one, or several above FRAME_BYTES."""
     return [min(FRAME_BYTES, size - at) for at in range(0, size, FRAME_BYTES)]
 
 
@@ -344,8 +351,10 @@ def receive_into(socket: zmq.Socket[Any], payload: torch.Tensor) -> None:
 def send(
     socket: zmq.Socket[Any], header: msgspec.Struct, payload: torch.Tensor | None = None
 ) -> None:
-    """Queue a message, or on a ROUTER the parts after the identity. Raises `zmq.ZMQError` at the
-    limit."""
+    """Queue a message, or on a ROUTER the parts after the identity.
+
+    Raises `zmq.ZMQError` if the queue is full.
+    """
     frames = frames_of(payload)
     socket.send(encode(header), zmq.NOBLOCK | (zmq.SNDMORE if frames else 0))
     for i, frame in enumerate(frames, 1):
@@ -363,7 +372,7 @@ def discard_message(socket: zmq.Socket[Any]) -> None:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    """ZeroMQ's spelling of an address."""
+    """Return an address as ZeroMQ writes it."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 

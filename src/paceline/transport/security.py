@@ -99,12 +99,14 @@ class Security:
     def zap_reply(
         self, question: Sequence[bytes], token: str
     ) -> tuple[list[bytes], bool]:
-        """Answer ZeroMQ's question about a connection; return the reply, and whether it is
-        admitted."""
+        """Answer ZeroMQ's authentication request.
+
+        Returns the reply, and whether the peer is admitted.
+        """
         version, number, _, _, _, mechanism, *credentials = question
         if self.encrypted and mechanism == b"CURVE":
-            # The credential is the public key; CURVE has verified already that the peer holds
-            # the secret one.
+            # The credential is the public key. CURVE has already verified that the peer holds the
+            # secret one.
             expected, given = z85.decode(self.worker_public), credentials[0]
         elif not self.encrypted and mechanism == b"PLAIN":
             expected, given = token.encode(), credentials[1]
@@ -120,7 +122,7 @@ PLAIN = Security()
 
 @lru_cache(maxsize=8)
 def from_secret(secret: str) -> Security:
-    """The keys derived from *secret*. Raises `UsageError` for a short one."""
+    """Return the keys derived from *secret*. Raises `UsageError` for a short one."""
     if len(secret) < SECRET_CHARACTERS:
         raise UsageError(
             f"{SECRET}: expected at least {SECRET_CHARACTERS} characters, got "
@@ -138,13 +140,13 @@ def from_secret(secret: str) -> Security:
 
 
 def derived(key: bytes, purpose: str) -> str:
-    """A token or signature for *purpose*, which only holders of *key* can make."""
+    """Return a token or signature for *purpose*, which only holders of *key* can make."""
     words = f"paceline {purpose}".encode()
     return hmac.new(key, words, hashlib.sha256).hexdigest()[:32]
 
 
 def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:
-    """The common key of all processes of a job, for `derived`, from the environment.
+    """Return the common key of a job's processes, for `derived`; None if the environment has none.
 
     Raises `UsageError` if it is too short.
     """
@@ -156,7 +158,7 @@ def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:
 
 
 def dedicated_token(environment: Mapping[str, str] | None = None) -> str | None:
-    """The token of servers that no job has started; None if the environment has none.
+    """Return the token of servers that no job has started; None if the environment has none.
 
     Raises `UsageError` if it is too short.
     """
@@ -177,7 +179,7 @@ def _long_enough(token: str) -> str:
 
 
 def choose(address: str, environment: Mapping[str, str] | None = None) -> Security:
-    """How to protect a server at *address*: the table at the top.
+    """Return how to protect a server at *address*, by the table at the top.
 
     Raises `UsageError` if it would be open to a network that is not declared as trusted.
     """
@@ -201,7 +203,7 @@ def choose(address: str, environment: Mapping[str, str] | None = None) -> Securi
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach *address*."""
+    """Return whether only this machine can reach *address*."""
     if address == "localhost":
         return True
     try:

@@ -1,35 +1,36 @@
-"""The workers of each training, as a server process knows them by their connections.
+"""Tracks which workers of each training are present, lost or departed, by their connections.
 
 Other services of a training that send requests here have sessions too, with numbers after the
-workers'. Only their departures have no effect.
+workers'. Their departures have no effect.
 
-Theory of operation
--------------------
+*Life of a session:*
+
 1. A worker's first connection sends `Hello`, which names its service, and gets a one-time ticket.
-2. The worker opens a plain TCP connection to the liveness port, and shows the ticket. From then on it
+2. The worker opens a plain TCP connection to the liveness port, and shows the ticket. From then on
+   it
    is *present*: its requests are accepted, and it may open more channels.
 3. That connection stays idle. ZeroMQ does not report whose connection was lost, but this one does
    (see `liveness`). Then the worker is *lost*.
 4. A worker *departs*, which is no loss, with `Bye` on each channel, or with ``bye`` on the liveness
-   connection. If it has joined the training and has not left it, others wait for it. Then it counts as
-   lost, and the training has not ended well.
+   connection. If it has joined the training and has not left it, other workers wait for it. Then it
+   counts as lost, and the training has not ended well.
 
-After a departure or a loss, only the worker's incarnation is remembered. A newer incarnation may
-come back. It replaces one that is still present, which then counts as lost. An older one, or the
-same again, is refused.
+*Incarnations.* After a departure or a loss, the server remembers only the worker's incarnation. A
+newer incarnation may come back. It replaces one that is still present, which then counts as lost.
+An older or equal incarnation is refused.
 
-If incarnations are not numbered elsewhere, the server numbers them. A second process of a present
-worker is refused, since it probably means that two processes were started with one rank. But the
-first one's machine may have vanished, which no connection shows for minutes. So the server sends a
-byte to the present one, and its kernel acknowledges that at once, however busy the process is.
-Without an acknowledgement within `Timeouts.worker_acknowledge` the worker is lost, and the next
-process of its rank is accepted. The next process is also accepted after an eviction.
+If incarnations are not numbered elsewhere, the server numbers them. It refuses a second process of
+a present worker, since two processes were probably started with one rank. But the first one's
+machine may have vanished, which no connection shows for minutes. So the server sends a byte to the
+present one, and its kernel acknowledges that at once, however busy the process is. Without an
+acknowledgement within `Timeouts.worker_acknowledge` the worker is lost, and the next process of its
+rank is accepted. The next process is also accepted after an eviction.
 
-Memory for unauthenticated peers is bounded. There is one session for each worker that has not shown
-its ticket, and one line of each liveness connection without a ticket. The number of these is
+*Memory* for unauthenticated peers is bounded. There is one session for each worker that has not
+shown its ticket, and one line of each liveness connection without a ticket. The number of these is
 limited: the oldest is closed for the next.
 
-A method that may lose workers returns them, and the caller informs the service.
+Methods that may lose workers return the lost sessions, and the caller informs the service.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ from paceline.transport.shared_memory import ServerEnd, ServerMemory
 
 _LINE_BYTES = 64
 _STRANGERS = 64
-"""Liveness connections without a ticket, in addition to one for each worker."""
+"""The most liveness connections without a ticket, in addition to one for each worker."""
 MOST_SERVICES_AT_ONCE = 1024
-"""The limit of services of a process: otherwise a holder of the token could make it hold ever more."""
+"""The most services of a process: otherwise a holder of the token could exhaust its memory."""
 
 
 class Connection:
@@ -89,26 +90,26 @@ class Session:
         self.liveness: socket.socket | None = None
         self.connections: dict[str, Connection] = {}
         self.evicted = False
-        """Whether the server treats it as lost although its connection still exists."""
+        """Whether the server treats this worker as lost although its connection still exists."""
         self.asked: float | None = None
-        """When the server last asked its machine to acknowledge a byte."""
+        """When the server last asked the worker's machine to acknowledge a byte; None: never."""
         self.leaves_well = False
         self.takes_part = False
-        """Whether it has joined the training, and has not left it."""
+        """Whether the worker has joined the training, and has not left it."""
 
     @property
     def is_admitted(self) -> bool:
-        """Whether it has shown its ticket."""
+        """Whether this session has shown its ticket."""
         return self.liveness is not None
 
     @property
     def is_present(self) -> bool:
-        """Whether it is its worker's current session."""
+        """Whether this is its worker's current session."""
         return self.attendance.present.get(self.worker) is self
 
 
 class Attendance:
-    """Which of the *workers* of a service are present, were lost, or have said goodbye."""
+    """Which of a service's *workers* are present, were lost, or have said goodbye."""
 
     def __init__(self, key: ServiceKey, workers: int) -> None:
         self.key = key
@@ -121,7 +122,8 @@ class Attendance:
         self.newest: dict[int, int] = {}
         """The latest incarnation of each worker."""
         self._departed: set[int] = set()
-        self._broke_off: set[int] = set()  # departed in the middle of their training
+        # These departed in the middle of their training.
+        self._broke_off: set[int] = set()
         self._some_are_lost = False
         self._last_goodbye = 0.0
         self.another_is_wanted = False
@@ -130,7 +132,7 @@ class Attendance:
 
     @property
     def workers_present(self) -> int:
-        """The number of workers that are present; from any thread."""
+        """Number of workers that are present. Any thread may read it."""
         return sum(worker < self._workers for worker in list(self.present))
 
     @property
@@ -145,17 +147,19 @@ class Attendance:
 
     @property
     def some_have_departed(self) -> bool:
-        """Whether a worker has said goodbye: the others may soon do so."""
+        """Whether a worker has said goodbye: the others may do so soon."""
         return bool(self._departed)
 
     @property
     def deserted_from(self) -> float:
-        """The moment, of `time.monotonic`, from which the training is over because its workers are
-        gone.
+        """Time of `time.monotonic` from which the training is over, as its workers have left.
 
-        It is infinite while a worker is present. Otherwise the training is over at once if one was
-        lost, but a worker that has said hello has time to arrive. If none was lost, other workers
-        have time to arrive after the last goodbye, or after the service was opened.
+        It is infinite while a worker is present. Otherwise:
+
+        - If a worker was lost, the training is over at once. But a worker that has said hello has
+          time to arrive.
+        - If none was lost, other workers have time to arrive after the last goodbye, or after the
+          service was opened.
         """
         if self.workers_present:
             return math.inf
@@ -165,7 +169,7 @@ class Attendance:
         return max((moment + timeouts.worker_arrive for moment in moments), default=0.0)
 
     def evict(self, worker: int, incarnation: int) -> None:
-        """Treat this incarnation as lost from now on: another may take its place."""
+        """Treat this incarnation as lost from now on: another process may take its place."""
         session = self.present.get(worker)
         if session is not None and session.incarnation == incarnation:
             session.evicted = True
@@ -202,9 +206,14 @@ class Attendance:
 class Sessions:
     """The connections of workers that know *token*, to all services of a process.
 
-    *workers*: the number of workers of each training. *services*: the number of other services that
-    may send requests; their numbers follow the workers'. *numbers*: whether incarnations are
-    numbered here. Liveness connections arrive at *listener*, and are watched in *loop*.
+    Args:
+        workers: Number of workers of each training.
+        token: The job's secret token.
+        loop: Watches the liveness connections.
+        listener: Accepts the liveness connections.
+        services: Number of other services that may send requests; their numbers follow the
+            workers'.
+        numbers: Whether this process numbers incarnations.
     """
 
     def __init__(
@@ -235,7 +244,7 @@ class Sessions:
         return attendance
 
     def end(self, key: ServiceKey) -> None:
-        """End a service: workers that are still connected, or come later, get a farewell."""
+        """End a service: workers that are still connected, or connect later, get a farewell."""
         attendance = self.attendances.pop(key)
         self._over.add(key)
         for session in [*attendance.pending.values(), *attendance.present.values()]:
@@ -247,11 +256,14 @@ class Sessions:
         self.memory.close()
 
     def connection_of(self, identity: bytes) -> Connection | None:
-        """The connection that ZeroMQ calls *identity*, if it was greeted."""
+        """Return the connection with ZeroMQ's *identity*; None if it has not sent a valid hello."""
         return self._connections.get(identity)
 
     def connection_to(self, key: ServiceKey, sender: Sender) -> Connection | None:
-        """The connection on which *sender* waits for a reply; None if it is lost or has gone."""
+        """Return the connection on which *sender* waits for a reply.
+
+        None if *sender* is lost or has left.
+        """
         attendance = self.attendances.get(key)
         if attendance is None:
             return None
@@ -265,8 +277,10 @@ class Sessions:
     def greet(
         self, identity: bytes, hello: protocol.Hello, welcomes_any: bool
     ) -> protocol.Welcome:
-        """Handle a connection's `Hello`. *welcomes_any*: it may open a service. Raises
-        `ProtocolError`."""
+        """Answer a connection's `Hello`. Raises `ProtocolError`.
+
+        *welcomes_any*: whether this connection may open a service.
+        """
         if hello.protocol != PROTOCOL:
             reason = f"protocol {hello.protocol}; this server speaks {PROTOCOL}: install the same paceline everywhere"
             raise ProtocolError("version", reason)
@@ -345,7 +359,7 @@ class Sessions:
         return session
 
     def _check_free(self, attendance: Attendance, worker: int) -> None:
-        """Raise `ProtocolError` unless a process without a number may be this worker."""
+        """Raise `ProtocolError` unless a process without an incarnation number may be this worker."""
         if not self._numbers:
             reason = (
                 f"worker {worker} is of a job that survives deaths, and this server's ends with "
@@ -361,7 +375,8 @@ class Sessions:
             with contextlib.suppress(OSError):
                 here.liveness.send(b"\n")
         elif now > here.asked + timeouts.worker_acknowledge:
-            return  # its machine has not acknowledged: it has gone
+            # Its machine has not acknowledged the byte, so the worker is lost.
+            return
         reason = (
             f"worker {worker} {protocol.IS_HERE} {place}: two processes were started with this rank, "
             "or the other one hangs; start each rank once"
@@ -385,16 +400,19 @@ class Sessions:
     # ---- liveness connections ----
 
     def accept(self, reader: Callable[[socket.socket], None]) -> None:
-        """Accept the next liveness connection. *reader* is called whenever it has data, and calls
-        `read`."""
+        """Accept the next liveness connection.
+
+        *reader* is called whenever it has data, and calls `read`.
+        """
         peer = self._callers.accept(self._listener, self.show_out)
         if peer is not None:
             self._loop.watch(peer, partial(reader, peer))
 
     def read(self, peer: socket.socket) -> list[Session]:
-        """Read from a liveness connection; return the sessions that this loses.
+        """Read from a liveness connection; return the sessions that are lost by it.
 
-        Raises `ProtocolError` for one without a ticket; the caller closes it with `show_out`.
+        Raises `ProtocolError` for a connection without a ticket; the caller closes it with
+        `show_out`.
         """
         said = self._callers.read(peer)
         lost: list[Session] = []
@@ -411,7 +429,7 @@ class Sessions:
         return lost
 
     def show_out(self, peer: socket.socket) -> None:
-        """Close a liveness connection, unless it is closed already."""
+        """Close a liveness connection unless it is closed already."""
         if peer in self._callers:
             self._owners.pop(peer, None)
             self._loop.unwatch(peer)
@@ -445,8 +463,10 @@ class Sessions:
     # ---- departure and loss ----
 
     def leave(self, connection: Connection) -> list[Session]:
-        """Handle a channel's goodbye; the worker departs with its last channel. Returns the lost
-        sessions."""
+        """Handle a channel's goodbye; return the lost sessions.
+
+        The worker departs with its last channel.
+        """
         del self._connections[connection.identity]
         session = connection.session
         del session.connections[connection.channel]
@@ -462,8 +482,10 @@ class Sessions:
         return [session]
 
     def _depart(self, session: Session) -> list[Session]:
-        """Remove a worker that said goodbye. Returns its session if its training continues without
-        it."""
+        """Remove a worker that said goodbye.
+
+        Returns its session if it counts as lost, because its training continues without it.
+        """
         here = session.is_present
         self._forget(session)
         return [session] if here and session.attendance.departed(session) else []

@@ -1,29 +1,30 @@
-"""Payloads between a server and the workers of its own machine, in memory that they share.
+"""Passes payloads between a server and the workers of its own machine in shared memory.
 
-Theory of operation ------------------- A payload that passes a socket is copied into the kernel and
-out of it. So a worker on the server's machine offers memory for its requests in its `Hello`. The
-server's `Welcome` names memory for replies, the same for all workers. Each memory is a nameless
-file (``memfd``) of MEMORY_BYTES whose size is sealed. The other process opens it through its
-owner's descriptor.
+A payload that passes a socket is copied into the kernel and out of it. So a worker on the server's
+machine offers memory for its requests in its `Hello`. The server's `Welcome` names memory for
+replies, the same for all workers. Each memory is an anonymous file (``memfd``) of MEMORY_BYTES
+whose size is sealed. The other process opens it through its owner's descriptor.
 
-The sender copies a payload into the first sufficiently long run of free blocks. The header names
-the place, and no frame follows. The receiver uses the payload where it lies, as it uses a frame.
-The blocks are free again when the receiver's tensor and all its views are gone. A reply that
-several workers get at once is copied once. If too few blocks are free, or a payload is small, it is
-sent as a frame: the sender never waits for blocks. Headers always travel over ZeroMQ, so order and
-waiting are those of frames.
+*Sending.* The sender copies a payload into the first sufficiently long run of free blocks. The
+header names the place, and no frame follows. The receiver uses the payload in place, as it uses a
+frame. The blocks are free again when the receiver's tensor and all its views are deleted. A reply
+that several workers get at once is copied once. If too few blocks are free, or a payload is small,
+it is sent as a frame: the sender never waits for blocks. Headers always travel over ZeroMQ, so
+order and waiting are the same as for frames.
 
-The worker's memory has a mark of one byte for each block of requests, and for each block of
-replies. Blocks of replies are free when no worker has a mark there. The sender sets marks after its
-copy, and before the header leaves. The receiver resets them after its last use. Both release
+*Marks.* The worker's memory has a mark of one byte for each block of requests, and for each block
+of replies. Blocks of replies are free when no worker has a mark there. The sender sets marks after
+its copy, and before it sends the header. The receiver resets them after its last use. Both release
 Python's lock while they copy, and take it again before they mark. This keeps copy and mark in order
 on every processor.
 
-Nothing is left behind: memory goes with the last process that has it. If memory cannot be shared
-(another user, another container, a system without ``memfd``, SWITCH), payloads are frames, which is
-no error. A worker can make the server hold only a bounded amount. Its memory has a fixed size,
+*Clean-up.* The kernel frees the memory when the last process that has it ends. If memory cannot be
+shared (another user, another container, a system without ``memfd``, SWITCH), payloads are frames,
+which is no error.
+
+*Limits.* A worker can make the server hold only a bounded amount. Its memory has a fixed size,
 cannot shrink, and is opened only after the worker has shown the token. Blocks that a worker never
-reads are free when it has gone; until then other workers' replies may have to be frames. A new
+reads are freed when it leaves; until then other workers' replies may have to be frames. A new
 incarnation has new memory.
 """
 
@@ -49,8 +50,7 @@ BLOCKS = 512
 MEMORY_BYTES = BLOCKS * BLOCK_BYTES
 NONCE_BYTES = 16
 
-# The layout of the first page: the nonce, whether the worker has opened the server's memory,
-# and the marks.
+# The first page has the nonce, a flag (the worker has opened the server's memory), and the marks.
 _PAGE = 4096
 _OPENED = 16
 _OF_REQUESTS, _OF_REPLIES = 64, 64 + BLOCKS
@@ -58,7 +58,10 @@ _FREE, _SENT, _LENT = b"\0", b"\1", b"\2"
 
 
 class _Region:
-    """One memory: a page with marks, and blocks. *descriptor*: its maker's, open until `close`."""
+    """One shared memory: a page with marks, and blocks.
+
+    *descriptor* is the maker's, open until `close`; None in the other process.
+    """
 
     def __init__(self, whole: torch.Tensor, descriptor: int | None) -> None:
         self.page = whole[:_PAGE].numpy().data
@@ -75,13 +78,15 @@ class _Region:
         try:
             flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
             descriptor = os.memfd_create("paceline", flags)
-        except OSError:  # a sandbox may forbid it
+        # A sandbox may forbid it.
+        except OSError:
             return None
         try:
             os.ftruncate(descriptor, _PAGE + MEMORY_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
             region = cls(_mapped(descriptor), descriptor)
-        except (OSError, RuntimeError):  # a limit of this process
+        # The process may have reached a limit.
+        except (OSError, RuntimeError):
             os.close(descriptor)
             return None
         region.page[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)
@@ -89,15 +94,16 @@ class _Region:
 
     @classmethod
     def open(cls, memory: Memory) -> Self | None:
-        """Open another process's memory.
+        """Open another process's memory; None if that is impossible.
 
-        None if that process is on another machine, in another container or of another user, or has
-        something else at that descriptor.
+        That process may be on another machine, in another container or of another user, or have
+        another file at that descriptor.
         """
         path = f"/proc/{memory.process}/fd/{memory.descriptor}"
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
-                return None  # opening a device could have effects
+                # Opening a device could have effects.
+                return None
             descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         except (OSError, ValueError):
             return None
@@ -114,13 +120,13 @@ class _Region:
 
     @property
     def memory(self) -> Memory:
-        """Its name for other processes."""
+        """The name by which other processes open it."""
         assert self._descriptor is not None
         nonce = bytes(self.page[:NONCE_BYTES])
         return Memory(os.getpid(), self._descriptor, nonce)
 
     def close(self) -> None:
-        """Close the descriptor: no other process can open the memory any more."""
+        """Close the descriptor: from now on no other process can open the memory."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -128,7 +134,7 @@ class _Region:
     def put(self, payload: torch.Tensor, marks: memoryview) -> Place | None:
         """Copy a payload into the first blocks that are free by *marks*.
 
-        None if too few blocks are free, or a frame is better.
+        Returns None if too few blocks are free, or a frame is cheaper.
         """
         size = protocol.size_of(payload)
         if not protocol.SMALL_BYTES <= size <= protocol.FRAME_BYTES:
@@ -142,10 +148,11 @@ class _Region:
         return block, size
 
     def lend(self, place: Place, marks: memoryview) -> memoryview:
-        """The bytes at *place*; their blocks are free when the last reference to the bytes has
-        gone.
+        """Return the bytes at *place*.
 
-        Raises `ProtocolError` if no payload was put there, or it is lent already.
+        Their blocks are free when the last reference to the bytes is gone.
+
+        Raises `ProtocolError` if the sender put no payload there, or it is lent already.
         """
         block, size = place
         if not 0 < size <= MEMORY_BYTES or not 0 <= block <= BLOCKS - _blocks(size):
@@ -160,7 +167,7 @@ class _Region:
 
 
 def _mapped(descriptor: int) -> torch.Tensor:
-    """The memory of a descriptor, which remains after the descriptor is closed.
+    """Map a descriptor's memory, which remains after the descriptor is closed.
 
     Python's mmap would keep a copy of the descriptor, one for each worker. Raises `OSError`, or
     torch's `RuntimeError`.
@@ -184,20 +191,22 @@ def _mark(marks: memoryview, place: Place, mark: bytes) -> None:
 
 
 class WorkerEnd:
-    """A worker's end: its own memory for requests, and the server's memory for replies."""
+    """A worker's own memory for requests, and the server's memory for replies."""
 
     def __init__(self) -> None:
         self._own: _Region | None = None
         self._servers: _Region | None = None
 
     def offer(self) -> Memory | None:
-        """Make memory for the `Hello` to offer; None if none can be shared."""
+        """Make memory for the `Hello` to offer; None if it cannot be shared."""
         self._own = _Region.make()
         return None if self._own is None else self._own.memory
 
     def open(self, memory: Memory | None) -> None:
-        """Open the server's *memory*, from the `Welcome`. None: the server could not open this
-        worker's."""
+        """Open the server's *memory*, from the `Welcome`.
+
+        None: the server could not open this worker's memory.
+        """
         if self._own is None:
             return
         self._own.close()
@@ -223,7 +232,7 @@ class WorkerEnd:
         return place
 
     def lend(self, place: Place) -> memoryview:
-        """A reply's payload, see `_Region.lend`."""
+        """Return a reply's payload, see `_Region.lend`."""
         if self._own is None or self._servers is None:
             raise ProtocolError("payload", "a place, and no memory is shared")
         return self._servers.lend(place, self._own.replies)
@@ -236,11 +245,11 @@ class ServerMemory:
         self._own: _Region | None = None
         self._workers: list[_Region] = []
         self._sent: dict[int, tuple[torch.Tensor, Place]] = {}
-        """The payloads that this batch has sent, by identity. A reference to each keeps its
+        """The payloads that this batch has sent, by identity. A reference to each one keeps its
         identity from being reused."""
 
     def share(self, offer: Memory | None) -> ServerEnd:
-        """The server's end for a worker whose `Hello` makes this *offer*."""
+        """Return the server's side for a worker whose `Hello` makes this *offer*."""
         worker = None if offer is None else _Region.open(offer)
         if worker is not None and self._own is None:
             self._own = _Region.make()
@@ -250,18 +259,20 @@ class ServerMemory:
         return ServerEnd(self, worker, self._own.memory)
 
     def batch_ended(self) -> None:
-        """Forget the sent payloads: from now on they may change."""
+        """Forget the sent payloads: from now on their tensors may change."""
         self._sent.clear()
 
     def close(self) -> None:
-        """Close the descriptor: no other process can open the memory any more."""
+        """Close the descriptor: from now on no other process can open the memory."""
         if self._own is not None:
             self._own.close()
             self._own = None
 
     def put(self, payload: torch.Tensor, to: _Region) -> Place | None:
-        """Copy a payload for one worker, unless this batch has copied it. None if it must be a
-        frame."""
+        """Copy a payload for one worker, unless this batch has copied it before.
+
+        Returns None if it must be a frame.
+        """
         if self._own is None or not to.page[_OPENED]:
             return None
         _, place = self._sent.get(id(payload), (None, None))
@@ -278,7 +289,7 @@ class ServerMemory:
         self._workers = [one for one in self._workers if one is not worker]
 
     def _marks(self) -> memoryview:
-        """Marks of blocks that a worker still uses, or that this batch may send again."""
+        """Return marks of blocks that a worker still uses, or that this batch may send again."""
         set_by_any = 0
         for worker in self._workers:
             set_by_any |= int.from_bytes(worker.replies, "little")
@@ -289,9 +300,9 @@ class ServerMemory:
 
 
 class ServerEnd:
-    """A server's end for one worker.
+    """The server's side of the memory shared with one worker.
 
-    *memory*: the server's own, for the `Welcome`; None if none is shared.
+    *memory* is the server's own, for the `Welcome`; None if none is shared.
     """
 
     def __init__(
@@ -302,7 +313,7 @@ class ServerEnd:
         self.memory = memory
 
     def close(self) -> None:
-        """The worker has left. Lent payloads keep its memory."""
+        """Note that the worker has left. Lent payloads keep its memory."""
         if self._worker is not None:
             self._server.leave(self._worker)
             self._worker = None
@@ -314,7 +325,7 @@ class ServerEnd:
         return self._server.put(payload, self._worker)
 
     def lend(self, place: Place) -> memoryview:
-        """A request's payload, see `_Region.lend`."""
+        """Return a request's payload, see `_Region.lend`."""
         if self._worker is None:
             raise ProtocolError("payload", "a place, and no memory is shared")
         return self._worker.lend(place, self._worker.requests)
