@@ -324,7 +324,7 @@ def test_asking_one_that_is_no_peer_ends_the_service_in_words():
         ):
             connect(host).request(message(), torch.ones(1)).wait()
 
-    with pytest.raises(AssertionError, match=r"no peer.*third"):
+    with pytest.raises(AssertionError, match=r"none of its peers.*third"):
         job()
 
 

@@ -389,7 +389,8 @@ class ServerConnection:
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
             self.give_up(
                 f"does not know this worker: its token ({TOKEN}, of a server that is "
-                f"named with HOST:PORT), or the value of {SECRET}, differs between the two",
+                f"named with HOST:PORT), or the value of {SECRET}, differs between the two; "
+                "set the same values on both",
                 UsageError,
             )
         elif event == zmq.EVENT_DISCONNECTED:
@@ -419,7 +420,7 @@ class ServerConnection:
         self.give_up(f"is lost: its process {how}")
 
     def _not_an_answer(self, error: ProtocolError) -> None:
-        self.give_up(f"sent what is no answer: {error}")
+        self.give_up(f"sent an invalid reply: {error}")
 
     def give_up(
         self, sentence: str, kind: type[UsageError | PeerLostError] = PeerLostError
@@ -429,7 +430,9 @@ class ServerConnection:
 
     def _check(self) -> None:
         if self._closed:
-            raise UsageError(f"{self.name}: close() was called on this end")
+            raise UsageError(
+                f"{self.name}: this connection is closed: close() was called before; open another one"
+            )
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
@@ -570,7 +573,10 @@ class Channel:
             else:
                 size = f"{header.elements} elements of {header.dtype}"
                 got = f"{into.numel()} of {into.dtype}"
-                reason = f"the answer has {size}, the tensor handed over for it {got}"
+                reason = (
+                    f"the reply has {size}, and the tensor handed over for it {got}; "
+                    "hand over one of the reply's dtype that is large enough"
+                )
                 reply = Rejected(reason=reason)
         del self.unanswered[header.number]
         pending_reply.take(reply)

@@ -296,7 +296,7 @@ class ServerListener:
             size = protocol.size_of(reply.payload)
             self.traffic.sent_bytes += protocol.HEADER_BYTES + size
         else:
-            self._count("unread", f"worker {reply.to.worker} does not take its answers")
+            self._count("unread", f"worker {reply.to.worker} does not read its replies")
             self._note_lost(self._sessions.lose(connection.session))
 
     def _send_farewells(self) -> None:

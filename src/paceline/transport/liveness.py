@@ -118,7 +118,7 @@ def how_it_ended(error: OSError | None) -> str:
     if error is not None and error.errno in _UNREACHABLE:
         return (
             f"was unreachable for {patience():g} s: its machine or the network is down "
-            f"({UNREACHABLE_VARIABLE} says how long that may be)"
+            f"({UNREACHABLE_VARIABLE} sets this limit)"
         )
     return "died: its connection closed without a goodbye"
 

@@ -62,7 +62,7 @@ PeerEvent = PeerReplied | PeerLost | PeerBack
 def no_peer(asker: str, peer: str, peers: Iterable[str]) -> str:
     """Return the error message for a request to a service that is no peer."""
     return (
-        f"{asker} asks {peer!r}, which is no peer of its: expected one of "
+        f"{asker} sends a request to {peer!r}, which is none of its peers: expected one of "
         f"{', '.join(peers) or 'none'}"
     )
 

@@ -53,7 +53,7 @@ IS_HERE = "is here already, from"
 lost."""
 TAKEN_FOR_LOST = "taken for lost: join with another incarnation"
 """The refusal of a request from an incarnation that is no longer present."""
-BEFORE_IT_STOOD = "before it stood"
+BEFORE_IT_STOOD = "before the handshake ended"
 """Text in a worker's error if its connection was closed during the handshake."""
 QUEUED_REQUESTS = 2
 """Requests of a connection that a server reads ahead; further ones wait in the network."""
@@ -223,7 +223,9 @@ def decode_from_worker(header: bytes) -> FromWorker:
     try:
         return _from_worker.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("undecodable", f"not a message: {error}") from None
+        raise ProtocolError(
+            "undecodable", f"not a message of a worker: {error}"
+        ) from None
 
 
 def decode_from_server(header: bytes) -> FromServer:
@@ -231,7 +233,9 @@ def decode_from_server(header: bytes) -> FromServer:
     try:
         return _from_server.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ProtocolError("undecodable", f"not an answer: {error}") from None
+        raise ProtocolError(
+            "undecodable", f"not a message of a server: {error}"
+        ) from None
 
 
 # ---- payloads ----

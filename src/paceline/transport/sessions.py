@@ -506,5 +506,5 @@ def _place_of(peer: socket.socket) -> str:
     try:
         host, port = peer.getpeername()[:2]
     except OSError:
-        return "a place that is gone"
+        return "a closed connection"
     return f"{host}:{port}"
