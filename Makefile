@@ -7,8 +7,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Compiled modules are kept even where the environment says not to: tests start many processes.
 export PYTHONDONTWRITEBYTECODE :=
 export NO_MKDOCS_2_WARNING := 1
-# Two at a time: many tests start processes of their own, and wait for them.
-PARALLEL := -n 2 --dist worksteal
+# Three at a time on two cores: many tests wait for processes that they start.
+PARALLEL := -n 3 --dist worksteal
 READY := $(VENV)/.ready
 
 .PHONY: demo test durations test-all test-extras test-integrations test-ray test-browser test-reports chaos mutants trainers site lint clean
