@@ -1,10 +1,11 @@
-"""Descriptions of networks, and of a model's load on them. No I/O; time only as callers pass it.
+"""Describes networks, and a model's load on them. No I/O; callers pass the time.
 
-- `cluster`: a `Cluster`: racks of hosts, their links and speeds, and rules that change them during a run.
+- `cluster`: a `Cluster`: racks of hosts, their links and speeds, and rules that change them during
+  a run.
 - `cluster_file`: clusters as TOML files.
-- `worker_classes`: which workers of a cluster are alike, so that a few can represent all.
-- `workload`: a `Workload`: what a training step computes, tensor by tensor.
-- `flop_counter`: a workload counted from a module's operations.
+- `worker_classes`: groups equal workers of a cluster, so that a few can represent all.
+- `workload`: a `Workload`: the compute cost of a training step, tensor by tensor.
+- `flop_counter`: counts a workload from a module's operations.
 - `stand_in`: a model with a workload's tensors and times, and nothing else.
 - `links`: messages over links, first in, first out; start here for simulated networks.
 - `bandwidth`: how concurrent flows share links: max-min fairness.

@@ -1,16 +1,16 @@
 """Divides links' bandwidth among concurrent transfers: max-min fairness over connections.
 
-Theory of operation ------------------- A `Flow` is one transfer, or one collective whose
-connections all move at the same rate. It counts on a link as its number of connections there (its
-*demand*): a ring whose ranks cross an uplink three times has demand 3 on it. All connections of a
-flow have one rate, the smallest fair share over its links. Bandwidth that a flow cannot use goes to
-the others (progressive filling: find the tightest link, freeze the flows that cross it, repeat).
-This is the model of SimGrid's parallel tasks (bottleneck max-min fairness).
+*Model.* A `Flow` is one transfer, or one collective whose connections all move at the same rate.
+Its *demand* on a link is its number of connections there: a ring whose ranks cross an uplink three
+times has demand 3 on it. All connections of a flow have one rate, the smallest fair share over its
+links. Other flows get the bandwidth that a flow cannot use. This is progressive filling: find the
+tightest link, freeze the flows that cross it, repeat. SimGrid's parallel tasks have the same model
+(bottleneck max-min fairness).
 
-Rates change only when a flow starts or ends or a capacity changes, so between those instants every
-flow has one predicted end. A change reaches the flows that share a link with it, the flows that
-share one with these, and so on. All other flows keep their rates. `BandwidthSharing` holds no
-clock: its driver calls `advance(now)` once per such instant and asks for `next_end()`.
+*Time.* Rates change only when a flow starts or ends or a capacity changes, so between those
+instants every flow has one predicted end. A change reaches the flows that share a link with it, the
+flows that share one with these, and so on. All other flows keep their rates. `BandwidthSharing` has
+no clock: its driver calls `advance(now)` once per such instant and asks for `next_end()`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _SAME_INSTANT = 1e-12
 
 
 MANY = 64
-"""The number of flows from which a table shares all their rates at once."""
+"""From this number of flows on, a table shares all their rates at once."""
 MOST_NEAR = 16
 """If a change reaches at most this many flows, only their rates are shared again."""
 
 
 class Flow:
-    """A transfer in progress: *size* bytes still to go on each of its connections.
+    """A transfer in progress.
 
-    *demand* maps a directed link to this flow's number of connections on it; the
-    driver calls *done* with the instant at which the last byte has left.
+    Args:
+        demand: By directed link, this flow's number of connections on it.
+        size: Bytes to move on each of its connections.
+        done: The driver calls it with the instant, in seconds, at which the last byte has left.
     """
 
     __slots__ = (
@@ -68,11 +70,14 @@ class Flow:
 
 
 class BandwidthSharing:
-    """Flows on links of given capacities, in bytes per second.
+    """Shares the bandwidth of links among flows.
 
-    No connection is faster than *most*, as no thread uses more than one core. From *many* flows on
-    they are in a table, until half as many are left. A change shares rates among at most *near*
-    flows, or among all.
+    Args:
+        capacities: By directed link, bytes per second.
+        most: The highest rate of a connection in bytes per second, as no thread uses more than one
+            core.
+        many: From this number of flows on they are in a table, until half as many are left.
+        near: A change shares rates again among at most this many flows, or among all.
     """
 
     def __init__(
@@ -85,7 +90,8 @@ class BandwidthSharing:
         self.capacities = list(capacities)
         self._most = most
         self._many, self._near = many, near
-        self._active: dict[Flow, None] = {}  # insertion-ordered: deterministic
+        # Insertion order makes results deterministic.
+        self._active: dict[Flow, None] = {}
         self._table: FlowTable | None = None
         """The table of the active flows if they are many; it then holds their state."""
         self._on: dict[int, dict[Flow, None]] = {}
@@ -117,10 +123,9 @@ class BandwidthSharing:
             self._freed.add(link)
 
     def advance(self, now: float) -> list[Flow]:
-        """Move time to *now*; remove and return the flows that ended, and share rates again if
-        needed.
+        """Move time to *now*; remove and return the flows that ended.
 
-        Flows from `start` since the last call move from *now* on.
+        Rates are shared again if needed. Flows from `start` since the last call move from *now* on.
         """
         elapsed = now - self._advanced
         assert elapsed >= 0, "time can't go backwards"
@@ -155,7 +160,7 @@ class BandwidthSharing:
                 flow.remaining -= flow.own_rate * seconds
 
     def next_end(self) -> float:
-        """When the next flow ends if nothing changes; infinite if none does."""
+        """Return when the next flow ends if nothing changes; infinite if no flow does."""
         if self._table is not None:
             return self._table.next_end()
         return min((a.end for a in self._active), default=math.inf)
@@ -169,7 +174,7 @@ class BandwidthSharing:
             self._table = None
 
     def _affected(self) -> list[Flow] | None:
-        """The flows whose rates may change, in the order of their starts; None if they are many."""
+        """Return the flows whose rates may change, by start; None if they are many."""
         if len(self._new) > self._near:
             return None
         found = dict.fromkeys(self._new)
@@ -178,7 +183,8 @@ class BandwidthSharing:
         while following:
             link = following.pop()
             if self.capacities[link] == math.inf and link not in self._freed:
-                continue  # flows do not slow each other down on it
+                # Flows do not slow each other down on it.
+                continue
             for flow in self._on.get(link, ()):
                 if flow in found:
                     continue

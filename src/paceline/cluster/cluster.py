@@ -1,7 +1,7 @@
-"""A cluster: racks of hosts, their links, their speeds, and what happens to them during a run.
+"""Describes a cluster: racks of hosts, their links, their speeds, and events during a run.
 
 Topology: host -- link -- rack switch -- uplink -- core switch. A path inside a rack has the rack's
-latency; a path between two racks has half of each rack's latency plus each rack's
+latency. A path between two racks has half of each rack's latency plus each rack's
 ``uplink_latency``.
 
 A `Rule` is one event: a link slows down, breaks or comes back, or a worker dies. The same objects
@@ -45,19 +45,20 @@ from paceline import units
 from paceline.errors import ClusterError
 
 MAX_WORKERS = 100_000
-"""No runtime here can hold more workers: a larger number is a typing mistake."""
+"""No runtime supports more workers: a larger number is a typing mistake."""
 
 PACKET_BYTES = 1432
-"""Bytes of numbers in an aggregator's packet on an Ethernet (MTU 1500)."""
+"""Bytes of gradient in an aggregator's packet on an Ethernet (MTU 1500)."""
 
 
 EMULATED_BURST = 2e-3
-"""The burst of an emulated link, in seconds at its rate: `paceline.runtimes.emulated.shaping` says why."""
+"""The burst of an emulated link, in seconds at its rate: `paceline.runtimes.emulated.shaping` says
+why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rack:
-    """Hosts behind one switch.
+    """The hosts behind one switch.
 
     Attributes:
         workers: Number of workers.
@@ -67,15 +68,15 @@ class Rack:
         uplink_latency: One-way seconds between the rack and the core.
         speed: A factor for each worker: 1 is normal, 0.5 is half as fast.
         cores: Cores of each host.
-        workers_per_host: How many workers share a host and its link.
+        workers_per_host: Number of workers that share a host and its link.
         names: Host names, by which a real job recognizes its own hosts.
         group: The group of all workers, or of each, for methods with groups.
-        burst: Seconds at the link's rate that a link lets through at once after a pause, as a token
-            bucket does. Uplinks too.
-        aggregates: Whether there is an aggregator at the switch.
+        burst: Seconds at a link's rate that the link lets through at once after a pause, as a token
+            bucket does. It applies to uplinks, too.
+        aggregates: Whether the switch has an aggregator.
         aggregation_rate: Bytes per second that the aggregator receives, all workers' contributions
             together (None: no limit).
-        slots: How many packets' sums it holds at a time (None: enough).
+        slots: Number of packets whose sums the aggregator holds at a time (None: enough).
     """
 
     workers: int
@@ -187,7 +188,7 @@ class Processor:
     """The processor time that communication costs.
 
     Attributes:
-        message: Core-seconds of one message, its sender's and its receiver's together.
+        message: Core-seconds of one message, for its sender and its receiver together.
         byte: Core-seconds of one byte of it.
         message_while_computing: *message* while computing keeps all cores busy (None: the same).
         cores: Cores that all hosts share, as in an emulated cluster (None: each rack has its own
@@ -210,7 +211,7 @@ class Processor:
             raise ClusterError(f"key 'cores': expected 1 or more, got {self.cores}")
 
     def describe(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         text = f"{units.show_seconds(self.message)} of a processor a message"
         if self.message_while_computing is not None:
             while_computing = units.show_seconds(self.message_while_computing)
@@ -241,16 +242,16 @@ class ServerHost:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A network of racks: its directed links with their capacities, and what happens to them.
+    """A network of racks: its directed links with their capacities, and events during a run.
 
     Workers and hosts are numbered rack by rack. The servers' hosts follow, then each rack's switch,
     where services may run, too, then each rack's aggregator. ``capacities[i]`` is the goodput of
     directed link *i* in bytes per second.
 
-    *rules* are events during a run. *processor* is the cost of messages (None: nothing). *servers*
-    are dedicated hosts. If a rule names a path between two hosts, that path has a link of its own,
-    which no other path shares. It is numbered after all others, and is no limit until the rule sets
-    one.
+    *rules* are events during a run. *processor* is the processor time of messages (None: no time).
+    *servers* are dedicated hosts. If a rule names a path between two hosts, that path has a link of
+    its own, which no other path shares. It is numbered after all others, and is no limit until the
+    rule sets one.
     """
 
     racks: tuple[Rack, ...]
@@ -318,10 +319,9 @@ class Cluster:
             object.__setattr__(self, "capacities", (*self.capacities, math.inf))
 
     def _pair_named(self, name: str) -> tuple[int, int] | None:
-        """The hosts of ``"worker 1 to worker 3"`` or ``"host 0 to server 0"``; None for other
-        names.
+        """Return the hosts of ``"worker 1 to worker 3"`` or ``"host 0 to server 0"``.
 
-        Raises `ClusterError` if there is no such host.
+        None for other names. Raises `ClusterError` if there is no such host.
         """
         words = re.fullmatch(r"(\w+) (\d+) to (\w+) (\d+)", name)
         if words is None:
@@ -361,8 +361,7 @@ class Cluster:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """By worker, the number of its group, in order of first appearance; empty if there are no
-        groups."""
+        """By worker, the number of its group, in order of first appearance; empty without groups."""
         names = [name for rack in self.racks for name in rack.groups if name]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return tuple(numbers[name] for name in names)
@@ -396,15 +395,15 @@ class Cluster:
     def switch_of(self, rack: int) -> int:
         """The number of a rack's switch, among the hosts.
 
-        It has no link of its own: traffic from a host of the rack to it crosses only that host's
-        link.
+        A switch has no link of its own: traffic from a host of the rack to it crosses only that
+        host's link.
         """
         return len(self._rack_of) + rack
 
     def aggregator_of(self, rack: int) -> int:
         """The number of a rack's aggregator, among the hosts.
 
-        It is at the switch, and receives at most the rate in `aggregation`.
+        It is at the switch, and receives at most at the rate in `aggregation`.
         """
         return len(self._rack_of) + len(self.racks) + rack
 
@@ -417,7 +416,7 @@ class Cluster:
         return host >= len(self._rack_of) + len(self.racks)
 
     def rack_of(self, worker: int) -> int:
-        """The rack that a worker's host stands in."""
+        """The rack of a worker's host."""
         return self._rack_of[self._host_of[worker]]
 
     @cached_property
@@ -426,7 +425,7 @@ class Cluster:
         return tuple(self.rack_of(worker) for worker in range(self.workers))
 
     def rack_of_host(self, host: int) -> int:
-        """The rack that a host, or a switch, stands in."""
+        """The rack of a host or a switch."""
         beyond = host - len(self._rack_of)
         return self._rack_of[host] if beyond < 0 else beyond % len(self.racks)
 
@@ -472,12 +471,14 @@ class Cluster:
 
     @property
     def aggregation(self) -> tuple[float, ...]:
-        """By rack, the rate at which its aggregator receives, in bytes per second of all
-        contributions.
+        """By rack, the rate at which its aggregator receives, in bytes per second.
 
-        In a path it counts as a link, numbered after all links. Slots limit it, too. A sum holds
-        its slot from the moment when its packets leave the rack's hosts until all receiving hosts
-        have confirmed it. So each of the rack's workers sends at most *slots* packets in that time.
+        All contributions count together. In a path the aggregator counts as a link, numbered after
+        all links.
+
+        Slots limit the rate, too. A sum holds its slot from the moment when its packets leave the
+        rack's hosts until all receiving hosts have confirmed it. So each of the rack's workers
+        sends at most *slots* packets in that time.
         """
         return tuple(
             min(rack.aggregation_rate or math.inf, self._rate_of_slots(number))
@@ -518,10 +519,10 @@ class Cluster:
         return out + into + a.uplink_latency + b.uplink_latency
 
     def link_name(self, index: int) -> str:
-        """A directed link's name for the user: ``"worker 3 out"``, ``"rack 0 up"``, ``"worker 1 to
-        worker 3"``.
+        """Return a directed link's name for the user: ``"worker 3 out"`` or ``"rack 0 up"``.
 
-        If hosts have several workers, it is ``"host 3 out"``.
+        A path's link is called ``"worker 1 to worker 3"``. If hosts have several workers, a host's
+        link is called ``"host 3 out"``.
         """
         base = 2 * self.hosts
         beyond = index - base - 2 * len(self.racks)
@@ -540,7 +541,7 @@ class Cluster:
         return f"rack {(index - base) // 2} {'down' if index % 2 else 'up'}"
 
     def links_named(self, name: str) -> tuple[int, ...]:
-        """The directed links called *name*; both if it has no direction.
+        """Return the directed links called *name*; both if it has no direction.
 
         ``"host 3 out"`` is always valid, ``"worker 3 out"`` if each host has one worker. Raises
         `ClusterError` with the valid names.
@@ -564,7 +565,7 @@ class Cluster:
         return tuple(found)
 
     def describe(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         parts = []
         for rack in self.racks:
             rates = sorted(set(rack.links))
@@ -605,8 +606,8 @@ class Rule:
     """One event of a run, which happens once.
 
     Attributes:
-        target: For `throttle`, `cut` and `repair` the name of a link or a path; without a direction it
-            means both. For `kill` a worker's number.
+        target: For `throttle`, `cut` and `repair` the name of a link or a path; a name without a
+            direction means both directions. For `kill` a worker's number.
         at: Seconds from the start of training on worker 0. Either this or *step* is given.
         step: A step of worker 0.
         rate: Goodput in bytes per second, for `throttle` alone.
@@ -642,7 +643,7 @@ class Rule:
             )
 
     def describe(self) -> str:
-        """One line for the user."""
+        """Return one line for the user."""
         when = f"step {self.step}" if self.at is None else units.show_seconds(self.at)
         if self.action == "kill":
             return f"{when}: kill worker {self.target}"
@@ -658,7 +659,7 @@ def throttle(
 
 
 def cut(link: str, *, at: float | None = None, step: int | None = None) -> Rule:
-    """Drop everything on a link, without an error to anyone."""
+    """Drop all packets on a link, without an error at either end."""
     return Rule(action="cut", target=link, at=at, step=step)
 
 

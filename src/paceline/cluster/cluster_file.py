@@ -119,7 +119,7 @@ def _read_all(make: Callable[..., T], data: Mapping[str, Any], key: str) -> list
 
 
 def _read(make: Callable[..., T], table: object, where: str) -> T:
-    """Read one table by *make*; raises `ClusterError`, whose message says *where*."""
+    """Read one table by *make*. Raises `ClusterError`, whose message names the table (*where*)."""
     readers = _READERS[make]
     try:
         if not isinstance(table, dict):
@@ -278,7 +278,7 @@ TABLE_KEYS = {
 
 
 def cluster_toml(cluster: Cluster, comment: str = "", *, exact: bool = False) -> str:
-    """*cluster* as text that `parse_cluster` reads; *comment* goes above it.
+    """Return *cluster* as text that `parse_cluster` reads; *comment* goes above it.
 
     *exact*: write numbers to the last bit, for programs.
     """

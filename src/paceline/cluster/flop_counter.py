@@ -1,10 +1,12 @@
-"""The cost of a module's training step, counted from its operations.
+"""Counts the cost of a module's training step from its operations.
 
 The module runs once, forward and backward, on torch's meta device. Tensors there have shapes and no
 values, so the run takes neither the model's memory nor its time. The running total of torch's FLOP
-counter is the clock. Its value when a layer's forward begins is the cost of the layers before it.
-Its value when a gradient has been accumulated says how much of the backward pass comes before that
-gradient.
+counter is the clock:
+
+- Its value when a layer's forward begins is the cost of the layers before that layer.
+- Its value when a gradient has been accumulated is the part of the backward pass before that
+  gradient.
 """
 
 from __future__ import annotations
@@ -45,40 +47,41 @@ def count_step(
     batch: float | None = None,
     source: str = "",
 ) -> CountedStep:
-    """Count what one step of *module* computes: FLOPs counted by torch, over *flops_per_second*.
-
-    *example* is what ``forward`` takes: a tensor, a tuple of positional or a dict of keyword
-    arguments. Only shapes and dtypes matter, so tensors and *module* may be on any device, meta
-    included. The function counts a copy of *module* without its values.
+    """Count the FLOPs of one step of *module*, divided by *flops_per_second*.
 
     Args:
         module: The model.
-        example: What ``forward`` takes.
+        example: The argument of ``forward``: a tensor, a tuple of positional or a dict of keyword
+            arguments. Only shapes and dtypes matter, so tensors and *module* may be on any device,
+            meta included. The function counts a copy of *module* without its values.
         flops_per_second: The rate that a worker sustains, not its peak. A multiplication and an
             addition are two FLOPs.
         batch: Samples in *example* (default: the first dimension of its first tensor).
         source: A line that says where the figures are from (default: how they were counted).
 
-    Tensors are the trainable parameters with at least one element, a shared one once; sizes are
-    bytes of their gradients. A layer is a submodule that owns trainable parameters itself. Forward
-    FLOPs belong to the layer whose ``forward`` was called last, spread over its tensors by bytes.
-    Those before the first layer belong to the first, or to all tensors if no layer is called. The
-    backward pass starts from a scalar made of all floating-point outputs. Its FLOPs belong to the
-    first gradient that is accumulated after them, and those after the last gradient to the last. So
-    a weight and its bias, ready together, have one sum. Gradients become ready in the order in
-    which torch accumulates them. Parameters that get no gradient come after all others and cost
-    nothing in the backward pass.
+    *Tensors* are the trainable parameters with at least one element, a shared one once; sizes are
+    bytes of their gradients.
 
-    Limits: torch counts matrix products, convolutions and attention (as its two matrix products,
-    without what fused kernels compute again), and nothing else. Normalization, activations,
+    *Forward.* A layer is a submodule that owns trainable parameters itself. Forward FLOPs belong to
+    the layer whose ``forward`` was called last, spread over its tensors by bytes. Those before the
+    first layer belong to the first, or to all tensors if no layer is called.
+
+    *Backward.* The backward pass starts from a scalar made of all floating-point outputs. Its FLOPs
+    belong to the first gradient that is accumulated after them, and those after the last gradient
+    to the last. So a weight and its bias, which are ready together, have one sum. Gradients become
+    ready in the order in which torch accumulates them. Parameters without a gradient come after all
+    others and cost nothing in the backward pass.
+
+    *Limits.* Torch counts matrix products, convolutions and attention (as its two matrix products,
+    without the recomputation of fused kernels), and nothing else. Normalization, activations,
     pooling, embeddings and the loss count as zero, although moving their values through memory
     takes time. Every counted operation runs at the same rate, whatever its shape. A measured
     profile is more exact.
 
     Raises:
-        UsageError: The rate is not above zero; the module has no trainable parameters, or its output
-            depends on none; or it cannot be copied to the meta device or run there. The message names
-            the submodule that failed.
+        UsageError: The rate is not above zero; the module has no trainable parameters, or its
+            output depends on none; or it cannot be copied to the meta device or run there. The
+            message names the submodule that failed.
     """
     _check_arguments(module, example, flops_per_second)
     # Random values of the run, such as dropout's, must not advance the caller's generator.
@@ -115,7 +118,7 @@ def count_step(
 
 
 class _Count:
-    """The FLOPs of one forward and one backward pass, with running totals at layers and gradients."""
+    """Counts the FLOPs of a forward and a backward pass, with totals by layer and gradient."""
 
     def __init__(
         self, model: torch.nn.Module, parameters: list[torch.nn.Parameter]
@@ -133,7 +136,8 @@ class _Count:
             display=False,
             custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward},
         )
-        self._running = [_place("", model)]  # the innermost running forward is last
+        # The innermost running forward is the last one.
+        self._running = [_place("", model)]
 
     def run(self, example: Any) -> None:
         """Count one forward and one backward pass."""
@@ -177,7 +181,7 @@ class _Count:
             )
 
     def forward(self) -> list[float]:
-        """Per tensor, the FLOPs that it adds to the forward pass."""
+        """Return, per tensor, the FLOPs that it adds to the forward pass."""
         layers = self.began or [(0, list(range(len(self.sizes))))]
         edges = [0, *(total for total, _ in layers[1:]), self.forward_total]
         flops = [0.0] * len(self.sizes)
@@ -190,7 +194,7 @@ class _Count:
         return flops
 
     def backward(self) -> list[int]:
-        """Per tensor, the FLOPs from the gradient before it until its own is ready."""
+        """Return, per tensor, the FLOPs from the gradient before it until its own is ready."""
         flops = [0] * len(self.sizes)
         edges = [self.forward_total, *list(self.ready.values())[:-1], self.total]
         for i, (begin, end) in zip(self.ready, itertools.pairwise(edges), strict=True):
@@ -198,7 +202,7 @@ class _Count:
         return flops
 
     def order(self) -> list[int]:
-        """Tensors in ready order, then those without a gradient."""
+        """Return the tensors in ready order, then those without a gradient."""
         without = [i for i in range(len(self.sizes)) if i not in self.ready]
         return [*self.ready, *without]
 
@@ -263,7 +267,7 @@ def _check_arguments(module: object, example: object, flops_per_second: object) 
 
 
 def _copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
-    """A deep copy on the meta device; shared parameters stay shared.
+    """Return a deep copy on the meta device; shared parameters stay shared.
 
     ``module.to("meta")`` would give each owner of a shared tensor a tensor of its own, and would
     need a copy of the values first.
@@ -292,7 +296,7 @@ def _copy_to_meta(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _to_meta(value: Any) -> Any:
-    """The same structure with its tensors on the meta device, without values."""
+    """Return the same structure with its tensors on the meta device, without values."""
     if isinstance(value, torch.Tensor):
         return torch.empty_like(value, device="meta", requires_grad=False)
     if type(value) in (list, tuple):
@@ -303,7 +307,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a structure of containers and dataclasses."""
+    """Yield every tensor in a structure of containers and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -332,11 +336,11 @@ def _convolution_backward(
     *,
     out_shape: object,
 ) -> int:
-    """FLOPs of a convolution's gradients: each of the two costs as much as its forward.
+    """Return the FLOPs of a convolution's gradients: each of the two costs as much as its forward.
 
-    Arguments are those of ``aten::convolution_backward``, with shapes in place of tensors.
-    Torch's own formula forgets groups in the weight's gradient (torch 2.13): a depthwise
-    convolution of 512 channels would count 512 times too much.
+    Arguments are those of ``aten::convolution_backward``, with shapes in place of tensors. Torch's
+    own formula forgets groups in the weight's gradient (torch 2.13): a depthwise convolution of 512
+    channels would count 512 times too much.
     """
     positions = math.prod((inputs if transposed else gradient)[2:])
     forward = 2 * inputs[0] * positions * math.prod(weight)

@@ -1,4 +1,4 @@
-"""Messages over a cluster's links, on a clock; each connection is first in, first out.
+"""Moves messages over a cluster's links, on a clock; each connection is first in, first out.
 
 Links and processors are shared separately: connections share a link's bytes per second, and threads
 share cores, of which each thread uses at most one. A transfer ends when its bytes have moved and
@@ -29,8 +29,10 @@ class Events(Protocol):
     def at(
         self, time: float, action: Callable[[], None], *, last: bool = False
     ) -> None:
-        """Call *action* when the clock reaches *time*; *last*: after the other events
-        of that instant."""
+        """Call *action* when the clock reaches *time* (seconds).
+
+        *last*: after the other events of that instant.
+        """
         ...
 
 
@@ -59,7 +61,7 @@ class EventQueue:
 class _Route(NamedTuple):
     """The latency, links and sender of messages between two hosts.
 
-    All these messages share the objects, which must not change.
+    All messages between the two share these objects, which must not change.
     """
 
     latency: float
@@ -70,7 +72,7 @@ class _Route(NamedTuple):
 class Links:
     """Transfers over a cluster's links, on a clock.
 
-    Rates are shared again once per instant, after all other events of that instant.
+    After all other events of an instant, rates are shared again, once.
     """
 
     def __init__(self, clock: Events, cluster: Cluster) -> None:
@@ -84,7 +86,7 @@ class Links:
         self._queues: dict[Hashable, deque[Callable[[], None]]] = {}
         self._routes: dict[tuple[int, int], _Route] = {}
         self._computing = Counter[int]()
-        """By processor: the number of cores that computing asks for now."""
+        """By processor: the number of cores that computing uses now."""
 
     def set_capacity(self, link: int, rate: float) -> None:
         """Give a directed link another goodput from now on; 0: nothing gets through."""
@@ -97,12 +99,15 @@ class Links:
         done: Callable[[], None],
         messages: Sequence[tuple[int, float]] = (),
     ) -> None:
-        """Move *size* bytes on each connection of *demand* (link to number of connections), from
-        now on.
+        """Move *size* bytes on each connection of *demand* from now on.
 
-        *done* is called when the last byte has left. *messages*: for each thread that sends
-        meanwhile, its host and its number of messages. If messages cost processor time, the
-        transfer also waits until all threads have done their work.
+        Args:
+            demand: By link, the number of connections on it.
+            size: Bytes of each connection.
+            done: Called when the last byte has left.
+            messages: For each thread that sends meanwhile, its host and its number of messages. If
+                messages cost processor time, the transfer also waits until all threads have done
+                their work.
         """
         buckets = self._buckets
         # All bytes cost the threads work, even bytes that pass at once.
@@ -114,7 +119,7 @@ class Links:
         moves = bool(demand) and size > 0
         waits = moves + bool(work)
         if not waits and at_once:
-            # By an event, not in this call: a caller may send many, one after the other.
+            # Use an event instead of a call: a caller may send many messages, one after the other.
             self._clock.at(self._clock.now, done)
             return
         if not waits:
@@ -140,9 +145,9 @@ class Links:
     def compute(
         self, host: int, seconds: float, cores: int, done: Callable[[], None]
     ) -> None:
-        """Keep *cores* of a host busy for *seconds* from now on, or longer if others use them, too.
+        """Keep *cores* of a host busy for *seconds* of computing, then call *done*.
 
-        Then call *done*. Only for a cluster with a `Processor`.
+        It takes longer if others use the cores, too. Only for a cluster with a `Processor`.
         """
         core = self._core_of(host)
         self._computing[core] += cores
@@ -159,7 +164,7 @@ class Links:
         size: float,
         demand: Mapping[int, float],
     ) -> list[tuple[int, float]]:
-        """For each thread: its host and its core-seconds. Threads of a host share its bytes."""
+        """Return each thread's host and core-seconds. Threads of a host share its bytes."""
         processor = self.cluster.processor
         if processor is None:
             return []
@@ -174,7 +179,10 @@ class Links:
         return work
 
     def _message_seconds(self, processor: Processor, host: int) -> float:
-        """The core-seconds of a message that begins now: more if it takes a core from computing."""
+        """Return the core-seconds of a message that begins now.
+
+        They are more if the message takes a core from computing.
+        """
         busy = processor.message_while_computing
         if busy is None:
             return processor.message
@@ -183,7 +191,7 @@ class Links:
         return busy if is_busy else processor.message
 
     def _core_of(self, host: int) -> int:
-        """The processor of a host's threads: its own, or the one that all hosts share."""
+        """Return the processor of a host's threads: its own, or the one that all hosts share."""
         processor = self.cluster.processor
         return host if processor is None or processor.cores is None else 0
 
@@ -235,7 +243,7 @@ class TokenBuckets:
 
     Args:
         bursts: By link, seconds in which an empty bucket fills.
-        capacities: By link, its rate now.
+        capacities: By link, its present rate in bytes per second.
     """
 
     def __init__(
@@ -243,14 +251,15 @@ class TokenBuckets:
     ) -> None:
         self._bursts, self._capacities = bursts, capacities
         self._filled = dict(bursts)
-        """Seconds at the link's rate that its bucket holds."""
+        """By link: seconds at the link's rate that its bucket holds."""
         self._flows = dict.fromkeys(bursts, 0)
         self._rests_since = dict.fromkeys(bursts, 0.0)
 
     def take(self, demand: Mapping[int, float], size: float, now: float) -> float:
         """Start a flow; return how many of its *size* bytes pass at once, on each connection.
 
-        The link is busy with the rest until `rest` is called. If there is no rest, do not call it.
+        The link is busy with the remaining bytes until `rest` is called. If no bytes remain, do not
+        call it.
         """
         at_once = size
         for link, connections in demand.items():
@@ -313,7 +322,8 @@ class _Shared:
 
     def _advance(self, planned: float) -> None:
         if planned != self._advance_at:
-            return  # a call planned later, for an earlier time, has replaced this one
+            # A call planned later, for an earlier time, has replaced this one.
+            return
         self._advance_at = None
         for flow in self._sharing.advance(planned):
             flow.done(planned)
@@ -325,7 +335,7 @@ def _computation(
     core_of: Callable[[int], int],
     done: Callable[[float], None],
 ) -> Flow:
-    """The work of several threads (host, core-seconds) as one flow.
+    """Return the work of several threads (host, core-seconds) as one flow.
 
     They end together. The thread with the most work uses a whole core if one is free.
     """
@@ -338,7 +348,7 @@ def _computation(
 
 
 def _processors(cluster: Cluster) -> list[float]:
-    """Cores that communication can use: of all hosts together, or of each host."""
+    """Return the cores that communication can use: of all hosts together, or of each host."""
     if cluster.processor is None:
         return []
     if cluster.processor.cores is not None:

@@ -78,7 +78,7 @@ class StandIn(torch.nn.Module):
         """Return the loss of *batch*, a tensor of any shape."""
         target = batch.mean()
         loss = torch.zeros(())
-        # Autograd goes backwards: the gradient of the last summand is ready first.
+        # Autograd goes backward: the gradient of the last summand is ready first.
         for parameter in reversed(self._in_order):
             flat = parameter.flatten()
             loss = loss + (flat.dot(flat) / 2 - target * flat.sum())
@@ -86,7 +86,7 @@ class StandIn(torch.nn.Module):
 
 
 def _tensor(blank: torch.Tensor, shape: tuple[int, ...] | None) -> torch.nn.Parameter:
-    """A parameter of *shape* that is *blank*, or stands in for it.
+    """Return a parameter of *shape* that is *blank*, or stands in for it.
 
     If *shape* has another number of elements, it is replaced by that of a nearly square matrix. If
     the number is prime, the matrix is a row. The rule is the same in every runtime, because

@@ -1,9 +1,9 @@
 """Groups equal workers of a cluster into classes, so that a few can represent all.
 
 If a method treats all workers alike, workers of equal rack shape, speed, link and group do the same
-at the same virtual times. So two of each class run; collectives are still charged over all workers'
-links. Step times are equal to the full run's, to the last bit. Worker 0 represents only itself.
-Other workers take its numbers by a sum, to which they add zeros.
+at the same virtual times. So only two of each class run. Collectives are still charged over all
+workers' links. Step times are equal to the full run's, to the last bit. Worker 0 represents only
+itself. Other workers take its numbers by a sum, to which they add zeros.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from paceline.cluster.cluster import Cluster
 
 AT_LEAST = 2
-"""Representatives of a class, if it has as many. With a single one, all workers' gradients would be
-equal."""
+"""Representatives of a class, if it has as many workers. With a single one, all workers' gradients
+would be equal."""
 MOST_DESCRIBED = 4
-"""Representatives that `describe` lists with their weights."""
+"""The most representatives that `describe` lists with their weights."""
 
 
 @dataclass(frozen=True)
 class WorkerClasses:
-    """Which workers of a cluster run, and how many each stands for.
+    """Which workers of a cluster run, and how many workers each one represents.
 
     Args:
         representative_of: By worker, the one that runs for it; a representative's is itself.
@@ -39,7 +39,10 @@ class WorkerClasses:
 
     @classmethod
     def of(cls, cluster: Cluster) -> WorkerClasses:
-        """Choose worker 0, and two workers of each class: of equal rack shape, speed, link and group."""
+        """Choose worker 0 and two workers of each class.
+
+        Workers of a class have equal rack shape, speed, link and group.
+        """
         shapes: dict[Hashable, int] = {}
         members: defaultdict[Hashable, list[int]] = defaultdict(list)
         worker = 0
@@ -61,14 +64,14 @@ class WorkerClasses:
 
     @property
     def weights(self) -> Mapping[int, int]:
-        """By representative, in rank order, how many workers it stands for, itself included."""
+        """By representative, in rank order, how many workers it represents, itself included."""
         return dict(sorted(Counter(self.representative_of).items()))
 
     def within(self, members: Sequence[int]) -> Sequence[int]:
         """Return, by position in a group, the position that represents it.
 
-        It is the position of the member's representative. If that one is not in the group, it is
-        the first representative in the group.
+        It is the position of the member's representative. If the representative is not in the
+        group, it is the first representative in the group.
         """
         index = {member: position for position, member in enumerate(members)}
         first = min(index[rank] for rank in self.weights if rank in index)

@@ -1,4 +1,4 @@
-"""Compute cost of one training step of a model, tensor by tensor."""
+"""Describes the compute cost of one training step of a model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class CompressorTimes:
     """Seconds that a compressor takes for one gradient of all tensors, on one worker of speed 1.
 
     Attributes:
-        encode: Until the first compressed tensors are ready.
-        decode: Of everything after that, whatever the number of workers.
-        decode_per_worker: Of everything after that, for each worker.
+        encode: Seconds until the first compressed tensors are ready.
+        decode: Seconds of all later work that does not depend on the number of workers.
+        decode_per_worker: Seconds of all later work, for each worker.
     """
 
     encode: float
@@ -81,19 +81,20 @@ class Workload:
             last registered one is first.
         update: Seconds of the optimizer's step.
         batch: Samples of a pass; None: not known.
-        source: Where the figures are from, for the user.
-        shapes: Of the tensors; empty: not known.
-        coding: What compressors take for one gradient, by their full specs. For a missing one, an
-            estimate from bytes is charged.
+        source: Origin of the figures, for the user.
+        shapes: Shapes of the tensors; empty: not known.
+        coding: By full spec, the times of compressors for one gradient. If a compressor is missing,
+            the runtime charges an estimate from bytes.
         passes: Passes that accumulate into one update; None: not known.
         uses_gradients: Whether the script reads or changes gradients between backward and the
             update, for example to clip them; None: not known.
-        input: Seconds of a thread's computing between a step's end and the next pass. This includes loading
-            batches, zeroing gradients and logging losses, and excludes waits for other processes.
-        overhead: Seconds of a thread's computing in a step, beside its passes and its update. This includes
-            paceline's hooks, and the script's work between backward and the update.
-        cores: Cores of the host that computing keeps busy. 0: another device computes, or the script
-            sleeps instead. They matter if hosts share cores.
+        input: Seconds of a thread's computing between a step's end and the next pass. This includes
+            loading batches, zeroing gradients and logging losses, and excludes waits for other
+            processes.
+        overhead: Seconds of a thread's computing in a step, beside its passes and its update. This
+            includes paceline's hooks, and the script's work between backward and the update.
+        cores: Cores of the host that computing keeps busy. 0: another device computes, or the
+            script sleeps instead. They matter if hosts share cores.
 
     Example:
         ::
@@ -122,7 +123,7 @@ class Workload:
         """Check the values, and fill in *order*.
 
         Raises:
-            UsageError: Lengths differ, or a value cannot be.
+            UsageError: Lengths differ, or a value is impossible.
         """
         if not self.names:
             raise UsageError("a workload without tensors: expected at least one")
@@ -217,10 +218,10 @@ class Workload:
         Args:
             names: The model's trainable parameters, in registration order.
             sizes: Bytes of their gradients.
-            what: What the workload is, for the error.
+            what: The workload's name in the error message.
 
         Raises:
-            UsageError: They differ; the message names the first tensor that does.
+            UsageError: They differ; the message names the first tensor that differs.
         """
         theirs = list(zip(names, sizes, strict=True))
         mine = list(zip(self.names, self.sizes, strict=True))
@@ -240,9 +241,9 @@ class Workload:
         forward_seconds: float,
         backward_seconds: float,
     ) -> Workload:
-        """Spread two given totals over the tensors in proportion to their bytes.
+        """Make a workload from two totals, spread over the tensors in proportion to their bytes.
 
-        For use where nothing was measured: real layers cost by operations, not bytes.
+        Use it where nothing was measured: real layers cost by operations, not bytes.
 
         Args:
             names: Trainable parameter tensors, in registration order.
@@ -275,14 +276,15 @@ class Workload:
 
         Args:
             module: The model.
-            example: What ``forward`` takes: a tensor, a tuple of positional or a dict of
+            example: The argument of ``forward``: a tensor, a tuple of positional or a dict of
                 keyword arguments. Only shapes and dtypes count.
             flops_per_second: Sustained speed of the device.
             batch: Samples in *example*; None: the first dimension of its first tensor.
             update: Seconds of the optimizer's step.
-            source: Where the figures are from, for people.
+            source: Origin of the figures, for the user.
         """
-        from paceline.cluster.flop_counter import count_step  # it needs torch
+        # This module needs torch.
+        from paceline.cluster.flop_counter import count_step
 
         counted = count_step(
             module, example, flops_per_second, batch=batch, source=source
@@ -290,7 +292,7 @@ class Workload:
         return cls(**vars(counted), update=update)
 
     def save(self, path: str | Path, made: dict[str, Any] | None = None) -> None:
-        """Write it as JSON.
+        """Write this workload as JSON.
 
         Args:
             path: A file; an existing one is replaced.
@@ -320,11 +322,11 @@ class Workload:
         """Read a file that `save` wrote, or a built-in workload.
 
         Args:
-            path: A file, or a name of `builtin_names`. A file of such a name is ``./NAME``.
+            path: A file, or a name of `builtin_names`. For a file of such a name pass ``./NAME``.
 
         Raises:
-            UsageError: There is no such file, or it is no workload; the message says what is
-                wrong with it.
+            UsageError: There is no such file, or it is no workload; the message says what is wrong
+                with it.
         """
         if str(path) in builtin_names():
             folder = resources.files("paceline.cluster") / "workloads"

@@ -4,7 +4,7 @@
 - `measure`: measures between the workers of a job, in any runtime.
 - `quick`: measures for a few seconds, between two steps of a training.
 - `pairs`: bandwidth from one worker's host to another's, alone and under load.
-- `tcp_counters`: the kernel's counts of this process's TCP connections.
+- `tcp_counters`: the kernel's counters of this process's TCP connections.
 - `infer`: the measurements as data; finds which workers share a rack, and makes a `Cluster`.
 - `tables`: the measurements as tables for the user.
 """

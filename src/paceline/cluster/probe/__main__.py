@@ -1,5 +1,7 @@
-"""The script that ``paceline probe`` launches on every worker: measures, and writes the results to
-a file."""
+"""Measures the network and writes the results to a file.
+
+``paceline probe`` launches this script on every worker.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from paceline.runtimes.join import join_runtime
 
 
 def main() -> None:
-    """Measure, and let rank 0 write the results."""
+    """Measure, and write the results on rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seconds-per-pair", type=float, default=0.1)

@@ -16,8 +16,11 @@ from paceline.cluster.cluster import EMULATED_BURST, Cluster, Processor, Rack
 class Size(msgspec.Struct, kw_only=True):
     """All-reduces of one size.
 
-    *seconds* of one alone (median), and their *spread*; *pair_seconds* of two at a time;
-    *core_seconds* of one, over all hosts.
+    Attributes:
+        seconds: Median time of one alone.
+        spread: Median distance to that median, in seconds.
+        pair_seconds: Median time of two at a time.
+        core_seconds: Processor time of one, over all hosts.
     """
 
     bytes: int
@@ -28,17 +31,18 @@ class Size(msgspec.Struct, kw_only=True):
 
 
 class ProbeResult(msgspec.Struct, kw_only=True):
-    """Figures by worker, in rank order; a matrix's row is the sender.
+    """Results of a probe, by worker in rank order. A matrix's row is the sender.
 
     Attributes:
-        hosts: Which host each worker is on.
+        hosts: The host of each worker.
         goodput: Bytes per second; zero within a host.
-        latency: One-way seconds of an empty message, its processor time included; zero within a host.
-        uplinks: For each pair of racks found, bytes per second when all workers of one rack send to the
-            other at once.
+        latency: One-way seconds of an empty message, its processor time included; zero within a
+            host.
+        uplinks: For each pair of racks found, bytes per second when all workers of one rack send to
+            the other at once.
         shared_cores: Cores that all hosts share (None: each has its own).
-        message_while_computing: Core-seconds of one message while all these cores compute (None: not
-            measured).
+        message_while_computing: Core-seconds of one message while all these cores compute (None:
+            not measured).
         speeds: Relative compute speed.
         names: The name of each worker's host, if hosts are machines.
     """
@@ -62,10 +66,11 @@ class ProbeResult(msgspec.Struct, kw_only=True):
 
 
 SAME_RATE = 0.75
-"""Within a rack, a pair reaches at least this part of what both its hosts can do..."""
+"""Within a rack, a pair reaches at least this part of the best goodput of both its hosts."""
 
 SAME_LATENCY = 3.0
-"""...and takes at most this multiple of the shortest latency of either."""
+"""Within a rack, a pair's latency is at most this multiple of the shortest latency of either
+host."""
 
 NOTICEABLE = 2e-3
 """Seconds by which a latency must be longer to count as longer. Waking up a process on a busy
@@ -77,12 +82,12 @@ def find_racks(
     latency: Sequence[Sequence[float]],
     hosts: Sequence[int],
 ) -> list[int]:
-    """Each worker's rack, numbered in order of first appearance.
+    """Return each worker's rack, numbered in order of first appearance.
 
-    Two hosts belong together if a stream between them is as fast as the slower one of the two is
-    anywhere, and its latency as short. A host joins a rack if this is true of most hosts there. A
-    rack cannot be told from its neighbour in this way if its uplink is as fast and as near as its
-    hosts' links.
+    Two hosts belong together if a stream between them is as fast as the slower one of the two
+    reaches anywhere, and its latency as short. A host joins a rack if this is true of most hosts
+    there. This test cannot separate two racks if the uplink between them is as fast and as near as
+    their hosts' links.
     """
     n = len(hosts)
     leaders = sorted({hosts.index(host) for host in hosts})
@@ -117,14 +122,14 @@ def find_racks(
 Seconds = NDArray[np.float64]
 
 SAME_LINKS = 0.03
-"""Links whose relative difference in goodput is less get one figure: their median."""
+"""Links whose relative difference in goodput is smaller get one figure: their median."""
 
 NO_LIMIT = 0.9
-"""A rack's uplink is no limit if it carries this part of what its hosts' links can."""
+"""A rack's uplink is no limit if it carries this part of the sum of its hosts' links."""
 
 
 def infer_cluster(findings: ProbeResult) -> Cluster:
-    """The cluster in which the simulated runtime takes the times that were measured.
+    """Return the cluster in which the simulated runtime takes the measured times.
 
     Each host's link is the best goodput to or from it in its rack. A message's latency and
     processor time come from all-reduces of all sizes, one at a time and two at a time. Time that
@@ -153,14 +158,14 @@ def infer_cluster(findings: ProbeResult) -> Cluster:
 
 
 def relative_speeds(times: Sequence[float]) -> list[float]:
-    """Speeds of workers relative to the fastest, from the seconds that each took for the same work."""
+    """Return speeds relative to the fastest worker, from each worker's seconds for the same work."""
     fastest = min(times)
     # Measurements on one machine differ by up to a tenth.
     return [1.0 if fastest / t > 0.9 else round(fastest / t, 2) for t in times]
 
 
 def fit(sizes: Sequence[Size]) -> tuple[float, float]:
-    """Start-up and seconds per byte of an all-reduce, by least squares over *sizes*.
+    """Fit start-up and seconds per byte of an all-reduce, by least squares over *sizes*.
 
     Each size counts alike: errors are relative to its time.
     """
@@ -177,8 +182,8 @@ def _links(findings: ProbeResult, leaders: Sequence[int]) -> list[float]:
         near = [j for j in leaders if j != i] or [j for j in everyone if j != i]
         rates = [findings.goodput[i][j] for j in near]
         rates += [findings.goodput[j][i] for j in near]
-        # The median of the better half: several pairs agree on the link's rate, and a single
-        # one may be lucky.
+        # Take the median of the better half: several pairs agree on the link's rate, and a single
+        # one may be an outlier.
         rates.sort(reverse=True)
         links.append(statistics.median(rates[: max(1, len(rates) // 2)]))
     middle = statistics.median(links) if links else 0.0
@@ -196,7 +201,7 @@ def _uplink(findings: ProbeResult, rack: int, links: float) -> float | None:
 
 
 def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
-    """A message's latency and processor time, as they fit all sizes best."""
+    """Fit a message's latency and processor time to all sizes."""
     n = findings.workers
     steps = 2 * (n - 1)
     if findings.runtime == "simulated" or n == 1 or not findings.all_reduce:
@@ -204,7 +209,8 @@ def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
         return min(others, default=0.0), None
     cores = findings.shared_cores
     per_byte = _byte(findings.all_reduce, n)
-    # The processors of one machine handle all hosts' messages; a host's own only its messages.
+    # The cores of one machine handle all hosts' messages. A host's own cores handle only its
+    # messages.
     share = n / cores if cores is not None else 1.0
     ring = [findings.goodput[i][(i + 1) % n] for i in range(n)]
     slowest = min(rate for rate in ring if rate) if any(ring) else math.inf
@@ -226,14 +232,14 @@ def _start_up(findings: ProbeResult) -> tuple[float, Processor | None]:
 
 
 def _burst(findings: ProbeResult) -> float:
-    """Seconds at its rate that a link lets through at once, after a pause."""
+    """Return the seconds at its rate that a link lets through at once, after a pause."""
     return EMULATED_BURST if findings.runtime == "emulated" else 0.0
 
 
 def _fit_start_up(
     sizes: Sequence[Size], wire: Seconds, busy: Seconds, burst: float
 ) -> tuple[float, float]:
-    """Seconds of latency, and of processor work, in the start-up of an all-reduce.
+    """Fit the seconds of latency, and of processor work, in the start-up of an all-reduce.
 
     The model is the simulated runtime's: bytes move while processors work, and the slower of the
     two sets the pace. Two all-reduces at a time share both, and their latencies overlap.
@@ -258,7 +264,8 @@ def _fit_start_up(
     low_chain = low_work = 0.0
     high_chain = high_work = top
     best = (0.0, 0.0)
-    for _ in range(4):  # a grid, and finer ones around its best point
+    # Search a grid, then finer ones around its best point.
+    for _ in range(4):
         chains = np.linspace(low_chain, high_chain, 41)
         works = np.linspace(low_work, high_work, 41)
         errors = error(chains[:, None, None], works[None, :, None])
@@ -274,7 +281,7 @@ def _fit_start_up(
 
 
 def _byte(sizes: Sequence[Size], workers: int) -> float:
-    """Core-seconds per byte, from the cost of larger all-reduces."""
+    """Return the core-seconds per byte, from the cost of larger all-reduces."""
     first, last = sizes[0], sizes[-1]
     sent = 2 * (workers - 1) * (last.bytes - first.bytes)  # by all workers together
     return max(0.0, (last.core_seconds - first.core_seconds) / sent) if sent else 0.0

@@ -1,4 +1,4 @@
-"""Measures between the workers of a job, over torch.distributed, in any runtime."""
+"""Measures the network between the workers of a job, over torch.distributed, in any runtime."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.interfaces import Pending, Runtime
 from paceline.runtimes.real.cluster_check import worker_location
 
 SIZES = tuple(4096 * 4**k for k in range(7))
-"""4 KiB to 16 MiB."""
+"""Bytes of the all-reduces: 4 KiB to 16 MiB."""
 
 SECONDS_PER_SIZE = 0.5
 LONGEST_SECONDS = 1.0
@@ -28,7 +28,7 @@ LONGEST_SECONDS = 1.0
 IDLE_SECONDS = 0.5
 
 BESIDE_BYTES, BESIDE_AT_ONCE, BESIDE_SECONDS, BESIDE_TURNS = 4096, 8, 0.5, 5
-"""For all-reduces during computing: their size, how many are under way, seconds of a turn, and
+"""All-reduces during computing: their bytes, how many are under way, seconds of a turn, and
 turns."""
 CPU = torch.device("cpu")
 
@@ -40,10 +40,10 @@ def measure(
     largest: int = SIZES[-1],
     say: Callable[[str], None] = lambda text: None,
 ) -> ProbeResult:
-    """Measure everything; returns the same results on every rank. Collective.
+    """Measure everything; return the same results on every rank. Collective.
 
-    Pairs are measured one after the other, in both directions, *seconds_per_pair* each. Nothing
-    else may use the network meanwhile. *say* is called with each phase's name, on every rank.
+    Pairs are measured one after the other, in both directions, *seconds_per_pair* each. No other
+    traffic may use the network meanwhile. *say* is called with each phase's name, on every rank.
     Raises `UsageError` if there is only one worker.
     """
     runtime.connect()
@@ -92,7 +92,7 @@ class _Probe:
     # ---- hosts ----
 
     def hosts(self) -> tuple[list[int], int | None]:
-        """Each worker's host, and the number of cores if all workers share them.
+        """Find each worker's host, and the number of cores if all workers share them.
 
         Two workers are on one machine if its name and boot id are equal. They are on one host if
         they also share a network there. If that makes a single host, loopback is the network, and
@@ -115,14 +115,14 @@ class _Probe:
         return hosts, cores if one_machine else None
 
     def names(self, hosts: Sequence[int]) -> list[str]:
-        """The name of each worker's host; empty if names do not tell hosts apart."""
+        """Return the name of each worker's host; empty if names do not identify hosts."""
         names = [
             one.decode() for one in gather_bytes(worker_location().name.encode(), CPU)
         ]
         return names if len(set(names)) == len(set(hosts)) > 1 else []
 
     def speeds(self) -> list[float]:
-        """Relative compute speeds: from the runtime, or else measured by a matrix product.
+        """Return relative compute speeds: from the runtime, or else measured by a matrix product.
 
         Workers measure one after the other, since they may share cores.
         """
@@ -149,8 +149,10 @@ class _Probe:
     def uplinks(
         self, racks: Sequence[int], goodput: Sequence[Sequence[float]]
     ) -> list[tuple[int, int, float]]:
-        """The goodput from each rack to each other one, with as many pairs of workers as the
-        smaller rack has."""
+        """Measure the goodput from each rack to each other one.
+
+        As many pairs of workers send as the smaller rack has workers.
+        """
         found = []
         for a in sorted(set(racks)):
             for b in sorted(set(racks)):
@@ -182,10 +184,12 @@ class _Probe:
         for size in sizes:
             estimate = self.pairs.max(self._run(size, 1))
             if found and estimate > LONGEST_SECONDS:
-                break  # a larger size only takes longer, in proportion to its bytes
+                # A larger size only takes longer, in proportion to its bytes.
+                break
             repeats = max(3, min(40, int(SECONDS_PER_SIZE / max(estimate, 1e-6))))
             if self._runtime.clock.is_virtual:
-                repeats = 1  # all repetitions take equally long
+                # In virtual time, all repetitions take equally long.
+                repeats = 1
             self.pairs.barrier()
             before = self._core_seconds(shared_cores)
             start = self._runtime.clock.now()
@@ -213,10 +217,11 @@ class _Probe:
         return found
 
     def message_while_computing(self, shared_cores: int) -> float | None:
-        """Core-seconds of one message while all cores compute.
+        """Measure the core-seconds of one message while all cores compute.
 
-        It is measured by how much longer the same computing takes with all-reduces under way that
-        nobody waits for meanwhile. None: the network is so slow that it would take minutes.
+        It compares the time of the same computing with and without all-reduces under way, for which
+        no worker waits meanwhile. Returns None if the network is so slow that the measurement would
+        take minutes.
         """
         work = torch.randn(64, 64)
         start = time.thread_time()
@@ -265,7 +270,7 @@ class _Probe:
         return self._runtime.clock.now() - start
 
     def _idle_load(self, shared_cores: int | None) -> float:
-        """Cores that other processes keep busy on this machine while no worker does anything."""
+        """Return the cores that other processes keep busy while all workers are idle."""
         if shared_cores is None:
             return 0.0
         self.pairs.barrier()
@@ -275,9 +280,10 @@ class _Probe:
         return spent / (time.perf_counter() - start)
 
     def _core_seconds(self, shared_cores: int | None) -> float:
-        """Processor time so far: of the whole machine if all hosts are on it, else of this process.
+        """Return the processor time so far, in core-seconds.
 
-        The kernel's work for the network counts for no process, but for the machine.
+        It is the machine's if all hosts are on it, and this process's otherwise. The kernel's work
+        for the network counts for the machine, but for no process.
         """
         if self._runtime.clock.is_virtual:
             return 0.0

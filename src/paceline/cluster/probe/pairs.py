@@ -22,9 +22,10 @@ from paceline.runtimes.real.cluster_check import worker_location
 
 FIRST_BYTES = 64 * 1024
 MOST_BYTES = 2**28
-"""The most bytes of one transfer: 86 ms at 25 Gbit/s. Both ends hold them."""
+"""The most bytes of one transfer: 86 ms at 25 Gbit/s. Both ends hold them in memory."""
 TOO_FAST = 2.0
-"""A later part is not believed if its rate is this many times that of the whole transfer."""
+"""The rate of a transfer's later part is ignored above this multiple of the whole transfer's
+rate."""
 PINGS = 20
 SMALL_MESSAGES = 50
 TRIES = 3
@@ -38,8 +39,8 @@ Matrix = list[list[float]]
 class LinkMeasurement:
     """The rate in bytes per second from one rank to another, and lost segments.
 
-    *sent* and *lost* are the segments of a few small messages on this way; *sent_back* and
-    *lost_back* are those on the other way. All are zero if the system does not count segments.
+    *sent* and *lost* count the segments of a few small messages in this direction; *sent_back* and
+    *lost_back* count those in the other one. All are zero if the system does not count segments.
     """
 
     rate: float
@@ -67,18 +68,19 @@ class PairProbe:
         self._tries = 1 if simulated else TRIES
         self._group: Any = dist.group.WORLD
         workers = runtime.workers("probe")
-        if not workers.moves_host_tensors:  # NCCL alone
+        # Only NCCL needs tensors on its device.
+        if not workers.moves_host_tensors:
             self._group = dist.new_group(backend="gloo")
             workers = TorchGroup("probe", self._group)
         self.comm = Communicator(runtime, "probe", workers)
-        # Collected now: after a pair has failed, the others may not answer.
+        # Collect the names now: after a pair has failed, the other ranks may not answer.
         names = gather_bytes(worker_location().name.encode(), CPU)
         self._names = [name.decode(errors="replace") for name in names]
 
     # ---- one pair at a time ----
 
     def matrices(self, hosts: Sequence[int]) -> tuple[Matrix, Matrix]:
-        """Goodput and latency from each worker's host to each other worker's."""
+        """Measure goodput and latency from each worker's host to each other worker's."""
         n = self._size
         first_of = {host: hosts.index(host) for host in set(hosts)}
         leaders = sorted(first_of.values())
@@ -143,9 +145,9 @@ class PairProbe:
         answer: Callable[[int], list[float]],
         width: int,
     ) -> Matrix:
-        """The sum of both ends' results for each flow, on all ranks.
+        """Return the sum of both ends' results for each flow, on all ranks.
 
-        There is no barrier between two flows, which would take long if many processes share a
+        There is no barrier between two flows, since a barrier takes long if many processes share a
         processor. A message from the target of one flow to the source of the next starts it.
         """
         mine = torch.zeros(len(flows), width, dtype=torch.float64)
@@ -160,9 +162,11 @@ class PairProbe:
                     self.receive(word, before)
             with self._between(source, target):
                 if self._rank == source:
-                    self.send(word, target)  # start this flow
+                    # Start this flow.
+                    self.send(word, target)
                     mine[number] = torch.tensor(ask(target))
-                    self.receive(word, target)  # the target has finished
+                    # The target has finished.
+                    self.receive(word, target)
                 elif self._rank == target:
                     self.receive(word, source)
                     mine[number] = torch.tensor(answer(source))
@@ -212,7 +216,7 @@ class PairProbe:
         sizes: Sequence[int],
         rates: torch.Tensor,
     ) -> None:
-        """This rank's part of the flows: puts the rate that it receives into *rates*."""
+        """Run this rank's part of the flows, and put the rate that it receives into *rates*."""
         coming, going = None, None
         for number, (source, target) in enumerate(flows):
             parts = _quarters(sizes[number])
@@ -222,7 +226,8 @@ class PairProbe:
                 going = target, parts
         self.barrier()
         start = self._runtime.clock.now()
-        self.barrier()  # no rank sends before every rank has taken its start time
+        # No rank sends before every rank has taken its start time.
+        self.barrier()
         works = [] if going is None else self._begin(*going)
         if coming is not None:
             number, parts, expected = coming
@@ -240,7 +245,8 @@ class PairProbe:
             self.send(word, peer)
             self.receive(word, peer)
             times.append((self._runtime.clock.now() - start) / 2)
-        return min(times)  # longer ones waited for a processor
+        # Longer transfers waited for a processor.
+        return min(times)
 
     def _answer_pings(self, peer: int) -> None:
         word = torch.zeros(1, dtype=torch.int64)
@@ -249,7 +255,7 @@ class PairProbe:
             self.send(word, peer)
 
     def _stream(self, peer: int) -> float:
-        """Bytes per second, from longer and longer transfers."""
+        """Return the bytes per second, from longer and longer transfers."""
         size, took = FIRST_BYTES, self._transfer(peer, FIRST_BYTES)
         while took < self._seconds / 4 and size < MOST_BYTES // 4:
             size *= 2
@@ -265,7 +271,8 @@ class PairProbe:
         if not size:
             return 0.0
         data = self._blank(size)
-        self.receive(length, peer)  # the peer's buffer is ready
+        # The peer's buffer is ready.
+        self.receive(length, peer)
         start = self._runtime.clock.now()
         self.send(data, peer)
         self.receive(length, peer)
@@ -288,7 +295,8 @@ class PairProbe:
         return _quarters(min(MOST_BYTES, max(FIRST_BYTES, int(rate * self._seconds))))
 
     def _send_parts(self, peer: int, sizes: Sequence[int]) -> None:
-        self.receive(torch.zeros(1, dtype=torch.int64), peer)  # its buffers are ready
+        # The peer's buffers are ready.
+        self.receive(torch.zeros(1, dtype=torch.int64), peer)
         for work in self._begin(peer, sizes):
             work.wait()
 
@@ -315,7 +323,7 @@ class PairProbe:
     def _rate(
         self, works: Sequence[dist.Work], sizes: Sequence[int], start: float
     ) -> float:
-        """The rate from the first part's arrival to the last part's."""
+        """Return the rate from the first part's arrival to the last part's."""
         times = []
         for work in works:
             work.wait()
@@ -323,9 +331,9 @@ class PairProbe:
         return _rate_of(sum(sizes), times[-1], sum(sizes[1:]), times[-1] - times[0])
 
     def _is_disturbed(self, transfer: Callable[[], object]) -> bool:
-        """Whether this process waited for a processor for a large part of a *transfer*.
+        """Return whether this process waited for a processor for a large part of a *transfer*.
 
-        Then its time says little about the link.
+        If so, the transfer's time does not show the link's rate.
         """
         before, start = waited_for_processor(), time.perf_counter()
         transfer()
@@ -335,7 +343,7 @@ class PairProbe:
     # ---- small messages, to count losses: a full queue drops some of any size ----
 
     def _send_small_messages(self, peer: int) -> list[float]:
-        """Segments sent meanwhile, and segments lost."""
+        """Send small messages; return the segments sent meanwhile, and the lost ones."""
         before, start = tcp_counters.segments(), self._runtime.clock.now()
         for left in reversed(range(self._small_messages)):
             over = not left or self._runtime.clock.now() - start > self._seconds
@@ -359,7 +367,7 @@ class PairProbe:
     # ---- agreement ----
 
     def now(self) -> float:
-        """The time on this worker's clock."""
+        """Return the time on this worker's clock."""
         return self._runtime.clock.now()
 
     def send(self, tensor: torch.Tensor, peer: int) -> None:
@@ -384,7 +392,7 @@ class PairProbe:
 
 
 def _rate_of(size: float, seconds: float, later: float, took: float) -> float:
-    """The goodput of the *later* bytes of a transfer of *size* bytes.
+    """Return the goodput of the *later* bytes of a transfer of *size* bytes.
 
     If they were much faster than the whole transfer, return the whole transfer's rate. A worker
     that got no processor for a while finds all data there at once, or its first part late.

@@ -1,4 +1,4 @@
-"""A probe of a few seconds, between two steps of a training.
+"""Probes the network for a few seconds, between two steps of a training.
 
 In each round, all hosts send at once, each to the host a fixed number of places further.
 Collectives use the network in this way, and n hosts are measured in the time of one pair. Then
@@ -30,10 +30,10 @@ from paceline.runtimes.real.cluster_check import WorkerLocation, worker_location
 MOST_SHIFTS = 7
 """The most rounds in which all hosts send at once."""
 LEAST_BYTES, MOST_BYTES = 4096, 2**26
-"""Bytes of a flow. A worker holds the most twice, beside its training: 128 MiB. They take 21 ms at
-25 Gbit/s, of which three quarters count."""
+"""Bytes of a flow. A worker holds the most twice, in addition to its training: 128 MiB. They take
+21 ms at 25 Gbit/s, of which three quarters count."""
 FOR_LINKS, FOR_SUMS = 0.6, 0.3
-"""The parts of the time for links and for all-reduces; the rest is for the work between."""
+"""The parts of the time for links and for all-reduces; the rest is for the work between them."""
 SIZES = tuple(4096 * 8**k for k in range(4))
 """Sizes of all-reduces: 4 KiB to 2 MiB."""
 REPEATS = 5
@@ -41,12 +41,12 @@ CPU = torch.device("cpu")
 
 
 def quick_probe(runtime: Runtime, seconds: float, device: torch.device) -> Cluster:
-    """Measure the network for about so many *seconds*.
+    """Measure the network for about *seconds*.
 
     Args:
-        runtime: The job's.
+        runtime: The job's runtime.
         seconds: Duration.
-        device: Where small messages between ranks are.
+        device: The device of small messages between ranks.
 
     Returns:
         A cluster in which the simulated runtime takes the measured times, the same on all ranks.
@@ -79,9 +79,9 @@ def neighbour_rates(
     """Measure briefly the rate from each host to the next one, while all send.
 
     Args:
-        runtime: The job's.
+        runtime: The job's runtime.
         seconds: Duration.
-        device: Where small messages between ranks are.
+        device: The device of small messages between ranks.
 
     Returns:
         Bytes per second of each host; the same on all ranks. Empty if there is one host.
@@ -95,7 +95,7 @@ def neighbour_rates(
 
 
 def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | None]:
-    """Each worker's host, and the number of cores if all workers share them.
+    """Find each worker's host, and the number of cores if all workers share them.
 
     If all workers are on one host, loopback is the network, and each worker counts as a host.
     """
@@ -116,8 +116,8 @@ Flows = dict[tuple[int, int], float]
 class _Rounds:
     """Rounds in which all hosts send at once, each to the host *shift* places further.
 
-    A round begins with small transfers. Its last one is as large as the time allows, judged by the
-    time of the small one on the clock of all ranks. That time includes more than links: on
+    A round begins with small transfers. Its last transfer is as large as the time allows, judged by
+    the time of the small one on the clock of all ranks. That time includes more than links: on
     loopback, memory takes longer than sending. A shaper's burst must not count. Each flow sends as
     much as it can in that time, so one slow host among fast ones does not prolong a round.
     """
@@ -131,7 +131,7 @@ class _Rounds:
         self._taken: dict[int, float] = {}
 
     def measure(self, shift: int, seconds: float) -> Flows:
-        """Do one round of about *seconds*; it takes more only if its first bytes do."""
+        """Do one round of about *seconds*; it takes longer only if its first bytes do."""
         count, first = len(self._leaders), self.spent
         flows = [
             (self._leaders[i], self._leaders[(i + shift) % count]) for i in range(count)
@@ -153,7 +153,7 @@ class _Rounds:
     def _send(
         self, flows: Sequence[tuple[int, int]], sizes: Sequence[int]
     ) -> tuple[Flows, float]:
-        """Send *sizes* bytes on each flow; return the rates, and the time of all of it."""
+        """Send *sizes* bytes on each flow; return the rates, and the seconds of the whole transfer."""
         start = self._pairs.now()
         rates = self._pairs.at_once(flows, sizes)
         took = self._pairs.max(self._pairs.now() - start)
@@ -165,7 +165,7 @@ class _Rounds:
         return dict(zip(flows, rates, strict=True)), took
 
     def _within(self, seconds: float, rates: Sequence[float]) -> list[int]:
-        """The bytes that flows of these *rates* send in *seconds*."""
+        """Return the bytes that flows of these *rates* send in *seconds*."""
         bytes_ = [int(seconds * self._busy * rate) for rate in rates]
         return [max(LEAST_BYTES, min(MOST_BYTES, size)) for size in bytes_]
 
@@ -180,7 +180,8 @@ def _rates(pairs: PairProbe, leaders: Sequence[int], seconds: float) -> list[Flo
     rounds, found = _Rounds(pairs, leaders), list[Flows]()
     for done, shift in enumerate(shifts):
         left = seconds - rounds.spent
-        if left > 0:  # *spent* is equal on all ranks
+        # *spent* is equal on all ranks.
+        if left > 0:
             found.append(rounds.measure(shift, left / (len(shifts) - done)))
     return found
 
@@ -188,9 +189,9 @@ def _rates(pairs: PairProbe, leaders: Sequence[int], seconds: float) -> list[Flo
 def _matrix(
     size: int, hosts: Sequence[int], leaders: Sequence[int], rounds: Sequence[Flows]
 ) -> list[list[float]]:
-    """Goodput from each worker's host to each other's.
+    """Return the goodput from each worker's host to each other's.
 
-    A pair that was not measured gets the smaller of what its two hosts reached elsewhere.
+    A pair that was not measured gets the smaller of its two hosts' rates to other hosts.
     """
     known: Flows = {}
     for flows in rounds:
@@ -219,7 +220,7 @@ def _matrix(
 def _uplinks(
     racks: Sequence[int], rounds: Sequence[Flows]
 ) -> list[tuple[int, int, float]]:
-    """From each rack to each other rack: the highest rate of a round."""
+    """Return the highest rate of a round from each rack to each other rack."""
     most: dict[tuple[int, int], float] = {}
     for flows in rounds:
         sums: dict[tuple[int, int], float] = {}
@@ -233,7 +234,7 @@ def _uplinks(
 
 
 def _sums(runtime: Runtime, pairs: PairProbe, seconds: float) -> list[Size]:
-    """Time all-reduces, alone and two at a time, while the time lasts."""
+    """Time all-reduces, alone and two at a time, for as long as the time allows."""
     found: list[Size] = []
     for size in SIZES:
         estimate = pairs.max(_sum(runtime, pairs, size, 1))

@@ -1,4 +1,4 @@
-"""A probe's results as tables for the user."""
+"""Prints a probe's results as tables for the user."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.cluster.probe.infer import ProbeResult, fit, infer_cluster
 from paceline.units import show_bytes, show_rate, show_seconds
 
 MAX_COLUMNS = 12
-"""The most hosts that a matrix shows; the JSON has all."""
+"""The most hosts that a matrix shows; the JSON has all of them."""
 
 
 def print_findings(findings: ProbeResult) -> None:
@@ -43,7 +43,7 @@ def print_findings(findings: ProbeResult) -> None:
 
 
 def comment_on(findings: ProbeResult) -> str:
-    """The comment above the cluster file: the all-reduce's fit and its range."""
+    """Return the comment above the cluster file: the all-reduce's fit and its range."""
     lines = [
         f"measured by paceline probe: {findings.workers} workers, {findings.runtime} runtime"
     ]

@@ -1,4 +1,4 @@
-"""The kernel's counters of this process's TCP connections."""
+"""Reads the kernel's counters of this process's TCP connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _INFO_BYTES = 220
-"""The length up to the last field that is read. Older kernels return less; then nothing is known."""
+"""The length up to the last field that is read. Older kernels return less, and then no counter is
+known."""
 _RETRANSMITTED = struct.Struct("=I"), 100
 _ACKNOWLEDGED = struct.Struct("=Q"), 120
 _SEGMENTS = struct.Struct("=I"), 156
@@ -22,10 +23,13 @@ _TAKEN_TWICE = struct.Struct("=I"), 216
 
 @dataclass(frozen=True)
 class Connection:
-    """One TCP connection.
+    """The counters of one TCP connection.
 
-    It has its own *address*, the *acknowledged* bytes, the data *segments* sent, and the *lost*
-    ones. Lost segments were sent again, without having arrived already.
+    Attributes:
+        address: Its own address.
+        acknowledged: Bytes that the peer's kernel has acknowledged.
+        segments: Data segments sent.
+        lost: Segments that were sent again, without having arrived already.
     """
 
     address: str
@@ -35,12 +39,15 @@ class Connection:
 
 
 def connections() -> list[Connection]:
-    """The connections of this process, whatever code made them; empty if the system does not count."""
+    """Return the connections of this process, whichever code made them.
+
+    Empty if the system does not count.
+    """
     return list(_connections())
 
 
 def segments() -> tuple[int, int]:
-    """Data segments that this process has sent, and how many of them were lost."""
+    """Return the data segments that this process has sent, and how many of them were lost."""
     every = connections()
     return sum(c.segments for c in every), sum(c.lost for c in every)
 

@@ -1,10 +1,10 @@
-"""Measures what training costs on this machine: computing and compressing gradients.
+"""Measures the costs of training on this machine: computing and compressing gradients.
 
-- `step_profiler`: compute times of a training step, tensor by tensor; the script's other work in each
-  step; gradients of some steps, in files.
+- `step_profiler`: compute times of a training step, tensor by tensor; the script's other work in
+  each step; gradients of some steps, in files.
 - `step_phases`: input, forward, backward, exposed communication and update of each step.
-- `compressors`: the time to compress a gradient, alone and while all cores do so, and what each
-  compressor costs and gains on one model.
+- `compressors`: the time to compress a gradient, alone and while all cores do so; costs and gains
+  of each compressor on one model.
 - `timers`: times on the host's clock or in a CUDA stream.
 """
 

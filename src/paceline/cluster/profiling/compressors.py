@@ -1,8 +1,8 @@
 """Measures the cost of compressing a gradient: a compressor's own work, without the network.
 
-The gradient is divided into DDP's buckets, and each is compressed in turn. Collectives are imitated
-in this process: some workers compress in lockstep, and all others have sent what the first one has.
-Only the work of rank 0's compressor between two collectives is timed, in its steady state.
+The gradient is divided into DDP's buckets, and each is compressed in turn. This process imitates
+collectives: some workers compress in lockstep, and all other workers send the same as the first
+one. Only the work of rank 0's compressor between two collectives is timed, in its steady state.
 
 `coding_times_of_busy` measures with all cores busy. A core that works alone is faster than one
 beside other busy ones. They share a cache, the memory and its bus, and the power, and may be two
@@ -16,8 +16,9 @@ bytes, among n workers with links of B bytes per second, without start-ups:
     dense       2 (n - 1) / n S / B
     compressed  coding + (2 (n - 1) / n sums + (n - 1) gathers + (n - 1) / n exchanges) / B
 
-where sums, gathers and exchanges are the bytes of a worker's own compressed gradient, all-reduced,
-gathered by all, or sent in parts to each. It pays below the B at which both are equal.
+Sums, gathers and exchanges are the bytes of a worker's own compressed gradient that are
+all-reduced, gathered by all, or sent in parts to each worker. Compression pays below the B at which
+both times are equal.
 """
 
 from __future__ import annotations
@@ -58,11 +59,12 @@ from paceline.transport.liveness import end_with_parent, without_interrupts
 
 SETTLES = 2
 """Gradients that are compressed before times are taken. Memory is then touched for the first time,
-and low-rank factors become those of gradients. The number is even, as compressors may alternate."""
+and low-rank factors converge to those of gradients. The number is even, as compressors may
+alternate."""
 REPEATS = 8
 """The most pairs of gradients; pairs, as compressors may alternate."""
 SECONDS = 2.0
-"""Repeat for this long."""
+"""Seconds for which the measurement is repeated."""
 WORKERS = (2, 8)
 """The two numbers of workers for which decoding is timed; a line through both gives its cost per
 worker."""
@@ -72,8 +74,10 @@ worker."""
 class CompressionRun:
     """The compression of one gradient: rank 0's seconds, and the bytes that it sent.
 
-    *first* is until the first compressed tensors, *between* from there until the last ones, and
-    *last* from there until the end.
+    Attributes:
+        first: Seconds until the first compressed tensors.
+        between: Seconds from there until the last ones.
+        last: Seconds from there until the end.
     """
 
     first: float = 0.0
@@ -93,7 +97,7 @@ class CompressionRun:
 
 
 class Coder:
-    """One worker's tensors, buckets and states. *like*: a gradient, in ready order."""
+    """One worker's tensors, buckets and states. *like* is a gradient, in ready order."""
 
     def __init__(
         self, compression: GradientCompression, like: Named, place: RankInfo
@@ -181,7 +185,10 @@ def measure_coding(
     *,
     usual: bool = False,
 ) -> CompressorTimes:
-    """The steady-state time of *compression* for one such *gradient*. *usual*: see `repeat`."""
+    """Return the steady-state time of *compression* for one such *gradient*.
+
+    *usual*: see `repeat`.
+    """
     tensors = [tensor for _, tensor in gradient]
     few, many = (
         repeat(
@@ -205,10 +212,10 @@ def coding_times(
     *,
     usual: bool = False,
 ) -> dict[str, CompressorTimes]:
-    """The times of each compressor for the first stored gradient, by its full spec.
+    """Return the times of each compressor for the first stored gradient, by its full spec.
 
-    It uses as many threads as training had. *usual*: see `repeat`. Raises `UsageError` if there is
-    no gradient.
+    It uses as many threads as training did. *usual*: see `repeat`. Raises `UsageError` if no
+    gradient was stored.
     """
     gradient, threads = dump.read(0)
     watch = stopwatch_for(gradient[0][1].device)
@@ -238,11 +245,11 @@ def repeat(
     *,
     usual: bool = False,
 ) -> CompressionRun:
-    """Compress the same gradient several times; return seconds, and bytes sent by kind of
-    collective.
+    """Compress the same gradient several times.
 
-    The seconds are those of the fastest two runs in a row, which other work on the machine
-    disturbed least. *usual*: those of the median two.
+    Returns seconds, and bytes sent by kind of collective. The seconds are those of the fastest two
+    runs in a row, which other work on the machine disturbed least. *usual*: those of the median
+    two.
     """
     for _ in range(SETTLES):
         benchmark.mean(gradient)
@@ -273,9 +280,9 @@ def _resume(coding: Rounds, answer: torch.Tensor | None) -> Request | None:
 
 
 def _answers(asked: Sequence[Request], workers: int) -> list[torch.Tensor]:
-    """The results of a collective for each compressing worker.
+    """Return the results of a collective for each compressing worker.
 
-    *workers* counts them and the others, which have sent what rank 0 has.
+    *workers* counts them and all other workers, which have sent the same as rank 0.
     """
     codes = [message.code for message in asked]
     others = workers - len(codes)
@@ -300,16 +307,17 @@ def _leg(message: Request) -> Leg:
 
 
 _together: Barrier | None = None
-"""The barrier of all processes of the pool, in each of them."""
+"""The barrier of all processes of the pool; each of them has it."""
 
 
 def coding_times_of_busy(
     codes: Sequence[str], folder: str, processes: int
 ) -> dict[str, CompressorTimes]:
-    """The times of *codes*, specs of compressors, while *processes* cores compress at once.
+    """Measure compressors while *processes* cores compress at once.
 
-    Returns means over the processes, for the first gradient stored in *folder*. Raises `UsageError`
-    as `coding_times` does. Other processes know only this library's compressors.
+    *codes* are specs of compressors. Returns means over the processes, for the first gradient
+    stored in *folder*. Raises `UsageError` as `coding_times` does. Other processes know only this
+    library's compressors.
     """
     # Forking a process with threads can hang, and torch's autograd engine has threads.
     context = multiprocessing.get_context("spawn")
@@ -335,7 +343,10 @@ def _begin(barrier: Barrier) -> None:
 
 
 def _measure(codes: Sequence[str], folder: str) -> dict[str, CompressorTimes]:
-    """Time each compressor when all processes are ready, or alone if another has failed or is late."""
+    """Time each compressor when all processes are ready.
+
+    It times them alone if another process has failed or is late.
+    """
     assert _together is not None
     dump = GradientDump(folder)
     found: dict[str, CompressorTimes] = {}
@@ -345,7 +356,8 @@ def _measure(codes: Sequence[str], folder: str) -> dict[str, CompressorTimes]:
                 _together.wait(timeouts.busy_processes)
             found |= coding_times([make(code)], dump, usual=True)
     except BaseException:
-        _together.abort()  # the others stop waiting; this process's error is the one to report
+        # The other processes stop waiting; this process's error is the one to report.
+        _together.abort()
         raise
     return found
 
@@ -363,12 +375,13 @@ class CompressorCost:
     """One compressor's row.
 
     Attributes:
-        code_bytes: A worker's own compressed gradient, of *dense_bytes* uncompressed.
-        traffic_bytes: What a worker sends for it; uncompressed it sends *dense_traffic_bytes*.
-        encode_seconds: Until the last compressed part is sent.
-        decode_seconds: Of everything after that.
+        code_bytes: Bytes of a worker's own compressed gradient, of *dense_bytes* uncompressed.
+        traffic_bytes: Bytes that a worker sends for it; uncompressed it sends
+            *dense_traffic_bytes*.
+        encode_seconds: Seconds until the last compressed part is sent.
+        decode_seconds: Seconds of all later work.
         error: Norm of the average's compression error over the gradient's norm, in the first step.
-        error_of_sum: The same of sums over *steps* steps, with error feedback.
+        error_of_sum: The same for sums over *steps* steps, with error feedback.
         pays_below: Bytes per second below which a step is shorter (None: nowhere).
     """
 
@@ -400,14 +413,14 @@ class NotApplicable:
 
 
 def traffic(legs: Iterable[Leg], workers: int) -> float:
-    """Bytes that each of *workers* sends for compressed gradients with these *legs*."""
+    """Return the bytes that each of *workers* sends for compressed gradients with these *legs*."""
     n = workers
     parts = {"sum": 2 * (n - 1) / n, "gather": n - 1, "all-to-all": (n - 1) / n}
     return math.fsum(parts[leg.kind] * leg.size for leg in legs)
 
 
 def pays_below(dense: float, compressed: float, coding: float) -> float | None:
-    """The bandwidth at which *coding* seconds equal the time of the saved bytes."""
+    """Return the bandwidth at which *coding* seconds equal the time of the saved bytes."""
     saved = dense - compressed
     if saved <= 0:
         return None
@@ -427,7 +440,8 @@ def compressor_costs(
     made = [(text, make(text)) for text in compressors]
     steps = [step for step in range(len(dump)) if _is_finite(dump.read(step)[0])]
     if not steps:
-        dump.read(0)  # raises the error for no gradients at all
+        # This raises the error for missing gradients.
+        dump.read(0)
         raise UsageError(
             f"none of the {len(dump)} gradients that were seen is finite: expected some "
             "that are, to code them; with a GradScaler, start at a smaller scale"
@@ -486,7 +500,7 @@ def _cost(
 def _errors(
     benchmark: CompressorBenchmark, dump: GradientDump, steps: Sequence[int]
 ) -> tuple[float, float]:
-    """The relative errors of the first step's average, and of the sum over all *steps*."""
+    """Return the relative errors of the first step's average, and of the sum over all *steps*."""
     first = 0.0
     differences: list[torch.Tensor] = []
     sums: list[torch.Tensor] = []
@@ -508,7 +522,7 @@ def _errors(
 
 
 def _ratio(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> float:
-    """The ratio of two norms over all tensors; 0 if the second one is 0."""
+    """Return the ratio of two norms over all tensors; 0 if the second one is 0."""
     norm = _norm(those)
     return _norm(these) / norm if norm else 0.0
 

@@ -1,4 +1,4 @@
-"""Phases of one worker's steps: input, forward, backward, exposed communication, update.
+"""Measures phases of one worker's steps: input, forward, backward, exposed communication, update.
 
 `StepWatch` observes a training from outside the method, in every runtime. `StepPhases` are its
 results.
@@ -20,7 +20,7 @@ from paceline.records import Phase, Span, StepRecord, steady_part
 from paceline.torch_internals import Uncopied, is_compiled_whole
 
 MOST_STEPS = 200
-"""The number of last steps that are kept."""
+"""Number of last steps that are kept."""
 LATE = 0.9
 """Gradients that become ready after this part of backward count as ready at its end."""
 TIMES = (
@@ -40,7 +40,7 @@ class StepPhases(msgspec.Struct, frozen=True, kw_only=True):
     """Phases of one worker's steps, in seconds: medians over its steady-state steps.
 
     Attributes:
-        steps: The number of these steps.
+        steps: Number of these steps.
         step: From the end of a step to the end of the next.
         input: From the end of a step to its first forward pass.
         forward: From the call of the model to its return, without waits.
@@ -49,12 +49,12 @@ class StepPhases(msgspec.Struct, frozen=True, kw_only=True):
         first_wait: From the end of a step to the first wait for the network. A straggler makes all
             workers' steps equally long, but not this time.
         exposed: All waits for the network.
-        messages: Messages of a step, of this worker.
-        bytes_sent: Bytes of a step, of this worker.
+        messages: Messages that this worker sends in a step.
+        bytes_sent: Bytes that this worker sends in a step.
         at_end: Part of the gradients' bytes that becomes ready in the last tenth of backward.
         compiled_whole: Whether the whole model is one compiled graph.
         passes: Forward and backward passes of a step; more than one if gradients are accumulated.
-        steady: Whether steps were in steady state; else they are of the warm-up.
+        steady: Whether these are steady-state steps; if not, they are of the warm-up.
     """
 
     steps: int
@@ -109,7 +109,7 @@ class StepWatch:
 
     def gradient(self, index: int) -> None:
         if not self._passes:
-            # Only a part of the model was called, not the model itself.
+            # The script called only a part of the model, not the model itself.
             self._passes.append(_Pass(begin=None))
         one, mark = self._passes[-1], self._stopwatch.mark()
         if one.mark is None:
@@ -131,7 +131,7 @@ class StepWatch:
     def step(self, record: StepRecord) -> None:
         """Record the times of a step that has ended."""
         before, now = self._end, self._now()
-        # An evaluation with gradients, or a failed pass, has none.
+        # An evaluation with gradients, or a failed pass, has no such time.
         self._passes = [one for one in self._passes if one.ready]
         if before is not None and self._passes:
             self._steps.append((record.phase, self._note(before, now, record)))
@@ -163,7 +163,7 @@ class StepWatch:
         forward = backward = data = 0.0
         reached = before
         for one, over in zip(self._passes, ends, strict=True):
-            # Without a known begin, all time before the first gradient is the forward pass.
+            # If the begin is unknown, all time before the first gradient is the forward pass.
             begin = reached if one.begin is None else one.begin
             data += self._without_waits(reached, begin)
             forward += self._without_waits(begin, one.split)
@@ -191,9 +191,9 @@ class StepWatch:
         return max(0.0, end - start - waited)
 
     def _at_end(self, last: _Pass) -> float:
-        """The part of the gradient that became ready at the end of a backward pass.
+        """Return the part of the gradient that became ready at the end of a backward pass.
 
-        The time of paceline's own work in hooks is left out.
+        It excludes the time of paceline's own work in hooks.
         """
         entries = self._stopwatch.seconds(last.mark, [mark for _, mark in last.ready])
         exits = self._stopwatch.seconds(last.mark, last.taken)
@@ -211,7 +211,7 @@ class StepWatch:
         return sum(late) / sum(sizes)
 
     def phases(self) -> StepPhases | None:
-        """Medians over the steady-state steps, or over all if there are none.
+        """Return medians over the steady-state steps, or over all if there are none.
 
         If steps communicate differently, the medians are over means of one period of steps each.
         None if there was no step.
@@ -242,8 +242,8 @@ class StepWatch:
 class _Pass:
     """One forward pass with gradients, and the backward pass that followed.
 
-    They meet at *split* (and *mark*). *ready* has the tensors whose gradients were computed, and
-    when; *taken* has the times at which backward continued.
+    The second begins at *split* (and *mark*), where the first ends. *ready* has the tensors whose
+    gradients were computed, and the times. *taken* has the times at which backward continued.
     """
 
     def __init__(self, begin: float | None) -> None:
@@ -255,6 +255,6 @@ class _Pass:
 
 
 def measured(values: Sequence[float]) -> Measured:
-    """The median of *values*, and the median of their distances to it."""
+    """Return the median of *values*, and the median of their distances to it."""
     middle = median(values)
     return Measured(middle, median(abs(value - middle) for value in values))

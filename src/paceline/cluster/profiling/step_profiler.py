@@ -23,17 +23,17 @@ from paceline.interfaces.buckets import stands_in, wire_bytes
 from paceline.torch_internals import Uncopied, notify_before_use, stop_notifying
 
 MOST_STEPS = 64
-"""Steps that are watched for habits of the script. Later steps are not watched, so they cost
-nothing."""
+"""Steps that are watched for habits of the script. Later steps are not watched, so they cost no
+time."""
 
 
 class StepHabits:
     """Counts a script's habits from a training's events (`paceline.core.step_listeners`).
 
-    - *passes*: the passes that accumulate into one update: those under ``no_sync`` and the one that is
-      sent.
-    - *uses_gradients*: whether the script reads or changes gradients between the end of backward and
-      ``step()``, for example to clip. ``distribute(check_finite=True)`` does so, too.
+    - *passes*: the passes that accumulate into one update: those under ``no_sync`` and the last
+      one, whose gradients are sent.
+    - *uses_gradients*: whether the script reads or changes gradients between the end of backward
+      and ``step()``, for example to clip. ``distribute(check_finite=True)`` does so, too.
 
     A use in fewer than half of the steps, such as a norm that is logged now and then, does not
     count.
@@ -56,7 +56,7 @@ class StepHabits:
 
     @property
     def uses_gradients(self) -> bool | None:
-        """Whether most steps use gradients; None if no step has shown it."""
+        """Whether most steps use gradients; None if no step was watched."""
         if not self._uses:
             return None
         return 2 * sum(self._uses) > len(self._uses)
@@ -119,9 +119,9 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 class GradientDump:
-    """One worker's own gradients of its first steps, in a *folder* that exists.
+    """Stores one worker's own gradients of its first steps in an existing *folder*.
 
-    *wanted*: the number of steps to store.
+    *wanted* is the number of steps to store.
     """
 
     def __init__(self, folder: str | Path, wanted: int = 1) -> None:
@@ -132,7 +132,7 @@ class GradientDump:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many gradients as wanted are stored."""
+        """Whether *wanted* gradients are stored."""
         return len(self) >= self.wanted
 
     def keep(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
@@ -145,7 +145,7 @@ class GradientDump:
         torch.save(content, self._folder / f"{len(self)}.pt")
 
     def read(self, step: int) -> tuple[Named, int]:
-        """The gradient of a step, on its device, and the number of threads of the training.
+        """Return the gradient of a step, on its device, and the number of threads of the training.
 
         Raises `UsageError` if no gradient was stored.
         """
@@ -168,9 +168,9 @@ class GradientDump:
         (self._folder / _OPTIMIZER).write_text(json.dumps(content))
 
     def optimizer(self) -> torch.optim.Optimizer | None:
-        """An optimizer of the stored name and options, without the model's parameters.
+        """Return an optimizer of the stored name and options, without the model's parameters.
 
-        None if none was stored.
+        None if no optimizer was stored.
         """
         file = self._folder / _OPTIMIZER
         if not file.exists():
@@ -186,7 +186,8 @@ _OPTIMIZER = "optimizer.json"
 
 
 def _is_plain(value: object) -> bool:
-    if isinstance(value, tuple):  # betas
+    # Adam has a tuple, its betas.
+    if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 
@@ -211,10 +212,10 @@ class StepTimes:
         self.backwards: list[list[float]] = []
         self.updates: list[float] = []
         self.overheads: list[float] = []
-        """The time of a step outside its passes and its update."""
+        """Seconds of a step outside its passes and its update."""
 
     def medians(self) -> list[float]:
-        """The medians over steps, in the order of `times_of`."""
+        """Return the medians over steps, in the order of `times_of`."""
         update = statistics.median(self.updates)
         return [*_medians(self.forwards), *_medians(self.backwards), update]
 
@@ -222,12 +223,15 @@ class StepTimes:
 class StepProfiler:
     """A `Compute` that measures, and makes a `Workload` of medians over steps.
 
-    A module's part of the forward pass is the time from its own start to that of the next module
-    with parameters, spread over its tensors by bytes. A tensor's part of the backward pass is the
-    time from the hook before its own, without paceline's own work in hooks. The first tensor's part
-    starts at the end of the forward pass, so it includes the loss. Of several passes in one step
-    the last counts; their number is recorded, too. *keep* receives the gradients of the first steps
-    after the warm-up, as many as it wants.
+    *Forward.* A module's part of the forward pass is the time from its own start to that of the
+    next module with parameters, spread over its tensors by bytes.
+
+    *Backward.* A tensor's part of the backward pass is the time from the hook before its own,
+    without paceline's own work in hooks. The first tensor's part starts at the end of the forward
+    pass, so it includes the loss.
+
+    Of several passes in one step the last counts; their number is recorded, too. *keep* receives
+    the gradients of the first steps after the warm-up, until it is full.
     """
 
     def __init__(
@@ -250,7 +254,8 @@ class StepProfiler:
         self.compressors: list[GradientCompression] = []
         """The compressors that training will use."""
         index = {id(parameter): i for i, (_, parameter) in enumerate(parameters)}
-        self._owned: list[list[int]] = []  # each module's own tensors, as indices
+        # These are each module's own tensors, as indices.
+        self._owned: list[list[int]] = []
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             own = [index.pop(id(p), -1) for p in module.parameters(recurse=False)]
@@ -272,11 +277,11 @@ class StepProfiler:
         """Processor time of forward passes: of all threads, and of this one."""
         self._forward_began = (0.0, 0.0)
         self._waited = 0.0
-        """Seconds for which this thread waited for a core, from the begin of passes to the end of
-        steps."""
+        """Seconds for which this thread waited for a core, from the beginning of passes to the end
+        of steps."""
         self._waited_before = 0.0
         self._ended_at: float | None = None
-        """This thread's processor time at the end of the last step. None: there was none, or an
+        """This thread's processor time at the end of the last step. None: there was no step, or an
         evaluation since."""
         self._inputs: list[float] = []
         self.order: list[int] = []
@@ -305,7 +310,7 @@ class StepProfiler:
             self._batches.append(samples)
 
     def used(self, index: int) -> None:
-        """Do nothing: the modules' own times cover it."""
+        """Do nothing: the modules' own times include it."""
 
     def usable(self) -> None:
         """Do nothing: a profile has one worker, which waits for no other."""
@@ -325,7 +330,8 @@ class StepProfiler:
 
     def uses_compressor(self, compression: GradientCompression) -> None:
         self.compressors.append(compression)
-        if self._keep is not None:  # one gradient, to time the compressor with
+        # Store one gradient, to time the compressor with.
+        if self._keep is not None:
             self._keep.wanted = max(1, self._keep.wanted)
 
     def compressed(
@@ -379,7 +385,8 @@ class StepProfiler:
     def _module_hook(self, number: int) -> Callable[..., None]:
         def starts(*_: Any) -> None:
             if torch.compiler.is_compiling():
-                return  # reading a clock would split a compiled block
+                # Reading a clock would split a compiled block.
+                return
             if self._start is not None and self._end is None:
                 self._modules.append((number, self._mark()))
 
@@ -429,7 +436,8 @@ class StepProfiler:
             total = sum(self._sizes[t] for t in own)
             for t in own:
                 forward[t] += (edges[i + 1] - edges[i]) * self._sizes[t] / total
-        if not self._modules:  # parameters that no module's forward was called for
+        # No module's forward was called for these parameters.
+        if not self._modules:
             forward = [forward_end / len(forward)] * len(forward)
         backward = [0.0] * len(self._names)
         begins = [forward_end, *at_exit]
@@ -449,7 +457,7 @@ class StepProfiler:
         return self._stopwatch.mark(), time.thread_time()
 
     def workload(self, source: str) -> Workload:
-        """A workload of medians over the steps. Raises `UsageError` if there was no step."""
+        """Return a workload of medians over the steps. Raises `UsageError` if there was no step."""
         if not self.profiled_steps:
             raise UsageError(
                 f"nothing to profile: expected more than {WARM_UP_STEPS} training steps "
@@ -470,16 +478,18 @@ class StepProfiler:
         )
 
     def workload_alone(self, source: str, *, idle_counts: bool = True) -> Workload:
-        """As `workload`, but for a worker with cores of its own, with `cores`, `input` and
-        `overhead`.
+        """Return the workload of a worker that has cores of its own.
+
+        It includes `cores`, `input` and `overhead`.
 
         If a thread that does not run mostly waits for a core, its processor time is its time alone.
         A thread that sleeps or reads files takes its measured time. If it does so most of the time,
         it keeps no core busy; nor does a model on another device.
 
         Args:
-            source: Where the figures are from, for the user.
-            idle_counts: Whether the time of a sleeping thread counts. If not, all times are processor time.
+            source: Origin of the figures, for the user.
+            idle_counts: Whether the time of a sleeping thread counts. If not, all times are
+                processor time.
 
         Raises:
             UsageError: There was no step.
@@ -500,7 +510,7 @@ class StepProfiler:
 
     @property
     def _cores(self) -> int:
-        """The number of cores that compute, at most as many as torch may use."""
+        """Return the number of cores that compute, at most as many as torch may use."""
         everywhere, here = self._forward_ran
         pool = torch.get_num_threads()
         return min(pool, max(1, round(everywhere / here))) if here else 1
@@ -512,7 +522,7 @@ class StepProfiler:
 
 
 def with_times(workload: Workload, times: Sequence[float]) -> Workload:
-    """*workload* with other *times*, in the order of `times_of`."""
+    """Return *workload* with other *times*, in the order of `times_of`."""
     count = len(workload.names)
     return replace(
         workload,
@@ -523,7 +533,7 @@ def with_times(workload: Workload, times: Sequence[float]) -> Workload:
 
 
 def times_of(workload: Workload) -> list[float]:
-    """All times of a workload, in one list."""
+    """Return all times of a workload, in one list."""
     return [*workload.forward, *workload.backward, workload.update]
 
 

@@ -1,5 +1,7 @@
-"""Stopwatches on the host's clock or in a CUDA stream, without slowing it down; and waits for
-processors."""
+"""Stopwatches on the host's clock or in a CUDA stream, and waits for processors.
+
+The stopwatches do not slow the stream down.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from paceline.interfaces import Stopwatch
 
 
 class HostStopwatch:
-    """A `Stopwatch` on a clock of the host. *repeats*: whether times on that clock repeat exactly."""
+    """A `Stopwatch` on a clock of the host.
+
+    *repeats*: whether times on that clock repeat exactly.
+    """
 
     def __init__(self, now: Callable[[], float], *, repeats: bool = False) -> None:
         self.mark, self.repeats = now, repeats
@@ -43,25 +48,27 @@ class CudaStopwatch:
     def seconds(
         self, start: torch.cuda.Event, marks: Sequence[torch.cuda.Event]
     ) -> list[float]:
-        for mark in marks:  # they may be on several streams
+        # The events may be on several streams.
+        for mark in marks:
             mark.synchronize()
         return [start.elapsed_time(mark) / 1e3 for mark in marks]
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The stopwatch for work on *device*."""
+    """Return the stopwatch for work on *device*."""
     if device.type == "cuda":
         return CudaStopwatch(device)
     return HostStopwatch(time.perf_counter)
 
 
 def waited_for_processor(threads: str = "/proc/self/task/*") -> float:
-    """Seconds for which these *threads* of this process were ready to run, without a processor.
+    """Return the seconds for which these *threads* were ready to run, without a processor.
 
     0 if the system does not count them.
     """
     waited = 0
     for file in Path("/").glob(f"{threads[1:]}/schedstat"):
-        with suppress(OSError):  # a thread that has just ended
+        # The thread has just ended.
+        with suppress(OSError):
             waited += int(file.read_text().split()[1])
     return waited / 1e9
